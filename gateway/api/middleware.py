@@ -1,0 +1,210 @@
+"""Around every request: its id, the key check, the access log, and every error → OpenAI JSON."""
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+from collections.abc import Sequence
+from http import HTTPStatus
+
+import orjson
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway import logs, metrics
+from gateway.api.door import Door
+from gateway.errors import (
+    Forbidden,
+    GatewayError,
+    MethodNotAllowed,
+    Unauthorized,
+    Unavailable,
+    UnknownUrl,
+)
+
+log = logs.get("http")
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+CLIENT_LEFT = 499  # nginx's name for it; nobody is there to read the answer
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
+
+
+def answer(error: GatewayError) -> Response:
+    """Turn an error into its JSON."""
+    return Response(
+        orjson.dumps(error.body()),
+        error.status,
+        headers=error.headers,
+        media_type="application/json",
+    )
+
+
+def translate(error: HTTPException, method: str, path: str) -> GatewayError:
+    """Say Starlette's own refusals in our words."""
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allow = (error.headers or {}).get("Allow", "")
+        return MethodNotAllowed(f"Not allowed to {method} on {path}.", allow)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return UnknownUrl(f"Invalid URL ({method} {path})")
+    return GatewayError(error.detail)
+
+
+class Context:
+    """The outermost layer: nothing leaves it but an answer with a request id."""
+
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self._app = app
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = (
+            given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        )
+        scope["gateway.request_id"] = request_id
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        reply = _Reply(send, request_id)
+        started = metrics.now()
+        with self._door.passing():
+            status = await self._serve(scope, receive, reply)
+        seconds = metrics.now() - started
+        route = getattr(scope.get("route"), "path", "none")
+        metrics.REQUESTS.labels(route, str(status)).inc()
+        metrics.REQUEST_SECONDS.labels(route).observe(seconds)
+        log.info(
+            "request",
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            ms=round(seconds * 1000, 1),
+        )
+
+    async def _serve(self, scope: Scope, receive: Receive, reply: "_Reply") -> int:
+        try:
+            await self._app(scope, receive, reply)
+        except ClientDisconnect:
+            return CLIENT_LEFT
+        except GatewayError as error:
+            if reply.status is None:
+                await answer(error)(scope, receive, reply)
+        except HTTPException as error:
+            if reply.status is None:
+                refusal = translate(error, scope["method"], scope["path"])
+                await answer(refusal)(scope, receive, reply)
+        except TimeoutError:
+            log.warning("client_stopped_reading", path=scope["path"])
+            return CLIENT_LEFT
+        except Exception:
+            log.exception("request_failed", path=scope["path"])
+            if reply.status is None:
+                oops = GatewayError(
+                    "The server had an error while processing your request."
+                )
+                await answer(oops)(scope, receive, reply)
+        return reply.status or CLIENT_LEFT
+
+
+class _Reply:
+    """The way back to the client: it adds the request id and remembers the status."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self.status: int | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+        await self._send(message)
+
+
+class Guard:
+    """Who may come in: holders of a key or, where there are none, this machine's own programs.
+
+    Browsers attack localhost: without keys a page could call us by rebinding its name (so the
+    Host must be ours) or across origins (so its Origin must be one that CORS allows).
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        door: Door,
+        *,
+        keys: Sequence[str],
+        hosts: Sequence[str],
+        origins: Sequence[str],
+    ) -> None:
+        self._app = app
+        self._door = door
+        self._keys = [_digest(key) for key in keys]
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request in, or raise why not."""
+        if (
+            scope["type"] == "http"
+            and scope["path"].removeprefix("/v1") not in OPEN_PATHS
+        ):
+            headers = Headers(scope=scope)
+            if self._keys:
+                scope["gateway.key_id"] = self._key_id(headers.get("authorization", ""))
+            else:
+                self._check_browser(headers)
+            if self._door.is_closed:
+                raise Unavailable("The gateway is shutting down.", retry_after_s=1)
+        await self._app(scope, receive, send)
+
+    def _key_id(self, authorization: str) -> str:
+        scheme, _, key = authorization.partition(" ")
+        given = _digest(key.strip())
+        # Every key is compared, in constant time, whichever matches.
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise Unauthorized(
+                "Incorrect API key provided. Send it as `Authorization: Bearer <key>`."
+                if authorization
+                else "You didn't provide an API key. Send it as `Authorization: Bearer <key>`."
+            )
+        return f"key-{matches.index(True) + 1}"
+
+    def _check_browser(self, headers: Headers) -> None:
+        host = headers.get("host", "")
+        if not (is_loopback(host) or {host.lower(), _name(host), "*"} & self._hosts):
+            raise Forbidden(
+                f"The host `{host}` is not this gateway's. Add it to GATEWAY_ALLOWED_HOSTS, or "
+                "set GATEWAY_API_KEYS."
+            )
+        origin = headers.get("origin")
+        if origin is not None and not {origin, "*"} & self._origins:
+            raise Forbidden(f"The origin `{origin}` is not in GATEWAY_CORS_ORIGINS.")
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a Host header names this machine itself."""
+    name = _name(host)
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _name(host: str) -> str:
+    """Give a Host header without its port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

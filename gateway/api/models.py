@@ -1,0 +1,44 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.service import Service
+from gateway.registry import Resolved
+
+
+class Models:
+    """The list: ids and aliases; `root` names the id behind an alias."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def answer(self, request: Request) -> Response:
+        """Answer with every name, or with one."""
+        catalog = self._service.catalog()
+        name = request.path_params.get("name")
+        if name is not None:
+            return _json(self._entry(catalog.resolve(name)))
+        return _json(
+            {"object": "list", "data": [self._entry(each) for each in catalog]}
+        )
+
+    def _entry(self, resolved: Resolved) -> dict[str, Any]:
+        spec = resolved.spec
+        states = self._service.models.states()
+        return {
+            "id": resolved.name,
+            "object": "model",
+            "created": self._service.started,
+            "owned_by": "mlx-gateway",
+            "root": spec.id,
+            "kind": spec.kind,
+            "state": states.get(spec.id, "unloaded"),
+        }
+
+
+def _json(value: object) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

@@ -1,0 +1,81 @@
+"""Which path is served by what, with and without /v1; one place for every error's JSON."""
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan
+
+from gateway.api import ops
+from gateway.api.chat import ChatCompletions
+from gateway.api.door import Door
+from gateway.api.embeddings import Embeddings
+from gateway.api.middleware import Context, Guard, answer, translate
+from gateway.api.models import Models
+from gateway.api.service import Service
+from gateway.errors import GatewayError
+
+
+def serve(
+    service: Service,
+    *,
+    door: Door,
+    health: ops.Health,
+    ready: ops.Ready,
+    keys: list[str],
+    hosts: list[str],
+    origins: list[str],
+    lifespan: Lifespan[Starlette],
+) -> ASGIApp:
+    """Build the ASGI application."""
+    models = Models(service)
+    app = Starlette(
+        routes=[
+            *_both("/embeddings", Embeddings(service).answer, "POST"),
+            *_both("/chat/completions", ChatCompletions(service).answer, "POST"),
+            *_both("/models", models.answer, "GET"),
+            *_both("/models/{name:path}", models.answer, "GET"),
+            *_both("/health", health.answer, "GET"),
+            *_both("/ready", ready.answer, "GET"),
+            *_both("/metrics", ops.metrics, "GET"),
+        ],
+        exception_handlers={
+            GatewayError: _told,
+            HTTPException: _translated,
+            Exception: _unforeseen,
+        },
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    guarded: ASGIApp = Guard(app, door, keys=keys, hosts=hosts, origins=origins)
+    if origins:
+        guarded = CORSMiddleware(
+            guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return Context(guarded, door)
+
+
+def _both(path: str, endpoint: Callable[..., Any], method: str) -> list[Route]:
+    return [Route(prefix + path, endpoint, methods=[method]) for prefix in ("/v1", "")]
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    return answer(error)
+
+
+async def _translated(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return answer(translate(error, request.method, request.url.path))
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again after this answer; Context logs it."""
+    return answer(
+        GatewayError("The server had an error while processing your request.")
+    )

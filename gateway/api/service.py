@@ -1,0 +1,115 @@
+"""What every handler is given: the catalog, the models, and how requests are to be read."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from gateway import metrics
+from gateway.api.limits import read_body
+from gateway.errors import BadRequest
+from gateway.jobs import Caller, Tier
+from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, ModelSpec, Resolved
+from gateway.serving.cache import ModelCache
+from gateway.serving.embedding_batcher import EmbeddingBatcher
+from gateway.serving.generation_batcher import GenerationBatcher
+from gateway.wire import reading
+
+R = TypeVar("R", bound=reading.Request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How requests are read and answers sent. Times in seconds."""
+
+    max_body_bytes: int
+    body_timeout_s: float
+    max_input_chars: int
+    strict_fields: bool
+    request_timeout_s: float
+    stream_open_after_s: float
+    send_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """The floors below, as handlers see them."""
+
+    catalog: Callable[[], Catalog]
+    models: ModelCache[EmbeddingBatcher | GenerationBatcher]
+    rules: Rules
+    fingerprint: Callable[[ModelSpec], str]
+    started: int
+
+    async def read(
+        self, request: Request, shape: type[R], fields: reading.Fields
+    ) -> reading.Read[R]:
+        """Read and check a request's body."""
+        body = await read_body(
+            request, self.rules.max_body_bytes, self.rules.body_timeout_s
+        )
+        return reading.read_request(
+            body, shape, fields, strict=self.rules.strict_fields
+        )
+
+    def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
+        """Say who asks and until when: `x-gateway-timeout-s`, at most the setting."""
+        return Caller(
+            request_id=request.scope["gateway.request_id"],
+            deadline=metrics.now() + self._allowed_s(request),
+            tier=tier,
+            key_id=request.scope.get("gateway.key_id"),
+        )
+
+    def _allowed_s(self, request: Request) -> float:
+        most = self.rules.request_timeout_s
+        given = request.headers.get("x-gateway-timeout-s")
+        try:
+            asked = float(given) if given is not None else most
+        except ValueError:
+            asked = 0.0
+        if not asked > 0:
+            raise BadRequest(
+                "The header x-gateway-timeout-s should be a number of seconds above 0.",
+                param="x-gateway-timeout-s",
+            )
+        return min(asked, most)
+
+    @contextlib.asynccontextmanager
+    async def embedder(self, spec: EmbeddingSpec) -> AsyncIterator[EmbeddingBatcher]:
+        """Lease an embedding model."""
+        async with self.models.lease(spec) as batcher:
+            assert isinstance(batcher, EmbeddingBatcher)
+            yield batcher
+
+    @contextlib.asynccontextmanager
+    async def writer(self, spec: ChatSpec) -> AsyncIterator[GenerationBatcher]:
+        """Lease a chat model."""
+        async with self.models.lease(spec) as batcher:
+            assert isinstance(batcher, GenerationBatcher)
+            yield batcher
+
+    def embedding_spec(self, name: str) -> tuple[Resolved, EmbeddingSpec]:
+        """Find an embedding model; a chat model is refused by name."""
+        resolved = self.catalog().resolve(name)
+        if not isinstance(resolved.spec, EmbeddingSpec):
+            raise _wrong_kind(name, "chat", "embeddings")
+        return resolved, resolved.spec
+
+    def chat_spec(self, name: str) -> tuple[Resolved, ChatSpec]:
+        """Find a chat model; an embedding model is refused by name."""
+        resolved = self.catalog().resolve(name)
+        if not isinstance(resolved.spec, ChatSpec):
+            raise _wrong_kind(name, "embedding", "chat completions")
+        return resolved, resolved.spec
+
+
+def _wrong_kind(name: str, kind: str, wanted: str) -> BadRequest:
+    article = "an" if kind == "embedding" else "a"
+    return BadRequest(
+        f"The model `{name}` is {article} {kind} model and cannot be used for {wanted}.",
+        param="model",
+        code="unsupported_model",
+    )

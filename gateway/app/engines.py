@@ -1,0 +1,89 @@
+"""The real engines: models.yaml's specs → loaded models, wherever their files are.
+
+Imports mlx, and OpenBLAS before it: whoever needs no model must not import this.
+"""
+
+import asyncio
+from pathlib import Path
+
+import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
+import mlx.core as mx
+from gateway import logs
+from gateway.engine import backend, sources
+from gateway.engine.embedding import load_embedding
+from gateway.engine.loading import load_generation
+from gateway.errors import ModelUnavailable
+from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+
+log = logs.get("engines")
+
+
+class MlxEngines:
+    """Loads with MLX on one device."""
+
+    def __init__(
+        self, requested: str, cache_limit_bytes: int | None, hub: sources.Hub
+    ) -> None:
+        self._device = backend.choose_device(requested)
+        self._cache_limit_bytes = cache_limit_bytes
+        self._hub = hub
+
+    @property
+    def device(self) -> str:
+        """Name the device."""
+        return self._device.value
+
+    def begin(self) -> None:
+        """Set device and memory limits, which MLX keeps for each thread."""
+        backend.configure(self._device, self._cache_limit_bytes)
+
+    def end(self) -> None:
+        """Give up the thread's streams: without this about half of all exits abort on CPU."""
+        mx.clear_streams()
+
+    async def folder(self, spec: ModelSpec) -> Path:
+        """Find the files, or fetch them when the hub answers in time."""
+        if (
+            folder := await asyncio.to_thread(sources.on_disk, spec, self._hub)
+        ) is not None:
+            return folder
+        try:
+            async with asyncio.timeout(self._hub.timeout_s):
+                await asyncio.to_thread(sources.ask_hub, spec, self._hub)
+        except TimeoutError:
+            raise ModelUnavailable(
+                spec.id,
+                f"the hub did not answer within {self._hub.timeout_s:g} seconds.",
+            ) from None
+        log.info("model_download", model=spec.id, source=str(spec.source))
+        return await asyncio.to_thread(sources.download, spec, self._hub)
+
+    def embedding(self, spec: EmbeddingSpec, folder: Path) -> EmbeddingEngine:
+        """Load an encoder or a decoder embedder."""
+        return load_embedding(
+            folder,
+            name=spec.id,
+            device=self._device,
+            dtype=_dtype(spec),
+            pooling=spec.pooling,
+            normalize=spec.normalize,
+            max_context=spec.max_context,
+            prompts=spec.prompts,
+        )
+
+    def generation(self, spec: ChatSpec, folder: Path) -> GenerationEngine:
+        """Load a chat model."""
+        return load_generation(
+            folder,
+            name=spec.id,
+            device=self._device,
+            dtype=_dtype(spec),
+            max_context=spec.max_context,
+            chat_template=spec.chat_template,
+            template_args=spec.chat_template_kwargs,
+        )
+
+
+def _dtype(spec: ModelSpec) -> str | None:
+    return None if spec.dtype == "auto" else spec.dtype

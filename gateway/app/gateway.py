@@ -1,0 +1,204 @@
+"""Where concrete parts meet: an engine and a batcher for every spec, and the life of them all.
+
+Settings end here: what is built below is given plain arguments.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from gateway import __version__, logs
+from gateway.api import ops, routes
+from gateway.api.door import Door
+from gateway.api.service import Rules, Service
+from gateway.errors import GatewayError
+from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, HubSource, ModelSpec
+from gateway.serving.cache import ModelCache
+from gateway.serving.embedding_batcher import EmbeddingBatcher, EmbeddingLimits
+from gateway.serving.generation_batcher import GenerationBatcher, GenerationLimits
+from gateway.serving.lane import Lane
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.serving.tokens import TokenPool
+from gateway.settings import Settings
+
+log = logs.get("app")
+
+Batcher = EmbeddingBatcher | GenerationBatcher
+
+
+class Engines(Protocol):
+    """Where engines come from: the real ones, or a test's scripted ones."""
+
+    @property
+    def device(self) -> str:
+        """Name the device for `system_fingerprint`."""
+
+    def begin(self) -> None:
+        """Prepare the lane's thread, on it."""
+
+    def end(self) -> None:
+        """Leave the lane's thread, on it, as its last act."""
+
+    async def folder(self, spec: ModelSpec) -> Path:
+        """Find or fetch a model's files, off the lane."""
+
+    def embedding(self, spec: EmbeddingSpec, folder: Path) -> EmbeddingEngine:
+        """Load, on the lane."""
+
+    def generation(self, spec: ChatSpec, folder: Path) -> GenerationEngine:
+        """Load, on the lane."""
+
+
+class Gateway:
+    """One catalog's models behind one lane. `asgi` is what a server serves."""
+
+    def __init__(self, settings: Settings, catalog: Catalog, engines: Engines) -> None:
+        self._settings = settings
+        self._catalog = catalog
+        self._engines = engines
+        self._is_preloaded = False
+        self._lane = Lane(farewell=engines.end)
+        self._pool = TokenPool()
+        self.door = Door()
+        self._models: ModelCache[Batcher] = ModelCache(
+            self._opened,
+            max_models=settings.cache_max_models,
+            load_wait_s=settings.load_wait_s,
+        )
+        self.asgi: ASGIApp = routes.serve(
+            self._service(),
+            door=self.door,
+            health=ops.Health(lambda: self._lane.is_alive),
+            ready=ops.Ready(self._status, self._models.states),
+            keys=[key.get_secret_value() for key in settings.api_keys],
+            hosts=list(settings.allowed_hosts),
+            origins=list(settings.cors_origins),
+            lifespan=self._lifespan,
+        )
+
+    async def drain(self) -> None:
+        """Let nobody in any more and wait for those inside, at most the drain time."""
+        if not await self.door.drained(self._settings.drain_s):
+            log.warning("drain_cut_short", seconds=self._settings.drain_s)
+
+    def _service(self) -> Service:
+        settings = self._settings
+        return Service(
+            catalog=lambda: self._catalog,
+            models=self._models,
+            rules=Rules(
+                max_body_bytes=settings.max_body_bytes,
+                body_timeout_s=settings.body_timeout_s,
+                max_input_chars=settings.max_input_chars,
+                strict_fields=settings.strict_fields,
+                request_timeout_s=settings.request_timeout_s,
+                stream_open_after_s=settings.stream_open_after_s,
+                send_timeout_s=settings.send_timeout_s,
+            ),
+            fingerprint=self._fingerprint,
+            started=int(time.time()),
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        with self._pool:
+            async with self._lane as lane:
+                async with lane.turn("load") as run:
+                    await run(self._engines.begin)
+                async with self._models:
+                    preloading = asyncio.create_task(self._preload(), name="preload")
+                    try:
+                        yield
+                    finally:
+                        preloading.cancel()
+                        await asyncio.wait([preloading])
+
+    async def _preload(self) -> None:
+        """Load what the catalog wants at hand; one that fails is logged and does not stop us."""
+        for spec in self._catalog.specs:
+            if spec.preload:
+                with contextlib.suppress(GatewayError):  # the cache has logged it
+                    async with self._models.lease(spec):
+                        pass
+        self._is_preloaded = True
+        log.info("ready", models=self._models.states())
+
+    def _status(self) -> str:
+        if self.door.is_closed:
+            return "draining"
+        if not self._lane.is_alive:
+            return "dead"
+        return "ready" if self._is_preloaded else "loading"
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, spec: ModelSpec) -> AsyncIterator[Batcher]:
+        """Hold one model: its files, its engine, its batcher; freed in reverse order."""
+        folder = await self._engines.folder(spec)
+        if isinstance(spec, EmbeddingSpec):
+            async with self._embedder(spec, folder) as embedder:
+                yield embedder
+        else:
+            async with self._writer(spec, folder) as writer:
+                yield writer
+
+    @contextlib.asynccontextmanager
+    async def _embedder(
+        self, spec: EmbeddingSpec, folder: Path
+    ) -> AsyncIterator[Batcher]:
+        settings, own = self._settings, spec.batching
+        limits = EmbeddingLimits(
+            max_batch_size=own.max_batch_size or settings.embedding_max_batch_size,
+            max_batch_tokens=own.max_batch_tokens
+            or settings.embedding_max_batch_tokens,
+            batch_window_s=_first(
+                own.batch_window_ms, settings.embedding_batch_window_ms
+            )
+            / 1000,
+            queue_limit=spec.queue_limit or settings.queue_limit,
+            max_wait_s=settings.request_timeout_s,
+        )
+        async with self._lane.turn("load") as run:
+            engine = await run(self._engines.embedding, spec, folder)
+        try:
+            batcher = EmbeddingBatcher(spec.id, engine, self._lane, self._pool, limits)
+            async with batcher.running():
+                yield batcher
+        finally:
+            async with self._lane.turn("load") as run:
+                await run(engine.close)
+
+    @contextlib.asynccontextmanager
+    async def _writer(self, spec: ChatSpec, folder: Path) -> AsyncIterator[Batcher]:
+        settings, own = self._settings, spec.batching
+        limits = GenerationLimits(
+            max_batch_size=own.max_batch_size or settings.generation_max_batch_size,
+            prefill_chunk_tokens=own.prefill_chunk_tokens
+            or settings.prefill_chunk_tokens,
+            queue_limit=spec.queue_limit or settings.queue_limit,
+            max_wait_s=settings.request_timeout_s,
+        )
+        async with self._lane.turn("load") as run:
+            engine = await run(self._engines.generation, spec, folder)
+        try:
+            batcher = GenerationBatcher(spec.id, engine, self._lane, self._pool, limits)
+            async with batcher.running():
+                yield batcher
+        finally:
+            async with self._lane.turn("load") as run:
+                await run(engine.close)
+
+    def _fingerprint(self, spec: ModelSpec) -> str:
+        """Name all that exact repeats depend on: gateway, revision, device."""
+        source = spec.source
+        revision = source.revision if isinstance(source, HubSource) else None
+        return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
+
+
+def _first(own: float | None, general: float) -> float:
+    return general if own is None else own

@@ -1,0 +1,109 @@
+"""serve: the gateway itself, from settings to the last byte of the drain."""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway import logs
+from gateway.registry import load_catalog
+from gateway.settings import Settings, SettingsInvalid, load_settings, variables
+
+if TYPE_CHECKING:
+    from gateway.app.gateway import Gateway
+
+log = logs.get("serve")
+
+BACKLOG = 2048
+
+
+def serve(
+    models: Annotated[
+        Path | None, typer.Option(help="The file that says which models.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on; 0 picks one.")
+    ] = None,
+) -> None:
+    """Serve the models of models.yaml."""
+    settings = load_settings({"models": models, "host": host, "port": port})
+    logs.configure(settings.log_level, settings.log_format)
+    catalog = load_catalog(settings.models, variables())
+    # From here on mlx is needed; its imports take seconds, and come before the port is open.
+    from gateway.app.gateway import Gateway
+    from gateway.engine import backend, sources
+    from gateway.app.engines import MlxEngines
+
+    if backend.BLAS.hint is not None:
+        log.warning("slow_blas", hint=backend.BLAS.hint)
+    hub = sources.Hub(
+        endpoint=settings.hub_endpoint,
+        cache=settings.hub_cache,
+        timeout_s=settings.hub_timeout_s,
+        may_download=settings.auto_pull,
+    )
+    engines = MlxEngines(settings.device, settings.mlx_cache_limit_bytes, hub)
+    asyncio.run(_serve(Gateway(settings, catalog, engines), settings))
+
+
+async def _serve(gateway: "Gateway", settings: Settings) -> None:
+    from hypercorn.asyncio import serve as hypercorn_serve
+    from hypercorn.config import Config
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop, stop)
+
+    async def until_drained() -> None:
+        await stop.wait()
+        log.info("draining")
+        await gateway.drain()
+
+    config = Config()
+    config.bind = [_bound(bind, settings) for bind in settings.binds]
+    config.certfile = str(settings.tls_cert) if settings.tls_cert else None
+    config.keyfile = str(settings.tls_key) if settings.tls_key else None
+    config.backlog = BACKLOG
+    config.keep_alive_timeout = settings.keep_alive_timeout_s
+    config.read_timeout = None  # it would also cut long answers short
+    config.graceful_timeout = 1
+    config.include_server_header = False
+    config.accesslog = None
+    config.errorlog = None
+    await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)  # type: ignore[arg-type]
+
+
+def _stop(stop: asyncio.Event) -> None:
+    """Drain at the first signal; at the second, exit now."""
+    if stop.is_set():
+        os._exit(1)
+    stop.set()
+
+
+def _bound(bind: str, settings: Settings) -> str:
+    """Open a TCP bind here, to say which port 0 became; Hypercorn opens any other kind."""
+    if "://" in bind or bind.startswith("unix:"):
+        log.info("serving", bind=bind)
+        return bind
+    host, _, port = bind.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server(
+            (host, int(port)), family=family, backlog=BACKLOG
+        )
+    except OSError as error:
+        raise SettingsInvalid(
+            [f"{bind} cannot be listened on: {error.strerror}"]
+        ) from None
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    scheme = "https" if settings.tls_cert else "http"
+    shown = f"[{host}]" if family == socket.AF_INET6 else host
+    log.info("serving", url=f"{scheme}://{shown}:{listener.getsockname()[1]}")
+    return f"fd://{listener.detach()}"

@@ -1,0 +1,83 @@
+"""The two batches a row goes through: a cohort reads prompts, the running rows decode."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import PromptProcessingBatch
+
+from gateway.engine.rows import Row
+
+
+def take_prompts(lengths: Sequence[int], budget: int) -> int:
+    """Count how many of the oldest prompts are read together.
+
+    A padded chunk costs its longest row times its rows. The first prompt is always taken; one
+    beyond the budget is read alone, in chunks.
+    """
+    longest = 0
+    for rows, length in enumerate(lengths):
+        longest = max(longest, length)
+        if rows and longest * (rows + 1) > budget:
+            return rows
+    return len(lengths)
+
+
+@dataclass(slots=True)
+class Cohort:
+    """Rows whose prompts are read together; all but their last token, `read` of it so far."""
+
+    rows: list[Row]
+    batch: PromptProcessingBatch
+    prompts: list[list[int]]
+    read: int = 0
+
+    @property
+    def length(self) -> int:
+        """Give the longest row's tokens."""
+        return max(len(prompt) for prompt in self.prompts)
+
+    def drop(self, row_id: int) -> None:
+        """Let a row go before its prompt is read."""
+        keep = [i for i, row in enumerate(self.rows) if row.id != row_id]
+        if len(keep) < len(self.rows):
+            self.batch.filter(keep)
+            self.rows = [self.rows[i] for i in keep]
+            self.prompts = [self.prompts[i] for i in keep]
+
+
+@dataclass(slots=True)
+class Running:
+    """Rows between two steps: their KV, and their next tokens, (rows,), perhaps still on the way.
+
+    `finite` tells, (rows,), whether those tokens came from numbers.
+    """
+
+    rows: list[Row]
+    cache: list[Any]
+    tokens: mx.array
+    finite: mx.array
+
+    def keep(self, indices: list[int]) -> None:
+        """Drop the rows not named, and the padding that only they needed."""
+        self.rows = [self.rows[i] for i in indices]
+        self.tokens = self.tokens[mx.array(indices)]
+        self.finite = self.finite[mx.array(indices)]
+        for layer in self.cache:
+            layer.filter(indices)
+
+    def extend(self, other: "Running") -> None:
+        """Take in rows that have read their prompts."""
+        self.rows += other.rows
+        self.tokens = mx.concatenate([self.tokens, other.tokens])
+        self.finite = mx.concatenate([self.finite, other.finite])
+        for mine, theirs in zip(self.cache, other.cache, strict=True):
+            mine.extend(theirs)
+
+    def read(self) -> tuple[list[int], list[bool]]:
+        """Wait for the tokens on their way. mlx's stubs cannot tell what `tolist` gives."""
+        mx.eval(self.tokens, self.finite)
+        tokens: Any = self.tokens.tolist()
+        finite: Any = self.finite.tolist()
+        return tokens, finite

@@ -1,0 +1,265 @@
+"""BERT: absolute positions, token types, post-norm layers. RoBERTa shares all but positions.
+
+Weights and names are Hugging Face's (transformers, models/bert/modeling_bert.py); the
+pooler and task heads are not used.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+
+from gateway.engine.backend import Device, pick_dtype
+from gateway.engine.weights import Checkpoint, fit_weights
+
+from .arithmetic import (
+    ACTIVATIONS,
+    PADDING_SCORE,
+    Activation,
+    Arithmetic,
+    Attention,
+    arithmetic,
+)
+
+# Buffers, and what sits on top of the encoder in checkpoints saved with a head.
+IGNORED: Final = (
+    "embeddings.position_ids",
+    "embeddings.token_type_ids",
+    "pooler.",
+    "cls.",
+    "lm_head.",
+    "classifier.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The part of config.json that decides the numbers."""
+
+    vocabulary: int
+    dimensions: int
+    layers: int
+    heads: int
+    intermediate: int
+    positions: int
+    token_types: int
+    padding_id: int
+    epsilon: float
+    activation: str
+
+    @property
+    def head_size(self) -> int:
+        """The dimensions of one attention head."""
+        return self.dimensions // self.heads
+
+
+def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
+    """Read config.json's keys, refusing what this encoder does not compute."""
+    if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
+        raise checkpoint.failed(f"config.json: position_embedding_type `{kind}` is not supported")
+    if raw.get("is_decoder"):
+        raise checkpoint.failed("config.json: is_decoder is not supported for this architecture")
+    if (activation := raw.get("hidden_act", "gelu")) not in ACTIVATIONS:
+        raise checkpoint.failed(
+            f"config.json: hidden_act `{activation}` is none of {', '.join(ACTIVATIONS)}"
+        )
+    try:
+        config = Config(
+            vocabulary=int(raw["vocab_size"]),
+            dimensions=int(raw["hidden_size"]),
+            layers=int(raw["num_hidden_layers"]),
+            heads=int(raw["num_attention_heads"]),
+            intermediate=int(raw["intermediate_size"]),
+            positions=int(raw["max_position_embeddings"]),
+            token_types=int(raw["type_vocab_size"]),
+            padding_id=int(raw.get("pad_token_id") or 0),
+            epsilon=float(raw.get("layer_norm_eps", 1e-12)),
+            activation=activation,
+        )
+    except KeyError as error:
+        raise checkpoint.failed(f"config.json has no {error.args[0]}") from error
+    except (TypeError, ValueError) as error:
+        raise checkpoint.failed(f"config.json has a value that is no number: {error}") from error
+    if config.heads < 1 or config.dimensions % config.heads:
+        raise checkpoint.failed("config.json: hidden_size is no multiple of num_attention_heads")
+    return config
+
+
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name every weight the encoder needs, with its shape."""
+    d, i = config.dimensions, config.intermediate
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (config.vocabulary, d),
+        "embeddings.position_embeddings.weight": (config.positions, d),
+        "embeddings.token_type_embeddings.weight": (config.token_types, d),
+        "embeddings.LayerNorm.weight": (d,),
+        "embeddings.LayerNorm.bias": (d,),
+    }
+    for index in range(config.layers):
+        layer = f"encoder.layer.{index}."
+        for name, (rows, columns) in {
+            "attention.self.query": (d, d),
+            "attention.self.key": (d, d),
+            "attention.self.value": (d, d),
+            "attention.output.dense": (d, d),
+            "intermediate.dense": (i, d),
+            "output.dense": (d, i),
+        }.items():
+            shapes[f"{layer}{name}.weight"] = (rows, columns)
+            shapes[f"{layer}{name}.bias"] = (rows,)
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            shapes[f"{layer}{name}.weight"] = shapes[f"{layer}{name}.bias"] = (d,)
+    return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A product and a bias. The weight is kept transposed: (inputs, outputs)."""
+
+    weight: mx.array
+    bias: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Give (rows, outputs) of (rows, inputs)."""
+        return mx.addmm(self.bias, x, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Layer normalisation."""
+
+    weight: mx.array
+    bias: mx.array
+    epsilon: float
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Normalise the last axis."""
+        return mx.fast.layer_norm(x, self.weight, self.bias, self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Attention, then two products with an activation between; each added and normalised."""
+
+    qkv: Dense
+    attention_out: Dense
+    attention_norm: Norm
+    up: Dense
+    down: Dense
+    norm: Norm
+    heads: int
+    attend: Attention
+    activation: Activation
+
+    def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> mx.array:
+        """Take and give (rows * tokens, dimensions): flat, so that each product is one GEMM."""
+        flat, width = x.shape
+        # One copy puts all three into the layout the products want; views would be copied thrice.
+        split = self.qkv(x).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
+        q, k, v = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
+        mixed = self.attend(q, k, v, bias).transpose(0, 2, 1, 3).reshape(flat, width)
+        x = self.attention_norm(x + self.attention_out(mixed))
+        return self.norm(x + self.down(self.activation(self.up(x))))
+
+
+class Bert:
+    """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states."""
+
+    prefix = "bert."
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: Config, device: Device, dtype: str | None
+    ) -> None:
+        arrays = {n.removeprefix(self.prefix): a for n, a in checkpoint.weights().items()}
+        weights = fit_weights(checkpoint, arrays, weight_shapes(config), IGNORED)
+        kept = pick_dtype(device, dtype, weights["embeddings.word_embeddings.weight"].dtype)
+        weights = {name: array.astype(kept) for name, array in weights.items()}
+        choice = arithmetic(device, kept, config.activation, config.head_size)
+        self.config = config
+        self.dimensions = config.dimensions
+        self.vocabulary = config.vocabulary
+        self.padding_id = config.padding_id
+        self.max_tokens = self._max_tokens(config)
+        self._dtype = kept
+        self._words = weights["embeddings.word_embeddings.weight"]
+        # Every text is token type 0, so its vector is part of every position.
+        self._positions = (
+            weights["embeddings.position_embeddings.weight"]
+            + weights["embeddings.token_type_embeddings.weight"][0]
+        )
+        self._norm = _norm(weights, "embeddings.LayerNorm", config.epsilon)
+        self._layers = [
+            _layer(
+                {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name},
+                config,
+                choice,
+            )
+            for prefix in (f"encoder.layer.{index}." for index in range(config.layers))
+        ]
+        mx.eval(self.parameters())
+
+    def __call__(self, tokens: mx.array, mask: mx.array | None) -> mx.array:
+        """Give the last layer's states. `mask` is true at real tokens; None: all are real."""
+        rows, length = tokens.shape
+        x = self._norm(self._words[tokens] + self._position_vectors(tokens))
+        bias = None
+        if mask is not None:
+            bias = mx.where(mask, 0.0, PADDING_SCORE)[:, None, None, :].astype(self._dtype)
+        x = x.reshape(rows * length, self.dimensions)
+        for layer in self._layers:
+            x = layer(x, bias, rows)
+        return x.reshape(rows, length, self.dimensions)
+
+    def parameters(self) -> list[mx.array]:
+        """List every array the encoder holds."""
+        arrays = [self._words, self._positions, self._norm.weight, self._norm.bias]
+        for layer in self._layers:
+            for part in (layer.qkv, layer.attention_out, layer.up, layer.down):
+                arrays += [part.weight, part.bias]
+            for norm in (layer.attention_norm, layer.norm):
+                arrays += [norm.weight, norm.bias]
+        return arrays
+
+    def _position_vectors(self, tokens: mx.array) -> mx.array:
+        return self._positions[: tokens.shape[1]]
+
+    @staticmethod
+    def _max_tokens(config: Config) -> int:
+        return config.positions
+
+
+def _norm(weights: Mapping[str, mx.array], name: str, epsilon: float) -> Norm:
+    return Norm(weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon)
+
+
+def _layer(
+    weights: Mapping[str, mx.array],
+    config: Config,
+    choice: Arithmetic,
+) -> Layer:
+    def dense(*names: str, first_scale: float = 1.0) -> Dense:
+        """Put products side by side, the first one scaled."""
+        scales = [first_scale] + [1.0] * (len(names) - 1)
+        pairs = list(zip(names, scales, strict=True))
+        weight = mx.concatenate([weights[f"{n}.weight"] * s for n, s in pairs])
+        bias = mx.concatenate([weights[f"{n}.bias"] * s for n, s in pairs])
+        return Dense(mx.contiguous(weight.T), bias)
+
+    attention = "attention.self."
+    return Layer(
+        qkv=dense(
+            f"{attention}query",
+            f"{attention}key",
+            f"{attention}value",
+            first_scale=choice.query_scale,
+        ),
+        attention_out=dense("attention.output.dense"),
+        attention_norm=_norm(weights, "attention.output.LayerNorm", config.epsilon),
+        up=dense("intermediate.dense"),
+        down=dense("output.dense"),
+        norm=_norm(weights, "output.LayerNorm", config.epsilon),
+        heads=config.heads,
+        attend=choice.attend,
+        activation=choice.activation,
+    )

@@ -1,0 +1,287 @@
+"""One chat model's batch: rows join and leave between steps. All of it runs on the lane.
+
+The KV caches and the prompt pass are mlx-lm's batch classes; the decode step is ours, so that
+a prefill chunk and a decode step are separate calls (mlx-lm's `next()` does both in one).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.generate import PromptProcessingBatch
+from mlx_lm.models.cache import make_prompt_cache
+
+from gateway.engine.batches import Cohort, Running, take_prompts
+from gateway.engine.chat import ChatTokenizer
+from gateway.engine.rows import Row
+from gateway.engine.sampling import Sampler, choose_all, is_finite
+from gateway.engine.text import TextStream
+from gateway.errors import ContextLengthExceeded
+from gateway.jobs import GenerateJob, RowDelta, RowJob, Sampling
+
+Model = Callable[..., mx.array]
+STEPS_PER_CLEAR = (
+    512  # as often as mlx-lm's generator: freed buffers go back to the system
+)
+
+
+class GenerationEngine:
+    """The rows of one model, from join to last token.
+
+    A step that raises never changes a neighbour's answer: its batch is thrown away and every
+    row is read again, alone, from what it has said; the row that fails alone ends with an error.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        chat: ChatTokenizer,
+        *,
+        max_context: int,
+        vocab_size: int,
+    ) -> None:
+        self._name = name
+        self._model: Any = model
+        self._chat = chat
+        self._vocab_size = vocab_size
+        self._max_context = max_context
+        self._waiting: deque[Row] = deque()
+        self._suspects: deque[Row] = deque()
+        self._cohort: Cohort | None = None
+        self._running: Running | None = None
+        self._last_id = 0
+        self._steps = 0
+
+    @property
+    def max_context(self) -> int:
+        """Give the most tokens a prompt and its answer may have together."""
+        return self._max_context
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Tell whether a row still has prompt to read."""
+        return bool(self._cohort or self._waiting or self._suspects)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Tell whether a row is running."""
+        return self._running is not None
+
+    def plan(self, job: GenerateJob) -> list[RowJob]:
+        """Render, encode and measure: one row a choice. Safe on any thread."""
+        prompt = self._chat.prompt(job)
+        room = self._max_context - len(prompt)
+        if room < 1:
+            raise ContextLengthExceeded(
+                self._max_context, len(prompt), param="messages"
+            )
+        wanted = room if job.max_tokens is None else min(job.max_tokens, room)
+        return [
+            RowJob(
+                prompt=prompt,
+                max_tokens=wanted,
+                sampling=_nth(job.sampling, i),
+                stop=job.stop,
+            )
+            for i in range(job.n)
+        ]
+
+    def join(self, job: RowJob) -> int:
+        """Queue a row for prefill and give its id."""
+        self._last_id += 1
+        self._waiting.append(
+            Row(
+                self._last_id,
+                job,
+                Sampler(job.sampling, self._vocab_size),
+                TextStream(self._chat.backend, job.stop),
+                self._chat.eos_ids,
+            )
+        )
+        return self._last_id
+
+    def leave(self, row_id: int) -> None:
+        """Drop a row, wherever it is; an unknown id is fine."""
+        for queue in (self._waiting, self._suspects):
+            for row in [row for row in queue if row.id == row_id]:
+                queue.remove(row)
+        if self._cohort is not None:
+            self._cohort.drop(row_id)
+            self._cohort = self._cohort if self._cohort.rows else None
+        if self._running is not None:
+            self._keep(
+                [i for i, row in enumerate(self._running.rows) if row.id != row_id]
+            )
+
+    def prefill(self, token_budget: int) -> list[RowDelta]:
+        """Read one chunk of the oldest prompts; those read whole start to run."""
+        if self._cohort is None:
+            self._cohort = self._next_cohort(token_budget)
+        if (cohort := self._cohort) is None:
+            return []
+        try:
+            chunk = max(1, token_budget // len(cohort.rows))
+            end = min(cohort.read + chunk, cohort.length)
+            if end > cohort.read:
+                cohort.batch.prompt(
+                    [prompt[cohort.read : end] for prompt in cohort.prompts]
+                )
+            cohort.read = end
+            if end < cohort.length:
+                return []
+            self._cohort = None
+            return self._start(cohort)
+        except Exception as error:
+            self._cohort = None
+            return self._blame(cohort.rows, error)
+
+    def decode(self) -> list[RowDelta]:
+        """Take the tokens of the step under way, launch the next, then tell the texts.
+
+        The device works on the next step while the texts are made and delivered.
+        """
+        if (running := self._running) is None:
+            return []
+        rows = running.rows
+        try:
+            tokens, finite = running.read()
+        except Exception as error:
+            self._running = None
+            return self._blame(rows, error)
+        ends = [
+            row.say(token) if ok else None
+            for row, token, ok in zip(rows, tokens, finite, strict=True)
+        ]
+        on = [i for i, ok in enumerate(finite) if ok and ends[i] is None]
+        deltas = []
+        try:
+            self._keep(on)
+            self._step()
+        except Exception as error:
+            self._running = None
+            deltas = self._blame([rows[i] for i in on], error)
+        for row, ok, end in zip(rows, finite, ends, strict=True):
+            deltas.append(row.told(end) if ok else _not_finite(row))
+        if self._running is not None:
+            self._keep(
+                [
+                    i
+                    for i, row in enumerate(self._running.rows)
+                    if not row.text.is_stopped
+                ]
+            )
+        return deltas
+
+    def nbytes(self) -> int:
+        """Count the bytes held on the device: weights and KV."""
+        weights = sum(
+            array.nbytes for _, array in tree_flatten(self._model.parameters())
+        )
+        caches = self._running.cache if self._running is not None else []
+        if self._cohort is not None:
+            caches = [*caches, *self._cohort.batch.prompt_cache]
+        return weights + sum(layer.nbytes for layer in caches)
+
+    def close(self) -> None:
+        """Let go of every array."""
+        self._waiting.clear()
+        self._suspects.clear()
+        self._cohort = self._running = self._model = None
+        mx.clear_cache()
+
+    def _next_cohort(self, budget: int) -> Cohort | None:
+        if self._suspects:
+            rows = [self._suspects.popleft()]
+        elif self._waiting:
+            lengths = [len(row.job.prompt) for row in self._waiting]
+            # mlx-lm cannot pad a row that has nothing to read: a one-token prompt goes alone.
+            alone = lengths[0] == 1
+            room = 1 if alone else take_prompts(lengths, budget)
+            while room > 1 and 1 in lengths[:room]:
+                room = lengths.index(1)
+            rows = [self._waiting.popleft() for _ in range(room)]
+        else:
+            return None
+        prompts = [row.context[:-1] for row in rows]
+        batch = PromptProcessingBatch(
+            self._model,
+            [row.id for row in rows],
+            [make_prompt_cache(self._model) for _ in rows],
+            samplers=[None] * len(rows),
+            logits_processors=[[] for _ in rows],
+            prefill_step_size=max(budget, 1),
+        )
+        return Cohort(rows, batch, prompts)
+
+    def _start(self, cohort: Cohort) -> list[RowDelta]:
+        """Run the last prompt token of each row; a row that may say one token ends here."""
+        inputs = mx.array([row.context[-1] for row in cohort.rows])
+        started = self._forward(cohort.rows, cohort.batch.prompt_cache, inputs)
+        last = [row.is_at_last for row in cohort.rows]
+        deltas: list[RowDelta] = []
+        if any(last) or cohort.rows[0].is_suspect:
+            tokens, finite = started.read()
+            for row, token, ok, is_last in zip(
+                cohort.rows, tokens, finite, last, strict=True
+            ):
+                row.is_suspect = False
+                if is_last:
+                    deltas.append(row.told(row.say(token)) if ok else _not_finite(row))
+        if all(last):
+            return deltas
+        if any(last):
+            started.keep([i for i, is_last in enumerate(last) if not is_last])
+        if self._running is None:
+            self._running = started
+        else:
+            self._running.extend(started)
+        return deltas
+
+    def _step(self) -> None:
+        """Launch the pass that reads the tokens just taken and chooses the next."""
+        if (running := self._running) is None:
+            return
+        self._running = self._forward(running.rows, running.cache, running.tokens)
+        self._steps += 1
+        if self._steps % STEPS_PER_CLEAR == 0:
+            mx.clear_cache()
+
+    def _forward(self, rows: list[Row], cache: list[Any], inputs: mx.array) -> Running:
+        logits = self._model(inputs[:, None], cache=cache)[:, -1, :]
+        finite = is_finite(logits)
+        positions = [len(row.tokens) for row in rows]
+        tokens = choose_all([row.sampler for row in rows], logits, positions)
+        mx.async_eval(tokens, finite)
+        return Running(rows, cache, tokens, finite)
+
+    def _keep(self, indices: list[int]) -> None:
+        if self._running is None or len(indices) == len(self._running.rows):
+            return
+        if indices:
+            self._running.keep(indices)
+        else:
+            self._running = None
+
+    def _blame(self, rows: list[Row], error: Exception) -> list[RowDelta]:
+        """Read every row again, alone; end the one that was alone already."""
+        if len(rows) == 1 and rows[0].is_suspect:
+            return [RowDelta(rows[0].id, error=f"{type(error).__name__}: {error}")]
+        for row in rows:
+            row.suspect()
+        self._suspects.extend(rows)
+        return []
+
+
+def _not_finite(row: Row) -> RowDelta:
+    return RowDelta(row.id, error="its output is not a number")
+
+
+def _nth(sampling: Sampling, index: int) -> Sampling:
+    """Give choice `index` a seed of its own; the first keeps the caller's."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    return replace(sampling, seed=sampling.seed + index)

@@ -1,0 +1,71 @@
+"""A chat model's folder → its engine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_config
+
+from gateway.engine.backend import Device
+from gateway.engine.chat import load_chat_tokenizer
+from gateway.engine.decoders import load_decoder
+from gateway.engine.generation import GenerationEngine
+from gateway.engine.weights import Checkpoint
+
+
+def load_generation(
+    folder: Path,
+    *,
+    name: str,
+    device: Device,
+    dtype: str | None,
+    max_context: int | None,
+    chat_template: str | None,
+    template_args: Mapping[str, Any],
+) -> GenerationEngine:
+    """Load a chat model that mlx-lm knows. On the lane.
+
+    `max_context` only ever lowers the model's own limit, unless the model states none. Raises
+    ModelLoadFailed naming what is missing or wrong.
+    """
+    checkpoint = Checkpoint(name, folder)
+    model, config = load_decoder(checkpoint, device=device, dtype=dtype)
+    if not all(hasattr(layer, "merge") for layer in make_prompt_cache(model)):
+        raise checkpoint.failed(
+            f"mlx-lm cannot batch the KV cache of `{config.get('model_type')}` models"
+        )
+    chat = load_chat_tokenizer(
+        folder,
+        name=name,
+        eos_ids=load_config(folder).get("eos_token_id"),
+        chat_template=chat_template,
+        template_args=template_args,
+    )
+    return GenerationEngine(
+        name,
+        model,
+        chat,
+        max_context=_context(checkpoint, config, max_context),
+        vocab_size=int(
+            _text_config(config).get("vocab_size") or chat.backend.get_vocab_size()
+        ),
+    )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Multimodal models keep their language model's sizes apart."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
+
+
+def _context(
+    checkpoint: Checkpoint, config: Mapping[str, Any], lowered: int | None
+) -> int:
+    own = _text_config(config).get("max_position_embeddings")
+    limits = [int(limit) for limit in (own, lowered) if limit]
+    if not limits:
+        raise checkpoint.failed(
+            "its config has no max_position_embeddings; set `max_context:` in models.yaml"
+        )
+    return min(limits)

@@ -1,0 +1,119 @@
+"""A model's folder: its JSON files and its safetensors, read or refused with a reason.
+
+Pickled weights are never opened: unpickling runs whatever code they hold.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from gateway.errors import ModelLoadFailed
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's folder, under the name callers know it by."""
+
+    name: str
+    folder: Path
+
+    def failed(self, reason: str) -> ModelLoadFailed:
+        """Make the error that says why this model cannot be loaded."""
+        return ModelLoadFailed(self.name, reason)
+
+    def inside(self, path: str) -> "Checkpoint":
+        """Give the same model's subfolder; a path that leads out of the folder is refused."""
+        folder = (self.folder / path).resolve()
+        if not folder.is_relative_to(self.folder.resolve()):
+            raise self.failed(f"modules.json points outside the model's folder: {path}")
+        return Checkpoint(self.name, folder)
+
+    def read_json(self, file: str) -> Any:
+        """Read a JSON file, or give None when there is none."""
+        path = self.folder / file
+        if not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise self.failed(f"{file} is not valid JSON: {error}") from error
+
+    def read_object(self, file: str) -> dict[str, Any]:
+        """Read a JSON object; a missing file is an empty one."""
+        content = self.read_json(file)
+        if content is None:
+            return {}
+        if not isinstance(content, dict):
+            raise self.failed(f"{file} holds no JSON object")
+        return content
+
+    def weights(self) -> dict[str, mx.array]:
+        """Open the safetensors, one file or shards. The arrays are read when evaluated."""
+        arrays: dict[str, mx.array] = {}
+        for file in self._weight_files():
+            try:
+                loaded = mx.load(str(self.folder / file))
+            except (RuntimeError, ValueError) as error:
+                raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
+            assert isinstance(loaded, dict)  # what mx.load gives for safetensors
+            arrays.update(loaded)
+        return arrays
+
+    def _weight_files(self) -> list[str]:
+        if (self.folder / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        if index := self.read_object(_INDEX):
+            shards = sorted(set(index.get("weight_map", {}).values()))
+            absent = [shard for shard in shards if not (self.folder / shard).is_file()]
+            if absent or not shards:
+                raise self.failed(f"{_INDEX} names missing shards: {listed(absent)}")
+            return shards
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt") for p in self.folder.glob(pattern))
+        if pickled:
+            raise self.failed(
+                f"only safetensors weights are loaded, and the folder has {listed(pickled)}: "
+                "convert it to model.safetensors"
+            )
+        raise self.failed(f"no model.safetensors in {self.folder}")
+
+
+def fit_weights(
+    checkpoint: Checkpoint,
+    arrays: Mapping[str, mx.array],
+    shapes: Mapping[str, tuple[int, ...]],
+    ignored: Iterable[str] = (),
+) -> dict[str, mx.array]:
+    """Give exactly the arrays that `shapes` names, or refuse naming what does not fit.
+
+    Names that begin with one of `ignored` are left aside; any other unknown name is an error,
+    since a weight nobody uses means another architecture than the config says.
+    """
+    skip = tuple(ignored)
+    unknown = [n for n in arrays if n not in shapes and not n.startswith(skip)]
+    missing = [n for n in shapes if n not in arrays]
+    misshapen = [
+        f"{n} is {tuple(arrays[n].shape)}, not {shape}"
+        for n, shape in shapes.items()
+        if n in arrays and tuple(arrays[n].shape) != shape
+    ]
+    for what, names in (
+        ("weights are missing", missing),
+        ("weights are unknown", unknown),
+        ("weights have another shape than config.json says", misshapen),
+    ):
+        if names:
+            raise checkpoint.failed(f"{what}: {listed(names)}")
+    return {n: arrays[n] for n in shapes}
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Join names for a message, the first few of them."""
+    names = sorted(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

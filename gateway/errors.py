@@ -1,0 +1,234 @@
+"""Everything that can go wrong, each with the answer it becomes: status, type, code, message.
+
+Raised where it is seen, turned into JSON in one place (api/middleware).
+"""
+
+from http import HTTPStatus
+from typing import ClassVar
+
+
+class GatewayError(Exception):
+    """An answer other than success. `headers` are sent with it."""
+
+    status: ClassVar[int] = HTTPStatus.INTERNAL_SERVER_ERROR
+    type: ClassVar[str] = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        should_retry: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else type(self).code
+        self.retry_after_s = retry_after_s
+        self.should_retry = should_retry
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What OpenAI's SDKs read to decide whether, and when, to try again."""
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, round(self.retry_after_s)))
+        if self.should_retry is not None:
+            headers["x-should-retry"] = "true" if self.should_retry else "false"
+        return headers
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """Give OpenAI's error envelope: all four keys, always."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class BadRequest(GatewayError):
+    """The request can never succeed as it is."""
+
+    status = HTTPStatus.BAD_REQUEST
+    type = "invalid_request_error"
+
+
+class ContextLengthExceeded(BadRequest):
+    """A prompt or text longer than the model can read."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, limit: int, got: int, *, param: str, noun: str = "messages") -> None:
+        # litellm looks for OpenAI's sentence, langchain for the code inside the message.
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your {noun} "
+            f"resulted in {got} tokens. Please reduce the length of the {noun}. "
+            f"({type(self).code})",
+            param=param,
+        )
+
+
+class UnsupportedParameter(BadRequest):
+    """A field we know, that would change the answer, and that we do not serve."""
+
+    code = "unsupported_parameter"
+
+
+class UnknownParameter(BadRequest):
+    """A field nobody knows, refused only in strict mode."""
+
+    code = "unknown_parameter"
+
+
+class Unauthorized(GatewayError):
+    """No key, or a wrong one."""
+
+    status = HTTPStatus.UNAUTHORIZED
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, "www-authenticate": "Bearer"}
+
+
+class Forbidden(GatewayError):
+    """A browser's origin or host that was never allowed."""
+
+    status = HTTPStatus.FORBIDDEN
+    type = "invalid_request_error"
+    code = "forbidden"
+
+
+class UnknownUrl(GatewayError):
+    """A path that is not served."""
+
+    status = HTTPStatus.NOT_FOUND
+    type = "invalid_request_error"
+    code = "unknown_url"
+
+
+class MethodNotAllowed(GatewayError):
+    """A path that is served, by another method."""
+
+    status = HTTPStatus.METHOD_NOT_ALLOWED
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, allow: str) -> None:
+        super().__init__(message)
+        self.allow = allow
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, "allow": self.allow}
+
+
+class ModelNotFound(GatewayError):
+    """No model has this id or alias."""
+
+    status = HTTPStatus.NOT_FOUND
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+    def __init__(self, name: str, nearest: str | None = None) -> None:
+        hint = f" Did you mean `{nearest}`?" if nearest else ""
+        super().__init__(
+            f"The model `{name}` does not exist or you do not have access to it.{hint}",
+            param="model",
+        )
+
+
+class TooLarge(GatewayError):
+    """A body beyond the limit."""
+
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class SlowBody(GatewayError):
+    """A body that took too long to arrive."""
+
+    status = HTTPStatus.REQUEST_TIMEOUT
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class Overloaded(GatewayError):
+    """The queue is full: 429, which every client knows to wait on."""
+
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class Unavailable(GatewayError):
+    """Not now: loading, draining, no network."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    type = "server_error"
+    code = "service_unavailable"
+
+
+class ModelLoading(Unavailable):
+    """The model is on its way: ask again."""
+
+    code = "model_loading"
+
+
+class ModelUnavailable(Unavailable):
+    """The model cannot be had here: the message names it and the cause."""
+
+    code = "model_unavailable"
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"The model `{model}` cannot be loaded: {reason}", should_retry=False)
+        self.model = model
+        self.reason = reason
+
+
+class ModelLoadFailed(GatewayError):
+    """The model's files are here and wrong: the message names the file or key."""
+
+    code = "model_load_failed"
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"The model `{model}` failed to load: {reason}", should_retry=False)
+        self.model = model
+        self.reason = reason
+
+
+class EngineFailed(GatewayError):
+    """The maths went wrong for this row: the message names the model."""
+
+    code = "engine_failed"
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"The model `{model}` failed on this request: {reason}")
+
+
+class DeadlineExceeded(GatewayError):
+    """The time the caller or the settings allowed is over."""
+
+    status = HTTPStatus.GATEWAY_TIMEOUT
+    code = "deadline_exceeded"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"The request did not finish within {seconds:g} seconds.", should_retry=False
+        )
+
+
+class RegistryInvalid(Exception):
+    """models.yaml cannot be served as it is: one line per problem."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems

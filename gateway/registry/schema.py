@@ -1,0 +1,77 @@
+"""The JSON Schema of models.yaml, for editors that complete and check as one types."""
+
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from gateway.registry.specs import SPECS, ModelSpec
+
+_EXPANSION = {
+    "type": "string",
+    "pattern": r"\$\{[A-Za-z_]\w*(:-[^{}]*)?\}",
+    "description": "A variable: ${VAR} or ${VAR:-default}.",
+}
+_REF = {"$ref": "#/$defs/Expansion"}
+_NULL = {"type": "null"}
+_TEXT = {"type": "string"}
+_ABOUT = ("description", "default")
+
+
+def json_schema() -> dict[str, Any]:
+    """Describe the file as it is written: `${VAR:-default}` may stand for any value."""
+    _, schema = TypeAdapter.json_schemas(
+        [(ModelSpec, "validation", TypeAdapter(ModelSpec))], ref_template="#/$defs/{model}"
+    )
+    definitions = schema["$defs"]
+    for name in (each.__name__ for each in SPECS.values()):
+        del definitions[name]["properties"]["id"]  # it is the key
+        definitions[name]["required"].remove("id")
+    for definition in definitions.values():
+        definition.pop("title", None)
+        needed = definition.get("required", ())
+        definition["properties"] = {
+            key: _value(value, required=key in needed)
+            for key, value in definition["properties"].items()
+        }
+    kinds = [{"$ref": f"#/$defs/{spec.__name__}"} for spec in SPECS.values()]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "mlx-gateway's models.yaml",
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["version", "models"],
+        "properties": {
+            "version": {"anyOf": [{"const": 1}, _REF], "description": "The version of this form."},
+            "models": {
+                "type": "object",
+                "description": "Each model by its id.",
+                "propertyNames": {"pattern": r"^[^\s,]+$"},
+                "additionalProperties": {"anyOf": kinds},
+            },
+        },
+        "$defs": {**definitions, "Expansion": _EXPANSION},
+    }
+
+
+def _value(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
+    """Allow a variable where one plain value is asked for, and nothing where none is needed."""
+    bare = {key: value for key, value in schema.items() if key not in ("title", *_ABOUT)}
+    about = {key: schema[key] for key in _ABOUT if schema.get(key) is not None}
+    options = [_inner(each) for each in bare.pop("anyOf", [bare]) if each != _NULL]
+    if any(_is_plain(each) for each in options) and _TEXT not in options:
+        options.append(_REF)
+    if not required:
+        options.append(_NULL)
+    return {**about, "anyOf": options}
+
+
+def _is_plain(schema: dict[str, Any]) -> bool:
+    return schema.get("type") not in (None, "object", "array")
+
+
+def _inner(schema: dict[str, Any]) -> dict[str, Any]:
+    """Do the same inside a list; a mapping's values are values of their own."""
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            return {**schema, key: _value(schema[key])}
+    return schema

@@ -1,0 +1,258 @@
+"""What models.yaml says of each model: one frozen type per kind, with its bounds."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from gateway.registry.names import did_you_mean, nearest
+from gateway.registry.sources import SOURCE_PATTERN, Source, parse_source
+
+
+def _source(value: object, info: ValidationInfo) -> Source:
+    if isinstance(value, Source):
+        return value
+    return parse_source(str(value), (info.context or {})["folder"])
+
+
+def _template(value: object, info: ValidationInfo) -> object:
+    """Read the file that `file:` names; any other text is the template itself."""
+    if not isinstance(value, str) or not value.startswith("file:"):
+        return value
+    path: Path = (info.context or {})["folder"] / os.path.expanduser(value.removeprefix("file:"))
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+
+
+def names_in(text: str) -> list[str]:
+    """Split `a, b` into names."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _aliases(value: object) -> object:
+    """Read `a, b`, ["a", {name: b}] and any mixture as a list of alias mappings."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    aliases: list[object] = []
+    for each in value:
+        if isinstance(each, str):
+            aliases += [{"name": name} for name in names_in(each)]
+        else:
+            aliases.append(each)
+    return aliases
+
+
+_SIZES = r"^\d+( *, *\d+)*$"
+Size = Annotated[int, Field(ge=1)]
+SizesText = Annotated[str, Field(pattern=_SIZES)]
+
+
+def _sizes(value: object) -> object:
+    """Read true, false, sizes and `256, 512`, so that all can come from one variable."""
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if isinstance(value, str) and re.fullmatch(_SIZES, value):
+        value = [int(size) for size in value.split(",")]
+    sizes = value if isinstance(value, list | tuple) else [value]
+    if isinstance(value, bool) or (sizes and all(type(s) is int and s > 0 for s in sizes)):
+        return value if isinstance(value, bool) else sizes
+    raise ValueError("write true, false or sizes such as [256, 512]")
+
+
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s,]+$")]
+
+
+class Section(BaseModel):
+    """A mapping of models.yaml: unknown keys are errors, an empty value is an absent one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_absent(cls, data: object) -> object:
+        if isinstance(data, Mapping):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+
+class Alias(Section):
+    """A further name for a model, with what asking by that name implies."""
+
+    name: Name = Field(description="The name that clients send.")
+    prompt_name: str | None = Field(
+        default=None, description="The prompt put before every text asked for by this name."
+    )
+    thinking: bool | None = Field(
+        default=None, description="Whether the model thinks aloud when asked by this name."
+    )
+
+
+class EmbeddingBatching(Section):
+    """How waiting inputs share a forward pass; each falls back to the setting of its name."""
+
+    max_batch_size: int | None = Field(
+        default=None, ge=1, le=4096, description="Inputs in one pass; 1 turns batching off."
+    )
+    max_batch_tokens: int | None = Field(
+        default=None, ge=1, le=4_194_304, description="Padded tokens in one pass."
+    )
+    batch_window_ms: float | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="How long an idle lane waits for a burst, milliseconds.",
+    )
+
+
+class ChatBatching(Section):
+    """How answers share decoding steps; each falls back to the setting of its name."""
+
+    max_batch_size: int | None = Field(
+        default=None, ge=1, le=1024, description="Answers decoded together; 1 turns batching off."
+    )
+    prefill_chunk_tokens: int | None = Field(
+        default=None, ge=16, le=65_536, description="Prompt tokens read in one turn."
+    )
+
+
+class Sampling(Section):
+    """Defaults for what a request leaves out."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy.")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus probability.")
+    top_k: int | None = Field(default=None, ge=0, description="Best tokens kept; 0 keeps all.")
+    min_p: float | None = Field(
+        default=None, ge=0, le=1, description="Floor relative to the best token."
+    )
+    max_tokens: int | None = Field(default=None, ge=1, description="Longest answer, tokens.")
+
+
+class _Spec(Section):
+    """What every model has."""
+
+    id: Name = Field(description="The model's own name: its key in the file.")
+    source: Annotated[
+        Source,
+        BeforeValidator(_source),
+        WithJsonSchema({"type": "string", "pattern": SOURCE_PATTERN}),
+    ] = Field(description="hub:org/name[@revision], path:folder or package:module/folder.")
+    aliases: Annotated[
+        tuple[Alias, ...], BeforeValidator(_aliases, json_schema_input_type=str | list[str | Alias])
+    ] = Field(default=(), description="Further names: text (commas separate several) or {name, …}.")
+    preload: bool = Field(default=False, description="Load at start, before the gateway is ready.")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        default="auto", description="Weights' type; auto is the checkpoint's, float32 on CPU."
+    )
+    max_context: int | None = Field(
+        default=None, ge=8, description="Longest input in tokens; never beyond the model's own."
+    )
+    queue_limit: int | None = Field(
+        default=None, ge=1, description="Jobs that may wait for this model; beyond it, 429."
+    )
+
+
+class EmbeddingSpec(_Spec):
+    """A model that turns texts into vectors."""
+
+    kind: Literal["embedding"] = Field(description="This is an embedding model.")
+    pooling: Literal["mean", "cls", "last"] | None = Field(
+        default=None, description="Needed only where the model's own files don't say."
+    )
+    normalize: bool | None = Field(
+        default=None,
+        description="Scale vectors to length 1; the model's own files decide when absent.",
+    )
+    prompts: dict[str, str] = Field(
+        default={},
+        description="Text put before an input, by name; absent, the model's own are used.",
+    )
+    default_prompt_name: str | None = Field(
+        default=None, description="The prompt used when neither request nor alias names one."
+    )
+    overflow: Literal["error", "truncate"] = Field(
+        default="error",
+        description="What becomes of a text beyond the limit: a 400, or a told cut.",
+    )
+    matryoshka: Annotated[
+        bool | tuple[Size, ...],
+        BeforeValidator(_sizes, json_schema_input_type=bool | list[Size] | SizesText),
+    ] = Field(
+        default=False, description="Whether vectors may be shortened: true, or the sizes allowed."
+    )
+    token_ids: Literal["reject", "accept"] = Field(
+        default="reject",
+        description="Whether inputs may be token ids of this model's own tokenizer.",
+    )
+    batching: EmbeddingBatching = Field(
+        default_factory=EmbeddingBatching, description="Overrides of the gateway's settings."
+    )
+
+    @field_validator("aliases")
+    @classmethod
+    def _no_thinking(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
+        if any(alias.thinking is not None for alias in aliases):
+            raise ValueError("an embedding model's alias has no 'thinking'")
+        return aliases
+
+    @model_validator(mode="after")
+    def _prompts_exist(self) -> "EmbeddingSpec":
+        asked = [("aliases", alias.prompt_name) for alias in self.aliases]
+        for key, name in (*asked, ("default_prompt_name", self.default_prompt_name)):
+            if self.prompts and name is not None and name not in self.prompts:
+                said = f"no prompt is named {name!r}{did_you_mean(nearest(name, self.prompts))}"
+                raise PydanticCustomError("prompt_missing", "{said}", {"key": key, "said": said})
+        return self
+
+
+class ChatSpec(_Spec):
+    """A model that answers conversations."""
+
+    kind: Literal["chat"] = Field(description="This is a chat model.")
+    sampling: Sampling = Field(
+        default_factory=Sampling, description="Defaults for what a request leaves out."
+    )
+    chat_template: Annotated[str | None, BeforeValidator(_template)] = Field(
+        default=None, description="A Jinja template, or file:path to one; absent, the model's own."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="Passed to the template on every request."
+    )
+    thinking: bool | None = Field(
+        default=None, description="Whether the model thinks aloud; absent, its template decides."
+    )
+    batching: ChatBatching = Field(
+        default_factory=ChatBatching, description="Overrides of the gateway's settings."
+    )
+
+    @field_validator("aliases")
+    @classmethod
+    def _no_prompts(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
+        if any(alias.prompt_name is not None for alias in aliases):
+            raise ValueError("a chat model's alias has no 'prompt_name'")
+        return aliases
+
+
+ModelSpec = EmbeddingSpec | ChatSpec
+SPECS: Mapping[str, type[EmbeddingSpec] | type[ChatSpec]] = MappingProxyType(
+    {"embedding": EmbeddingSpec, "chat": ChatSpec}
+)

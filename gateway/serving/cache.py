@@ -1,0 +1,220 @@
+"""Lease a model by name: load once, keep while used, let the least recently used idle one go."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Generic, TypeVar
+
+from gateway import logs, metrics
+from gateway.errors import GatewayError, ModelLoading, ModelUnavailable, Unavailable
+from gateway.registry import ModelSpec
+
+M = TypeVar("M")
+log = logs.get("cache")
+
+FAILURE_REMEMBERED_S = 30.0
+
+
+def pick_evicted(
+    last_used: Mapping[str, float], leases: Mapping[str, int]
+) -> str | None:
+    """Name the idle model that was used longest ago; None when every one is leased."""
+    idle = [name for name in last_used if leases[name] == 0]
+    return min(idle, key=lambda name: last_used[name], default=None)
+
+
+class _Entry(Generic[M]):
+    """A model from the moment its load begins to the moment its memory is back."""
+
+    def __init__(self) -> None:
+        self.ready: asyncio.Future[M] = asyncio.get_running_loop().create_future()
+        self.unwanted = asyncio.Event()
+        self.leases = 0
+        self.last_used = 0.0
+        self.keeper: asyncio.Task[None] | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        return (
+            self.ready.done()
+            and not self.ready.cancelled()
+            and not self.ready.exception()
+        )
+
+
+class ModelCache(Generic[M]):
+    """At most `max_models` at once. `opened` loads a model on enter and frees it on exit.
+
+    A context manager: leaving it lets every model go.
+    """
+
+    def __init__(
+        self,
+        opened: Callable[[ModelSpec], AbstractAsyncContextManager[M]],
+        *,
+        max_models: int,
+        load_wait_s: float,
+    ) -> None:
+        self._opened = opened
+        self._max_models = max_models
+        self._load_wait_s = load_wait_s
+        self._entries: dict[str, _Entry[M]] = {}
+        self._failures: dict[str, tuple[float, GatewayError]] = {}
+        self._changed = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def lease(self, spec: ModelSpec) -> AsyncIterator[M]:
+        """Give the loaded model, loading it first if need be. A leased model is never evicted.
+
+        Raises what loading raised, or ModelLoading when it takes longer than `load_wait_s`.
+        """
+        entry = self._entry(spec)
+        entry.leases += 1
+        try:
+            yield await self._loaded(spec, entry)
+        finally:
+            entry.leases -= 1
+            entry.last_used = metrics.now()
+            if entry.leases == 0:
+                self._announce()
+
+    def states(self) -> dict[str, str]:
+        """Tell, by id, which models are `loading`, `loaded` or recently `failed`."""
+        states = dict.fromkeys(self._recent_failures(), "failed")
+        for name, entry in self._entries.items():
+            states[name] = "loaded" if entry.is_loaded else "loading"
+        return states
+
+    def _entry(self, spec: ModelSpec) -> _Entry[M]:
+        if (entry := self._entries.get(spec.id)) is not None:
+            return entry
+        if (failure := self._recent_failures().get(spec.id)) is not None:
+            raise failure
+        entry = self._entries[spec.id] = _Entry()
+        entry.keeper = asyncio.create_task(
+            self._keep(spec, entry), name=f"keep {spec.id}"
+        )
+        return entry
+
+    def _recent_failures(self) -> dict[str, GatewayError]:
+        now = metrics.now()
+        self._failures = {k: v for k, v in self._failures.items() if v[0] > now}
+        return {name: error for name, (_, error) in self._failures.items()}
+
+    async def _loaded(self, spec: ModelSpec, entry: _Entry[M]) -> M:
+        if not entry.ready.done():
+            await asyncio.wait([entry.ready], timeout=self._load_wait_s)
+        if not entry.ready.done():
+            raise ModelLoading(
+                f"The model `{spec.id}` is still loading. Try again shortly.",
+                retry_after_s=5,
+            )
+        return entry.ready.result()
+
+    async def _keep(self, spec: ModelSpec, entry: _Entry[M]) -> None:
+        """Hold one model for its whole life here: room, load, use, free."""
+        started = metrics.now()
+        try:
+            await self._make_room(entry)
+            async with self._opened(spec) as model:
+                entry.last_used = metrics.now()
+                entry.ready.set_result(model)
+                metrics.MODEL_LOADS.labels(spec.id, "loaded").inc()
+                metrics.MODELS_LOADED.inc()
+                log.info(
+                    "model_loaded",
+                    model=spec.id,
+                    seconds=round(metrics.now() - started, 2),
+                )
+                self._announce()
+                try:
+                    await entry.unwanted.wait()
+                finally:
+                    metrics.MODELS_LOADED.dec()
+            log.info("model_evicted", model=spec.id)
+        except asyncio.CancelledError:
+            self._fail(
+                spec,
+                entry,
+                Unavailable("The gateway is shutting down.", retry_after_s=1),
+            )
+            raise
+        except Exception as error:
+            self._fail(spec, entry, error)
+        finally:
+            if self._entries.get(spec.id) is entry:
+                del self._entries[spec.id]
+            self._announce()
+
+    def _fail(self, spec: ModelSpec, entry: _Entry[M], error: Exception) -> None:
+        metrics.MODEL_LOADS.labels(spec.id, "failed").inc()
+        log.error(
+            "model_failed",
+            model=spec.id,
+            error=str(error),
+            exc_info=_unless_told(error),
+        )
+        if isinstance(error, ModelUnavailable):
+            self._failures[spec.id] = (metrics.now() + FAILURE_REMEMBERED_S, error)
+        if not entry.ready.done():
+            entry.ready.set_exception(error)
+            entry.ready.exception()  # nobody may be waiting any more, and that is fine
+
+    async def _make_room(self, mine: _Entry[M]) -> None:
+        """Wait until fewer than `max_models` others hold memory, evicting the idle."""
+        while len(others := self._holding(mine)) >= self._max_models:
+            loaded = {
+                n: e
+                for n, e in others.items()
+                if e.is_loaded and not e.unwanted.is_set()
+            }
+            victim = pick_evicted(
+                {name: entry.last_used for name, entry in loaded.items()},
+                {name: entry.leases for name, entry in loaded.items()},
+            )
+            if victim is not None:
+                # Out of the books at once, so that a new request loads it afresh later;
+                # its keeper frees the memory first.
+                await self._evict(victim)
+                continue
+            await self._changed.wait()
+
+    def _holding(self, mine: _Entry[M]) -> dict[str, _Entry[M]]:
+        """Give the entries that came before mine: those are loaded, or will be sooner."""
+        before: dict[str, _Entry[M]] = {}
+        for name, entry in self._entries.items():
+            if entry is mine:
+                break
+            before[name] = entry
+        return before
+
+    async def _evict(self, name: str) -> None:
+        entry = self._entries.pop(name)
+        entry.unwanted.set()
+        assert entry.keeper is not None
+        await asyncio.wait([entry.keeper])
+
+    def _announce(self) -> None:
+        """Wake whoever waits for room; a fresh event serves the next change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> "ModelCache[M]":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        keepers = [
+            entry.keeper for entry in self._entries.values() if entry.keeper is not None
+        ]
+        for entry in self._entries.values():
+            entry.unwanted.set()
+            if not entry.ready.done() and entry.keeper is not None:
+                entry.keeper.cancel()
+        if keepers:
+            await asyncio.wait(keepers)
+
+
+def _unless_told(error: Exception) -> bool:
+    """Tell whether the log needs the traceback: our own errors say all in their message."""
+    return not isinstance(error, GatewayError)

@@ -1,0 +1,1 @@
+"""OpenAI's shapes and their translation to jobs and back. No HTTP, no time, no maths."""

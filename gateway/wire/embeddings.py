@@ -1,0 +1,123 @@
+"""POST /v1/embeddings: request → EmbedJob, Embedded → JSON bytes."""
+
+import base64
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import orjson
+from pydantic import Field, field_validator
+
+from gateway.errors import BadRequest
+from gateway.jobs import Caller, Embedded, EmbedJob, TokenIds
+from gateway.wire.reading import Fields, Request
+
+MAX_INPUTS = 2048  # as OpenAI's
+
+FIELDS = Fields(harmless=frozenset({"user"}), refused={}, neutral={})
+
+_INVALID = (
+    "'$.input' is invalid. It must be a string, an array of 1 to 2048 non-empty strings, "
+    "an array of token ids, or an array of such arrays"
+)
+
+
+class EmbeddingsRequest(Request):
+    """What OpenAI's endpoint takes, and TEI's `truncate` and a `prompt_name` besides."""
+
+    model: Annotated[str, Field(min_length=1)]
+    input: Any
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    truncate: bool | None = None
+    prompt_name: str | None = None
+
+    @field_validator("input")
+    @classmethod
+    def _some_inputs(cls, given: object) -> object:
+        if isinstance(given, str):
+            given = [given]
+        if not isinstance(given, list) or not given:
+            raise ValueError(_INVALID)
+        rows = [given] if all(_is_id(item) for item in given) else given
+        if len(rows) > MAX_INPUTS:
+            raise ValueError(f"{_INVALID}, and this one has {len(rows)} entries")
+        if not (
+            all(_is_text(row) for row in rows) or all(_is_ids(row) for row in rows)
+        ):
+            raise ValueError(_INVALID)
+        return rows
+
+
+def _is_text(item: object) -> bool:
+    return isinstance(item, str) and item != ""
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
+
+
+def _is_ids(item: object) -> bool:
+    return isinstance(item, list) and bool(item) and all(map(_is_id, item))
+
+
+def to_job(
+    request: EmbeddingsRequest,
+    caller: Caller,
+    *,
+    accepts_ids: bool,
+    truncate: bool,
+    dimensions: int | None,
+    prompt_name: str | None,
+    max_chars: int,
+) -> EmbedJob:
+    """Translate; raises BadRequest for token ids where the model takes none."""
+    texts: list[str] = []
+    token_rows: list[TokenIds] = []
+    if isinstance(request.input[0], str):
+        texts = request.input
+        if any(len(text) > max_chars for text in texts):
+            raise BadRequest(
+                f"An input is longer than {max_chars} characters.", param="input"
+            )
+    elif accepts_ids:
+        token_rows = request.input
+    else:
+        raise BadRequest(
+            "This model takes texts, not token ids: they would be another tokenizer's. With "
+            "LangChain, set check_embedding_ctx_length=False; or say `token_ids: accept` in "
+            "models.yaml if they are this model's own.",
+            param="input",
+        )
+    return EmbedJob(
+        caller=caller,
+        texts=texts,
+        token_rows=token_rows,
+        truncate=truncate,
+        dimensions=dimensions,
+        prompt_name=prompt_name,
+    )
+
+
+def to_json(answer: Embedded, model: str, encoding: str) -> bytes:
+    """Write the answer; base64 is little-endian float32, which is what OpenAI's SDKs read."""
+    vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
+    data: list[dict[str, Any]] = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": _base64(vector) if encoding == "base64" else vector,
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {
+        "prompt_tokens": answer.prompt_tokens,
+        "total_tokens": answer.prompt_tokens,
+    }
+    return orjson.dumps(
+        {"object": "list", "data": data, "model": model, "usage": usage},
+        option=orjson.OPT_SERIALIZE_NUMPY,
+    )
+
+
+def _base64(vector: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(vector.tobytes()).decode("ascii")

@@ -1,0 +1,152 @@
+"""Bytes → a checked request, or the 400 that names the field, as OpenAI words it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from gateway.errors import BadRequest, UnknownParameter, UnsupportedParameter
+
+
+class Request(BaseModel):
+    """What a client sends. Values are never coerced: "1" is no number.
+
+    Unknown fields are kept aside: they are ignored, and the answer says so.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class Part(BaseModel):
+    """A piece of a request; what it has beyond our fields is the client's own affair."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+R = TypeVar("R", bound=Request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """What an endpoint knows beyond the fields it serves.
+
+    `harmless` ones don't change the answer and are accepted; `refused` ones would, and are not
+    served: each with what the client should know. A refused field is let through with one of
+    `neutral`'s values, which ask for nothing.
+    """
+
+    harmless: frozenset[str]
+    refused: Mapping[str, str]
+    neutral: Mapping[str, tuple[object, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Generic[R]):
+    """A request as understood, and the names of the fields that were not."""
+
+    request: R
+    ignored: tuple[str, ...]
+
+
+def read_request(
+    body: bytes, shape: type[R], fields: Fields, *, strict: bool
+) -> Read[R]:
+    """Parse and check a body. A null is as good as absent.
+
+    Raises BadRequest with `param` for what is malformed, UnsupportedParameter for what is known
+    and refused, and, when `strict`, UnknownParameter for the rest.
+    """
+    given = {name: value for name, value in _parse(body).items() if value is not None}
+    for name, reason in fields.refused.items():
+        if name in given and given[name] not in fields.neutral.get(name, ()):
+            raise UnsupportedParameter(
+                f"Unsupported parameter: '{name}'. {reason}", param=name
+            )
+    try:
+        request = shape.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0]) from None
+    known = fields.harmless | fields.refused.keys()
+    ignored = tuple(sorted((request.model_extra or {}).keys() - known))
+    if ignored and strict:
+        raise UnknownParameter(
+            f"Unrecognized request argument: {ignored[0]}", param=ignored[0]
+        )
+    return Read(request, ignored)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(
+            f"We could not parse the JSON body of your request: {error}. "
+            "The request body must be a JSON object."
+        ) from None
+    if not isinstance(parsed, dict):
+        raise BadRequest("The request body must be a JSON object.")
+    return parsed
+
+
+_BOUNDS = {
+    "less_than_equal": ("above_max_value", "above maximum value", "<=", "le"),
+    "less_than": ("above_max_value", "above maximum value", "<", "lt"),
+    "greater_than_equal": ("below_min_value", "below minimum value", ">=", "ge"),
+    "greater_than": ("below_min_value", "below minimum value", ">", "gt"),
+}
+_LENGTHS = {
+    "too_long": ("above_max_length", "too long", "at most", "max_length"),
+    "too_short": ("below_min_length", "too short", "at least", "min_length"),
+}
+
+
+def _refusal(error: ErrorDetails) -> BadRequest:
+    """Word pydantic's first finding as OpenAI does, with its code."""
+    param = _path(error["loc"])
+    kind, context, given = error["type"], error.get("ctx", {}), error["input"]
+    if kind == "missing":
+        return BadRequest(
+            f"Missing required parameter: '{param}'.",
+            param=param,
+            code="missing_required_parameter",
+        )
+    if kind in _BOUNDS:
+        code, phrase, sign, key = _BOUNDS[kind]
+        noun = "integer" if isinstance(given, int) else "decimal"
+        return BadRequest(
+            f"Invalid '{param}': {noun} {phrase}. Expected a value {sign} {context[key]}, "
+            f"but got {given} instead.",
+            param=param,
+            code=f"{noun}_{code}",
+        )
+    if kind in _LENGTHS:
+        code, phrase, bound, key = _LENGTHS[kind]
+        return BadRequest(
+            f"Invalid '{param}': array {phrase}. Expected an array with {bound} length "
+            f"{context[key]}, but got an array with length {context['actual_length']} instead.",
+            param=param,
+            code=f"array_{code}",
+        )
+    message = error["msg"].removeprefix("Value error, ")
+    return BadRequest(
+        f"Invalid '{param}': {message[0].lower()}{message[1:]}." if param else message,
+        param=param,
+        code="invalid_type" if kind.endswith("_type") else "invalid_value",
+    )
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Write a place as OpenAI does: messages[0].role. A union's branches are no place."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.isidentifier() and not step.startswith(_BRANCHES):
+            path += f".{step}" if path else step
+    return path
+
+
+_BRANCHES = ("function-", "list[", "constrained-")

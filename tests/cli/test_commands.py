@@ -1,0 +1,200 @@
+"""check, config, models and schema: what they print, and how they end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.cli import main
+from gateway.cli.models import on_disk
+from gateway.registry import HubSource, PackageSource, PathSource
+
+GOOD = "version: 1\nmodels:\n  m: {kind: chat, source: 'hub:org/name', aliases: [n]}\n"
+HEAVY = ("mlx", "mlx_lm", "outlines", "transformers", "torch")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run in an empty folder with no GATEWAY_ variable set."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.upper().startswith("GATEWAY_"):
+            monkeypatch.delenv(name)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+def test_check_says_that_nothing_is_wrong(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 0, and how many models there are."""
+    (here / "models.yaml").write_text(GOOD)
+    assert run("check") == 0
+    assert capsys.readouterr().out == "models.yaml: 1 models by 2 names, no problems\n"
+
+
+def test_check_prints_each_problem_and_ends_with_1(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """File, line and the nearest name, on stderr, without a traceback."""
+    (here / "my.yaml").write_text("version: 1\nmodels:\n  m: {kind: chta, sorce: x}\n  n: 3\n")
+    assert run("check", "--models", "my.yaml") == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "my.yaml:3: m: kind 'chta' is not embedding or chat; did you mean 'chat'?",
+        "my.yaml:4: n: expected a mapping with `kind` and `source`",
+    ]
+
+
+def test_check_of_no_file_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that isn't there is a problem of the file."""
+    assert run("check", "--models", "none.yaml") == 1
+    assert capsys.readouterr().err == "none.yaml: No such file or directory\n"
+
+
+def test_check_notes_what_can_be_served_all_the_same(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A package that is not installed and a misspelt variable leave the status at 0."""
+    (here / "models.yaml").write_text(GOOD.replace("hub:org/name", "package:not_here_weights"))
+    monkeypatch.setenv("GATEWAY_PROT", "1")
+    assert run("check") == 0
+    out = capsys.readouterr().out
+    assert "note: models.yaml:3: m: the package not_here_weights is not installed" in out
+    assert "note: GATEWAY_PROT is set, and nothing reads it; did you mean GATEWAY_PORT?" in out
+
+
+def test_wrong_settings_end_every_command_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line per wrong variable, on stderr."""
+    monkeypatch.setenv("GATEWAY_PORT", "99999")
+    for command in ("check", "config", "models"):
+        assert run(command) == 2
+        assert capsys.readouterr().err.startswith("GATEWAY_PORT=99999: should be less than")
+
+
+def test_wrong_usage_ends_with_2() -> None:
+    """An unknown command or option, as everywhere."""
+    assert run("chekc") == 2
+    assert run("check", "--modells", "x") == 2
+
+
+def test_config_prints_value_and_source(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line a setting off a terminal; secrets masked; models.yaml's own variables too."""
+    (here / "models.yaml").write_text(GOOD.replace("hub:org/name", "${GATEWAY_M_SOURCE:-hub:a/b}"))
+    (here / ".env").write_text("GATEWAY_DRAIN_S=5\n")
+    monkeypatch.setenv("GATEWAY_API_KEYS", "hunter2")
+    monkeypatch.setenv("GATEWAY_M_SOURCE", "hub:c/d")
+    assert run("config", "--port", "9", "--host", "localhost") == 0
+    out = capsys.readouterr().out
+    lines = dict(line.split("\t", 1) for line in out.splitlines())
+    assert lines["GATEWAY_PORT"] == "9\tflag"
+    assert lines["GATEWAY_HOST"] == "localhost\tflag"
+    assert lines["GATEWAY_DRAIN_S"] == "5\t.env"
+    assert lines["GATEWAY_API_KEYS"] == "**********\tenvironment"
+    assert lines["GATEWAY_QUEUE_LIMIT"] == "256\tdefault"
+    assert lines["GATEWAY_M_SOURCE"] == "hub:c/d\tenvironment"
+    assert "hunter2" not in out
+
+
+def test_config_works_while_the_file_does_not(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One looks at the settings to find out why."""
+    (here / "models.yaml").write_text("a: [")
+    assert run("config") == 0
+    assert "GATEWAY_MODELS\tmodels.yaml\tdefault" in capsys.readouterr().out
+
+
+def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ready to be redirected into a file."""
+    assert run("schema") == 0
+    assert json.loads(capsys.readouterr().out)["$schema"].startswith("https://json-schema.org/")
+
+
+def test_models_lists_what_is_served(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Id, kind, aliases, source and whether the files are here."""
+    (here / "w").mkdir()
+    (here / "w" / "config.json").write_text("{}")
+    (here / "w" / "model.safetensors").write_bytes(b"")
+    (here / "models.yaml").write_text(GOOD + "  p: {kind: embedding, source: 'path:w'}\n")
+    assert run("models") == 0
+    m, p = capsys.readouterr().out.splitlines()
+    assert m.split("\t") == ["m", "chat", "n", "hub:org/name", "no"]
+    assert p.split("\t") == ["p", "embedding", "", f"path:{(here / 'w').resolve()}", "yes"]
+
+
+def test_a_hub_model_is_on_disk_when_all_its_shards_are(here: Path) -> None:
+    """A download that was cut short is not yet a model."""
+    source = HubSource("org/name", "abc")
+    snapshot = here / "models--org--name" / "snapshots" / "abc"
+    assert not on_disk(source, here)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert not on_disk(source, here)
+    shards = {"a": "1.safetensors", "b": "2.safetensors"}
+    index = snapshot / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    (snapshot / "1.safetensors").write_bytes(b"")
+    assert not on_disk(source, here)
+    (snapshot / "2.safetensors").write_bytes(b"")
+    assert on_disk(source, here)
+    index.write_text("[]")
+    assert not on_disk(source, here)
+
+
+def test_what_is_nowhere_is_not_on_disk(here: Path) -> None:
+    """Neither a folder nor a package that is missing is an error here."""
+    assert not on_disk(PathSource(here / "none"), None)
+    assert not on_disk(PackageSource("not_here_weights", "x"), None)
+    assert not on_disk(PackageSource("gateway", "api"), None)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["serve", "--help"], ["check"], ["config"], ["schema"], ["models"]]
+)
+def test_commands_that_only_look_import_no_mlx(here: Path, arguments: list[str]) -> None:
+    """They answer at once, and where mlx doesn't work they still say what is wrong."""
+    (here / "models.yaml").write_text(GOOD)
+    code = f"""
+import sys
+from gateway.cli import main
+try:
+    main({arguments!r})
+except SystemExit as ended:
+    assert not ended.code, ended.code
+print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+"""
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": root, "NO_COLOR": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_python_m_gateway_is_the_command(here: Path) -> None:
+    """For environments whose scripts are not on the path."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "check", "--models", "none.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 1
+    assert done.stderr == "none.yaml: No such file or directory\n"

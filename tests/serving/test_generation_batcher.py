@@ -1,0 +1,201 @@
+"""The generation batcher: rows join, are told their deltas, and leave."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway import metrics
+from gateway.errors import (
+    BadRequest,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineFailed,
+    GatewayError,
+    Overloaded,
+)
+from gateway.jobs import Delta, GenerateJob
+from gateway.serving.generation_batcher import GenerationBatcher, GenerationLimits
+from gateway.serving.lane import Lane
+from gateway.serving.tokens import TokenPool
+from tests.fakes import ScriptedWriter, generate_job
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def batching(
+    engine: ScriptedWriter, *, rows: int = 32, queue: int = 256
+) -> AsyncIterator[GenerationBatcher]:
+    limits = GenerationLimits(
+        max_batch_size=rows, prefill_chunk_tokens=512, queue_limit=queue, max_wait_s=600
+    )
+    with TokenPool() as pool:
+        async with Lane() as lane:
+            async with GenerationBatcher("m", engine, lane, pool, limits).running() as batcher:
+                yield batcher
+
+
+async def deltas(batcher: GenerationBatcher, job: GenerateJob) -> list[Delta]:
+    async with batcher.generate(job) as generation:
+        return [delta async for delta in generation.deltas]
+
+
+async def text(batcher: GenerationBatcher, job: GenerateJob) -> str:
+    return "".join(delta.text for delta in await deltas(batcher, job))
+
+
+async def until(condition: object, seconds: float = 5) -> None:
+    """Wait until a callable is true."""
+    assert callable(condition)
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_an_answer_arrives_delta_by_delta_with_its_reason() -> None:
+    """The last delta, and only that one, says why it is the last."""
+    async with batching(ScriptedWriter()) as batcher:
+        told = await deltas(batcher, generate_job("hello"))
+    assert [delta.text for delta in told] == [*"hello", ""]
+    assert [delta.finish_reason for delta in told] == [None] * 5 + ["stop"]
+
+
+async def test_rows_that_come_at_once_decode_together() -> None:
+    """Ten answers of ten steps take about ten steps, not a hundred."""
+    engine = ScriptedWriter()
+    async with batching(engine) as batcher:
+        answers = await asyncio.gather(*(text(batcher, generate_job("x" * 10)) for _ in range(10)))
+    assert answers == ["x" * 10] * 10
+    assert len(engine.steps) < 25
+
+
+async def test_a_late_row_joins_the_running_batch() -> None:
+    """Nobody waits for another's answer to end."""
+    engine = ScriptedWriter()
+    async with batching(engine) as batcher:
+        engine.gate.close()
+        first = asyncio.create_task(text(batcher, generate_job("a" * 50)))
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        second = asyncio.create_task(text(batcher, generate_job("bb")))
+        await asyncio.sleep(0.05)
+        engine.gate.open()
+        assert await second == "bb"
+        assert await first == "a" * 50
+    assert max(engine.steps) == 2
+
+
+async def test_no_more_rows_run_than_the_limit() -> None:
+    """The others wait their turn, and are served."""
+    engine = ScriptedWriter()
+    async with batching(engine, rows=3) as batcher:
+        answers = await asyncio.gather(*(text(batcher, generate_job("abc")) for _ in range(8)))
+    assert answers == ["abc"] * 8
+    assert max(engine.steps) == 3
+
+
+async def test_choices_of_one_job_are_told_apart() -> None:
+    """Each has its index and its own end."""
+    async with batching(ScriptedWriter()) as batcher:
+        told = await deltas(batcher, generate_job("ab", n=3))
+    for index in range(3):
+        mine = [delta for delta in told if delta.index == index]
+        assert "".join(delta.text for delta in mine) == "ab"
+        assert [delta.finish_reason for delta in mine if delta.finish_reason] == ["stop"]
+
+
+async def test_an_answer_cut_by_its_limit_says_length() -> None:
+    """Never stop."""
+    async with batching(ScriptedWriter()) as batcher:
+        told = await deltas(batcher, generate_job("abcdef", max_tokens=3))
+    assert "".join(delta.text for delta in told) == "abc"
+    assert told[-1].finish_reason == "length"
+
+
+async def test_a_caller_who_leaves_takes_its_row_along() -> None:
+    """The row is gone within a step; the neighbour goes on."""
+    engine = ScriptedWriter()
+    async with batching(engine) as batcher:
+        engine.gate.close()
+        leaving = asyncio.create_task(text(batcher, generate_job("a" * 90)))
+        staying = asyncio.create_task(text(batcher, generate_job("b" * 9)))
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        leaving.cancel()
+        await asyncio.sleep(0.01)
+        engine.gate.open()
+        assert await staying == "b" * 9
+        await until(lambda: len(engine.left) == 1)
+        assert len(engine.steps) < 20
+        assert not engine.is_decoding
+
+
+async def test_a_caller_who_leaves_while_waiting_never_joins() -> None:
+    """Its place in the queue is given up."""
+    engine = ScriptedWriter()
+    async with batching(engine, rows=1) as batcher:
+        engine.gate.close()
+        running = asyncio.create_task(text(batcher, generate_job("a" * 5)))
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        waiting = asyncio.create_task(text(batcher, generate_job("b")))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        engine.gate.open()
+        await running
+    assert engine.joined == [1]
+
+
+async def test_refusals_come_before_any_delta() -> None:
+    """What the template or the context refuses is known on entering."""
+    async with batching(ScriptedWriter(max_context=10)) as batcher:
+        with pytest.raises(BadRequest, match="template"):
+            await deltas(batcher, generate_job("refuse me"))
+        with pytest.raises(ContextLengthExceeded):
+            await deltas(batcher, generate_job("far too long a prompt"))
+
+
+async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
+    """The bound counts requests, running ones too."""
+    engine = ScriptedWriter()
+    async with batching(engine, queue=2) as batcher:
+        engine.gate.close()
+        held = [asyncio.create_task(text(batcher, generate_job("ab"))) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded):
+            await deltas(batcher, generate_job("c"))
+        engine.gate.open()
+        await asyncio.gather(*held)
+        assert await text(batcher, generate_job("c")) == "c"
+
+
+async def test_a_deadline_ends_an_answer_under_way() -> None:
+    """And its row leaves the batch."""
+    engine = ScriptedWriter()
+    async with batching(engine) as batcher:
+        engine.gate.close()
+        with pytest.raises(DeadlineExceeded):
+            await deltas(batcher, generate_job("a" * 9, deadline=metrics.now() + 0.1))
+        engine.gate.open()
+        await until(lambda: engine.left)
+
+
+async def test_an_engine_that_raises_fails_its_rows_and_serves_the_next() -> None:
+    """A dead batch must not become a dead server."""
+    engine = ScriptedWriter(fail_at_step=2)
+    async with batching(engine) as batcher:
+        with pytest.raises(EngineFailed, match="the step failed"):
+            await deltas(batcher, generate_job("abc"))
+        assert await text(batcher, generate_job("next")) == "next"
+
+
+async def test_rows_that_run_when_the_model_goes_are_told() -> None:
+    """No stream is left hanging."""
+    engine = ScriptedWriter()
+    async with batching(engine, rows=1) as batcher:
+        engine.gate.close()
+        asked = [asyncio.create_task(text(batcher, generate_job("a" * 9))) for _ in range(2)]
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        asyncio.get_running_loop().call_later(0.05, engine.gate.open)
+    for answer in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(answer, GatewayError)

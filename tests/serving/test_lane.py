@@ -1,0 +1,94 @@
+"""The lane: one thread, one turn at a time, first come first served."""
+
+import asyncio
+import threading
+
+import pytest
+
+from gateway.errors import Unavailable
+from gateway.serving.lane import Lane
+from tests.fakes import Gate
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_all_work_runs_on_one_thread_of_its_own() -> None:
+    """Loading and running an MLX model on different threads fails, so nothing does."""
+    async with Lane() as lane:
+        threads = []
+        for _ in range(3):
+            async with lane.turn("test") as run:
+                threads.append(await run(threading.current_thread))
+    assert len(set(threads)) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+async def test_turns_are_given_in_the_order_asked_for() -> None:
+    """Nobody overtakes."""
+    order: list[int] = []
+
+    async def take(number: int) -> None:
+        async with lane.turn("test") as run:
+            await run(order.append, number)
+
+    async with Lane() as lane:
+        await asyncio.gather(*(take(i) for i in range(5)))
+    assert order == [0, 1, 2, 3, 4]
+
+
+async def test_an_exception_is_told_to_whoever_asked() -> None:
+    """And the lane goes on."""
+    async with Lane() as lane:
+        async with lane.turn("test") as run:
+            with pytest.raises(ZeroDivisionError):
+                await run(lambda: 1 // 0)
+            assert await run(int, "3") == 3
+
+
+async def test_a_cancelled_turn_lasts_until_its_work_is_over() -> None:
+    """The next turn must not begin while a native call still runs."""
+    gate = Gate()
+    gate.close()
+
+    async def hold() -> None:
+        async with lane.turn("test") as run:
+            await run(gate.pass_through)
+
+    async with Lane() as lane:
+        holding = asyncio.create_task(hold())
+        await asyncio.to_thread(gate.reached.wait, 5)
+        holding.cancel()
+        await asyncio.sleep(0.01)
+        assert not holding.done()
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await holding
+
+
+async def test_the_lane_knows_that_somebody_waits() -> None:
+    """A long turn asks this between steps."""
+    async with Lane() as lane:
+        async with lane.turn("test"):
+            assert not lane.is_wanted
+            waiting = asyncio.create_task(_one_turn(lane))
+            await asyncio.sleep(0)
+            assert lane.is_wanted
+        await waiting
+        assert not lane.is_wanted
+
+
+async def test_a_closed_lane_refuses_and_its_farewell_ran_on_its_thread() -> None:
+    """MLX aborts the process when a thread that used it just ends."""
+    farewells: list[threading.Thread] = []
+    async with Lane(farewell=lambda: farewells.append(threading.current_thread())) as lane:
+        async with lane.turn("test") as run:
+            thread = await run(threading.current_thread)
+    assert farewells == [thread]
+    assert not lane.is_alive
+    with pytest.raises(Unavailable):
+        await _one_turn(lane)
+
+
+async def _one_turn(lane: Lane) -> None:
+    async with lane.turn("test"):
+        pass

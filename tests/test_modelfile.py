@@ -1,0 +1,154 @@
+"""models.yaml: what is read from it and how variables steer it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from gateway.registry import (
+    ChatSpec,
+    ModelSpec,
+    PathSource,
+    Reading,
+    read_models,
+)
+from gateway.registry.expansion import ExpansionInvalid, expand
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "models.yaml"
+
+
+def read(file: Path, text: str, variables: Mapping[str, str] | None = None) -> Reading:
+    file.write_text(dedent(text), encoding="utf-8")
+    return read_models(file, variables or {})
+
+
+def one(file: Path, body: str, variables: Mapping[str, str] | None = None) -> ModelSpec:
+    text = "version: 1\nmodels:\n  m:\n" + "".join(f"    {s}\n" for s in dedent(body).split("\n"))
+    reading = read(file, text, variables)
+    assert reading.problems == ()
+    return reading.catalog.resolve("m").spec
+
+
+def test_a_minimal_entry_is_enough(file: Path) -> None:
+    """Kind and source; all else has a default."""
+    spec = one(file, "kind: chat\nsource: hub:a/b")
+    assert isinstance(spec, ChatSpec)
+    assert (spec.id, spec.dtype, spec.aliases, spec.preload) == ("m", "auto", (), False)
+
+
+def test_aliases_may_be_texts_lists_and_mappings(file: Path) -> None:
+    """Commas separate several, so that one variable can hold a list."""
+    spec = one(
+        file,
+        """\
+        kind: embedding
+        source: hub:a/b
+        prompts: {query: "q: "}
+        aliases: [a, "b, c", {name: d, prompt_name: query}]""",
+    )
+    assert [alias.name for alias in spec.aliases] == ["a", "b", "c", "d"]
+    assert [alias.prompt_name for alias in spec.aliases] == [None, None, None, "query"]
+
+
+def test_nothing_written_is_nothing_said(file: Path) -> None:
+    """`aliases:` and `batching:` with nothing after them are as if they weren't there."""
+    spec = one(file, "kind: chat\nsource: hub:a/b\naliases:\nbatching:\nsampling: {top_k: }")
+    assert spec == one(file, "kind: chat\nsource: hub:a/b")
+
+
+def test_a_path_is_relative_to_the_file(file: Path) -> None:
+    """Wherever the gateway is started from."""
+    (file.parent / "weights").mkdir()
+    assert one(file, "kind: chat\nsource: path:weights").source == PathSource(
+        file.parent.resolve() / "weights"
+    )
+
+
+def test_a_chat_template_may_be_a_file(file: Path) -> None:
+    """The spec carries the template's text either way."""
+    (file.parent / "t.jinja").write_text("{{ messages }}")
+    spec = one(file, "kind: chat\nsource: hub:a/b\nchat_template: file:t.jinja")
+    assert isinstance(spec, ChatSpec)
+    assert spec.chat_template == "{{ messages }}"
+    spec = one(file, 'kind: chat\nsource: hub:a/b\nchat_template: "{{ x }}"')
+    assert isinstance(spec, ChatSpec)
+    assert spec.chat_template == "{{ x }}"
+
+
+def test_anchors_and_merges_share_settings(file: Path) -> None:
+    """YAML's own way of saying a thing once; an own key beats a merged one."""
+    reading = read(
+        file,
+        """\
+        version: 1
+        models:
+          a: &a {kind: chat, source: "hub:a/b", sampling: &s {top_k: 5, top_p: 0.5}}
+          b: {<<: *a, sampling: {<<: *s, top_k: 6}}
+          c: {<<: *a, source: "hub:c/c"}
+        """,
+    )
+    assert reading.problems == ()
+    b = reading.catalog.resolve("b").spec
+    assert isinstance(b, ChatSpec)
+    assert (b.sampling.top_k, b.sampling.top_p) == (6, 0.5)
+    assert str(reading.catalog.resolve("c").spec.source) == "hub:c/c"
+
+
+def test_expanded_values_have_yaml_types(file: Path) -> None:
+    """Unquoted, `${X:-32}` is a number; quoted, it is text; empty, it is absent."""
+    spec = one(
+        file,
+        """\
+        kind: chat
+        source: ${SOURCE:-hub:a/b}
+        max_context: ${CONTEXT:-512}
+        preload: ${PRELOAD}
+        dtype: "${DTYPE:-}"
+        aliases: [a, "${MORE:-}"]
+        chat_template_kwargs: {n: "${N:-1}", f: !!bool "${F:-true}", m: "$$5"}""",
+        {"CONTEXT": "1024", "PRELOAD": "true"},
+    )
+    assert isinstance(spec, ChatSpec)
+    assert (spec.max_context, spec.preload, spec.dtype) == (1024, True, "auto")
+    assert [alias.name for alias in spec.aliases] == ["a"]
+    assert spec.chat_template_kwargs == {"n": "1", "f": True, "m": "$5"}
+
+
+def test_the_variables_asked_for_are_known(file: Path) -> None:
+    """`config` and the hints about strays need their names, set or not."""
+    reading = read(file, "version: 1\nmodels: {m: {kind: '${A:-chat}', source: '${B:-hub:a/b}'}}")
+    assert reading.variables == {"A", "B"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ("plain $5 and $x", "plain $5 and $x"),
+        ("$${A}", "${A}"),
+        ("${A}", "1"),
+        ("${EMPTY:-d}", "d"),
+        ("${NONE:-}", ""),
+        ("a${A}b${NONE:-c:-d}", "a1bc:-d"),
+    ],
+)
+def test_expansion(text: str, expanded: str) -> None:
+    """As in a shell: `:-` also replaces an empty value; `$$` writes a dollar."""
+    assert expand(text, {"A": "1", "EMPTY": ""}).text == expanded
+
+
+@pytest.mark.parametrize("text", ["${", "${A", "${1}", "${A-b}", "${A:-${B}}", "${A:-{}", "${}"])
+def test_broken_expansions_are_refused(text: str) -> None:
+    """What looks like a variable and isn't one is never passed on."""
+    with pytest.raises(ExpansionInvalid, match="VAR:-default"):
+        expand(text, {"A": "1"})
+
+
+def test_dates_are_text(file: Path) -> None:
+    """A template's argument that looks like a date stays as written."""
+    spec = one(file, "kind: chat\nsource: hub:a/b\nchat_template_kwargs: {today: 2024-01-01}")
+    assert isinstance(spec, ChatSpec)
+    assert spec.chat_template_kwargs == {"today": "2024-01-01"}

@@ -1,0 +1,233 @@
+"""models.yaml: every problem is told, with file, line and the nearest valid name."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from gateway.errors import RegistryInvalid
+from gateway.registry import load_catalog, read_models
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "models.yaml"
+
+
+def problems(file: Path, text: str) -> list[str]:
+    """Give the problems with the folder of the file left out: `models.yaml:LINE: …`."""
+    file.write_text(dedent(text), encoding="utf-8")
+    reading = read_models(file, {})
+    assert len(reading.catalog) == 0
+    return [line.replace(f"{file.parent}/", "") for line in reading.problems]
+
+
+def of_model(file: Path, *lines: str) -> list[str]:
+    """Give the problems of one embedding model with further lines from line 6 on."""
+    head = ["version: 1", "models:", "  m:", "    kind: embedding", "    source: hub:a/b"]
+    text = "\n".join([*head, *(f"    {line}" for line in lines)])
+    return [line.removeprefix("models.yaml:") for line in problems(file, text)]
+
+
+def test_every_problem_is_told_with_its_line(file: Path) -> None:
+    """One wrong line doesn't hide another, nor is one told twice."""
+    found = of_model(
+        file,
+        "poolng: mean",
+        "pooling: men",
+        "preload: perhaps",
+        "max_context: -5",
+        "batching:",
+        "  max_batch_siz: 3",
+        "  max_batch_size: 0",
+        "matryoshka: [256, x]",
+        "token_ids: ${UNSET}",
+        "prompts: {query: 5}",
+        "aliases: {name: x}",
+    )
+    assert found == [
+        "6: m: unknown key 'poolng'; did you mean 'pooling'?",
+        "7: m: `pooling` must be 'mean', 'cls' or 'last', not 'men'; did you mean 'mean'?",
+        "8: m: `preload` should be a valid boolean, not 'perhaps'",
+        "9: m: `max_context` should be greater than or equal to 8, not -5",
+        "11: m: unknown key 'max_batch_siz'; did you mean 'max_batch_size'?",
+        "12: m: `batching.max_batch_size` should be greater than or equal to 1, not 0",
+        "13: m: `matryoshka`: write true, false or sizes such as [256, 512]",
+        "14: ${UNSET} is not set and has no default",
+        "15: m: `prompts.query` should be a valid string, not 5",
+        "16: m: `aliases` should be a list, not {'name': 'x'}",
+    ]
+
+
+def test_a_misspelt_kind_or_scheme_is_told_the_nearest(file: Path) -> None:
+    """Also where nothing else of the entry can be checked."""
+    text = "version: 1\nmodels:\n  a: {kind: chatt}\n  b: {kind: chat, source: 'hb:x/y'}\n  c: {}"
+    a, b, c = problems(file, text)
+    assert a == "models.yaml:3: a: kind 'chatt' is not embedding or chat; did you mean 'chat'?"
+    assert b.startswith("models.yaml:4: b: `source`: 'hb:x/y' is no source")
+    assert b.endswith("did you mean 'hub:x/y'?")
+    assert c == "models.yaml:5: c: `kind` is missing: embedding or chat"
+
+
+def test_what_must_be_there_is_missed(file: Path) -> None:
+    """`source`, `version` and `models` have no default."""
+    assert problems(file, "models:\n  a:\n    kind: chat\n") == [
+        "models.yaml:1: `version` is missing: write `version: 1`",
+        "models.yaml:2: a: `source` is missing",
+    ]
+
+
+@pytest.mark.parametrize("version", ["2", '"1"', "true", "1.0"])
+def test_another_version_is_refused(file: Path, version: str) -> None:
+    """A file for a later gateway is not half understood."""
+    (found,) = problems(file, f"version: {version}\nmodels: {{}}")
+    assert "is not known here: write 1" in found
+
+
+def test_unknown_top_level_keys_are_told(file: Path) -> None:
+    """With the nearest that is known."""
+    assert problems(file, "version: 1\nmodels: {}\nmodel: {}") == [
+        "models.yaml:3: unknown key 'model'; did you mean 'models'?"
+    ]
+
+
+def test_names_must_be_unique(file: Path) -> None:
+    """An alias may be neither an id nor another's alias; entries in error count too."""
+    text = """\
+        version: 1
+        models:
+          a:
+            kind: chat
+            source: hub:a/b
+            aliases:
+              - x, b
+              - {name: y}
+          b:
+            kind: chat
+            aliases: [y, b]
+        """
+    assert problems(file, text) == [
+        "models.yaml:7: a: the alias 'b' is the id on line 9 already",
+        "models.yaml:9: b: `source` is missing",
+        "models.yaml:11: b: the alias 'b' is the id on line 9 already",
+        "models.yaml:11: b: the alias 'y' is an alias of a on line 8 already",
+    ]
+
+
+def test_a_repeated_key_is_told(file: Path) -> None:
+    """YAML would silently keep the last; here a second id or key is a problem."""
+    text = "version: 1\nmodels:\n  a: {kind: chat, source: 'hub:a/b', kind: chat}\n  a: {}\n"
+    assert problems(file, text)[:2] == [
+        "models.yaml:3: 'kind' is already given on line 3",
+        "models.yaml:4: 'a' is already given on line 3",
+    ]
+
+
+def test_missing_folders_are_told(file: Path) -> None:
+    """With the folder beside it that was perhaps meant."""
+    (file.parent / "weights").mkdir()
+    text = """\
+        version: 1
+        models:
+          a: {kind: chat, source: "path:weight"}
+          b: {kind: chat, source: "package:gateway/engin"}
+        """
+    a, b = problems(file, text)
+    assert a.startswith("models.yaml:3: a: there is no folder")
+    assert a.endswith("did you mean 'weights'?")
+    assert b.endswith("did you mean 'engine'?")
+
+
+def test_a_package_that_is_not_installed_is_a_note(file: Path) -> None:
+    """The rest can be served, so it is told with the command that adds it, and no more."""
+    source = "package:not_here_weights/model"
+    file.write_text(f"version: 1\nmodels:\n  a: {{kind: chat, source: {source}}}")
+    reading = read_models(file, {})
+    assert reading.problems == ()
+    (note,) = reading.notes
+    assert note.endswith("`pip install --no-deps not-here-weights` adds it")
+    assert len(reading.catalog) == 1
+
+
+def test_a_prompt_must_exist(file: Path) -> None:
+    """Where the file gives prompts; without any, the model's own are checked at load."""
+    (found,) = of_model(file, "prompts: {query: 'q: '}", "default_prompt_name: qery")
+    assert found == "7: m: no prompt is named 'qery'; did you mean 'query'?"
+    (found,) = of_model(file, "prompts: {query: 'q: '}", "aliases: [{name: a, prompt_name: d}]")
+    assert found == "7: m: no prompt is named 'd'"
+    file.write_text(
+        "version: 1\nmodels: {m: {kind: embedding, source: 'hub:a/b', default_prompt_name: q}}"
+    )
+    assert read_models(file, {}).problems == ()
+
+
+def test_aliases_say_only_what_their_kind_knows(file: Path) -> None:
+    """Prompts are for embedding, thinking is for chat."""
+    (found,) = of_model(file, "aliases: [{name: a, thinking: false}]")
+    assert found == "6: m: `aliases`: an embedding model's alias has no 'thinking'"
+    chat = "{kind: chat, source: 'hub:a/b', aliases: [{name: a, prompt_name: q}]}"
+    text = f"version: 1\nmodels: {{m: {chat}}}"
+    assert "a chat model's alias has no 'prompt_name'" in problems(file, text)[0]
+
+
+def test_a_template_that_cannot_be_read_is_told(file: Path) -> None:
+    """Missing, or no text."""
+    (file.parent / "bad.jinja").write_bytes(b"\xff")
+    text = """\
+        version: 1
+        models:
+          a: {kind: chat, source: "hub:a/b", chat_template: "file:none.jinja"}
+          b: {kind: chat, source: "hub:a/b", chat_template: "file:bad.jinja"}
+        """
+    a, b = problems(file, text)
+    assert a.startswith("models.yaml:3: a: `chat_template`: ")
+    assert a.endswith("cannot be read: No such file or directory")
+    assert b.endswith("is not UTF-8 text")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "models.yaml:1: expected `version: 1` and `models:`"),
+        ("- 1", "models.yaml:1: expected `version: 1` and `models:`"),
+        ("version: 1", "models.yaml:1: `models` must map each model's id to its settings"),
+        ("version: 1\nmodels: 3", "models.yaml:2: `models` must map"),
+        ("version: 1\nmodels: {a: 3}", "models.yaml:2: a: expected a mapping"),
+        ("a: [", "models.yaml:1: not YAML"),
+        ("version: 1\nmodels:\n\ta: 1", "models.yaml:3: not YAML"),
+        ("version: 1\n---\nversion: 1", "models.yaml:2: not YAML"),
+        ("version: \x07", "models.yaml:1: not YAML"),
+        ("version: 1\nmodels: &m {a: *m}", "models.yaml:2: an anchor contains itself"),
+        ("version: 1\nmodels: !!python/object:os.system {}", "models.yaml:2: the tag"),
+        ("version: 1\nmodels: {a: !include x}", "models.yaml:2: the tag '!include'"),
+        ("version: !!int ''\nmodels: {}", "models.yaml:1: '' is not of its tag's type"),
+        ("version: 1\nmodels: {[a]: 1}", "models.yaml:2: a key must be text"),
+        (
+            "version: 1\nmodels: {'a b': {kind: chat, source: 'hub:a/b'}}",
+            "models.yaml:2: a b: `id`",
+        ),
+        ("[" * 5000, "models.yaml:1: nested too deeply"),
+    ],
+)
+def test_a_file_that_is_no_models_file_is_told(file: Path, text: str, said: str) -> None:
+    """Whatever is in it, the answer is lines and not a traceback."""
+    found = problems(file, text)
+    assert len(found) == 1
+    assert found[0].startswith(said)
+
+
+def test_a_file_that_cannot_be_read_is_told(file: Path) -> None:
+    """Missing, a folder, or not text."""
+    assert read_models(file, {}).problems == (f"{file}: No such file or directory",)
+    assert read_models(file.parent, {}).problems == (f"{file.parent}: Is a directory",)
+    file.write_bytes(b"\xff\xfe")
+    assert "not UTF-8 text" in read_models(file, {}).problems[0]
+
+
+def test_loading_raises_all_problems_at_once(file: Path) -> None:
+    """`serve` prints what `check` prints."""
+    told = problems(file, "version: 2\nmodels: {a: {}}")
+    with pytest.raises(RegistryInvalid) as caught:
+        load_catalog(file, {})
+    assert [line.replace(f"{file.parent}/", "") for line in caught.value.problems] == told
+    assert len(told) == 2

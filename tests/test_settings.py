@@ -1,0 +1,206 @@
+"""Settings: what the environment may say, and what is said of a wrong value."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gateway.settings import (
+    Settings,
+    SettingsInvalid,
+    default_models_file,
+    environment_table,
+    explain,
+    is_local,
+    load_settings,
+    strays,
+    variable,
+    variables,
+)
+
+
+@pytest.fixture(autouse=True)
+def _empty_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in an empty folder with no GATEWAY_ variable set."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.upper().startswith("GATEWAY_"):
+            monkeypatch.delenv(name)
+
+
+def problems(**flags: object) -> list[str]:
+    with pytest.raises(SettingsInvalid) as caught:
+        load_settings(flags)
+    return caught.value.problems
+
+
+def test_defaults_listen_on_loopback_without_keys() -> None:
+    """Nothing set gives 127.0.0.1:8000 and no keys."""
+    settings = load_settings()
+    assert settings.binds == ("127.0.0.1:8000",)
+    assert settings.api_keys == ()
+    assert settings.embedding_max_batch_size == 32
+
+
+def test_a_flag_beats_the_environment_which_beats_dotenv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each source hides the ones after it, and `explain` names the one that won."""
+    (tmp_path / ".env").write_text("GATEWAY_PORT=1\nGATEWAY_HOST=::1\nGATEWAY_DRAIN_S=5\n")
+    monkeypatch.setenv("GATEWAY_PORT", "2")
+    monkeypatch.setenv("GATEWAY_HOST", "localhost")
+    flags = {"port": 3, "host": None}
+    settings = load_settings(flags)
+    assert (settings.port, settings.host, settings.drain_s) == (3, "localhost", 5)
+    sources = {knob.name: knob.source for knob in explain(settings, flags)}
+    assert sources["port"] == "flag"
+    assert sources["host"] == "environment"
+    assert sources["drain_s"] == ".env"
+    assert sources["queue_limit"] == "default"
+
+
+def test_an_empty_variable_is_an_unset_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`GATEWAY_PORT=` leaves the next source in force."""
+    (tmp_path / ".env").write_text("GATEWAY_PORT=81\n")
+    monkeypatch.setenv("GATEWAY_PORT", "")
+    settings = load_settings()
+    assert settings.port == 81
+    assert {knob.name: knob.source for knob in explain(settings)}["port"] == ".env"
+    assert variables()["GATEWAY_PORT"] == "81"
+
+
+def test_lists_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spaces and empty parts don't count."""
+    monkeypatch.setenv("GATEWAY_BIND", "127.0.0.1:1, unix:/tmp/x.sock,")
+    monkeypatch.setenv("GATEWAY_API_KEYS", "one,two")
+    settings = load_settings()
+    assert settings.binds == ("127.0.0.1:1", "unix:/tmp/x.sock")
+    assert [key.get_secret_value() for key in settings.api_keys] == ["one", "two"]
+
+
+def test_secrets_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key shows neither in `explain` nor in the settings' own text."""
+    monkeypatch.setenv("GATEWAY_API_KEYS", "hunter2")
+    settings = load_settings()
+    assert "hunter2" not in repr(settings)
+    assert "hunter2" not in str(explain(settings))
+
+
+def test_every_wrong_variable_gets_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line names the variable, its value and the bound; all are told at once."""
+    (tmp_path / ".env").write_text("GATEWAY_QUEUE_LIMIT=0\n")
+    monkeypatch.setenv("GATEWAY_PORT", "99999")
+    monkeypatch.setenv("GATEWAY_LOG_LEVEL", "loud")
+    monkeypatch.setenv("GATEWAY_REQUEST_TIMEOUT_S", "nan")
+    monkeypatch.setenv("GATEWAY_TLS_CERT", "missing.pem")
+    found = problems(host="")
+    assert "GATEWAY_PORT=99999: should be less than or equal to 65535" in found
+    assert "GATEWAY_LOG_LEVEL=loud: should be 'debug', 'info', 'warning' or 'error'" in found
+    assert "GATEWAY_QUEUE_LIMIT=0 (.env): should be greater than or equal to 1" in found
+    assert any(line.startswith("GATEWAY_REQUEST_TIMEOUT_S=nan: ") for line in found)
+    assert any(line.startswith("GATEWAY_TLS_CERT=missing.pem: ") for line in found)
+    assert any(line.startswith("--host : ") for line in found)
+
+
+def test_half_of_tls_is_refused(tmp_path: Path) -> None:
+    """A certificate without its key is named as such."""
+    cert = tmp_path / "cert.pem"
+    cert.write_text("x")
+    assert problems(tls_cert=cert) == [
+        "GATEWAY_TLS_CERT and GATEWAY_TLS_KEY go together: set both or none"
+    ]
+
+
+def test_a_dotenv_that_is_not_text_is_named(tmp_path: Path) -> None:
+    """Bytes that are not UTF-8 are one line, not a traceback."""
+    (tmp_path / ".env").write_bytes(b"GATEWAY_PORT=\xff\xfe\n")
+    assert problems() == [".env: not UTF-8 text"]
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::", "gateway.example", "192.168.1.2"])
+def test_listening_beyond_loopback_needs_keys(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open address is refused, unless keys are set or a setting says so."""
+    (said,) = problems(host=bind)
+    assert "GATEWAY_API_KEYS" in said
+    assert "GATEWAY_ALLOW_UNAUTHENTICATED" in said
+    assert load_settings({"host": bind, "allow_unauthenticated": True}).host == bind
+    monkeypatch.setenv("GATEWAY_API_KEYS", "k")
+    assert load_settings({"host": bind}).host == bind
+
+
+@pytest.mark.parametrize(
+    "bind", ["127.0.0.1:80", "127.8.8.8", "localhost:1", "[::1]:80", "::1", "unix:/run/x.sock"]
+)
+def test_loopback_and_sockets_are_local(bind: str) -> None:
+    """These reach no further than this machine."""
+    assert is_local(bind)
+
+
+@pytest.mark.parametrize("bind", ["", ":80", "0.0.0.0:80", "[::]:80", "fd://3", "localhost.evil"])
+def test_what_is_not_known_to_be_local_is_open(bind: str) -> None:
+    """Names and inherited sockets may lead anywhere."""
+    assert not is_local(bind)
+
+
+def test_an_ipv6_host_is_bracketed() -> None:
+    """Hypercorn reads `[::1]:8000`."""
+    assert load_settings({"host": "::1"}).binds == ("[::1]:8000",)
+
+
+def test_a_bind_without_a_port_has_the_port() -> None:
+    """Sockets and full binds are passed on as they are."""
+    binds = "127.0.0.1,::1,[::1],localhost:0,unix:/x,fd://3"
+    settings = load_settings({"bind": binds, "port": 9, "allow_unauthenticated": True})
+    assert settings.binds == (
+        "127.0.0.1:9",
+        "[::1]:9",
+        "[::1]:9",
+        "localhost:0",
+        "unix:/x",
+        "fd://3",
+    )
+
+
+@pytest.mark.parametrize("bind", ["localhost:http", "localhost:", "[::1]:70000"])
+def test_a_port_is_a_number(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bind that can't be opened is refused before anything is loaded."""
+    monkeypatch.setenv("GATEWAY_BIND", bind)
+    assert problems() == [f"GATEWAY_BIND={bind}: {bind!r} should end in a port between 0 and 65535"]
+
+
+def test_paths_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In .env there is no shell to put `~` in."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("GATEWAY_HUB_CACHE", "~/hub")
+    monkeypatch.setenv("GATEWAY_MODELS", "~nobody-here/m.yaml")
+    settings = load_settings()
+    assert settings.hub_cache == Path("/home/me/hub")
+    assert settings.models == Path("~nobody-here/m.yaml")
+
+
+def test_models_yaml_here_is_the_default(tmp_path: Path) -> None:
+    """A file in the current folder wins over the one that comes with the package."""
+    shipped = default_models_file()
+    assert shipped.is_absolute()
+    assert shipped.is_file()
+    (tmp_path / "models.yaml").write_text("version: 1\nmodels: {}\n")
+    assert load_settings().models == Path("models.yaml")
+
+
+def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nothing reads is named, with the nearest that something does."""
+    monkeypatch.setenv("GATEWAY_PROT", "1")
+    monkeypatch.setenv("GATEWAY_DEMO_CHAT_PRELOAD", "false")
+    assert strays({"GATEWAY_DEMO_CHAT_PRELOAD"}) == [
+        "GATEWAY_PROT is set, and nothing reads it; did you mean GATEWAY_PORT?"
+    ]
+
+
+def test_every_setting_has_a_line_in_the_table() -> None:
+    """The README's table has each variable, with a meaning, a type and its bound."""
+    table = environment_table()
+    for name, field in Settings.model_fields.items():
+        assert field.description
+        assert f"| `{variable(name)}` | " in table
+    assert "| `GATEWAY_PORT` | integer ≥ 0, ≤ 65,535 | `8000` | " in table
+    assert all(line.count("|") == 5 for line in table.splitlines())
