@@ -46,19 +46,13 @@ class ChatCompletions:
         )
         headers = {"x-gateway-ignored": ",".join(read.ignored)} if read.ignored else {}
         if not asked.stream:
-            body = await while_connected(
-                request.receive, self._whole(spec, job, heading)
-            )
+            body = await while_connected(request.receive, self._whole(spec, job, heading))
             return Response(body, media_type="application/json", headers=headers)
-        events = self._events(
-            spec, job, heading, with_usage=asked.stream_options.include_usage
-        )
+        events = self._events(spec, job, heading, with_usage=asked.stream_options.include_usage)
         stream = EventStream(events, headers, send_timeout_s=rules.send_timeout_s)
         return await stream.primed(request.receive, rules.stream_open_after_s)
 
-    async def _whole(
-        self, spec: ChatSpec, job: GenerateJob, heading: wire.Heading
-    ) -> bytes:
+    async def _whole(self, spec: ChatSpec, job: GenerateJob, heading: wire.Heading) -> bytes:
         choices = [wire.Choice(index) for index in range(job.n)]
         async with (
             self._service.writer(spec) as batcher,
@@ -87,9 +81,7 @@ class ChatCompletions:
             usage = generation.usage
             is_first = True
             async for delta in deltas:
-                if (
-                    is_first
-                ):  # every choice is introduced, in order, before any has text
+                if is_first:  # every choice is introduced, in order, before any has text
                     is_first = False
                     for index in range(job.n):
                         yield frame(heading.role(index))

@@ -28,9 +28,7 @@ class Embeddings:
             asked,
             service.caller(request),
             accepts_ids=spec.token_ids == "accept",
-            truncate=spec.overflow == "truncate"
-            if asked.truncate is None
-            else asked.truncate,
+            truncate=spec.overflow == "truncate" if asked.truncate is None else asked.truncate,
             dimensions=asked.dimensions,
             prompt_name=asked.prompt_name or alias_prompt or spec.default_prompt_name,
             max_chars=service.rules.max_input_chars,
@@ -59,11 +57,7 @@ def check_dimensions(spec: EmbeddingSpec, own: int, asked: int | None) -> None:
     if sizes is False or asked > own:
         raise BadRequest(
             f"The model `{spec.id}` has {own} dimensions"
-            + (
-                " and cannot be shortened."
-                if sizes is False
-                else f", fewer than {asked}."
-            ),
+            + (" and cannot be shortened." if sizes is False else f", fewer than {asked}."),
             param="dimensions",
         )
     if sizes is not True and asked not in sizes:

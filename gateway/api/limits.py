@@ -2,36 +2,32 @@
 
 import asyncio
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from gateway.errors import SlowBody, TooLarge
+
+# What is too large is read on, and thrown away, up to so many times the limit: a connection
+# closed in the middle of a client's sending is reset, and it would never see the 413.
+PATIENCE = 4
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """Read the body whole.
 
-    Raises TooLarge as soon as it is known to be, by its header or by its bytes, and SlowBody
-    when it is not here after `timeout_s`.
+    Raises TooLarge for one above the limit, and SlowBody when it is not here after `timeout_s`.
     """
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
     body = bytearray()
+    size = 0
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise _too_large(max_bytes)
+                size += len(chunk)
+                if size <= max_bytes:
+                    body += chunk
+                elif size > PATIENCE * max_bytes:
+                    break
     except TimeoutError:
-        raise SlowBody(
-            f"The request body did not arrive within {timeout_s:g} seconds."
-        ) from None
+        raise SlowBody(f"The request body did not arrive within {timeout_s:g} seconds.") from None
+    if size > max_bytes:
+        raise TooLarge(f"The request body is larger than {max_bytes} bytes.")
     return bytes(body)
-
-
-def _too_large(max_bytes: int) -> TooLarge:
-    return TooLarge(f"The request body is larger than {max_bytes} bytes.")
-
-
-__all__ = ["ClientDisconnect", "read_body"]

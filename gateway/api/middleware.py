@@ -67,9 +67,7 @@ class Context:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = (
-            given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        )
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope["gateway.request_id"] = request_id
         structlog.contextvars.bind_contextvars(request_id=request_id)
         reply = _Reply(send, request_id)
@@ -106,9 +104,7 @@ class Context:
         except Exception:
             log.exception("request_failed", path=scope["path"])
             if reply.status is None:
-                oops = GatewayError(
-                    "The server had an error while processing your request."
-                )
+                oops = GatewayError("The server had an error while processing your request.")
                 await answer(oops)(scope, receive, reply)
         return reply.status or CLIENT_LEFT
 
@@ -152,10 +148,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in, or raise why not."""
-        if (
-            scope["type"] == "http"
-            and scope["path"].removeprefix("/v1") not in OPEN_PATHS
-        ):
+        if scope["type"] == "http" and scope["path"].removeprefix("/v1") not in OPEN_PATHS:
             headers = Headers(scope=scope)
             if self._keys:
                 scope["gateway.key_id"] = self._key_id(headers.get("authorization", ""))

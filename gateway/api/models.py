@@ -22,9 +22,7 @@ class Models:
         name = request.path_params.get("name")
         if name is not None:
             return _json(self._entry(catalog.resolve(name)))
-        return _json(
-            {"object": "list", "data": [self._entry(each) for each in catalog]}
-        )
+        return _json({"object": "list", "data": [self._entry(each) for each in catalog]})
 
     def _entry(self, resolved: Resolved) -> dict[str, Any]:
         spec = resolved.spec

@@ -23,9 +23,7 @@ class Health:
 class Ready:
     """200 once what is to be preloaded is, until shutdown begins."""
 
-    def __init__(
-        self, status: Callable[[], str], states: Callable[[], dict[str, str]]
-    ) -> None:
+    def __init__(self, status: Callable[[], str], states: Callable[[], dict[str, str]]) -> None:
         self._status = status
         self._states = states
 

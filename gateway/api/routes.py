@@ -76,6 +76,4 @@ async def _translated(request: Request, error: Exception) -> Response:
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
     """Starlette raises the error again after this answer; Context logs it."""
-    return answer(
-        GatewayError("The server had an error while processing your request.")
-    )
+    return answer(GatewayError("The server had an error while processing your request."))

@@ -47,12 +47,8 @@ class Service:
         self, request: Request, shape: type[R], fields: reading.Fields
     ) -> reading.Read[R]:
         """Read and check a request's body."""
-        body = await read_body(
-            request, self.rules.max_body_bytes, self.rules.body_timeout_s
-        )
-        return reading.read_request(
-            body, shape, fields, strict=self.rules.strict_fields
-        )
+        body = await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
+        return reading.read_request(body, shape, fields, strict=self.rules.strict_fields)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
         """Say who asks and until when: `x-gateway-timeout-s`, at most the setting."""

@@ -109,9 +109,7 @@ class EventStream:
             await self._close()
 
     async def _send(self, send: Send) -> None:
-        headers = [
-            (name.encode(), value.encode()) for name, value in self._headers.items()
-        ]
+        headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         await self._put(
             send,
             {

@@ -1,0 +1,49 @@
+"""A gateway with scripted engines, behind a real socket."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from gateway.registry import Catalog
+from tests.fakes import ScriptedEngines
+from tests.serving_app import catalog, served
+
+
+@pytest.fixture
+def engines() -> ScriptedEngines:
+    """Give the engines behind `client`, to hold, fail and watch."""
+    return ScriptedEngines()
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Catalog:
+    """Give a few models of each kind."""
+    common = {"source": "path:.", "preload": False}
+    return catalog(
+        tmp_path,
+        {
+            "org/embed": {
+                "kind": "embedding",
+                "aliases": ["embed", {"name": "embed-query", "prompt_name": "query"}],
+                **common,
+            },
+            "shortenable": {
+                "kind": "embedding",
+                "matryoshka": [2, 3],
+                "token_ids": "accept",
+                "overflow": "truncate",
+                **common,
+            },
+            "any-size": {"kind": "embedding", "matryoshka": True, **common},
+            "writer": {"kind": "chat", "aliases": ["gpt"], **common},
+        },
+    )
+
+
+@pytest.fixture
+async def client(models: Catalog, engines: ScriptedEngines) -> AsyncIterator[httpx2.AsyncClient]:
+    """Give a client of a gateway without keys."""
+    async with served(models, engines) as client:
+        yield client

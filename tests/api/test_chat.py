@@ -1,0 +1,256 @@
+"""POST /v1/chat/completions over a socket, with a scripted engine."""
+
+import asyncio
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from gateway.registry import Catalog
+from tests.fakes import ScriptedEngines
+from tests.serving_app import served
+
+pytestmark = pytest.mark.anyio
+
+
+def ask(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "writer", "messages": [{"role": "user", "content": text}], **more}
+
+
+async def post(client: httpx2.AsyncClient, text: str, **more: Any) -> httpx2.Response:
+    return await client.post("/v1/chat/completions", json=ask(text, **more))
+
+
+async def events(client: httpx2.AsyncClient, text: str, **more: Any) -> list[Any]:
+    """Read a stream whole; [DONE] is None."""
+    body = ask(text, stream=True, **more)
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+async def test_a_whole_answer_has_openais_shape(client: httpx2.AsyncClient) -> None:
+    """Every field the specification requires."""
+    answer = (await post(client, "hello")).json()
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "writer"
+    assert answer["system_fingerprint"].endswith("-scripted")
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "hello", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 6,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+async def test_a_stream_tells_role_text_and_reason_once_each(client: httpx2.AsyncClient) -> None:
+    """SDKs concatenate what comes twice."""
+    chunks = await events(client, "hey")
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"content": "h"},
+        {"content": "e"},
+        {"content": "y"},
+        {},
+    ]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * 4 + ["stop"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_usage_is_the_last_chunk_when_asked_for(client: httpx2.AsyncClient) -> None:
+    """And has no choices."""
+    chunks = await events(client, "hey", stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
+
+
+async def test_choices_are_introduced_in_order_before_any_text(
+    client: httpx2.AsyncClient,
+) -> None:
+    """The SDK's stream helper indexes them."""
+    chunks = await events(client, "ab", n=3)
+    assert [chunk["choices"][0]["index"] for chunk in chunks[:3]] == [0, 1, 2]
+    for index in range(3):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == "ab"
+    whole = (await post(client, "ab", n=3)).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"]["completion_tokens"] == 9
+
+
+async def test_max_tokens_in_either_spelling_ends_with_length(client: httpx2.AsyncClient) -> None:
+    """And one beyond the context is clamped, as Graphiti sends 16384 to every model."""
+    for spelling in ("max_tokens", "max_completion_tokens"):
+        answer = (await post(client, "hello", **{spelling: 2})).json()
+        assert answer["choices"][0]["message"]["content"] == "he"
+        assert answer["choices"][0]["finish_reason"] == "length"
+    assert (await post(client, "hello", max_tokens=16384)).status_code == 200
+
+
+async def test_a_prompt_beyond_the_context_is_refused(client: httpx2.AsyncClient) -> None:
+    """As a status, for a stream too."""
+    for stream in (False, True):
+        answer = await post(client, "x" * 101, stream=stream)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert answer.json()["error"]["param"] == "messages"
+
+
+async def test_what_the_template_refuses_is_a_400_before_the_stream(
+    client: httpx2.AsyncClient,
+) -> None:
+    """Never an error inside a 200."""
+    answer = await post(client, "refuse me", stream=True)
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", []), ("messages", "hi"), ("messages", None), ("temperature", -0.1),
+        ("temperature", 2.1), ("temperature", "hot"), ("top_p", 1.1), ("min_p", -1),
+        ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 1.5), ("n", 0), ("n", 129),
+        ("stop", []), ("stop", ["a"] * 5), ("stop", [""]), ("stop", 3), ("seed", "x"),
+        ("presence_penalty", 3), ("frequency_penalty", -3), ("logit_bias", {"a": 1}),
+        ("logit_bias", {"5": 101}), ("logit_bias", []), ("stream", "yes"),
+        ("chat_template_kwargs", []),
+    ],
+)  # fmt: skip
+async def test_a_wrong_value_is_refused_by_its_name(
+    client: httpx2.AsyncClient, field: str, value: Any
+) -> None:
+    """Never a 500, never a hang."""
+    answer = await post(client, "hi", **{field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].split("[")[0].split(".")[0] == field
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+async def test_numbers_that_are_none_are_refused(client: httpx2.AsyncClient, number: str) -> None:
+    """JSON has no NaN, and no temperature is infinite."""
+    body = orjson.dumps(ask("hi", temperature=0)).replace(
+        b'"temperature":0', b'"temperature":' + number.encode()
+    )
+    answer = await client.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("logprobs", True),
+        ("modalities", ["audio"]),
+    ],
+)
+async def test_what_would_change_the_answer_and_is_not_served_is_refused(
+    client: httpx2.AsyncClient, field: str, value: Any
+) -> None:
+    """Never free text with a 200 where JSON was asked for."""
+    answer = await post(client, "hi", **{field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "unsupported_parameter"
+    assert answer.json()["error"]["param"] == field
+
+
+async def test_harmless_fields_and_nulls_are_accepted(client: httpx2.AsyncClient) -> None:
+    """SDKs and agents send them unasked."""
+    answer = await post(
+        client, "hi", user="u", store=False, metadata={"a": "b"}, tools=[], n=1, seed=None,
+        response_format={"type": "text"}, logprobs=False, stop=None, service_tier="auto",
+        parallel_tool_calls=True, max_tokens=None, verbosity="low",
+    )  # fmt: skip
+    assert answer.status_code == 200
+    assert "x-gateway-ignored" not in answer.headers
+
+
+async def test_an_embedding_model_cannot_chat(client: httpx2.AsyncClient) -> None:
+    """And is told so by name."""
+    answer = await post(client, "hi", model="org/embed")
+    assert answer.status_code == 400
+    assert "`org/embed` is an embedding model" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_its_row(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
+) -> None:
+    """Streaming or not."""
+    engines.writer.gate.close()
+    asking = asyncio.create_task(post(client, "x" * 90, stream=stream))
+    await asyncio.to_thread(engines.writer.gate.reached.wait, 5)
+    asking.cancel()
+    await asyncio.sleep(0.2)
+    engines.writer.gate.open()
+    async with asyncio.timeout(5):
+        while not engines.writer.left:
+            await asyncio.sleep(0.01)
+    assert len(engines.writer.steps) < 30
+
+
+async def test_a_failure_after_the_first_token_is_an_error_event(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """Then the stream ends, and there is no [DONE]."""
+    engines.writer.fail_at_step = 3
+    body = ask("hello", stream=True)
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert orjson.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_failed"
+    assert "data: [DONE]" not in lines
+
+
+async def test_a_slow_first_token_opens_the_stream_and_keeps_it_alive(
+    models: Catalog, engines: ScriptedEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With comments, which clients skip."""
+    monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.05)
+    async with served(models, engines, stream_open_after_s=0.05) as client:
+        engines.writer.gate.close()
+        asyncio.get_running_loop().call_later(0.4, engines.writer.gate.open)
+        body = ask("hi", stream=True)
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = [line async for line in answer.aiter_lines() if line]
+    assert lines[0] == ": keep-alive"
+    assert lines[-1] == "data: [DONE]"
+
+
+async def test_a_deadline_header_ends_the_wait(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """With 504, and no retry."""
+    engines.writer.gate.close()
+    answer = await client.post(
+        "/v1/chat/completions", json=ask("hi"), headers={"x-gateway-timeout-s": "0.1"}
+    )
+    engines.writer.gate.open()
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("given", ["soon", "-1", "0", "nan"])
+async def test_a_deadline_that_is_none_is_refused(client: httpx2.AsyncClient, given: str) -> None:
+    """Rather than guessed."""
+    answer = await client.post(
+        "/v1/chat/completions", json=ask("hi"), headers={"x-gateway-timeout-s": given}
+    )
+    assert answer.status_code == 400

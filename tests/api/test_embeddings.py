@@ -1,0 +1,183 @@
+"""POST /v1/embeddings over a socket, with a scripted engine."""
+
+import asyncio
+import base64
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from tests.fakes import ScriptedEngines
+
+pytestmark = pytest.mark.anyio
+
+
+async def post(client: httpx2.AsyncClient, **body: Any) -> httpx2.Response:
+    return await client.post("/v1/embeddings", json={"model": "org/embed", **body})
+
+
+def error(answer: httpx2.Response) -> dict[str, Any]:
+    body: dict[str, Any] = answer.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    return body
+
+
+async def test_a_string_and_a_list_of_strings_are_answered(client: httpx2.AsyncClient) -> None:
+    """In OpenAI's shape, in input order."""
+    one = (await post(client, input="abc")).json()
+    assert one == {
+        "object": "list",
+        "model": "org/embed",
+        "data": [{"object": "embedding", "index": 0, "embedding": [3.0, 97.0, 0.0, 1.0]}],
+        "usage": {"prompt_tokens": 3, "total_tokens": 3},
+    }
+    many = (await post(client, input=["bb", "a", "cccc"])).json()
+    assert [item["embedding"][0] for item in many["data"]] == [2, 1, 4]
+    assert [item["index"] for item in many["data"]] == [0, 1, 2]
+
+
+async def test_base64_is_little_endian_float32(client: httpx2.AsyncClient) -> None:
+    """What the OpenAI SDKs ask for unless told otherwise."""
+    answer = (await post(client, input="abc", encoding_format="base64")).json()
+    vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), dtype="<f4")
+    assert vector.tolist() == [3.0, 97.0, 0.0, 1.0]
+
+
+async def test_an_alias_answers_by_its_own_name_and_brings_its_prompt(
+    client: httpx2.AsyncClient,
+) -> None:
+    """The engine and the cache know only the id."""
+    answer = (await post(client, model="embed-query", input="abc")).json()
+    assert answer["model"] == "embed-query"
+    assert answer["data"][0]["embedding"][:2] == [4.0, float(ord("?"))]
+
+
+async def test_twenty_single_texts_at_once_share_passes(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """What Graphiti sends: twenty calls of one text each."""
+    await post(client, input="warm")
+    engines.embedder.batches.clear()
+    answers = await asyncio.gather(*(post(client, input="x" * (n + 1)) for n in range(20)))
+    assert [a.json()["data"][0]["embedding"][0] for a in answers] == list(range(1, 21))
+    assert len(engines.embedder.batches) < 20
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "length"),
+    [("org/embed", 4, 4), ("shortenable", 2, 2), ("any-size", 1, 1), ("shortenable", 4, 4)],
+)
+async def test_dimensions_shorten_where_the_model_was_trained_for_it(
+    client: httpx2.AsyncClient, model: str, asked: int, length: int
+) -> None:
+    """And the model's own number is always accepted."""
+    answer = await post(client, model=model, input="abc", dimensions=asked)
+    assert len(answer.json()["data"][0]["embedding"]) == length
+
+
+@pytest.mark.parametrize(
+    ("model", "asked"), [("org/embed", 2), ("org/embed", 5), ("shortenable", 1), ("any-size", 9)]
+)
+async def test_dimensions_are_refused_elsewhere(
+    client: httpx2.AsyncClient, model: str, asked: int
+) -> None:
+    """Cut vectors of another model are plausible garbage."""
+    answer = await post(client, model=model, input="abc", dimensions=asked)
+    assert answer.status_code == 400
+    assert error(answer)["param"] == "dimensions"
+
+
+async def test_token_ids_are_served_where_the_model_says_so(client: httpx2.AsyncClient) -> None:
+    """One row, or several."""
+    one = (await post(client, model="shortenable", input=[5, 6, 7])).json()
+    assert one["data"][0]["embedding"][:2] == [3.0, 5.0]
+    two = (await post(client, model="shortenable", input=[[5], [6, 7]])).json()
+    assert [item["embedding"][0] for item in two["data"]] == [1.0, 2.0]
+
+
+async def test_token_ids_are_refused_elsewhere_with_a_hint(client: httpx2.AsyncClient) -> None:
+    """LangChain sends another tokenizer's."""
+    answer = await post(client, input=[[5, 6]])
+    assert answer.status_code == 400
+    assert "check_embedding_ctx_length=False" in error(answer)["message"]
+
+
+async def test_over_long_input_is_refused_in_openais_words(client: httpx2.AsyncClient) -> None:
+    """litellm and langchain read the sentence."""
+    answer = await post(client, input="x" * 101)
+    told = error(answer)
+    assert answer.status_code == 400
+    assert told["code"] == "context_length_exceeded"
+    assert told["message"].startswith("This model's maximum context length is 100 tokens.")
+
+
+async def test_over_long_input_is_cut_when_asked_and_told(client: httpx2.AsyncClient) -> None:
+    """By the request, or by models.yaml; the request wins."""
+    cut = await post(client, input=["x" * 101, "y"], truncate=True)
+    assert cut.headers["x-gateway-truncated"] == "1"
+    assert cut.json()["usage"]["prompt_tokens"] == 101
+    by_model = await post(client, model="shortenable", input="x" * 101)
+    assert by_model.headers["x-gateway-truncated"] == "1"
+    refused = await post(client, model="shortenable", input="x" * 101, truncate=False)
+    assert refused.status_code == 400
+    assert "x-gateway-truncated" not in (await post(client, input="x")).headers
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "", [], [""], ["a", ""], ["a", 1], [[]], [["a"]], [[1], []], [[1, -2]], [1.5], [None],
+        {"a": 1}, 7, True, [True], ["a"] * 2049, [[1]] * 2049,
+    ],
+)  # fmt: skip
+async def test_input_that_is_no_input_is_refused(client: httpx2.AsyncClient, given: Any) -> None:
+    """Never a 500, never a hang."""
+    answer = await post(client, input=given, model="shortenable")
+    assert answer.status_code == 400
+    assert error(answer)["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("encoding_format", "float64"), ("dimensions", 0), ("dimensions", -1),
+        ("dimensions", "4"), ("dimensions", 1.5), ("model", ""), ("model", 7),
+        ("truncate", "yes"), ("prompt_name", 3),
+    ],
+)  # fmt: skip
+async def test_a_wrong_value_is_refused_by_its_name(
+    client: httpx2.AsyncClient, field: str, value: Any
+) -> None:
+    """So that the caller knows what to mend."""
+    answer = await post(client, **{"input": "a", field: value})
+    assert answer.status_code == 400
+    assert error(answer)["param"] == field
+
+
+async def test_a_chat_model_cannot_embed(client: httpx2.AsyncClient) -> None:
+    """And is told so by name."""
+    answer = await post(client, model="writer", input="a")
+    assert answer.status_code == 400
+    assert "`writer` is a chat model" in error(answer)["message"]
+
+
+async def test_unknown_fields_are_named_and_harmless_ones_are_not(
+    client: httpx2.AsyncClient,
+) -> None:
+    """Nothing is ignored in silence."""
+    answer = await post(client, input="a", user="me", colour="red", dimensions=None)
+    assert answer.status_code == 200
+    assert answer.headers["x-gateway-ignored"] == "colour"
+
+
+async def test_a_failed_row_is_a_500_that_names_the_model(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """With the request id, and the next request is served."""
+    engines.embedder.poison = "!"
+    answer = await post(client, input="bad!")
+    assert answer.status_code == 500
+    assert "org/embed" in error(answer)["message"]
+    assert answer.headers["x-request-id"]
+    assert (await post(client, input="good")).status_code == 200

@@ -1,0 +1,259 @@
+"""Around every request: ids, keys, browsers, limits, and errors in one shape."""
+
+import asyncio
+import socket
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.api.middleware import is_loopback
+from gateway.registry import Catalog
+from tests.fakes import ScriptedEngines
+from tests.serving_app import served
+
+pytestmark = pytest.mark.anyio
+
+CHAT = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def error(answer: httpx2.Response) -> dict[str, Any]:
+    body: dict[str, Any] = answer.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    return body
+
+
+async def test_every_answer_has_a_request_id_and_one_sent_is_echoed(
+    client: httpx2.AsyncClient,
+) -> None:
+    """Errors too; one that is no header value is replaced."""
+    assert (await client.get("/v1/models")).headers["x-request-id"].startswith("req-")
+    sent = await client.get("/nowhere", headers={"x-request-id": "mine-7"})
+    assert sent.headers["x-request-id"] == "mine-7"
+    odd = await client.get("/health", headers={"x-request-id": "a b"})
+    assert odd.headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_paths_work_with_and_without_v1(client: httpx2.AsyncClient, prefix: str) -> None:
+    """Base URLs come in both kinds."""
+    assert (await client.get(f"{prefix}/models")).status_code == 200
+    assert (await client.post(f"{prefix}/chat/completions", json=CHAT)).status_code == 200
+    body = {"model": "embed", "input": "a"}
+    assert (await client.post(f"{prefix}/embeddings", json=body)).status_code == 200
+    assert (await client.get(f"{prefix}/health")).json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nowhere", 404, "unknown_url"),
+        ("POST", "/v1/audio/speech", 404, "unknown_url"),
+        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/v1/embeddings", 405, "method_not_allowed"),
+        ("DELETE", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models/writer", 405, "method_not_allowed"),
+        ("GET", "/v1/models/nobody", 404, "model_not_found"),
+    ],
+)
+async def test_wrong_paths_and_methods_are_told_in_the_envelope(
+    client: httpx2.AsyncClient, method: str, path: str, status: int, code: str
+) -> None:
+    """Anything else loses its code on the way through an SDK."""
+    answer = await client.request(method, path)
+    assert answer.status_code == status
+    assert error(answer)["code"] == code
+    assert status != 405 or answer.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"7", b'"x"', b"null", b"\xff\xfe", b'{"a":NaN}', b"{}{}"]
+)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
+async def test_a_body_that_is_no_json_object_is_a_400(
+    client: httpx2.AsyncClient, path: str, body: bytes
+) -> None:
+    """With a sentence, not a traceback."""
+    answer = await client.post(path, content=body)
+    assert answer.status_code == 400
+    assert error(answer)["type"] == "invalid_request_error"
+
+
+async def test_json_is_read_whatever_the_content_type_says(client: httpx2.AsyncClient) -> None:
+    """curl -d says it is a form."""
+    answer = await client.post(
+        "/v1/embeddings",
+        content=b'{"model":"embed","input":"a"}',
+        headers={"content-type": "application/x-www-form-urlencoded"},
+    )
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
+async def test_an_unknown_model_is_a_404_that_names_the_nearest(
+    client: httpx2.AsyncClient, path: str
+) -> None:
+    """A typing error is the likeliest cause."""
+    answer = await client.post(path, json={**CHAT, "input": "a", "model": "writr"})
+    assert answer.status_code == 404
+    assert error(answer)["code"] == "model_not_found"
+    assert "Did you mean `writer`?" in error(answer)["message"]
+
+
+async def test_a_body_over_the_limit_is_a_413(models: Catalog, engines: ScriptedEngines) -> None:
+    """And the client that is still sending gets to read it."""
+    async with served(models, engines, max_body_bytes=1024) as client:
+        declared = await client.post("/v1/embeddings", content=b"x" * 1025)
+        assert declared.status_code == 413
+        assert error(declared)["code"] == "request_too_large"
+
+        async def pieces() -> Any:
+            for _ in range(20):
+                yield b"x" * 100
+
+        counted = await client.post("/v1/embeddings", content=pieces())
+        assert counted.status_code == 413
+
+
+async def test_a_body_that_does_not_come_is_a_408(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """A client that trickles holds nothing up for ever."""
+    async with served(models, engines, body_timeout_s=0.2) as client:
+        port = client.base_url.port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"
+        )
+        await writer.drain()
+        async with asyncio.timeout(5):
+            status = await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+    assert b" 408 " in status
+
+
+async def test_a_text_over_the_limit_is_refused_before_it_is_tokenised(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Tokenising a gigabyte would hold a thread for minutes."""
+    async with served(models, engines, max_input_chars=10) as client:
+        embed = await client.post("/v1/embeddings", json={"model": "embed", "input": "x" * 11})
+        assert embed.status_code == 400
+        messages = [{"role": "user", "content": "x" * 11}]
+        chat = await client.post("/v1/chat/completions", json={**CHAT, "messages": messages})
+        assert chat.status_code == 400
+
+
+async def test_with_keys_only_their_holders_come_in(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Supervisors need none; metrics are for holders too."""
+    async with served(models, engines, api_keys="first,second") as client:
+        for path in ("/v1/models", "/metrics", "/nowhere"):
+            assert (await client.get(path)).status_code == 401
+        for path in ("/health", "/ready", "/v1/health"):
+            assert (await client.get(path)).status_code == 200
+        for given in ("Bearer third", "Bearer", "first", "Basic first", "Bearer firs"):
+            answer = await client.get("/v1/models", headers={"authorization": given})
+            assert answer.status_code == 401
+            assert error(answer)["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "third" not in answer.text
+        for key in ("first", "second"):
+            answer = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+
+
+async def test_without_keys_any_key_is_accepted(client: httpx2.AsyncClient) -> None:
+    """SDKs must send one."""
+    answer = await client.get("/v1/models", headers={"authorization": "Bearer whatever"})
+    assert answer.status_code == 200
+
+
+async def test_a_rebound_host_or_a_foreign_origin_is_refused(client: httpx2.AsyncClient) -> None:
+    """A web page must not use a gateway that asks for no key."""
+    rebound = await client.get("/v1/models", headers={"host": "evil.example"})
+    assert rebound.status_code == 403
+    assert "GATEWAY_ALLOWED_HOSTS" in error(rebound)["message"]
+    foreign = await client.get("/v1/models", headers={"origin": "https://evil.example"})
+    assert foreign.status_code == 403
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
+        assert (await client.get("/v1/models", headers={"host": host})).status_code == 200
+
+
+async def test_hosts_and_origins_can_be_allowed(models: Catalog, engines: ScriptedEngines) -> None:
+    """And an allowed origin gets its CORS headers, preflight included."""
+    async with served(
+        models, engines, allowed_hosts="gw.local", cors_origins="https://app.example"
+    ) as client:
+        assert (await client.get("/v1/models", headers={"host": "gw.local:80"})).status_code == 200
+        headers = {"origin": "https://app.example"}
+        answer = await client.get("/v1/models", headers=headers)
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        preflight = await client.options(
+            "/v1/models", headers={**headers, "access-control-request-method": "GET"}
+        )
+        assert preflight.status_code == 200
+        other = await client.get("/v1/models", headers={"origin": "https://other.example"})
+        assert other.status_code == 403
+
+
+def test_loopback_is_told_from_names_that_look_like_it() -> None:
+    """127.0.0.1.evil.example is somebody else's."""
+    assert all(map(is_loopback, ["localhost", "LOCALHOST:1", "127.9.9.9:80", "[::1]", "[::1]:80"]))
+    assert not any(
+        map(is_loopback, ["", "127.0.0.1.evil.example", "localhost.evil.example", "192.168.0.2"])
+    )
+
+
+async def test_strict_fields_refuse_what_nobody_knows(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """For those who would rather hear of a typing error."""
+    async with served(models, engines, strict_fields=True) as client:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "temprature": 1})
+        assert answer.status_code == 400
+        assert error(answer)["param"] == "temprature"
+
+
+async def test_an_error_nobody_foresaw_is_a_500_in_the_envelope(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """Without a word of its insides."""
+    engines.failing["writer"] = RuntimeError("secret path")
+    answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 500
+    assert error(answer)["type"] == "server_error"
+    assert "secret" not in answer.text
+
+
+async def test_two_hundred_connections_at_once_are_all_answered(
+    client: httpx2.AsyncClient,
+) -> None:
+    """A queue, not a lock that is tried."""
+    limits = httpx2.Limits(max_connections=200)
+    async with httpx2.AsyncClient(base_url=client.base_url, limits=limits, timeout=30) as many:
+        body = {"model": "embed", "input": "a"}
+        answers = await asyncio.gather(
+            *(many.post("/v1/embeddings", json=body) for _ in range(200))
+        )
+    assert {answer.status_code for answer in answers} == {200}
+
+
+async def test_http2_is_served(client: httpx2.AsyncClient) -> None:
+    """By prior knowledge, as there is no TLS here."""
+    async with httpx2.AsyncClient(base_url=client.base_url, http1=False, http2=True) as second:
+        answer = await second.post("/v1/chat/completions", json=CHAT)
+    assert answer.http_version == "HTTP/2"
+    assert answer.json()["choices"][0]["message"]["content"] == "hi"
+
+
+async def test_a_connection_that_just_closes_harms_nobody(client: httpx2.AsyncClient) -> None:
+    """Port scanners do this."""
+    with socket.create_connection(("127.0.0.1", client.base_url.port or 0)) as scanner:
+        scanner.sendall(b"\x16\x03\x01 not http\r\n\r\n")
+    assert (await client.get("/health")).status_code == 200

@@ -1,0 +1,45 @@
+"""Tiny chat models with random weights, written where a test wants them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
+
+DEMO = Path(__file__).parents[1] / "gateway" / "demo" / "chat"
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def write_chat(folder: Path, seed: int = 0, **config: Any) -> Path:
+    """Write a llama with random weights and demo-chat's tokenizer, template and ids."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO / file, folder)
+    demo = json.loads((DEMO / "config.json").read_text())
+    ids = {key: demo[key] for key in ("eos_token_id", "bos_token_id", "vocab_size") if key in demo}
+    whole = {**LLAMA, **ids, **config}
+    (folder / "config.json").write_text(json.dumps(whole))
+    mx.random.seed(seed)
+    classes: Any = _get_classes(whole)
+    model = classes[0](classes[1].from_dict(whole))
+    # Wide weights, so that the likeliest token is likeliest by far and depends on its past.
+    weights: dict[str, mx.array] = {
+        name: array * (1 if array.ndim == 1 else 3)
+        for name, array in tree_flatten(model.parameters())
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder

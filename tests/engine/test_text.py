@@ -1,0 +1,58 @@
+"""Text as it grows: whole characters, and no part of a stop string."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from gateway.engine.text import TextStream, held_back
+
+DEMO = Path(__file__).parents[2] / "gateway" / "demo" / "chat" / "tokenizer.json"
+TOKENIZER: Tokenizer = Tokenizer.from_file(str(DEMO))
+
+
+def stream(text: str, stops: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+    """Push a text's tokens one at a time."""
+    stream = TextStream(TOKENIZER, stops)
+    pieces = [stream.push(token) for token in TOKENIZER.encode(text, add_special_tokens=False).ids]
+    return [*pieces, stream.flush()], stream
+
+
+@given(st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\ufffd"), max_size=60))
+def test_any_text_comes_through_whole_in_whole_characters(text: str) -> None:
+    """Emoji of four bytes come as one piece, when the last byte is there."""
+    pieces, _ = stream(text)
+    assert "".join(pieces) == TOKENIZER.decode(
+        TOKENIZER.encode(text, add_special_tokens=False).ids
+    )
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_half_a_character_at_the_end_is_dropped() -> None:
+    """There is nothing right to show for it."""
+    ids = TOKENIZER.encode("ok🙂", add_special_tokens=False).ids
+    growing = TextStream(TOKENIZER)
+    pieces = [growing.push(token) for token in ids[:-1]]
+    assert "".join([*pieces, growing.flush()]) == "ok"
+
+
+@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_a_stop_string_ends_the_text_before_it(text: str, stops: list[str]) -> None:
+    """Never a letter of it, however the tokens fall; the earliest counts."""
+    pieces, growing = stream(text, tuple(stops))
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    assert growing.is_stopped == bool(found)
+    assert "".join(pieces) == (text[: min(found)] if found else text)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "held"),
+    [("abc", ["cd"], 1), ("abc", ["bcd", "cd"], 2), ("abc", ["x"], 0), ("abc", [], 0), ("", ["a"], 0)],
+)
+def test_only_what_may_begin_a_stop_string_is_held_back(
+    text: str, stops: list[str], held: int
+) -> None:
+    """Everything else is told at once."""
+    assert held_back(text, stops) == held

@@ -1,0 +1,67 @@
+"""A gateway over a real socket: scripted engines or real ones, stopped at the end."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import yaml
+from hypercorn.asyncio import serve
+from hypercorn.config import Config
+
+from gateway.app.gateway import Engines, Gateway
+from gateway.registry import Catalog, load_catalog
+from gateway.settings import Settings
+
+
+def catalog(folder: Path, models: Mapping[str, Mapping[str, Any]]) -> Catalog:
+    """Write a models.yaml and read it."""
+    file = folder / "models.yaml"
+    file.write_text(yaml.safe_dump({"version": 1, "models": dict(models)}), encoding="utf-8")
+    return load_catalog(file, {})
+
+
+def settings(**given: Any) -> Settings:
+    """Give settings that no environment changes."""
+    return Settings(_env_file=None, **given)
+
+
+@asynccontextmanager
+async def served(
+    catalog: Catalog, engines: Engines, *, wait_ready: bool = True, **given: Any
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """Serve on a free port, wait for /ready, and give a client of it."""
+    gateway = Gateway(settings(**given), catalog, engines)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    config = Config()
+    config.bind = [f"fd://{listener.detach()}"]
+    config.graceful_timeout = 0.2
+    config.errorlog = None
+    stop = asyncio.Event()
+    server = asyncio.create_task(
+        serve(gateway.asgi, config, shutdown_trigger=stop.wait)  # type: ignore[arg-type]
+    )
+    try:
+        async with httpx2.AsyncClient(base_url=url, timeout=30) as client:
+            if wait_ready:
+                await ready(client)
+            yield client
+    finally:
+        stop.set()
+        await server
+
+
+async def ready(client: httpx2.AsyncClient) -> None:
+    """Wait until the gateway says it is ready."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                if (await client.get("/ready")).status_code == 200:
+                    return
+            except httpx2.TransportError:
+                pass
+            await asyncio.sleep(0.02)
