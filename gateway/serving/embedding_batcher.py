@@ -135,7 +135,7 @@ class EmbeddingBatcher:
         metrics.TOKENS_IN.labels(self._name).inc(read)
         if truncated:
             metrics.TRUNCATED.labels(self._name).inc(truncated)
-        if job.dimensions is not None:
+        if job.dimensions is not None and job.dimensions < self._engine.dimensions:
             vectors = self._engine.shorten(vectors, job.dimensions)
         return Embedded(vectors, read, truncated)
 

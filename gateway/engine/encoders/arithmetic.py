@@ -68,7 +68,8 @@ def gelu(x: mx.array) -> mx.array:
     power = power + _HALF
     for _ in range(4):
         power = power * power
-    return mx.maximum(x, 0.0) - size / power
+    result: mx.array = mx.maximum(x, 0.0) - size / power
+    return result
 
 
 # 2^f on [-0.5, 0.5], relative error 1e-7: least squares, reweighted towards the largest

@@ -1,0 +1,261 @@
+"""The maths of one embedding model: load a folder; pad, run, pool, normalise, give numpy."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from gateway.engine import backend
+from gateway.engine.backend import Device
+from gateway.engine.decoder_embedding import Decoder
+from gateway.engine.encoders import ENCODERS, load_encoder
+from gateway.engine.pooling import Recipe, pool, read_recipe, unit
+from gateway.engine.tokenizer import TextTokenizer, load_text_tokenizer
+from gateway.engine.weights import Checkpoint, listed
+from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
+
+Vectors = npt.NDArray[np.float32]
+# Beyond some 500 tokens a pass gains nothing on a CPU, and its buffers leave the cache.
+SLICE_TOKENS: Final = 512
+
+
+class Encoder(Protocol):
+    """What turns ids into hidden states: an own encoder, or a decoder without its head."""
+
+    dimensions: int
+    vocabulary: int
+    padding_id: int
+    max_tokens: int
+
+    def __call__(self, tokens: mx.array, mask: mx.array | None) -> mx.array:
+        """Give (rows, tokens, dimensions); `mask` is true at real tokens, None if all are."""
+
+    def parameters(self) -> list[mx.array]:
+        """List every array held."""
+
+
+class EmbeddingEngine:
+    """One loaded embedding model. Every call on the thread that loaded it."""
+
+    def __init__(
+        self,
+        name: str,
+        encoder: Encoder,
+        tokenizer: TextTokenizer,
+        recipe: Recipe,
+        *,
+        device: Device,
+        max_tokens: int,
+        prompts: Mapping[str, str],
+        default_prompt_name: str | None,
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.dimensions = encoder.dimensions
+        self.max_tokens = max_tokens
+        self.prompts = prompts
+        self.default_prompt_name = default_prompt_name
+        self._encoder = encoder
+        self._recipe = recipe
+        self._on_cpu = device is Device.CPU
+
+    @property
+    def vocab_size(self) -> int:
+        """Count the token ids the model knows."""
+        return self._encoder.vocabulary
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise, special tokens included. Safe on any thread."""
+        return self.tokenizer.encode(texts)
+
+    def truncate(self, tokens: Sequence[int]) -> list[int]:
+        """Cut one input to `max_tokens` as sentence-transformers would."""
+        return self.tokenizer.truncate(tokens, self.max_tokens)
+
+    def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
+        """Keep the first `dimensions` of each vector, of length 1 again."""
+        return shorten(vectors, dimensions)
+
+    def close(self) -> None:
+        """Let go of every array."""
+        del self._encoder
+        mx.clear_cache()
+
+    def nbytes(self) -> int:
+        """Count the bytes of the weights."""
+        return sum(array.nbytes for array in self._encoder.parameters())
+
+    def embed(self, rows: Sequence[Sequence[int]]) -> Vectors:
+        """Give (rows, dimensions): each row's vector, whatever its neighbours are.
+
+        A row is the token ids of one text, special tokens included. ContextLengthExceeded and
+        BadRequest for a row the model cannot read; EngineFailed, naming the model and the row,
+        for a vector that is not finite.
+        """
+        if not rows:
+            return np.zeros((0, self.dimensions), dtype=np.float32)
+        self._check(rows)
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        lengths = [len(rows[index]) for index in order]
+        threads = backend.cpu_threads() if self._on_cpu else 1
+        counts = slice_rows(lengths, threads) if self._on_cpu else [len(rows)]
+        waiting = iter(order)
+        slices = [[rows[index] for index in islice(waiting, count)] for count in counts]
+        vectors = np.empty((len(rows), self.dimensions), dtype=np.float32)
+        vectors[order] = self._run(slices, threads)
+        self._check_finite(vectors)
+        return vectors
+
+    def _run(self, slices: Sequence[Sequence[Sequence[int]]], threads: int) -> Vectors:
+        """Run the slices side by side: each CPU stream is a thread, with a BLAS of its own."""
+        if len(slices) == 1:
+            return np.array(self._forward(slices[0]))
+        streams = backend.cpu_streams(min(threads, len(slices)))
+        outputs = []
+        with backend.single_threaded_blas() if len(streams) > 1 else nullcontext():
+            for index, rows in enumerate(slices):
+                with mx.stream(streams[index % len(streams)]):
+                    outputs.append(self._forward(rows))
+            mx.eval(outputs)
+        return np.concatenate([np.array(output) for output in outputs])
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> mx.array:
+        lengths = [len(row) for row in rows]
+        width = min(bucket(max(lengths)), self._encoder.max_tokens)
+        padded = np.full((len(rows), width), self._encoder.padding_id, dtype=np.int32)
+        for index, row in enumerate(rows):
+            padded[index, : len(row)] = row
+        counts = mx.array(lengths, dtype=mx.int32)
+        mask = None if min(lengths) == width else mx.arange(width)[None] < counts[:, None]
+        hidden = self._encoder(mx.array(padded), mask)
+        vectors = pool(hidden, counts, mask, self._recipe.pooling)
+        return unit(vectors) if self._recipe.normalize else vectors
+
+    def _check(self, rows: Sequence[Sequence[int]]) -> None:
+        """Refuse what would read outside the tables: mlx does not check bounds."""
+        longest = max(map(len, rows))
+        if longest > self.max_tokens:
+            raise ContextLengthExceeded(self.max_tokens, longest, param="input", noun="input")
+        for index, row in enumerate(rows):
+            if not row:
+                raise BadRequest(f"Input {index} has no tokens for `{self.name}`.", param="input")
+            if min(row) < 0 or max(row) >= self._encoder.vocabulary:
+                raise BadRequest(
+                    f"Input {index} has token ids outside the vocabulary of `{self.name}` "
+                    f"(0 to {self._encoder.vocabulary - 1}).",
+                    param="input",
+                )
+
+    def _check_finite(self, vectors: Vectors) -> None:
+        finite = np.isfinite(vectors).all(axis=1)
+        if not finite.all():
+            broken = listed([str(index) for index in np.flatnonzero(~finite)])
+            raise EngineFailed(self.name, f"the vector of row {broken} is not finite")
+
+
+def bucket(length: int) -> int:
+    """Round a length up so that few shapes occur: to 8 up to 64, then to at most a quarter more.
+
+    Short texts are the many, and there a step of 8 wastes least; 512 tokens make 20 shapes.
+    """
+    step = 8 if length <= 64 else 1 << (length - 1).bit_length() - 3
+    return -(-length // step) * step
+
+
+def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
+    """Cut rows, shortest first, into runs worth one pass each: the rows of each run.
+
+    A run costs its rows times its bucketed longest. With work for every thread no run is
+    larger than SLICE_TOKENS; with less, the work is shared out. A row is never divided.
+    """
+    total = sum(bucket(length) for length in lengths)
+    budget = min(SLICE_TOKENS, math.ceil(total / threads))
+    runs: list[int] = []
+    for length in lengths:
+        if runs and (runs[-1] + 1) * bucket(length) <= budget:
+            runs[-1] += 1
+        else:
+            runs.append(1)
+    return runs
+
+
+def load_embedding(
+    folder: Path,
+    *,
+    name: str,
+    device: Device,
+    dtype: str | None = None,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    max_context: int | None = None,
+    prompts: Mapping[str, str] | None = None,
+) -> EmbeddingEngine:
+    """Load an embedding model from a folder of safetensors; ModelLoadFailed says why not.
+
+    `pooling` (mean, cls, last) and `normalize` are needed where the folder has no modules.json,
+    and win where it has one. `max_context` can only lower the model's own limit. `prompts`, where
+    there are any, take the place of the model's own.
+    """
+    checkpoint = Checkpoint(name, folder)
+    recipe = read_recipe(checkpoint, pooling, normalize)
+    inner = checkpoint.inside(recipe.transformer)
+    limits = _read_transformer_settings(inner)
+    tokenizer = load_text_tokenizer(inner, lower_case=bool(limits.get("do_lower_case")))
+    config = inner.read_object("config.json")
+    encoder = _load_encoder(inner, config, device, dtype)
+    max_tokens = _max_tokens(inner, encoder.max_tokens, limits, max_context)
+    saved = checkpoint.read_object("config_sentence_transformers.json")
+    return EmbeddingEngine(
+        name,
+        encoder,
+        tokenizer,
+        recipe,
+        device=device,
+        max_tokens=max_tokens,
+        prompts=prompts
+        or {key: text or "" for key, text in (saved.get("prompts") or {}).items()},
+        default_prompt_name=saved.get("default_prompt_name"),
+    )
+
+
+def _load_encoder(
+    checkpoint: Checkpoint, config: Mapping[str, Any], device: Device, dtype: str | None
+) -> Encoder:
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise checkpoint.failed("config.json has no model_type")
+    if kind in ENCODERS:
+        return load_encoder(checkpoint, config, device, dtype)
+    return Decoder(checkpoint, config, device, dtype)
+
+
+def _read_transformer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read sentence_bert_config.json, or one of its older names, refusing what is not served."""
+    files = sorted(path.name for path in checkpoint.folder.glob("sentence_*_config.json"))
+    settings = checkpoint.read_object(files[0]) if files else {}
+    for key, served in (
+        ("transformer_task", (None, "feature-extraction")),
+        ("module_output_name", (None, "token_embeddings")),
+        ("processing_kwargs", (None, {})),
+        ("query_expansion", (None,)),
+    ):
+        if settings.get(key) not in served:
+            raise checkpoint.failed(f"{files[0]}: {key} {settings[key]} is not supported")
+    return settings
+
+
+def _max_tokens(
+    checkpoint: Checkpoint, positions: int, settings: Mapping[str, Any], asked: int | None
+) -> int:
+    """Take the model's own limit, capped by its positions, lowered by models.yaml."""
+    own = settings.get("max_seq_length")
+    if own is None:
+        own = checkpoint.read_object("tokenizer_config.json").get("model_max_length")
+    limits = [limit for limit in (positions, own, asked) if limit is not None]
+    return int(min(limits))
