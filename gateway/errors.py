@@ -95,6 +95,7 @@ class Unauthorized(GatewayError):
 
     @property
     def headers(self) -> dict[str, str]:
+        """Name the scheme, as RFC 9110 asks of a 401."""
         return {**super().headers, "www-authenticate": "Bearer"}
 
 
@@ -127,6 +128,7 @@ class MethodNotAllowed(GatewayError):
 
     @property
     def headers(self) -> dict[str, str]:
+        """Name the methods that are, as RFC 9110 asks of a 405."""
         return {**super().headers, "allow": self.allow}
 
 

@@ -37,9 +37,7 @@ def write_chat(folder: Path, seed: int = 0, **config: Any) -> Path:
     classes: Any = _get_classes(whole)
     model = classes[0](classes[1].from_dict(whole))
     # Wide weights, so that the likeliest token is likeliest by far and depends on its past.
-    weights: dict[str, mx.array] = {
-        name: array * (1 if array.ndim == 1 else 3)
-        for name, array in tree_flatten(model.parameters())
-    }
+    named: Any = tree_flatten(model.parameters())
+    weights = {name: array * (1 if array.ndim == 1 else 3) for name, array in named}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder

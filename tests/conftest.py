@@ -1,7 +1,8 @@
 """What every test may ask for."""
 
-import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 import pytest
+
+import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def catalog(folder: Path, models: Mapping[str, Mapping[str, Any]]) -> Catalog:
 
 def settings(**given: Any) -> Settings:
     """Give settings that no environment changes."""
-    return Settings(_env_file=None, **given)
+    return Settings(_env_file=None, **given)  # type: ignore[call-arg]
 
 
 @asynccontextmanager

@@ -6,8 +6,9 @@ Imports mlx, and OpenBLAS before it: whoever needs no model must not import this
 import asyncio
 from pathlib import Path
 
-import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 import mlx.core as mx
+
+import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 from gateway import logs
 from gateway.engine import backend, sources
 from gateway.engine.embedding import load_embedding
@@ -22,9 +23,7 @@ log = logs.get("engines")
 class MlxEngines:
     """Loads with MLX on one device."""
 
-    def __init__(
-        self, requested: str, cache_limit_bytes: int | None, hub: sources.Hub
-    ) -> None:
+    def __init__(self, requested: str, cache_limit_bytes: int | None, hub: sources.Hub) -> None:
         self._device = backend.choose_device(requested)
         self._cache_limit_bytes = cache_limit_bytes
         self._hub = hub
@@ -44,9 +43,7 @@ class MlxEngines:
 
     async def folder(self, spec: ModelSpec) -> Path:
         """Find the files, or fetch them when the hub answers in time."""
-        if (
-            folder := await asyncio.to_thread(sources.on_disk, spec, self._hub)
-        ) is not None:
+        if (folder := await asyncio.to_thread(sources.on_disk, spec, self._hub)) is not None:
             return folder
         try:
             async with asyncio.timeout(self._hub.timeout_s):

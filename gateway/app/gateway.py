@@ -148,18 +148,12 @@ class Gateway:
                 yield writer
 
     @contextlib.asynccontextmanager
-    async def _embedder(
-        self, spec: EmbeddingSpec, folder: Path
-    ) -> AsyncIterator[Batcher]:
+    async def _embedder(self, spec: EmbeddingSpec, folder: Path) -> AsyncIterator[Batcher]:
         settings, own = self._settings, spec.batching
         limits = EmbeddingLimits(
             max_batch_size=own.max_batch_size or settings.embedding_max_batch_size,
-            max_batch_tokens=own.max_batch_tokens
-            or settings.embedding_max_batch_tokens,
-            batch_window_s=_first(
-                own.batch_window_ms, settings.embedding_batch_window_ms
-            )
-            / 1000,
+            max_batch_tokens=own.max_batch_tokens or settings.embedding_max_batch_tokens,
+            batch_window_s=_first(own.batch_window_ms, settings.embedding_batch_window_ms) / 1000,
             queue_limit=spec.queue_limit or settings.queue_limit,
             max_wait_s=settings.request_timeout_s,
         )
@@ -178,8 +172,7 @@ class Gateway:
         settings, own = self._settings, spec.batching
         limits = GenerationLimits(
             max_batch_size=own.max_batch_size or settings.generation_max_batch_size,
-            prefill_chunk_tokens=own.prefill_chunk_tokens
-            or settings.prefill_chunk_tokens,
+            prefill_chunk_tokens=own.prefill_chunk_tokens or settings.prefill_chunk_tokens,
             queue_limit=spec.queue_limit or settings.queue_limit,
             max_wait_s=settings.request_timeout_s,
         )

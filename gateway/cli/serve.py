@@ -22,22 +22,18 @@ BACKLOG = 2048
 
 
 def serve(
-    models: Annotated[
-        Path | None, typer.Option(help="The file that says which models.")
-    ] = None,
+    models: Annotated[Path | None, typer.Option(help="The file that says which models.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port to listen on; 0 picks one.")
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks one.")] = None,
 ) -> None:
     """Serve the models of models.yaml."""
     settings = load_settings({"models": models, "host": host, "port": port})
     logs.configure(settings.log_level, settings.log_format)
     catalog = load_catalog(settings.models, variables())
     # From here on mlx is needed; its imports take seconds, and come before the port is open.
+    from gateway.app.engines import MlxEngines
     from gateway.app.gateway import Gateway
     from gateway.engine import backend, sources
-    from gateway.app.engines import MlxEngines
 
     if backend.BLAS.hint is not None:
         log.warning("slow_blas", hint=backend.BLAS.hint)
@@ -95,13 +91,9 @@ def _bound(bind: str, settings: Settings) -> str:
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server(
-            (host, int(port)), family=family, backlog=BACKLOG
-        )
+        listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise SettingsInvalid(
-            [f"{bind} cannot be listened on: {error.strerror}"]
-        ) from None
+        raise SettingsInvalid([f"{bind} cannot be listened on: {error.strerror}"]) from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     scheme = "https" if settings.tls_cert else "http"
     shown = f"[{host}]" if family == socket.AF_INET6 else host

@@ -16,10 +16,8 @@ from gateway.jobs import GenerateJob
 class ChatTokenizer:
     """A chat model's tokenizer and template. Stateless in use, so threads may share it."""
 
-    def __init__(
-        self, wrapper: TokenizerWrapper, template_args: Mapping[str, Any]
-    ) -> None:
-        self._wrapper = wrapper
+    def __init__(self, wrapper: TokenizerWrapper, template_args: Mapping[str, Any]) -> None:
+        self._render: Any = wrapper.apply_chat_template
         self._template_args = dict(template_args)
         self.backend: Tokenizer = wrapper.backend_tokenizer
         # Set once: changing these per call is what makes a tokenizer say "Already borrowed".
@@ -33,7 +31,7 @@ class ChatTokenizer:
         Raises BadRequest with the template's own words when it refuses the conversation.
         """
         try:
-            text = self._wrapper.apply_chat_template(
+            text = self._render(
                 [dict(message) for message in job.messages],
                 tools=list(job.tools) or None,
                 tokenize=False,
@@ -63,15 +61,11 @@ def load_chat_tokenizer(
     if not (folder / "tokenizer.json").is_file():
         raise ModelLoadFailed(name, f"there is no tokenizer.json in {folder.name}")
     try:
-        wrapper = load_tokenizer(
-            folder, {"trust_remote_code": False}, eos_token_ids=eos_ids
-        )
+        wrapper = load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=eos_ids)
     except Exception as error:
         raise ModelLoadFailed(name, f"its tokenizer cannot be read: {error}") from error
     if chat_template is not None:
         wrapper.chat_template = chat_template
     if not (wrapper.has_chat_template or chat_template):
-        raise ModelLoadFailed(
-            name, "it has no chat template; set `chat_template:` in models.yaml"
-        )
+        raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
     return ChatTokenizer(wrapper, template_args)

@@ -31,10 +31,14 @@ def load_decoder(
     return model, config
 
 
+def parameters(model: Any) -> list[mx.array]:
+    """List every array a model holds."""
+    named: Any = tree_flatten(model.parameters())
+    return [array for _, array in named]
+
+
 def _dtype(model: Any) -> mx.Dtype:
     """Give the type of the model's floating weights."""
-    arrays = [array for _, array in tree_flatten(model.parameters())]
-    floating = [
-        array.dtype for array in arrays if mx.issubdtype(array.dtype, mx.floating)
-    ]
+    dtypes = [array.dtype for array in parameters(model)]
+    floating = [dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)]
     return floating[0] if floating else mx.float32

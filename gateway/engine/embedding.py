@@ -218,8 +218,7 @@ def load_embedding(
         recipe,
         device=device,
         max_tokens=max_tokens,
-        prompts=prompts
-        or {key: text or "" for key, text in (saved.get("prompts") or {}).items()},
+        prompts=prompts or {key: text or "" for key, text in (saved.get("prompts") or {}).items()},
         default_prompt_name=saved.get("default_prompt_name"),
     )
 
@@ -230,9 +229,11 @@ def _load_encoder(
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise checkpoint.failed("config.json has no model_type")
-    if kind in ENCODERS:
-        return load_encoder(checkpoint, config, device, dtype)
-    return Decoder(checkpoint, config, device, dtype)
+    load = load_encoder if kind in ENCODERS else Decoder
+    try:
+        return load(checkpoint, config, device, dtype)
+    except ValueError as error:
+        raise checkpoint.failed(str(error)) from error
 
 
 def _read_transformer_settings(checkpoint: Checkpoint) -> dict[str, Any]:

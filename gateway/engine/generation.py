@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.batches import Cohort, Running, take_prompts
 from gateway.engine.chat import ChatTokenizer
+from gateway.engine.decoders import parameters
 from gateway.engine.rows import Row
 from gateway.engine.sampling import Sampler, choose_all, is_finite
 from gateway.engine.text import TextStream
@@ -23,9 +23,7 @@ from gateway.errors import ContextLengthExceeded
 from gateway.jobs import GenerateJob, RowDelta, RowJob, Sampling
 
 Model = Callable[..., mx.array]
-STEPS_PER_CLEAR = (
-    512  # as often as mlx-lm's generator: freed buffers go back to the system
-)
+STEPS_PER_CLEAR = 512  # as often as mlx-lm's generator: freed buffers go back to the system
 
 
 class GenerationEngine:
@@ -76,9 +74,7 @@ class GenerationEngine:
         prompt = self._chat.prompt(job)
         room = self._max_context - len(prompt)
         if room < 1:
-            raise ContextLengthExceeded(
-                self._max_context, len(prompt), param="messages"
-            )
+            raise ContextLengthExceeded(self._max_context, len(prompt), param="messages")
         wanted = room if job.max_tokens is None else min(job.max_tokens, room)
         return [
             RowJob(
@@ -113,9 +109,7 @@ class GenerationEngine:
             self._cohort.drop(row_id)
             self._cohort = self._cohort if self._cohort.rows else None
         if self._running is not None:
-            self._keep(
-                [i for i, row in enumerate(self._running.rows) if row.id != row_id]
-            )
+            self._keep([i for i, row in enumerate(self._running.rows) if row.id != row_id])
 
     def prefill(self, token_budget: int) -> list[RowDelta]:
         """Read one chunk of the oldest prompts; those read whole start to run."""
@@ -127,9 +121,7 @@ class GenerationEngine:
             chunk = max(1, token_budget // len(cohort.rows))
             end = min(cohort.read + chunk, cohort.length)
             if end > cohort.read:
-                cohort.batch.prompt(
-                    [prompt[cohort.read : end] for prompt in cohort.prompts]
-                )
+                cohort.batch.prompt([prompt[cohort.read : end] for prompt in cohort.prompts])
             cohort.read = end
             if end < cohort.length:
                 return []
@@ -167,24 +159,16 @@ class GenerationEngine:
         for row, ok, end in zip(rows, finite, ends, strict=True):
             deltas.append(row.told(end) if ok else _not_finite(row))
         if self._running is not None:
-            self._keep(
-                [
-                    i
-                    for i, row in enumerate(self._running.rows)
-                    if not row.text.is_stopped
-                ]
-            )
+            self._keep([i for i, row in enumerate(self._running.rows) if not row.text.is_stopped])
         return deltas
 
     def nbytes(self) -> int:
         """Count the bytes held on the device: weights and KV."""
-        weights = sum(
-            array.nbytes for _, array in tree_flatten(self._model.parameters())
-        )
+        weights = sum(array.nbytes for array in parameters(self._model))
         caches = self._running.cache if self._running is not None else []
         if self._cohort is not None:
             caches = [*caches, *self._cohort.batch.prompt_cache]
-        return weights + sum(layer.nbytes for layer in caches)
+        return weights + sum(int(layer.nbytes) for layer in caches)
 
     def close(self) -> None:
         """Let go of every array."""
@@ -211,7 +195,6 @@ class GenerationEngine:
             self._model,
             [row.id for row in rows],
             [make_prompt_cache(self._model) for _ in rows],
-            samplers=[None] * len(rows),
             logits_processors=[[] for _ in rows],
             prefill_step_size=max(budget, 1),
         )
@@ -225,9 +208,7 @@ class GenerationEngine:
         deltas: list[RowDelta] = []
         if any(last) or cohort.rows[0].is_suspect:
             tokens, finite = started.read()
-            for row, token, ok, is_last in zip(
-                cohort.rows, tokens, finite, last, strict=True
-            ):
+            for row, token, ok, is_last in zip(cohort.rows, tokens, finite, last, strict=True):
                 row.is_suspect = False
                 if is_last:
                     deltas.append(row.told(row.say(token)) if ok else _not_finite(row))
@@ -255,7 +236,8 @@ class GenerationEngine:
         finite = is_finite(logits)
         positions = [len(row.tokens) for row in rows]
         tokens = choose_all([row.sampler for row in rows], logits, positions)
-        mx.async_eval(tokens, finite)
+        start: Any = mx.async_eval  # untyped in mlx's stubs
+        start(tokens, finite)
         return Running(rows, cache, tokens, finite)
 
     def _keep(self, indices: list[int]) -> None:

@@ -16,9 +16,7 @@ log = logs.get("cache")
 FAILURE_REMEMBERED_S = 30.0
 
 
-def pick_evicted(
-    last_used: Mapping[str, float], leases: Mapping[str, int]
-) -> str | None:
+def pick_evicted(last_used: Mapping[str, float], leases: Mapping[str, int]) -> str | None:
     """Name the idle model that was used longest ago; None when every one is leased."""
     idle = [name for name in last_used if leases[name] == 0]
     return min(idle, key=lambda name: last_used[name], default=None)
@@ -36,11 +34,7 @@ class _Entry(Generic[M]):
 
     @property
     def is_loaded(self) -> bool:
-        return (
-            self.ready.done()
-            and not self.ready.cancelled()
-            and not self.ready.exception()
-        )
+        return self.ready.done() and not self.ready.cancelled() and not self.ready.exception()
 
 
 class ModelCache(Generic[M]):
@@ -92,9 +86,7 @@ class ModelCache(Generic[M]):
         if (failure := self._recent_failures().get(spec.id)) is not None:
             raise failure
         entry = self._entries[spec.id] = _Entry()
-        entry.keeper = asyncio.create_task(
-            self._keep(spec, entry), name=f"keep {spec.id}"
-        )
+        entry.keeper = asyncio.create_task(self._keep(spec, entry), name=f"keep {spec.id}")
         return entry
 
     def _recent_failures(self) -> dict[str, GatewayError]:
@@ -164,11 +156,7 @@ class ModelCache(Generic[M]):
     async def _make_room(self, mine: _Entry[M]) -> None:
         """Wait until fewer than `max_models` others hold memory, evicting the idle."""
         while len(others := self._holding(mine)) >= self._max_models:
-            loaded = {
-                n: e
-                for n, e in others.items()
-                if e.is_loaded and not e.unwanted.is_set()
-            }
+            loaded = {n: e for n, e in others.items() if e.is_loaded and not e.unwanted.is_set()}
             victim = pick_evicted(
                 {name: entry.last_used for name, entry in loaded.items()},
                 {name: entry.leases for name, entry in loaded.items()},
@@ -204,9 +192,7 @@ class ModelCache(Generic[M]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        keepers = [
-            entry.keeper for entry in self._entries.values() if entry.keeper is not None
-        ]
+        keepers = [entry.keeper for entry in self._entries.values() if entry.keeper is not None]
         for entry in self._entries.values():
             entry.unwanted.set()
             if not entry.ready.done() and entry.keeper is not None:

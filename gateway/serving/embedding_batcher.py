@@ -125,9 +125,7 @@ class EmbeddingBatcher:
     async def _embed(self, job: EmbedJob) -> Embedded:
         tickets, truncated = await self._enqueue(job)
         try:
-            vectors = np.stack(
-                await asyncio.gather(*(ticket.vector for ticket in tickets))
-            )
+            vectors = np.stack(await asyncio.gather(*(ticket.vector for ticket in tickets)))
         finally:
             for ticket in tickets:
                 ticket.vector.cancel()
@@ -177,15 +175,11 @@ class EmbeddingBatcher:
                 )
         return list(rows)
 
-    def _fitted(
-        self, rows: list[TokenIds], *, truncate: bool
-    ) -> tuple[list[TokenIds], int]:
+    def _fitted(self, rows: list[TokenIds], *, truncate: bool) -> tuple[list[TokenIds], int]:
         limit = self._engine.max_tokens
         over = [i for i, row in enumerate(rows) if len(row) > limit]
         if over and not truncate:
-            raise ContextLengthExceeded(
-                limit, len(rows[over[0]]), param="input", noun="input"
-            )
+            raise ContextLengthExceeded(limit, len(rows[over[0]]), param="input", noun="input")
         for i in over:
             rows[i] = self._engine.truncate(rows[i])
         return rows, len(over)
@@ -206,9 +200,7 @@ class EmbeddingBatcher:
         patience = asyncio.timeout(self._limits.batch_window_s)
         with contextlib.suppress(TimeoutError):
             async with patience:
-                while (
-                    self._arriving and len(self._waiting) < self._limits.max_batch_size
-                ):
+                while self._arriving and len(self._waiting) < self._limits.max_batch_size:
                     self._arrived.clear()
                     await self._arrived.wait()
 
@@ -222,17 +214,13 @@ class EmbeddingBatcher:
             _refuse(batch, _unloaded(self._name))
             raise
         except Exception as error:
-            log.warning(
-                "batch_failed", model=self._name, rows=len(batch), error=str(error)
-            )
+            log.warning("batch_failed", model=self._name, rows=len(batch), error=str(error))
             await self._one_by_one(run, batch, error)
         else:
             _answer(batch, vectors)
         metrics.BATCH_ROWS.labels(self._name).observe(len(batch))
 
-    async def _one_by_one(
-        self, run: Run, batch: list[_Ticket], error: Exception
-    ) -> None:
+    async def _one_by_one(self, run: Run, batch: list[_Ticket], error: Exception) -> None:
         """Find the row at fault: each is tried once more, alone."""
         for ticket in batch:
             if len(batch) > 1:

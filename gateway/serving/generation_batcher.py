@@ -50,9 +50,7 @@ class _Ticket:
             self.end(EngineFailed(model, delta.error))
             return
         self.is_over = delta.finish_reason is not None
-        self.inbox.put_nowait(
-            Delta(self.index, delta.text, delta.tokens, delta.finish_reason)
-        )
+        self.inbox.put_nowait(Delta(self.index, delta.text, delta.tokens, delta.finish_reason))
 
     def end(self, error: GatewayError) -> None:
         if not self.is_over:
@@ -187,9 +185,7 @@ class GenerationBatcher:
     @property
     def _is_idle(self) -> bool:
         engine = self._engine
-        return not (
-            self._waiting or self._leaving or engine.is_prefilling or engine.is_decoding
-        )
+        return not (self._waiting or self._leaving or engine.is_prefilling or engine.is_decoding)
 
     async def _work(self) -> None:
         while True:
@@ -280,7 +276,5 @@ class GenerationBatcher:
             worker.cancel()
             await asyncio.wait([worker])
             self._end_all(
-                Unavailable(
-                    f"The model `{self._name}` was unloaded meanwhile.", retry_after_s=1
-                )
+                Unavailable(f"The model `{self._name}` was unloaded meanwhile.", retry_after_s=1)
             )

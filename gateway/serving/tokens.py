@@ -19,9 +19,7 @@ class TokenPool:
 
     async def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Call it on a thread of the pool."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, function, *args
-        )
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     def __enter__(self) -> "TokenPool":
         return self

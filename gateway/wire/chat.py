@@ -59,7 +59,7 @@ class StreamOptions(Part):
     include_usage: bool = False
 
 
-Stop = Annotated[str, Field(min_length=1)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class ChatRequest(Request):
@@ -78,13 +78,11 @@ class ChatRequest(Request):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
-    logit_bias: dict[
-        str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-    ] = {}
+    logit_bias: Annotated[dict[str, Bias], Field(default_factory=dict)]
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     service_tier: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
 
     @field_validator("stop")
     @classmethod
@@ -116,9 +114,7 @@ def to_job(
     """Translate; what the request leaves out comes from the model's defaults."""
     messages = to_template(request.messages)
     if sum(len(message["content"]) for message in messages) > max_chars:
-        raise BadRequest(
-            f"The messages are longer than {max_chars} characters.", param="messages"
-        )
+        raise BadRequest(f"The messages are longer than {max_chars} characters.", param="messages")
     return GenerateJob(
         caller=caller,
         messages=messages,
@@ -206,9 +202,7 @@ class Heading:
             "logprobs": None,
             "finish_reason": finish,
         }
-        return orjson.dumps(
-            {**self._start("chat.completion.chunk"), "choices": [choice]}
-        )
+        return orjson.dumps({**self._start("chat.completion.chunk"), "choices": [choice]})
 
 
 class Choice:

@@ -41,9 +41,7 @@ class EmbeddingsRequest(Request):
         rows = [given] if all(_is_id(item) for item in given) else given
         if len(rows) > MAX_INPUTS:
             raise ValueError(f"{_INVALID}, and this one has {len(rows)} entries")
-        if not (
-            all(_is_text(row) for row in rows) or all(_is_ids(row) for row in rows)
-        ):
+        if not (all(_is_text(row) for row in rows) or all(_is_ids(row) for row in rows)):
             raise ValueError(_INVALID)
         return rows
 
@@ -76,9 +74,7 @@ def to_job(
     if isinstance(request.input[0], str):
         texts = request.input
         if any(len(text) > max_chars for text in texts):
-            raise BadRequest(
-                f"An input is longer than {max_chars} characters.", param="input"
-            )
+            raise BadRequest(f"An input is longer than {max_chars} characters.", param="input")
     elif accepts_ids:
         token_rows = request.input
     else:

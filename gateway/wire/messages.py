@@ -53,9 +53,7 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
     """
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
-    merged: list[dict[str, Any]] = (
-        [{"role": "system", "content": system}] if system else []
-    )
+    merged: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for turn in turns:
         if turn["role"] == "system":
             continue

@@ -51,9 +51,7 @@ class Read(Generic[R]):
     ignored: tuple[str, ...]
 
 
-def read_request(
-    body: bytes, shape: type[R], fields: Fields, *, strict: bool
-) -> Read[R]:
+def read_request(body: bytes, shape: type[R], fields: Fields, *, strict: bool) -> Read[R]:
     """Parse and check a body. A null is as good as absent.
 
     Raises BadRequest with `param` for what is malformed, UnsupportedParameter for what is known
@@ -62,9 +60,7 @@ def read_request(
     given = {name: value for name, value in _parse(body).items() if value is not None}
     for name, reason in fields.refused.items():
         if name in given and given[name] not in fields.neutral.get(name, ()):
-            raise UnsupportedParameter(
-                f"Unsupported parameter: '{name}'. {reason}", param=name
-            )
+            raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
     try:
         request = shape.model_validate(given)
     except ValidationError as error:
@@ -72,9 +68,7 @@ def read_request(
     known = fields.harmless | fields.refused.keys()
     ignored = tuple(sorted((request.model_extra or {}).keys() - known))
     if ignored and strict:
-        raise UnknownParameter(
-            f"Unrecognized request argument: {ignored[0]}", param=ignored[0]
-        )
+        raise UnknownParameter(f"Unrecognized request argument: {ignored[0]}", param=ignored[0])
     return Read(request, ignored)
 
 

@@ -100,7 +100,9 @@ class Run:
         return list(self.answers.values())
 
 
-def answers(engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512) -> list[Answer]:
+def answers(
+    engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512
+) -> list[Answer]:
     run = Run(engine)
     for each in jobs:
         run.join(each)
@@ -204,7 +206,9 @@ def test_one_token_rows_end_without_a_decode_step(engine: GenerationEngine) -> N
     assert all(answer.finish_reason == "length" for answer in told)
 
 
-SEEDED = Sampling(temperature=1.3, top_p=0.95, top_k=50, min_p=0.001, seed=-7, frequency_penalty=0.4)
+SEEDED = Sampling(
+    temperature=1.3, top_p=0.95, top_k=50, min_p=0.001, seed=-7, frequency_penalty=0.4
+)
 
 
 def test_a_seeded_row_repeats_exactly_alone_and_in_a_batch(engine: GenerationEngine) -> None:

@@ -1,0 +1,69 @@
+"""The gateway as a user starts it: a process of its own, the shipped models.yaml, a free port."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Async tests run on asyncio."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start `mlx-gateway serve` and give its address; stop it by its own process id."""
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GATEWAY_")}
+    environment |= {
+        "GATEWAY_LOG_FORMAT": "json",
+        # A hub that is not there, and a cache that is empty: no test may depend on either.
+        "GATEWAY_HUB_ENDPOINT": "http://127.0.0.1:9",
+        "GATEWAY_HUB_CACHE": str(log.parent / "hub"),
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway", "serve", "--port", "0"],
+            cwd=ROOT,
+            env=environment,
+            stderr=output,
+        )
+    try:
+        address = _address(process, log)
+        _wait_ready(process, address, log)
+        yield address
+    finally:
+        process.terminate()
+        status = process.wait(30)
+    assert status == 0, log.read_text()
+
+
+def _address(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    for _ in range(1200):
+        if found := re.search(r'"url": "([^"]+)"', log.read_text()):
+            return found[1]
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    raise AssertionError(log.read_text())
+
+
+def _wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    for _ in range(1200):
+        try:
+            with urllib.request.urlopen(f"{url}/ready"):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+    raise AssertionError(log.read_text())

