@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format setup setup-dev setup-cuda pins demo-train demo-evaluate clean
+.PHONY: help serve test lint format setup setup-dev setup-cuda pins docs demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -66,3 +66,8 @@ demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
 
 clean: ## Remove what the commands above made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
+
+docs: setup ## Write the README's table of settings
+	$(BIN)/python -c "import re, pathlib; from gateway.settings import environment_table as table; \
+	p = pathlib.Path('README.md'); mark = '(<!-- settings[^>]*-->\n).*?(<!-- /settings -->)'; \
+	p.write_text(re.sub(mark, lambda m: m[1] + table().strip() + '\n' + m[2], p.read_text(), flags=re.S))"

@@ -39,26 +39,33 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     Raises ClientDisconnect then, which needs no answer.
     """
-    task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
+    try:
+        return await _unless(gone, work)
+    finally:
+        await _cancelled(gone)
+
+
+async def _gone(receive: Receive) -> None:
+    """End when the client has left. Nobody else may receive meanwhile."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        await _cancelled(task, gone)
+        await _cancelled(task)
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 class EventStream:
@@ -73,38 +80,37 @@ class EventStream:
         self,
         events: AsyncGenerator[bytes, None],
         headers: dict[str, str],
+        receive: Receive,
         *,
         send_timeout_s: float,
     ) -> None:
         self._events = events
+        self._gone = asyncio.ensure_future(_gone(receive))
         self._first: asyncio.Task[bytes] = asyncio.ensure_future(_next(events))
         self._headers = headers
         self._send_timeout_s = send_timeout_s
 
-    async def primed(self, receive: Receive, open_after_s: float) -> "EventStream":
+    async def primed(self, open_after_s: float) -> "EventStream":
         """Wait for the first event. Raises what the generator raised instead of one."""
-        gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait(
-                {self._first, gone},
+                {self._first, self._gone},
                 timeout=open_after_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if gone.done() and not self._first.done():
-                raise ClientDisconnect
             if self._first.done():
                 self._first.result()
+            elif self._gone.done():
+                raise ClientDisconnect
         except BaseException:
             await self._close()
             raise
-        finally:
-            gone.cancel()
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it all, unless the client leaves or stops reading."""
         try:
-            await while_connected(receive, self._send(send))
+            await _unless(self._gone, self._send(send))
         finally:
             await self._close()
 
@@ -143,6 +149,7 @@ class EventStream:
             await send(message)
 
     async def _close(self) -> None:
+        await _cancelled(self._gone)
         await _cancelled(self._first)
         with contextlib.suppress(asyncio.CancelledError, GatewayError):
             await self._events.aclose()

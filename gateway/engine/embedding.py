@@ -15,7 +15,7 @@ from gateway.engine import backend
 from gateway.engine.backend import Device
 from gateway.engine.decoder_embedding import Decoder
 from gateway.engine.encoders import ENCODERS, load_encoder
-from gateway.engine.pooling import Recipe, pool, read_recipe, unit
+from gateway.engine.pooling import Recipe, pool, read_recipe, shorten, unit
 from gateway.engine.tokenizer import TextTokenizer, load_text_tokenizer
 from gateway.engine.weights import Checkpoint, listed
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
@@ -79,8 +79,8 @@ class EmbeddingEngine:
         return self.tokenizer.truncate(tokens, self.max_tokens)
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
-        """Keep the first `dimensions` of each vector, of length 1 again."""
-        return shorten(vectors, dimensions)
+        """Keep the first `dimensions` of each vector, normalised again if the model does."""
+        return shorten(vectors, dimensions, normalize=self._recipe.normalize)
 
     def close(self) -> None:
         """Let go of every array."""

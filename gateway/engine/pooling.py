@@ -137,11 +137,15 @@ def unit(vectors: mx.array) -> mx.array:
     return vectors / mx.maximum(length, 1e-12)
 
 
-def shorten(vectors: npt.NDArray[np.float32], dimensions: int) -> npt.NDArray[np.float32]:
+def shorten(
+    vectors: npt.NDArray[np.float32], dimensions: int, *, normalize: bool = True
+) -> npt.NDArray[np.float32]:
     """Keep the first dimensions of Matryoshka vectors and make them unit length again."""
     if not 1 <= dimensions <= vectors.shape[-1]:
         raise ValueError(f"dimensions must be from 1 to {vectors.shape[-1]}, not {dimensions}")
     kept = vectors[..., :dimensions]
+    if not normalize:
+        return kept.copy()
     length = np.linalg.norm(kept, axis=-1, keepdims=True)
     shortened: npt.NDArray[np.float32] = kept / np.maximum(length, np.float32(1e-12))
     return shortened

@@ -148,7 +148,7 @@ class Settings(BaseSettings):
         default=4, gt=0, le=600, description="How long the hub may take to answer; then 503."
     )
     hub_cache: HomePath | None = Field(
-        default=None, description="HomePath of downloaded models; Hugging Face's own when unset."
+        default=None, description="Folder of downloaded models; Hugging Face's own when unset."
     )
 
     # Batching; models.yaml can override these per model

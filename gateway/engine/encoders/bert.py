@@ -11,16 +11,9 @@ from typing import Any, Final
 import mlx.core as mx
 
 from gateway.engine.backend import Device, pick_dtype
+from gateway.engine.encoders.arithmetic import ACTIVATIONS, PADDING_SCORE, arithmetic
+from gateway.engine.encoders.layers import make_layer, make_norm
 from gateway.engine.weights import Checkpoint, fit_weights
-
-from .arithmetic import (
-    ACTIVATIONS,
-    PADDING_SCORE,
-    Activation,
-    Arithmetic,
-    Attention,
-    arithmetic,
-)
 
 # Buffers, and what sits on top of the encoder in checkpoints saved with a head.
 IGNORED: Final = (
@@ -113,56 +106,6 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """A product and a bias. The weight is kept transposed: (inputs, outputs)."""
-
-    weight: mx.array
-    bias: mx.array
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Give (rows, outputs) of (rows, inputs)."""
-        return mx.addmm(self.bias, x, self.weight)
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Layer normalisation."""
-
-    weight: mx.array
-    bias: mx.array
-    epsilon: float
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Normalise the last axis."""
-        return mx.fast.layer_norm(x, self.weight, self.bias, self.epsilon)
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Attention, then two products with an activation between; each added and normalised."""
-
-    qkv: Dense
-    attention_out: Dense
-    attention_norm: Norm
-    up: Dense
-    down: Dense
-    norm: Norm
-    heads: int
-    attend: Attention
-    activation: Activation
-
-    def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> mx.array:
-        """Take and give (rows * tokens, dimensions): flat, so that each product is one GEMM."""
-        flat, width = x.shape
-        # One copy puts all three into the layout the products want; views would be copied thrice.
-        split = self.qkv(x).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
-        q, k, v = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
-        mixed = self.attend(q, k, v, bias).transpose(0, 2, 1, 3).reshape(flat, width)
-        x = self.attention_norm(x + self.attention_out(mixed))
-        return self.norm(x + self.down(self.activation(self.up(x))))
-
-
 class Bert:
     """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states."""
 
@@ -188,12 +131,13 @@ class Bert:
             weights["embeddings.position_embeddings.weight"]
             + weights["embeddings.token_type_embeddings.weight"][0]
         )
-        self._norm = _norm(weights, "embeddings.LayerNorm", config.epsilon)
+        self._norm = make_norm(weights, "embeddings.LayerNorm", config.epsilon)
         self._layers = [
-            _layer(
+            make_layer(
                 {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name},
-                config,
                 choice,
+                config.heads,
+                config.epsilon,
             )
             for prefix in (f"encoder.layer.{index}." for index in range(config.layers))
         ]
@@ -215,10 +159,7 @@ class Bert:
         """List every array the encoder holds."""
         arrays = [self._words, self._positions, self._norm.weight, self._norm.bias]
         for layer in self._layers:
-            for part in (layer.qkv, layer.attention_out, layer.up, layer.down):
-                arrays += [part.weight, part.bias]
-            for norm in (layer.attention_norm, layer.norm):
-                arrays += [norm.weight, norm.bias]
+            arrays += layer.parameters()
         return arrays
 
     def _position_vectors(self, tokens: mx.array) -> mx.array:
@@ -227,39 +168,3 @@ class Bert:
     @staticmethod
     def _max_tokens(config: Config) -> int:
         return config.positions
-
-
-def _norm(weights: Mapping[str, mx.array], name: str, epsilon: float) -> Norm:
-    return Norm(weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon)
-
-
-def _layer(
-    weights: Mapping[str, mx.array],
-    config: Config,
-    choice: Arithmetic,
-) -> Layer:
-    def dense(*names: str, first_scale: float = 1.0) -> Dense:
-        """Put products side by side, the first one scaled."""
-        scales = [first_scale] + [1.0] * (len(names) - 1)
-        pairs = list(zip(names, scales, strict=True))
-        weight = mx.concatenate([weights[f"{n}.weight"] * s for n, s in pairs])
-        bias = mx.concatenate([weights[f"{n}.bias"] * s for n, s in pairs])
-        return Dense(mx.contiguous(weight.T), bias)
-
-    attention = "attention.self."
-    return Layer(
-        qkv=dense(
-            f"{attention}query",
-            f"{attention}key",
-            f"{attention}value",
-            first_scale=choice.query_scale,
-        ),
-        attention_out=dense("attention.output.dense"),
-        attention_norm=_norm(weights, "attention.output.LayerNorm", config.epsilon),
-        up=dense("intermediate.dense"),
-        down=dense("output.dense"),
-        norm=_norm(weights, "output.LayerNorm", config.epsilon),
-        heads=config.heads,
-        attend=choice.attend,
-        activation=choice.activation,
-    )

@@ -1,0 +1,31 @@
+"""The README says what is: its table is the settings', its links lead somewhere."""
+
+import re
+from pathlib import Path
+
+from gateway.settings import environment_table
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_environment_table_is_the_settings() -> None:
+    """`make docs` writes it."""
+    written = README.partition("<!-- settings: written by `make docs` -->\n")[2]
+    assert written.partition("\n<!-- /settings -->")[0].strip() == environment_table().strip()
+
+
+def test_links_into_the_repository_lead_somewhere() -> None:
+    """A newcomer follows them."""
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_every_model_key_is_explained() -> None:
+    """In the table of models.yaml."""
+    from gateway.registry import ChatSpec, EmbeddingSpec
+
+    table = README.partition("## models.yaml")[2].partition("## Settings")[0]
+    for key in {*EmbeddingSpec.model_fields, *ChatSpec.model_fields} - {"id"}:
+        assert f"`{key}`" in table, key
