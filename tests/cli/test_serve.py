@@ -133,7 +133,8 @@ def test_a_second_signal_ends_it_now(tmp_path: Path) -> None:
             httpx2.Client(base_url=url, timeout=30) as client,
             client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 3000}) as it,
         ):
-            next(it.iter_lines())
+            lines = it.iter_lines()  # held: the stream closes with its iterator
+            next(lines)
             process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             process.send_signal(signal.SIGTERM)
