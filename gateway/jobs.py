@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 Vectors: TypeAlias = npt.NDArray[np.float32]
 TokenIds: TypeAlias = Sequence[int]
-FinishReason: TypeAlias = Literal["stop", "length"]
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 class Tier(StrEnum):
@@ -74,43 +74,117 @@ class Sampling:
     seed: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must match; `source` is canonical text, so that equal ones compile once.
+
+    json_schema: a JSON Schema. regex: a regular expression, of the whole answer. choice: a JSON
+    array of strings, one of which is the answer. grammar: a context-free grammar in Lark's form.
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function the model may call. `parameters` is the JSON Schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calling:
+    """Which functions may be called, and whether one of them must be.
+
+    A forced call is held to its schema, token by token; a free one only where the function is
+    strict.
+    """
+
+    functions: Sequence[Function]
+    forced: bool = False
+    parallel: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateJob:
-    """A conversation to continue, `n` times.
+    """A conversation, or a bare `prompt`, to continue `n` times.
 
     `max_tokens` None means the rest of the context. `messages` and `tools` are what the model's
-    chat template reads. `grammar` and `logprobs` are carried for engines that know them.
+    chat template reads; `prompt`, text or token ids, takes no template. `logprobs` asks for each
+    token's logprob and that many of the likeliest beside it; None for none at all.
     """
 
     caller: Caller
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]] = ()
+    prompt: str | TokenIds | None = None
     sampling: Sampling
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     n: int = 1
     tools: Sequence[Mapping[str, Any]] = ()
+    calling: Calling | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    grammar: object | None = None
+    grammar: Grammar | None = None
     logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and written by one job, all its choices together."""
+    """Tokens read and written by one job, all its choices together.
+
+    `reasoning_tokens` are among the completion's, `cached_tokens` among the prompt's.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """A token that was or might have been: its text, its own bytes, its natural logprob."""
+
+    token: str
+    bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of the answer, and the likeliest of its place, likeliest first."""
+
+    chosen: Likelihood
+    top: Sequence[Likelihood] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """New in the call number `index` of a choice: id and name come once, first."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of one choice. The last delta of a choice has its `finish_reason`."""
+    """What is new in choice `index`: text, reasoning or a piece of a call.
+
+    The last delta of a choice has its `finish_reason`.
+    """
 
     index: int
-    text: str
-    tokens: int
+    text: str = ""
+    tokens: int = 0
     finish_reason: FinishReason | None = None
+    reasoning: str = ""
+    call: CallDelta | None = None
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
