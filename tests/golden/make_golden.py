@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# (its libraries are not where types are checked)
 """Makes the reference vectors and the tiny checkpoints that the engine's tests compare with.
 
 Needs what the gateway itself does not: an environment with

@@ -1,0 +1,96 @@
+"""What an answer must look like: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field, model_validator
+
+from gateway.errors import BadRequest
+from gateway.jobs import Grammar
+from gateway.wire.reading import Part
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
+
+
+class JsonSchema(Part):
+    """A schema and its name. With or without `strict` the answer is held to it."""
+
+    name: Name = "response"
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Part):
+    """OpenAI's own form."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_is_there(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("type 'json_schema' needs a 'json_schema'")
+        return self
+
+
+class StructuredOutputs(Part):
+    """vLLM's form: one of these."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+
+    def grammars(self, param: str) -> list[Grammar]:
+        """List what was asked for."""
+        asked = []
+        if self.json_ is not None:
+            asked.append(json_schema(self.json_, param=param))
+        if self.json_object:
+            asked.append(ANY_OBJECT)
+        if self.regex is not None:
+            asked.append(Grammar("regex", self.regex))
+        if self.choice is not None:
+            asked.append(Grammar("choice", orjson.dumps(self.choice).decode()))
+        if self.grammar is not None:
+            asked.append(Grammar("grammar", self.grammar))
+        return asked
+
+
+def json_schema(schema: dict[str, Any] | str | None, *, param: str) -> Grammar:
+    """Give the grammar of a schema, or of any object where there is none.
+
+    The order of keys is kept: it is the order in which they are written.
+    """
+    if schema is None:
+        return ANY_OBJECT
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise BadRequest(f"The schema is not JSON: {error}.", param=param) from None
+    return Grammar("json_schema", orjson.dumps(schema).decode())
+
+
+def read_format(
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    guided: StructuredOutputs | None,
+) -> Grammar | None:
+    """Give the one grammar that the request asks for; two are refused."""
+    asked: list[tuple[str, Grammar]] = []
+    if response_format is not None and response_format.type != "text":
+        wanted = response_format.json_schema
+        schema = wanted.schema_ if wanted is not None else None
+        asked.append(("response_format", json_schema(schema, param="response_format")))
+    for param, given in (("structured_outputs", structured), ("guided_json", guided)):
+        if given is not None:
+            asked += [(param, grammar) for grammar in given.grammars(param)]
+    if len(asked) > 1:
+        raise BadRequest(
+            f"'{asked[0][0]}' and '{asked[1][0]}' each ask for a form of their own: send one.",
+            param=asked[1][0],
+        )
+    return asked[0][1] if asked else None
