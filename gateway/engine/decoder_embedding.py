@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes, dequantize_model, load_model
+from mlx_lm.utils import _get_classes
 
-from gateway.engine.backend import Device, pick_dtype
+from gateway.engine.backend import Device
+from gateway.engine.decoders import load_decoder, parameters
 from gateway.engine.weights import Checkpoint
 
 
@@ -22,22 +22,11 @@ class Decoder:
         self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
     ) -> None:
         _refuse_bidirectional(checkpoint, raw)
-        checkpoint.weights()  # says what is wrong with the files before mlx_lm meets them
-        try:
-            model, _ = load_model(
-                checkpoint.folder, lazy=True, strict=True, get_model_classes=_headless_classes
-            )
-        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-            raise checkpoint.failed(f"mlx_lm cannot load it: {error}") from error
-        if device is Device.CPU:
-            model = dequantize_model(model)  # quantised products are the slowest of all there
-        if dtype is not None or device is Device.CPU:
-            model.set_dtype(pick_dtype(device, dtype, mx.float32))
+        model, _ = load_decoder(checkpoint, device=device, dtype=dtype, classes=_headless_classes)
         self._model = model
         self._states = getattr(model, "model", None)
         self.padding_id = 0
         try:
-            mx.eval(self.parameters())
             self.vocabulary = int(raw["vocab_size"])
             self.max_tokens = int(raw["max_position_embeddings"])
             self.dimensions = int(raw["hidden_size"])
@@ -59,7 +48,7 @@ class Decoder:
 
     def parameters(self) -> list[mx.array]:
         """List every array the decoder holds."""
-        return list(dict(tree_flatten(self._model.parameters())).values())
+        return parameters(self._model)
 
 
 def _refuse_bidirectional(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> None:

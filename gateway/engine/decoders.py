@@ -1,26 +1,32 @@
 """A decoder that mlx-lm knows, loaded to be fast on this device."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import dequantize_model, load_model
+from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from gateway.engine.backend import Device, pick_dtype
 from gateway.engine.weights import Checkpoint
 
 
 def load_decoder(
-    checkpoint: Checkpoint, *, device: Device, dtype: str | None
+    checkpoint: Checkpoint,
+    *,
+    device: Device,
+    dtype: str | None,
+    classes: Callable[[dict[str, Any]], tuple[Any, type]] = _get_classes,
 ) -> tuple[Any, dict[str, Any]]:
     """Give mlx-lm's model, evaluated, and its config. On the lane.
 
     Quantised weights stay so on a GPU; on the CPU, where they are 10 to 50 times slower, they
-    become float32. Raises ModelLoadFailed; a model's own code is never run.
+    become float32. `classes` picks the model's class by its config. Raises ModelLoadFailed; a
+    model's own code is never run.
     """
     checkpoint.weights()  # refuses a folder without whole safetensors, by name
     try:
-        model, config = load_model(checkpoint.folder, lazy=True)
+        model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
         if device is Device.CPU:
             model = dequantize_model(model)
         if (target := pick_dtype(device, dtype, _dtype(model))) != _dtype(model):

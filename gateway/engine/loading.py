@@ -47,9 +47,7 @@ def load_generation(
         model,
         chat,
         max_context=_context(checkpoint, config, max_context),
-        vocab_size=int(
-            _text_config(config).get("vocab_size") or chat.backend.get_vocab_size()
-        ),
+        vocab_size=int(_text_config(config).get("vocab_size") or chat.backend.get_vocab_size()),
     )
 
 
@@ -59,9 +57,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-def _context(
-    checkpoint: Checkpoint, config: Mapping[str, Any], lowered: int | None
-) -> int:
+def _context(checkpoint: Checkpoint, config: Mapping[str, Any], lowered: int | None) -> int:
     own = _text_config(config).get("max_position_embeddings")
     limits = [int(limit) for limit in (own, lowered) if limit]
     if not limits:

@@ -11,9 +11,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from gateway.jobs import Sampling
 
-_GOLDEN = (
-    0x9E3779B97F4A7C15  # 2^64 / phi: spreads neighbouring seeds (Knuth, TAOCP 3, 6.4)
-)
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / phi: spreads neighbouring seeds (Knuth, TAOCP 3, 6.4)
 _WORD = (1 << 64) - 1
 
 
@@ -25,13 +23,9 @@ class Sampler:
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         self._sampling = sampling
         self._vocab_size = vocab_size
-        self._seed = (
-            sampling.seed if sampling.seed is not None else secrets.randbits(64)
-        )
+        self._seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
         bias = {i: b for i, b in sampling.logit_bias.items() if 0 <= i < vocab_size}
-        self._bias = (
-            (mx.array(list(bias)), mx.array(list(bias.values()))) if bias else None
-        )
+        self._bias = (mx.array(list(bias)), mx.array(list(bias.values()))) if bias else None
         self._counts: mx.array | None = None
         if sampling.presence_penalty or sampling.frequency_penalty:
             self._counts = mx.zeros((vocab_size,), dtype=mx.float32)
@@ -39,11 +33,7 @@ class Sampler:
     @property
     def is_plain(self) -> bool:
         """Tell whether the token is just the likeliest: such rows share one argmax."""
-        return (
-            self._sampling.temperature == 0
-            and self._bias is None
-            and self._counts is None
-        )
+        return self._sampling.temperature == 0 and self._bias is None and self._counts is None
 
     def count(self, token: mx.array) -> None:
         """Remember a generated token, () or (1,), for the penalties."""
@@ -101,9 +91,7 @@ def is_finite(logits: mx.array) -> mx.array:
     return mx.isfinite(mx.max(logits, axis=-1))
 
 
-def choose_all(
-    samplers: list[Sampler], logits: mx.array, positions: list[int]
-) -> mx.array:
+def choose_all(samplers: list[Sampler], logits: mx.array, positions: list[int]) -> mx.array:
     """Draw one token a row, (rows,), from logits, (rows, vocabulary)."""
     if all(sampler.is_plain for sampler in samplers):
         return mx.argmax(logits, axis=-1)

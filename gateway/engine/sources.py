@@ -113,9 +113,7 @@ def _packaged(model: str, source: PackageSource) -> Path:
         )
     folder = root / source.folder
     if not folder.is_dir():
-        raise ModelLoadFailed(
-            model, f"the package {source.module} has no folder {source.folder}"
-        )
+        raise ModelLoadFailed(model, f"the package {source.module} has no folder {source.folder}")
     return folder
 
 
@@ -123,9 +121,7 @@ def _cause(source: HubSource, error: Exception) -> str:
     """Say in one sentence what stands between us and the model."""
     match error:
         case GatedRepoError():
-            return (
-                f"{source.repo} is gated: accept its terms on the hub and set HF_TOKEN."
-            )
+            return f"{source.repo} is gated: accept its terms on the hub and set HF_TOKEN."
         case RepositoryNotFoundError():
             return f"the hub has no public repository {source.repo}."
         case RevisionNotFoundError():
@@ -135,9 +131,7 @@ def _cause(source: HubSource, error: Exception) -> str:
         case OSError() if error.errno is not None:
             return f"{source.repo} could not be stored: {error.strerror or error}."
         case _:
-            return (
-                f"{source.repo} could not be fetched from the hub: {_first_line(error)}"
-            )
+            return f"{source.repo} could not be fetched from the hub: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

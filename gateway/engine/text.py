@@ -37,10 +37,11 @@ class TextStream:
 
     def _scan(self, piece: str) -> str:
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        # The one that is complete first counts, however the tokens fall.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.is_stopped = True
-            return text[: min(found)]
+            return text[: min(found)[1]]
         cut = len(text) - held_back(text, self._stops)
         self._held = text[cut:]
         return text[:cut]

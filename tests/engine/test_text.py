@@ -38,11 +38,17 @@ def test_half_a_character_at_the_end_is_dropped() -> None:
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_a_stop_string_ends_the_text_before_it(text: str, stops: list[str]) -> None:
-    """Never a letter of it, however the tokens fall; the earliest counts."""
+    """Never a letter of it, however the tokens fall; the first to be complete counts."""
     pieces, growing = stream(text, tuple(stops))
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     assert growing.is_stopped == bool(found)
-    assert "".join(pieces) == (text[: min(found)] if found else text)
+    assert "".join(pieces) == (text[: min(found)[1]] if found else text)
+
+
+def test_a_stop_string_inside_another_ends_the_text_first() -> None:
+    """It is complete first."""
+    pieces, _ = stream("xabby", ("abby", "b"))
+    assert "".join(pieces) == "xa"
 
 
 @pytest.mark.parametrize(
