@@ -80,9 +80,10 @@ class Grammar:
 
     json_schema: a JSON Schema. regex: a regular expression, of the whole answer. choice: a JSON
     array of strings, one of which is the answer. grammar: a context-free grammar in Lark's form.
+    calls: the same, of our own making.
     """
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
     source: str
 
 
@@ -185,19 +186,28 @@ class Delta:
     reasoning: str = ""
     call: CallDelta | None = None
     logprobs: Sequence[TokenLogprob] = ()
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowJob:
     """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits.
 
-    `max_tokens` is at least 1 and, with the prompt, within the model's context.
+    `max_tokens` is at least 1 and, with the prompt, within the model's context. `is_thinking`
+    tells that the prompt ends inside a block of thinking, `may_think` that the model may open one
+    first: the grammar begins after it. `compiled` is what the engine made of `grammar`.
     """
 
     prompt: TokenIds
     max_tokens: int
     sampling: Sampling
     stop: Sequence[str] = ()
+    logprobs: int | None = None
+    calling: Calling | None = None
+    grammar: Grammar | None = None
+    is_thinking: bool = False
+    may_think: bool = False
+    compiled: object | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +219,7 @@ class RowDelta:
     tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    reasoning: str = ""
+    call: CallDelta | None = None
+    logprobs: Sequence[TokenLogprob] = ()
+    reasoning_tokens: int = 0

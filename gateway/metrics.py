@@ -24,3 +24,7 @@ MODELS_LOADED = Gauge("gateway_models_loaded", "Models held in the cache.")
 MODEL_LOADS = Counter("gateway_model_loads", "Loads by outcome.", ["model", "outcome"])
 LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Waited for a turn.", ["kind"], buckets=_SECONDS)
 LANE_HOLD = Histogram("gateway_lane_hold_seconds", "Held the lane.", ["kind"], buckets=_SECONDS)
+GRAMMARS = Counter("gateway_grammars", "Grammars asked for, by outcome.", ["model", "outcome"])
+GRAMMAR_COMPILE_SECONDS = Histogram(
+    "gateway_grammar_compile_seconds", "Compiled a grammar.", ["model"], buckets=_SECONDS
+)

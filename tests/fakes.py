@@ -4,6 +4,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from gateway.jobs import (
     Caller,
     EmbedJob,
     GenerateJob,
+    Grammar,
     RowDelta,
     RowJob,
     Sampling,
@@ -82,7 +84,9 @@ class ScriptedEmbedder:
 
 @dataclass
 class ScriptedWriter:
-    """Answers a conversation with its last message, a character a step."""
+    """Answers a conversation with its last message, or a prompt with itself, a character a step;
+    or, if there is a `script`, with its deltas, one a step.
+    """
 
     max_context: int = 100
     gate: Gate = field(default_factory=Gate)
@@ -91,21 +95,35 @@ class ScriptedWriter:
     left: list[int] = field(default_factory=list)
     fail_at_step: int | None = None
     is_closed: bool = False
+    script: list[dict[str, Any]] = field(default_factory=list)
+    jobs: list[GenerateJob] = field(default_factory=list)
     _waiting: dict[int, RowJob] = field(default_factory=dict)
     _running: dict[int, list[int]] = field(default_factory=dict)
+    _places: dict[int, int] = field(default_factory=dict)
 
     def plan(self, job: GenerateJob) -> list[RowJob]:
-        text = job.messages[-1]["content"]
+        self.jobs.append(job)
+        noun = "messages" if job.prompt is None else "prompt"
+        text = job.messages[-1]["content"] if job.prompt is None else _text(job.prompt)
         if text == "refuse me":
-            raise BadRequest("The template refuses.", param="messages")
+            raise BadRequest("The template refuses.", param=noun)
         room = self.max_context - len(text)
         if room < 1:
-            raise ContextLengthExceeded(self.max_context, len(text), param="messages")
+            raise ContextLengthExceeded(self.max_context, len(text), param=noun)
         wanted = min(job.max_tokens or room, room)
         row = RowJob(
-            prompt=[ord(c) for c in text], max_tokens=wanted, sampling=job.sampling, stop=job.stop
+            prompt=[ord(c) for c in text],
+            max_tokens=wanted,
+            sampling=job.sampling,
+            stop=job.stop,
+            grammar=job.grammar,
         )
         return [row] * job.n
+
+    def compile(self, grammar: Grammar) -> object:
+        if "bad" in grammar.source:
+            raise BadRequest("The grammar is bad.", param="response_format")
+        return grammar
 
     def join(self, job: RowJob) -> int:
         row = len(self.joined) + 1
@@ -134,6 +152,12 @@ class ScriptedWriter:
         return [delta for row in list(self._running) for delta in self._next(row)]
 
     def _next(self, row: int) -> list[RowDelta]:
+        if self.script:
+            at = self._places.get(row, 0)
+            self._places[row] = at + 1
+            if at + 1 == len(self.script):
+                del self._running[row]
+            return [RowDelta(row, **self.script[at])]
         said = self._running[row]
         if not said or said[0] == -1:
             del self._running[row]
@@ -153,6 +177,10 @@ class ScriptedWriter:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def _text(prompt: str | TokenIds) -> str:
+    return prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
 
 
 @dataclass

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     **{room: set() for room in GROUND},
 }
 OUTSIDE: dict[str, set[str]] = {
-    "mlx": {"app", "engine", "demo"},
+    "mlx": {"engine", "demo"},
     "mlx_lm": {"engine", "demo"},
     "outlines": {"engine"},
     "tokenizers": {"engine", "demo"},

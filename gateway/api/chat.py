@@ -16,6 +16,7 @@ from gateway.api.streams import DONE, EventStream, frame, while_connected
 from gateway.jobs import Delta, GenerateJob, Sampling, Usage
 from gateway.registry import ChatSpec, Resolved
 from gateway.wire import chat as wire
+from gateway.wire.chat_answers import Choice, Heading
 
 
 class ChatCompletions:
@@ -33,16 +34,17 @@ class ChatCompletions:
         job = wire.to_job(
             asked,
             service.caller(request, wire.tier(asked)),
-            _defaults(spec),
+            defaults(spec),
             max_tokens=spec.sampling.max_tokens,
-            template_args=_template_args(resolved, spec),
+            template_args=template_args(resolved, spec),
             max_chars=rules.max_input_chars,
         )
-        heading = wire.Heading(
+        heading = Heading(
             id=f"chatcmpl-{secrets.token_hex(12)}",
             created=int(time.time()),
             model=asked.model,
             fingerprint=service.fingerprint(spec),
+            is_legacy=asked.is_legacy,
         )
         headers = {"x-gateway-ignored": ",".join(read.ignored)} if read.ignored else {}
         if not asked.stream:
@@ -52,8 +54,11 @@ class ChatCompletions:
         stream = EventStream(events, headers, request.receive, send_timeout_s=rules.send_timeout_s)
         return await stream.primed(rules.stream_open_after_s)
 
-    async def _whole(self, spec: ChatSpec, job: GenerateJob, heading: wire.Heading) -> bytes:
-        choices = [wire.Choice(index) for index in range(job.n)]
+    async def _whole(self, spec: ChatSpec, job: GenerateJob, heading: Heading) -> bytes:
+        has_logprobs, is_legacy = job.logprobs is not None, heading.is_legacy
+        choices = [
+            Choice(index, has_logprobs=has_logprobs, is_legacy=is_legacy) for index in range(job.n)
+        ]
         async with (
             self._service.writer(spec) as batcher,
             batcher.generate(job) as generation,
@@ -62,14 +67,14 @@ class ChatCompletions:
             usage = generation.usage
             async for delta in deltas:
                 choices[delta.index].add(delta)
-                usage = _counted(usage, delta)
+                usage = counted(usage, delta)
         return heading.completion(choices, usage)
 
     async def _events(
         self,
         spec: ChatSpec,
         job: GenerateJob,
-        heading: wire.Heading,
+        heading: Heading,
         *,
         with_usage: bool,
     ) -> AsyncGenerator[bytes, None]:
@@ -85,27 +90,29 @@ class ChatCompletions:
                     is_first = False
                     for index in range(job.n):
                         yield frame(heading.role(index))
-                usage = _counted(usage, delta)
-                if delta.text:
-                    yield frame(heading.text(delta))
-                if delta.finish_reason is not None:
-                    yield frame(heading.finish(delta))
+                usage = counted(usage, delta)
+                for chunk in heading.chunks(delta):
+                    yield frame(chunk)
         if with_usage:
             yield frame(heading.usage(usage))
         yield DONE
 
 
-def _counted(usage: Usage, delta: Delta) -> Usage:
-    return replace(usage, completion_tokens=usage.completion_tokens + delta.tokens)
+def counted(usage: Usage, delta: Delta) -> Usage:
+    return replace(
+        usage,
+        completion_tokens=usage.completion_tokens + delta.tokens,
+        reasoning_tokens=usage.reasoning_tokens + delta.reasoning_tokens,
+    )
 
 
-def _defaults(spec: ChatSpec) -> Sampling:
+def defaults(spec: ChatSpec) -> Sampling:
     """Give the model's sampling defaults, and OpenAI's where it has none."""
     given = spec.sampling.model_dump(exclude_none=True, exclude={"max_tokens"})
     return Sampling(**given)
 
 
-def _template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
+def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
     """Give what the template is told: thinking by alias, else by model, else its own default."""
     asked = resolved.alias.thinking if resolved.alias else None
     thinking = spec.thinking if asked is None else asked

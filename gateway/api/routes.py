@@ -13,10 +13,12 @@ from starlette.types import ASGIApp, Lifespan
 
 from gateway.api import ops
 from gateway.api.chat import ChatCompletions
+from gateway.api.completions import Completions
 from gateway.api.door import Door
 from gateway.api.embeddings import Embeddings
 from gateway.api.middleware import Context, Guard, answer, translate
 from gateway.api.models import Models
+from gateway.api.responses import Responses
 from gateway.api.service import Service
 from gateway.errors import GatewayError
 
@@ -34,10 +36,16 @@ def serve(
 ) -> ASGIApp:
     """Build the ASGI application."""
     models = Models(service)
+    responses = Responses(service)
     app = Starlette(
         routes=[
             *_both("/embeddings", Embeddings(service).answer, "POST"),
             *_both("/chat/completions", ChatCompletions(service).answer, "POST"),
+            *_both("/completions", Completions(service).answer, "POST"),
+            *_both("/responses", responses.answer, "POST"),
+            *_both("/responses/{name:path}", responses.missing, "GET"),
+            *_both("/responses/{name:path}", responses.missing, "POST"),
+            *_both("/responses/{name:path}", responses.missing, "DELETE"),
             *_both("/models", models.answer, "GET"),
             *_both("/models/{name:path}", models.answer, "GET"),
             *_both("/health", health.answer, "GET"),

@@ -1,18 +1,16 @@
 """The real engines: models.yaml's specs → loaded models, wherever their files are.
 
-Imports mlx, and OpenBLAS before it: whoever needs no model must not import this.
+Imports mlx: whoever needs no model must not import this.
 """
 
 import asyncio
 from pathlib import Path
 
-import mlx.core as mx
-
-import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 from gateway import logs
 from gateway.engine import backend, sources
 from gateway.engine.embedding import load_embedding
 from gateway.engine.loading import load_generation
+from gateway.engine.shaping import Shape
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
@@ -39,7 +37,7 @@ class MlxEngines:
 
     def end(self) -> None:
         """Give up the thread's streams: without this about half of all exits abort on CPU."""
-        mx.clear_streams()
+        backend.leave()
 
     async def folder(self, spec: ModelSpec) -> Path:
         """Find the files, or fetch them when the hub answers in time."""
@@ -79,6 +77,10 @@ class MlxEngines:
             max_context=spec.max_context,
             chat_template=spec.chat_template,
             template_args=spec.chat_template_kwargs,
+            shape=Shape(
+                max_string_chars=spec.structured.max_string_chars,
+                max_array_items=spec.structured.max_array_items,
+            ),
         )
 
 

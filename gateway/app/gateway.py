@@ -22,6 +22,7 @@ from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, HubSource, ModelS
 from gateway.serving.cache import ModelCache
 from gateway.serving.embedding_batcher import EmbeddingBatcher, EmbeddingLimits
 from gateway.serving.generation_batcher import GenerationBatcher, GenerationLimits
+from gateway.serving.grammars import GrammarCache
 from gateway.serving.lane import Lane
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 from gateway.serving.tokens import TokenPool
@@ -173,13 +174,21 @@ class Gateway:
         limits = GenerationLimits(
             max_batch_size=own.max_batch_size or settings.generation_max_batch_size,
             prefill_chunk_tokens=own.prefill_chunk_tokens or settings.prefill_chunk_tokens,
+            structured_rows=spec.structured.rows or settings.structured_rows,
             queue_limit=spec.queue_limit or settings.queue_limit,
             max_wait_s=settings.request_timeout_s,
         )
         async with self._lane.turn("load") as run:
             engine = await run(self._engines.generation, spec, folder)
+        grammars: GrammarCache[object] = GrammarCache(
+            spec.id,
+            engine.compile,
+            self._pool.run,
+            size=settings.structured_cache_size,
+            timeout_s=settings.structured_compile_timeout_s,
+        )
         try:
-            batcher = GenerationBatcher(spec.id, engine, self._lane, self._pool, limits)
+            batcher = GenerationBatcher(spec.id, engine, self._lane, self._pool, limits, grammars)
             async with batcher.running():
                 yield batcher
         finally:

@@ -1,13 +1,14 @@
 """The two batches a row goes through: a cohort reads prompts, the running rows decode."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 
-from gateway.engine.rows import Row
+from gateway.engine.rows import Row, TokenScores
+from gateway.engine.sampling import Scores
 
 
 def take_prompts(lengths: Sequence[int], budget: int) -> int:
@@ -51,13 +52,15 @@ class Cohort:
 class Running:
     """Rows between two steps: their KV, and their next tokens, (rows,), perhaps still on the way.
 
-    `finite` tells, (rows,), whether those tokens came from numbers.
+    `finite` tells, (rows,), whether those tokens came from numbers; `scores` are the logprobs of
+    the rows that want them.
     """
 
     rows: list[Row]
     cache: list[Any]
     tokens: mx.array
     finite: mx.array
+    scores: list[tuple[Scores, list[Row]]]
 
     def keep(self, indices: list[int]) -> None:
         """Drop the rows not named, and the padding that only they needed."""
@@ -72,12 +75,37 @@ class Running:
         self.rows += other.rows
         self.tokens = mx.concatenate([self.tokens, other.tokens])
         self.finite = mx.concatenate([self.finite, other.finite])
+        self.scores += other.scores
         for mine, theirs in zip(self.cache, other.cache, strict=True):
             mine.extend(theirs)
 
-    def read(self) -> tuple[list[int], list[bool]]:
-        """Wait for the tokens on their way. mlx's stubs cannot tell what `tolist` gives."""
+    def read(self) -> "list[Said]":
+        """Wait for the tokens on their way: one a row."""
         mx.eval(self.tokens, self.finite)
+        # mlx's stubs cannot tell what `tolist` gives.
         tokens: Any = self.tokens.tolist()
         finite: Any = self.finite.tolist()
-        return tokens, finite
+        scores = {id(row): score for some, rows in self.scores for row, score in _off(some, rows)}
+        return [
+            Said(row, token, ok, scores.get(id(row)))
+            for row, token, ok in zip(self.rows, tokens, finite, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A row's next token, off the device; `is_finite` tells whether it came from numbers."""
+
+    row: Row
+    token: int
+    is_finite: bool
+    scores: TokenScores | None
+
+
+def _off(scores: Scores, rows: Sequence[Row]) -> Iterator[tuple[Row, TokenScores]]:
+    """Bring logprobs from the device, row by row."""
+    chosen: Any = scores.chosen.tolist()
+    ids: Any = scores.ids.tolist()
+    logprobs: Any = scores.logprobs.tolist()
+    for row, own, alike, theirs in zip(rows, chosen, ids, logprobs, strict=True):
+        yield row, TokenScores(own, alike, theirs, row.job.logprobs or 0)

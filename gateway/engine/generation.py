@@ -13,14 +13,15 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.batches import Cohort, Running, take_prompts
+from gateway.engine.batches import Cohort, Running, Said, take_prompts
 from gateway.engine.chat import ChatTokenizer
 from gateway.engine.decoders import parameters
+from gateway.engine.grammars import CompiledGrammar
 from gateway.engine.rows import Row
-from gateway.engine.sampling import Sampler, choose_all, is_finite
-from gateway.engine.text import TextStream
-from gateway.errors import ContextLengthExceeded
-from gateway.jobs import GenerateJob, RowDelta, RowJob, Sampling
+from gateway.engine.sampling import Sampler, adjusted, choose, is_finite, score
+from gateway.engine.structured import Structured
+from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.jobs import FinishReason, GenerateJob, Grammar, RowDelta, RowJob, Sampling
 
 Model = Callable[..., mx.array]
 STEPS_PER_CLEAR = 512  # as often as mlx-lm's generator: freed buffers go back to the system
@@ -38,6 +39,7 @@ class GenerationEngine:
         name: str,
         model: Model,
         chat: ChatTokenizer,
+        structured: Structured,
         *,
         max_context: int,
         vocab_size: int,
@@ -45,6 +47,7 @@ class GenerationEngine:
         self._name = name
         self._model: Any = model
         self._chat = chat
+        self._structured = structured
         self._vocab_size = vocab_size
         self._max_context = max_context
         self._waiting: deque[Row] = deque()
@@ -71,20 +74,34 @@ class GenerationEngine:
 
     def plan(self, job: GenerateJob) -> list[RowJob]:
         """Render, encode and measure: one row a choice. Safe on any thread."""
-        prompt = self._chat.prompt(job)
+        prompt = self._chat.encode(job)
+        noun = "messages" if job.prompt is None else "prompt"
         room = self._max_context - len(prompt)
         if room < 1:
-            raise ContextLengthExceeded(self._max_context, len(prompt), param="messages")
-        wanted = room if job.max_tokens is None else min(job.max_tokens, room)
-        return [
-            RowJob(
-                prompt=prompt,
-                max_tokens=wanted,
-                sampling=_nth(job.sampling, i),
-                stop=job.stop,
-            )
-            for i in range(job.n)
-        ]
+            raise ContextLengthExceeded(self._max_context, len(prompt), param=noun, noun=noun)
+        if not prompt:
+            raise BadRequest("The prompt is empty.", param=noun)
+        if not all(0 <= token < self._vocab_size for token in prompt):
+            raise BadRequest(f"Token ids are 0 to {self._vocab_size - 1}.", param=noun)
+        row = RowJob(
+            prompt=prompt,
+            max_tokens=room if job.max_tokens is None else min(job.max_tokens, room),
+            sampling=job.sampling,
+            stop=job.stop,
+            logprobs=job.logprobs,
+            calling=job.calling,
+            grammar=self._structured.grammar(job),
+            is_thinking=job.prompt is None and self._chat.is_thinking(prompt),
+            may_think=job.prompt is None and self._chat.may_think(prompt),
+        )
+        return [replace(row, sampling=_nth(job.sampling, i)) for i in range(job.n)]
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Make a grammar ready for rows; slow, and safe on any thread.
+
+        Raises BadRequest naming the keyword or place that cannot be compiled.
+        """
+        return self._structured.compile(grammar)
 
     def join(self, job: RowJob) -> int:
         """Queue a row for prefill and give its id."""
@@ -94,8 +111,9 @@ class GenerationEngine:
                 self._last_id,
                 job,
                 Sampler(job.sampling, self._vocab_size),
-                TextStream(self._chat.backend, job.stop),
+                self._chat.speech(job),
                 self._chat.eos_ids,
+                self._chat.think_ids,
             )
         )
         return self._last_id
@@ -138,28 +156,24 @@ class GenerationEngine:
         """
         if (running := self._running) is None:
             return []
-        rows = running.rows
         try:
-            tokens, finite = running.read()
+            said = running.read()
         except Exception as error:
             self._running = None
-            return self._blame(rows, error)
-        ends = [
-            row.say(token) if ok else None
-            for row, token, ok in zip(rows, tokens, finite, strict=True)
-        ]
-        on = [i for i, ok in enumerate(finite) if ok and ends[i] is None]
+            return self._blame(running.rows, error)
+        ends = [each.row.say(each.token) if each.is_finite else None for each in said]
+        on = [i for i, each in enumerate(said) if each.is_finite and ends[i] is None]
         deltas = []
         try:
             self._keep(on)
             self._step()
         except Exception as error:
             self._running = None
-            deltas = self._blame([rows[i] for i in on], error)
-        for row, ok, end in zip(rows, finite, ends, strict=True):
-            deltas.append(row.told(end) if ok else _not_finite(row))
+            deltas = self._blame([said[i].row for i in on], error)
+        for each, end in zip(said, ends, strict=True):
+            deltas += _told(each, end)
         if self._running is not None:
-            self._keep([i for i, row in enumerate(self._running.rows) if not row.text.is_stopped])
+            self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
         return deltas
 
     def nbytes(self) -> int:
@@ -207,11 +221,10 @@ class GenerationEngine:
         last = [row.is_at_last for row in cohort.rows]
         deltas: list[RowDelta] = []
         if any(last) or cohort.rows[0].is_suspect:
-            tokens, finite = started.read()
-            for row, token, ok, is_last in zip(cohort.rows, tokens, finite, last, strict=True):
-                row.is_suspect = False
+            for each, is_last in zip(started.read(), last, strict=True):
+                each.row.is_suspect = False
                 if is_last:
-                    deltas.append(row.told(row.say(token)) if ok else _not_finite(row))
+                    deltas += _told(each, each.row.say(each.token) if each.is_finite else None)
         if all(last):
             return deltas
         if any(last):
@@ -232,13 +245,23 @@ class GenerationEngine:
             mx.clear_cache()
 
     def _forward(self, rows: list[Row], cache: list[Any], inputs: mx.array) -> Running:
+        launch: Any = mx.async_eval  # untyped in mlx's stubs
+        samplers = [row.sampler for row in rows]
         logits = self._model(inputs[:, None], cache=cache)[:, -1, :]
         finite = is_finite(logits)
-        positions = [len(row.tokens) for row in rows]
-        tokens = choose_all([row.sampler for row in rows], logits, positions)
-        start: Any = mx.async_eval  # untyped in mlx's stubs
-        start(tokens, finite)
-        return Running(rows, cache, tokens, finite)
+        logits = adjusted(samplers, logits)
+        if bound := [i for i, row in enumerate(rows) if row.matcher is not None]:
+            launch(logits)  # the device works while the masks are made
+            logits = self._structured.masked(logits, rows, bound)
+        tokens = choose(samplers, logits, [len(row.tokens) for row in rows])
+        scores = []
+        if wanted := [i for i, row in enumerate(rows) if row.job.logprobs is not None]:
+            k = max(rows[i].job.logprobs or 0 for i in wanted)
+            some = score(logits, tokens, wanted, k)
+            scores.append((some, [rows[i] for i in wanted]))
+            launch(some.chosen, some.ids, some.logprobs)
+        launch(tokens, finite)
+        return Running(rows, cache, tokens, finite, scores)
 
     def _keep(self, indices: list[int]) -> None:
         if self._running is None or len(indices) == len(self._running.rows):
@@ -258,8 +281,10 @@ class GenerationEngine:
         return []
 
 
-def _not_finite(row: Row) -> RowDelta:
-    return RowDelta(row.id, error="its output is not a number")
+def _told(said: Said, end: FinishReason | None) -> list[RowDelta]:
+    if not said.is_finite:
+        return [RowDelta(said.row.id, error="its output is not a number")]
+    return said.row.told(end, said.scores)
 
 
 def _nth(sampling: Sampling, index: int) -> Sampling:

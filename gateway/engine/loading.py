@@ -8,9 +8,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_config
 
 from gateway.engine.backend import Device
-from gateway.engine.chat import load_chat_tokenizer
+from gateway.engine.chat import ChatTokenizer, load_chat_tokenizer
 from gateway.engine.decoders import load_decoder
 from gateway.engine.generation import GenerationEngine
+from gateway.engine.grammars import GrammarTokenizer
+from gateway.engine.shaping import Shape
+from gateway.engine.structured import Structured
 from gateway.engine.weights import Checkpoint
 
 
@@ -23,11 +26,12 @@ def load_generation(
     max_context: int | None,
     chat_template: str | None,
     template_args: Mapping[str, Any],
+    shape: Shape | None = None,
 ) -> GenerationEngine:
     """Load a chat model that mlx-lm knows. On the lane.
 
-    `max_context` only ever lowers the model's own limit, unless the model states none. Raises
-    ModelLoadFailed naming what is missing or wrong.
+    `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
+    tightens the schemas that answers are held to. Raises ModelLoadFailed naming what is wrong.
     """
     checkpoint = Checkpoint(name, folder)
     model, config = load_decoder(checkpoint, device=device, dtype=dtype)
@@ -42,13 +46,25 @@ def load_generation(
         chat_template=chat_template,
         template_args=template_args,
     )
+    vocab_size = int(_text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
     return GenerationEngine(
         name,
         model,
         chat,
+        _structured(checkpoint, chat, vocab_size, shape or Shape()),
         max_context=_context(checkpoint, config, max_context),
-        vocab_size=int(_text_config(config).get("vocab_size") or chat.backend.get_vocab_size()),
+        vocab_size=vocab_size,
     )
+
+
+def _structured(
+    checkpoint: Checkpoint, chat: ChatTokenizer, vocab_size: int, shape: Shape
+) -> Structured:
+    try:
+        tokenizer = GrammarTokenizer(chat.tokenizer, vocab_size=vocab_size, eos_ids=chat.eos_ids)
+    except ValueError as error:
+        raise checkpoint.failed(f"its tokenizer cannot serve grammars: {error}") from error
+    return Structured(tokenizer, shape, chat.call_format(tokenizer.tokens.is_special_token))
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -135,6 +135,23 @@ class ChatBatching(Section):
     )
 
 
+class Structured(Section):
+    """How answers are held to a grammar; what is absent falls back to the settings."""
+
+    backend: Literal["llguidance", "outlines_core"] | None = Field(
+        None, description="Who compiles grammars."
+    )
+    rows: int | None = Field(
+        None, ge=1, le=1024, description="Grammar-bound answers decoded together."
+    )
+    max_string_chars: int | None = Field(
+        None, ge=1, description="Longest string where a schema sets no bound."
+    )
+    max_array_items: int | None = Field(
+        None, ge=1, description="Longest array where a schema sets no bound."
+    )
+
+
 class Sampling(Section):
     """Defaults for what a request leaves out."""
 
@@ -239,6 +256,9 @@ class ChatSpec(_Spec):
     )
     thinking: bool | None = Field(
         default=None, description="Whether the model thinks aloud; absent, its template decides."
+    )
+    structured: Structured = Field(
+        default_factory=Structured, description="How answers are held to a grammar."
     )
     batching: ChatBatching = Field(
         default_factory=ChatBatching, description="Overrides of the gateway's settings."

@@ -5,7 +5,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from gateway import logs, metrics
 from gateway.errors import (
@@ -16,8 +16,10 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.jobs import Delta, GenerateJob, RowDelta, RowJob, Usage
+from gateway.serving.grammars import GrammarCache
 from gateway.serving.lane import Lane
 from gateway.serving.ports import GenerationEngine
+from gateway.serving.tickets import Moves, Ticket, take_rows
 from gateway.serving.tokens import TokenPool
 
 log = logs.get("generation")
@@ -27,35 +29,15 @@ STEPS_PER_TURN = 16  # when nobody else waits: one hop to the lane's thread cost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLimits:
-    """How many rows run together, and how long one turn may read prompts."""
+    """How many rows run together, how many of them bound to a grammar, and how long one turn
+    may read prompts.
+    """
 
     max_batch_size: int
+    structured_rows: int = 1
     prefill_chunk_tokens: int
     queue_limit: int
     max_wait_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """One row of a job: waiting, running or ended. Its deltas go to the job's one inbox."""
-
-    job: RowJob
-    index: int
-    inbox: asyncio.Queue[Delta | GatewayError]
-    row: int | None = None
-    is_over: bool = False
-
-    def deliver(self, delta: RowDelta, model: str) -> None:
-        if delta.error is not None:
-            self.end(EngineFailed(model, delta.error))
-            return
-        self.is_over = delta.finish_reason is not None
-        self.inbox.put_nowait(Delta(self.index, delta.text, delta.tokens, delta.finish_reason))
-
-    def end(self, error: GatewayError) -> None:
-        if not self.is_over:
-            self.is_over = True
-            self.inbox.put_nowait(error)
 
 
 @dataclass(slots=True)
@@ -64,14 +46,6 @@ class Generation:
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
-
-
-@dataclass(slots=True)
-class _Moves:
-    """What changed since the last turn: rows to let in, rows to drop."""
-
-    joining: list[_Ticket] = field(default_factory=list)
-    leaving: list[int] = field(default_factory=list)
 
 
 class GenerationBatcher:
@@ -84,15 +58,17 @@ class GenerationBatcher:
         lane: Lane,
         pool: TokenPool,
         limits: GenerationLimits,
+        grammars: GrammarCache[object],
     ) -> None:
         self._name = name
         self._engine = engine
         self._lane = lane
         self._pool = pool
         self._limits = limits
+        self._grammars = grammars
         self._requests = 0
-        self._waiting: deque[_Ticket] = deque()
-        self._running: dict[int, _Ticket] = {}
+        self._waiting: deque[Ticket] = deque()
+        self._running: dict[int, Ticket] = {}
         self._leaving: list[int] = []
         self._stirred = asyncio.Event()
         self._news = threading.Event()  # the same, for the lane's thread
@@ -113,7 +89,7 @@ class GenerationBatcher:
         with self._admitted():
             rows = await self._planned(job)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
-            tickets = [_Ticket(row, index, inbox) for index, row in enumerate(rows)]
+            tickets = [Ticket(row, index, inbox) for index, row in enumerate(rows)]
             self._waiting.extend(tickets)
             self._stir()
             usage = Usage(prompt_tokens=len(rows[0].prompt))
@@ -143,7 +119,11 @@ class GenerationBatcher:
     async def _planned(self, job: GenerateJob) -> Sequence[RowJob]:
         try:
             async with asyncio.timeout(job.caller.deadline - metrics.now()):
-                return await self._pool.run(self._engine.plan, job)
+                rows = await self._pool.run(self._engine.plan, job)
+                if (grammar := rows[0].grammar) is None:
+                    return rows
+                compiled = await self._grammars.get(grammar, param=_param(job))
+                return [replace(row, compiled=compiled) for row in rows]
         except TimeoutError:
             raise DeadlineExceeded(self._limits.max_wait_s) from None
 
@@ -162,7 +142,7 @@ class GenerationBatcher:
             metrics.TOKENS_OUT.labels(self._name).inc(news.tokens)
             yield news
 
-    def _drop(self, tickets: Sequence[_Ticket]) -> None:
+    def _drop(self, tickets: Sequence[Ticket]) -> None:
         """Let every row of a job go; one that still runs leaves before the next step."""
         unfinished = [ticket for ticket in tickets if not ticket.is_over]
         if not unfinished:
@@ -209,17 +189,22 @@ class GenerationBatcher:
                 self._waiting.extendleft(t for t in moves.joining if t.row is None)
                 raise
 
-    def _moves(self) -> _Moves:
-        """Choose only now, holding the lane, who joins: the oldest, while there is room."""
-        room = self._limits.max_batch_size - len(self._running)
-        moves = _Moves(leaving=self._leaving)
+    def _moves(self) -> Moves:
+        """Choose only now, holding the lane, who joins."""
+        moves = Moves(leaving=self._leaving)
         self._leaving = []
-        while self._waiting and room > 0:
-            moves.joining.append(self._waiting.popleft())
-            room -= 1
+        running = [ticket.is_bound for ticket in self._running.values()]
+        chosen = take_rows(
+            [ticket.is_bound for ticket in self._waiting],
+            room=self._limits.max_batch_size - len(running),
+            bound_room=self._limits.structured_rows - sum(running),
+        )
+        moves.joining = [self._waiting[i] for i in chosen]
+        for i in reversed(chosen):
+            del self._waiting[i]
         return moves
 
-    def _steps(self, moves: _Moves, loop: asyncio.AbstractEventLoop) -> None:
+    def _steps(self, moves: Moves, loop: asyncio.AbstractEventLoop) -> None:
         """One turn, on the lane's thread: moves, a prefill chunk, then decode steps.
 
         Another's wish for the lane, or news of our own rows, ends the turn after a step.
@@ -240,7 +225,7 @@ class GenerationBatcher:
             if self._lane.is_wanted or self._news.is_set() or engine.is_prefilling:
                 return
 
-    def _joined(self, tickets: Sequence[_Ticket], rows: Sequence[int]) -> None:
+    def _joined(self, tickets: Sequence[Ticket], rows: Sequence[int]) -> None:
         for ticket, row in zip(tickets, rows, strict=True):
             ticket.row = row
             if ticket.is_over:
@@ -278,3 +263,8 @@ class GenerationBatcher:
             self._end_all(
                 Unavailable(f"The model `{self._name}` was unloaded meanwhile.", retry_after_s=1)
             )
+
+
+def _param(job: GenerateJob) -> str:
+    """Name the field that asked for the grammar."""
+    return "tools" if job.calling is not None and job.grammar is None else "response_format"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from gateway.jobs import GenerateJob, RowDelta, RowJob, TokenIds, Vectors
+from gateway.jobs import GenerateJob, Grammar, RowDelta, RowJob, TokenIds, Vectors
 
 
 class EmbeddingEngine(Protocol):
@@ -60,6 +60,12 @@ class GenerationEngine(Protocol):
 
         Raises BadRequest for what the template refuses and ContextLengthExceeded for a prompt
         that leaves no room for one token.
+        """
+
+    def compile(self, grammar: Grammar) -> object:
+        """Make a grammar ready for rows; slow, and safe on any thread.
+
+        Raises BadRequest naming the keyword or place that cannot be compiled.
         """
 
     def join(self, job: RowJob) -> int:

@@ -170,6 +170,18 @@ class Settings(BaseSettings):
         le=65_536,
         description="Prompt tokens read in one turn: rows times longest.",
     )
+    structured_backend: Annotated[
+        Literal["llguidance", "outlines_core"], BeforeValidator(_lower)
+    ] = Field(default="llguidance", description="Who compiles grammars.")
+    structured_rows: int = Field(
+        default=1, ge=1, le=1024, description="Grammar-bound answers decoded together, per model."
+    )
+    structured_compile_timeout_s: float = Field(
+        default=10, gt=0, le=600, description="How long a grammar may take to compile; then 400."
+    )
+    structured_cache_size: int = Field(
+        default=128, ge=1, le=65_536, description="Compiled grammars kept, per model."
+    )
     queue_limit: int = Field(
         default=256, ge=1, le=1_000_000, description="Jobs that may wait per model; beyond it, 429."
     )

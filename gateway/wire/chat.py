@@ -1,55 +1,40 @@
-"""POST /v1/chat/completions: request → GenerateJob; deltas → a completion or its chunks."""
+"""POST /v1/chat/completions: request → GenerateJob."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-import orjson
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from gateway.errors import BadRequest
-from gateway.jobs import Caller, Delta, GenerateJob, Sampling, Tier, Usage
+from gateway.jobs import Caller, Calling, GenerateJob, Grammar, Sampling, Tier
+from gateway.wire.formats import ResponseFormat, StructuredOutputs, read_format
 from gateway.wire.messages import Message, to_template
-from gateway.wire.reading import Fields, Part, Request
+from gateway.wire.reading import Fields, Part
+from gateway.wire.sampling import SampledRequest
+from gateway.wire.tools import (
+    Choice,
+    FunctionName,
+    FunctionParam,
+    NamedTool,
+    ToolParam,
+    read_tools,
+)
 
-_LATER = "It is not served yet."
+_TEXT = "This gateway writes text."
 FIELDS = Fields(
     harmless=frozenset(
         {
             "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
             "safety_identifier", "store", "user", "verbosity", "prediction",
-            "parallel_tool_calls",
         }
     ),
     refused={
-        "response_format": _LATER,
-        "tools": _LATER,
-        "tool_choice": _LATER,
-        "functions": _LATER,
-        "function_call": _LATER,
-        "logprobs": _LATER,
-        "top_logprobs": _LATER,
-        "structured_outputs": _LATER,
-        "guided_json": _LATER,
-        "guided_regex": _LATER,
-        "guided_choice": _LATER,
-        "guided_grammar": _LATER,
-        "reasoning_effort": _LATER,
-        "audio": "This gateway writes text.",
-        "modalities": "This gateway writes text.",
+        "audio": _TEXT,
+        "modalities": _TEXT,
         "web_search_options": "This gateway has no web search.",
         "moderation": "This gateway does not moderate.",
     },
-    neutral={
-        "response_format": ({"type": "text"},),
-        "tools": ([],),
-        "functions": ([],),
-        "tool_choice": ("none", "auto"),
-        "function_call": ("none", "auto"),
-        "logprobs": (False,),
-        "top_logprobs": (0,),
-        "modalities": (["text"], []),
-    },
+    neutral={"modalities": (["text"], [])},
 )  # fmt: skip
 
 
@@ -59,47 +44,80 @@ class StreamOptions(Part):
     include_usage: bool = False
 
 
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatRequest(Request):
-    """What OpenAI's endpoint takes, with `top_k`, `min_p` and template arguments besides."""
+class ChatRequest(SampledRequest):
+    """What OpenAI's endpoint takes, with vLLM's structured fields besides."""
 
     model: Annotated[str, Field(min_length=1)]
     messages: Annotated[list[Message], Field(min_length=1)]
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    stop: Any = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
-    logit_bias: Annotated[dict[str, Bias], Field(default_factory=dict)]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     service_tier: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    tools: Annotated[list[ToolParam], Field(default_factory=list, max_length=128)]
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool = True
+    functions: Annotated[list[FunctionParam], Field(default_factory=list, max_length=128)]
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
 
-    @field_validator("stop")
-    @classmethod
-    def _up_to_four(cls, given: object) -> tuple[str, ...]:
-        stops = [given] if isinstance(given, str) else given
-        if not isinstance(stops, list) or not 1 <= len(stops) <= 4:
-            raise ValueError("it should be a string or an array of 1 to 4 strings")
-        if not all(isinstance(stop, str) and stop for stop in stops):
-            raise ValueError("a stop sequence should be a string that is not empty")
-        return tuple(stops)
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        return self
 
-    @field_validator("logit_bias")
-    @classmethod
-    def _token_ids(cls, given: dict[str, float]) -> dict[str, float]:
-        if not all(token.isascii() and token.isdigit() for token in given):
-            raise ValueError("its keys should be token ids")
-        return given
+    @property
+    def is_legacy(self) -> bool:
+        """Tell whether calls are asked for, and told, under their older name."""
+        return bool(self.functions)
+
+    def grammar(self) -> Grammar | None:
+        """Give what the answer must match."""
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        asked = {name: value for name, value in guided.items() if value is not None}
+        older = StructuredOutputs.model_validate(asked) if asked else None
+        return read_format(self.response_format, self.structured_outputs, older)
+
+    def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
+        """Give the tools as the template reads them, and what may be called."""
+        if not self.is_legacy:
+            return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+        choice: Choice | None = None
+        if isinstance(self.function_call, FunctionName):
+            choice = NamedTool(type="function", function=self.function_call)
+        elif self.function_call is not None:
+            choice = self.function_call
+        tools = [ToolParam(function=function) for function in self.functions]
+        return read_tools(tools, choice, parallel=False)
+
+    def template_args(self) -> dict[str, Any]:
+        """Give what the request says of thinking, in the words of chat templates."""
+        args: dict[str, Any] = {}
+        is_one_token = (self.max_completion_tokens or self.max_tokens) == 1
+        if self.reasoning_effort in ("none", "minimal") or (self.logprobs and is_one_token):
+            args["enable_thinking"] = False
+        elif self.reasoning_effort is not None:
+            args |= {"enable_thinking": True, "reasoning_effort": self.reasoning_effort}
+        return {**args, **self.chat_template_kwargs}
 
 
 def to_job(
@@ -115,129 +133,23 @@ def to_job(
     messages = to_template(request.messages)
     if sum(len(message["content"]) for message in messages) > max_chars:
         raise BadRequest(f"The messages are longer than {max_chars} characters.", param="messages")
+    tools, calling = request.calling()
     return GenerateJob(
         caller=caller,
         messages=messages,
-        sampling=Sampling(
-            temperature=_or(request.temperature, defaults.temperature),
-            top_p=_or(request.top_p, defaults.top_p),
-            top_k=max(0, _or(request.top_k, defaults.top_k)),
-            min_p=_or(request.min_p, defaults.min_p),
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            logit_bias={int(token): bias for token, bias in request.logit_bias.items()},
-            seed=request.seed,
-        ),
+        sampling=request.sampling(defaults),
         max_tokens=request.max_completion_tokens or request.max_tokens or max_tokens,
-        stop=request.stop or (),
+        stop=request.stop,
         n=request.n,
-        template_args={**template_args, **request.chat_template_kwargs},
+        tools=tools,
+        calling=calling,
+        template_args={**template_args, **request.template_args()},
+        grammar=request.grammar(),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-
-
-def _or(given: Any, default: Any) -> Any:
-    return default if given is None else given
 
 
 def tier(request: ChatRequest) -> Tier:
     """Read `service_tier`; OpenAI's other names for the default are the default."""
     names = [tier.value for tier in Tier]
     return Tier(request.service_tier) if request.service_tier in names else Tier.DEFAULT
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """What every piece of one answer repeats."""
-
-    id: str
-    created: int
-    model: str
-    fingerprint: str
-
-    def _start(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
-
-    def completion(self, choices: list["Choice"], usage: Usage) -> bytes:
-        """Write the whole answer."""
-        return orjson.dumps(
-            {
-                **self._start("chat.completion"),
-                "choices": [choice.whole() for choice in choices],
-                "usage": usage_json(usage),
-            }
-        )
-
-    def role(self, index: int) -> bytes:
-        """Write a choice's first chunk: the only one with a role."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None)
-
-    def text(self, delta: Delta) -> bytes:
-        """Write a choice's new text."""
-        return self._chunk(delta.index, {"content": delta.text}, None)
-
-    def finish(self, delta: Delta) -> bytes:
-        """Write a choice's last chunk, which has no text."""
-        return self._chunk(delta.index, {}, delta.finish_reason)
-
-    def usage(self, usage: Usage) -> bytes:
-        """Write the chunk that `include_usage` asks for: no choices, and the last."""
-        return orjson.dumps(
-            {
-                **self._start("chat.completion.chunk"),
-                "choices": [],
-                "usage": usage_json(usage),
-            }
-        )
-
-    def _chunk(self, index: int, delta: dict[str, str], finish: str | None) -> bytes:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": finish,
-        }
-        return orjson.dumps({**self._start("chat.completion.chunk"), "choices": [choice]})
-
-
-class Choice:
-    """One answer, gathered."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._text: list[str] = []
-        self._finish: str | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Take the next delta."""
-        self._text.append(delta.text)
-        self._finish = delta.finish_reason
-
-    def whole(self) -> dict[str, Any]:
-        """Give the choice with all its text."""
-        return {
-            "index": self._index,
-            "message": {
-                "role": "assistant",
-                "content": "".join(self._text),
-                "refusal": None,
-            },
-            "logprobs": None,
-            "finish_reason": self._finish,
-        }
-
-
-def usage_json(usage: Usage) -> dict[str, Any]:
-    """Write usage with the details that clients look for."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }

@@ -7,6 +7,7 @@ import httpx2
 import orjson
 import pytest
 
+from gateway.jobs import CallDelta, Likelihood, TokenLogprob
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
@@ -129,7 +130,9 @@ async def test_what_the_template_refuses_is_a_400_before_the_stream(
         ("stop", []), ("stop", ["a"] * 5), ("stop", [""]), ("stop", 3), ("seed", "x"),
         ("presence_penalty", 3), ("frequency_penalty", -3), ("logit_bias", {"a": 1}),
         ("logit_bias", {"5": 101}), ("logit_bias", []), ("stream", "yes"),
-        ("chat_template_kwargs", []),
+        ("chat_template_kwargs", []), ("logprobs", 1), ("top_logprobs", 21),
+        ("top_logprobs", 5), ("tools", {}), ("tool_choice", "sometimes"),
+        ("response_format", "json"), ("reasoning_effort", "very"), ("parallel_tool_calls", 1),
     ],
 )  # fmt: skip
 async def test_a_wrong_value_is_refused_by_its_name(
@@ -154,10 +157,9 @@ async def test_numbers_that_are_none_are_refused(client: httpx2.AsyncClient, num
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("logprobs", True),
         ("modalities", ["audio"]),
+        ("audio", {"voice": "x"}),
+        ("web_search_options", {}),
     ],
 )
 async def test_what_would_change_the_answer_and_is_not_served_is_refused(
@@ -254,3 +256,134 @@ async def test_a_deadline_that_is_none_is_refused(client: httpx2.AsyncClient, gi
         "/v1/chat/completions", json=ask("hi"), headers={"x-gateway-timeout-s": given}
     )
     assert answer.status_code == 400
+
+
+LOGPROBS = TokenLogprob(
+    Likelihood(" True", b" True", -0.1),
+    [Likelihood(" True", b" True", -0.1), Likelihood(" False", b" False", -2.4)],
+)
+
+
+async def test_logprobs_are_told_as_openai_does(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """A reranker reads the first of the first token's likeliest."""
+    engines.writer.script = [
+        {"text": " True", "tokens": 1, "logprobs": [LOGPROBS], "finish_reason": "length"}
+    ]
+    asked = {"logprobs": True, "top_logprobs": 2, "max_tokens": 1, "temperature": 0}
+    answer = (await post(client, "hi", **asked)).json()["choices"][0]
+    expected = {
+        "token": " True",
+        "logprob": -0.1,
+        "bytes": list(b" True"),
+        "top_logprobs": [
+            {"token": " True", "logprob": -0.1, "bytes": list(b" True")},
+            {"token": " False", "logprob": -2.4, "bytes": list(b" False")},
+        ],
+    }
+    assert answer["logprobs"] == {"content": [expected], "refusal": None}
+    (job,) = engines.writer.jobs
+    assert job.logprobs == 2
+    assert job.template_args == {"enable_thinking": False}
+    chunks = await events(client, "hi", **asked)
+    assert chunks[1]["choices"][0]["logprobs"]["content"] == [expected]
+    plain = (await post(client, "hi", logprobs=True)).json()["choices"][0]
+    assert plain["logprobs"] is not None
+
+
+async def test_reasoning_is_told_beside_the_content(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """Never in it, and counted."""
+    engines.writer.script = [
+        {"reasoning": "hm", "tokens": 1, "reasoning_tokens": 1},
+        {"text": "{}", "tokens": 1, "finish_reason": "stop"},
+    ]
+    answer = (await post(client, "hi", reasoning_effort="high")).json()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "{}")
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    assert engines.writer.jobs[0].template_args["enable_thinking"] is True
+    deltas = [chunk["choices"][0]["delta"] for chunk in await events(client, "hi")]
+    assert {"reasoning_content": "hm"} in deltas
+    await post(client, "hi", reasoning_effort="none")
+    assert engines.writer.jobs[-1].template_args == {"enable_thinking": False}
+    kwargs = {"enable_thinking": True, "style": "x"}
+    await post(client, "hi", reasoning_effort="none", chat_template_kwargs=kwargs)
+    assert engines.writer.jobs[-1].template_args == kwargs
+
+
+TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
+CALLS: list[dict[str, Any]] = [
+    {"text": "Let me see.", "tokens": 1},
+    {"call": CallDelta(0, "call_1", "get", '{"a":1}'), "tokens": 1},
+    {"call": CallDelta(1, "call_2", "get", ""), "tokens": 1},
+    {"call": CallDelta(1, arguments='{"b"'), "tokens": 1},
+    {"call": CallDelta(1, arguments=":2}"), "tokens": 1, "finish_reason": "tool_calls"},
+]
+
+
+async def test_calls_are_told_whole(client: httpx2.AsyncClient, engines: ScriptedEngines) -> None:
+    """Arguments are JSON inside a string, ids are their own."""
+    engines.writer.script = CALLS
+    choice = (await post(client, "hi", tools=TOOLS)).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me see."
+    assert choice["message"]["tool_calls"] == [
+        {"id": "call_1", "type": "function", "function": {"name": "get", "arguments": '{"a":1}'}},
+        {"id": "call_2", "type": "function", "function": {"name": "get", "arguments": '{"b":2}'}},
+    ]
+    engines.writer.script = CALLS[1:]
+    only = (await post(client, "hi", tools=TOOLS)).json()["choices"][0]["message"]
+    assert only["content"] is None
+
+
+async def test_calls_are_streamed_with_id_and_name_once(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """SDKs concatenate what comes twice, and index what comes."""
+    engines.writer.script = CALLS
+    chunks = [c["choices"][0] for c in await events(client, "hi", tools=TOOLS)]
+    pieces = [piece for c in chunks for piece in c["delta"].get("tool_calls", [])]
+    assert [(p["index"], p.get("id"), p["function"].get("name")) for p in pieces] == [
+        (0, "call_1", "get"),
+        (0, None, None),
+        (1, "call_2", "get"),
+        (1, None, None),
+        (1, None, None),
+    ]
+    texts = ["".join(p["function"]["arguments"] for p in pieces if p["index"] == i) for i in (0, 1)]
+    assert texts == ['{"a":1}', '{"b":2}']
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_a_call_asked_for_by_its_older_name_is_told_by_it(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """`functions` get a `function_call`."""
+    engines.writer.script = [{**CALLS[1], "finish_reason": "tool_calls"}]
+    asked = {"functions": [TOOLS[0]["function"]]}
+    choice = (await post(client, "hi", **asked)).json()["choices"][0]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "get", "arguments": '{"a":1}'}
+    chunks = [c["choices"][0] for c in await events(client, "hi", **asked)]
+    assert {"function_call": {"name": "get", "arguments": ""}} in [c["delta"] for c in chunks]
+    assert chunks[-1]["finish_reason"] == "function_call"
+
+
+async def test_tool_results_go_back_in(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """With arguments as values, since templates write JSON themselves."""
+    call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "42"}]},
+    ]
+    answer = await post(client, "", messages=messages, tools=TOOLS)
+    assert answer.status_code == 200
+    assistant, tool = engines.writer.jobs[0].messages[1:]
+    assert assistant["tool_calls"][0]["function"] == {"name": "get", "arguments": {"a": 1}}
+    assert (tool["role"], tool["content"], tool["tool_call_id"]) == ("tool", "42", "c")

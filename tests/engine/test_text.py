@@ -7,17 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.engine.text import TextStream, held_back
+from gateway.engine.text import Decoder, StopScanner, held_back
 
 DEMO = Path(__file__).parents[2] / "gateway" / "demo" / "chat" / "tokenizer.json"
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(DEMO))
 
 
-def stream(text: str, stops: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+def stream(text: str, stops: tuple[str, ...] = ()) -> tuple[list[str], StopScanner]:
     """Push a text's tokens one at a time."""
-    stream = TextStream(TOKENIZER, stops)
-    pieces = [stream.push(token) for token in TOKENIZER.encode(text, add_special_tokens=False).ids]
-    return [*pieces, stream.flush()], stream
+    decoder, scanner = Decoder(TOKENIZER, ()), StopScanner(stops)
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    pieces = [scanner.push(decoder.push(token)) for token in ids]
+    return [*pieces, scanner.flush()], scanner
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=60))
@@ -31,9 +32,15 @@ def test_any_text_comes_through_whole_in_whole_characters(text: str) -> None:
 def test_half_a_character_at_the_end_is_dropped() -> None:
     """There is nothing right to show for it."""
     ids = TOKENIZER.encode("ok🙂", add_special_tokens=False).ids
-    growing = TextStream(TOKENIZER)
-    pieces = [growing.push(token) for token in ids[:-1]]
-    assert "".join([*pieces, growing.flush()]) == "ok"
+    decoder = Decoder(TOKENIZER, ())
+    assert "".join(decoder.push(token) for token in ids[:-1]) == "ok"
+
+
+def test_silent_tokens_have_no_text() -> None:
+    """The end of a turn is no part of it."""
+    decoder = Decoder(TOKENIZER, {2})
+    ids = TOKENIZER.encode("a b", add_special_tokens=False).ids
+    assert "".join(map(decoder.push, [2, *ids, 2])) == "a b"
 
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))

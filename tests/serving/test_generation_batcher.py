@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -15,9 +16,14 @@ from gateway.errors import (
     GatewayError,
     Overloaded,
 )
-from gateway.jobs import Delta, GenerateJob
-from gateway.serving.generation_batcher import GenerationBatcher, GenerationLimits
+from gateway.jobs import Delta, GenerateJob, Grammar
+from gateway.serving.generation_batcher import (
+    GenerationBatcher,
+    GenerationLimits,
+)
+from gateway.serving.grammars import GrammarCache
 from gateway.serving.lane import Lane
+from gateway.serving.tickets import take_rows
 from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
 
@@ -26,14 +32,20 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def batching(
-    engine: ScriptedWriter, *, rows: int = 32, queue: int = 256
+    engine: ScriptedWriter, *, rows: int = 32, queue: int = 256, bound: int = 1
 ) -> AsyncIterator[GenerationBatcher]:
     limits = GenerationLimits(
-        max_batch_size=rows, prefill_chunk_tokens=512, queue_limit=queue, max_wait_s=600
+        max_batch_size=rows,
+        structured_rows=bound,
+        prefill_chunk_tokens=512,
+        queue_limit=queue,
+        max_wait_s=600,
     )
     with TokenPool() as pool:
+        grammars = GrammarCache("m", engine.compile, pool.run)
         async with Lane() as lane:
-            async with GenerationBatcher("m", engine, lane, pool, limits).running() as batcher:
+            batcher = GenerationBatcher("m", engine, lane, pool, limits, grammars)
+            async with batcher.running():
                 yield batcher
 
 
@@ -199,3 +211,47 @@ async def test_rows_that_run_when_the_model_goes_are_told() -> None:
         asyncio.get_running_loop().call_later(0.05, engine.gate.open)
     for answer in await asyncio.gather(*asked, return_exceptions=True):
         assert isinstance(answer, GatewayError)
+
+
+ANY = Grammar("json_schema", "{}")
+
+
+@pytest.mark.parametrize(("bound", "most"), [(1, 1), (3, 3)])
+async def test_bound_rows_run_within_their_limit_while_free_rows_go_on(
+    bound: int, most: int
+) -> None:
+    """One at a time unless set otherwise; nobody free waits for them."""
+    engine = ScriptedWriter()
+    async with batching(engine, bound=bound) as batcher:
+        engine.gate.close()
+        held = [
+            asyncio.create_task(text(batcher, replace(generate_job("g" * 20), grammar=ANY)))
+            for _ in range(5)
+        ]
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        free = asyncio.create_task(text(batcher, generate_job("free")))
+        await asyncio.sleep(0.05)
+        engine.gate.open()
+        assert await free == "free"
+        assert not all(task.done() for task in held)
+        assert await asyncio.gather(*held) == ["g" * 20] * 5
+    assert max(engine.steps) == most + 1
+
+
+async def test_a_grammar_that_cannot_be_compiled_is_refused_before_any_delta() -> None:
+    """And no row ever joins."""
+    engine = ScriptedWriter()
+    job = replace(generate_job("hi"), grammar=Grammar("regex", "bad"))
+    async with batching(engine) as batcher:
+        with pytest.raises(BadRequest, match="bad"):
+            await deltas(batcher, job)
+    assert engine.joined == []
+
+
+def test_free_rows_pass_bound_ones_which_keep_their_order() -> None:
+    """First come, first served, each in its own line."""
+    waiting = [True, True, False, True, False]
+    assert take_rows(waiting, room=9, bound_room=1) == [0, 2, 4]
+    assert take_rows(waiting, room=9, bound_room=0) == [2, 4]
+    assert take_rows(waiting, room=2, bound_room=2) == [0, 1]
+    assert take_rows(waiting, room=0, bound_room=2) == []

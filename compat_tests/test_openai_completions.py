@@ -1,0 +1,118 @@
+"""The OpenAI SDK's legacy completions, unchanged, against the shipped chat model."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+pytestmark = pytest.mark.anyio
+PROMPTS = ["The capital of France is", "One, two, three,"]
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[OpenAI]:
+    """Point the SDK at the gateway and change nothing else."""
+    with OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
+        yield client
+
+
+def test_a_prompt_is_written_on(client: OpenAI) -> None:
+    """For sixteen tokens, as nothing else was asked."""
+    answer = client.completions.create(model="demo-chat", prompt=PROMPTS[0])
+    (choice,) = answer.choices
+    assert choice.finish_reason in ("length", "stop")
+    assert answer.usage is not None
+    assert 1 <= answer.usage.completion_tokens <= 16
+    assert (choice.finish_reason == "length") == (answer.usage.completion_tokens == 16)
+
+
+def test_several_prompts_answer_as_each_alone(client: OpenAI) -> None:
+    """In their order, `n` times each, counted together."""
+    alone = [
+        client.completions.create(model="demo-chat", prompt=prompt, temperature=0)
+        for prompt in PROMPTS
+    ]
+    together = client.completions.create(model="demo-chat", prompt=PROMPTS, n=2, temperature=0)
+    texts = [answer.choices[0].text for answer in alone for _ in range(2)]
+    assert [choice.text for choice in together.choices] == texts
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    assert together.usage is not None
+    assert together.usage.prompt_tokens == sum(a.usage.prompt_tokens for a in alone if a.usage)
+
+
+def test_a_stream_adds_up_to_the_whole(client: OpenAI) -> None:
+    """Choice by choice, with the prompt first when it is echoed."""
+    asked: Any = {"model": "demo-chat", "prompt": PROMPTS, "echo": True, "temperature": 0}
+    whole = client.completions.create(**asked)
+    texts = ["", ""]
+    usage = None
+    for chunk in client.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    assert all(text.startswith(prompt) for text, prompt in zip(texts, PROMPTS, strict=True))
+    assert usage == whole.usage
+
+
+def test_logprobs_belong_to_the_text(client: OpenAI) -> None:
+    """Token by token, each with its place."""
+    (choice,) = client.completions.create(
+        model="demo-chat", prompt=PROMPTS[0], max_tokens=5, logprobs=3, temperature=0
+    ).choices
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert "".join(logprobs.tokens or []) == choice.text
+    for token, logprob, top in zip(
+        logprobs.tokens or [], logprobs.token_logprobs or [], logprobs.top_logprobs or [],
+        strict=True,
+    ):  # fmt: skip
+        assert top[token] == logprob == max(top.values())
+        assert logprob <= 0
+
+
+async def test_the_async_client_asks_many_at_once(url: str) -> None:
+    """Streaming and not, in one batch."""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
+
+        async def whole(prompt: str) -> str:
+            answer = await client.completions.create(
+                model="demo-chat", prompt=prompt, temperature=0
+            )
+            return answer.choices[0].text
+
+        async def streamed(prompt: str) -> str:
+            stream = await client.completions.create(
+                model="demo-chat", prompt=prompt, temperature=0, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        asked = [ask(prompt) for prompt in PROMPTS * 3 for ask in (whole, streamed)]
+        answers = await asyncio.gather(*asked)
+    assert len(set(answers)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": "word " * 20_000}, "prompt"),
+    ],
+)
+def test_what_is_not_served_is_a_bad_request(
+    client: OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    """That names its field."""
+    asked: dict[str, Any] = {"model": "demo-chat", "prompt": "hi", **fields}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**asked)
+    assert caught.value.param == param

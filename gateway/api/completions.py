@@ -1,0 +1,157 @@
+"""POST /v1/completions: bare prompts, each a job of its own, answered together."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from gateway.api.chat import counted, defaults
+from gateway.api.service import Service
+from gateway.api.streams import DONE, EventStream, frame, while_connected
+from gateway.jobs import Delta, GenerateJob, Usage
+from gateway.registry import ChatSpec
+from gateway.serving.generation_batcher import GenerationBatcher
+from gateway.wire import completions as wire
+
+JOBS_AT_ONCE = 16  # of one request: a long list of prompts is let in in slices
+
+
+class Completions:
+    """Read, lease, ask, answer: whole or as a stream, from the same deltas."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def answer(self, request: Request) -> ASGIApp:
+        """Write on from every prompt."""
+        service, rules = self._service, self._service.rules
+        read = await service.read(request, wire.CompletionRequest, wire.FIELDS)
+        asked = read.request
+        _, spec = service.chat_spec(asked.model)
+        jobs = wire.to_jobs(
+            asked,
+            service.caller(request),
+            defaults(spec),
+            max_chars=rules.max_input_chars,
+        )
+        heading = wire.Heading(
+            id=f"cmpl-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=asked.model,
+            fingerprint=service.fingerprint(spec),
+        )
+        choices = wire.choices(asked)
+        headers = {"x-gateway-ignored": ",".join(read.ignored)} if read.ignored else {}
+        if not asked.stream:
+            work = self._whole(spec, jobs, heading, choices)
+            body = await while_connected(request.receive, work)
+            return Response(body, media_type="application/json", headers=headers)
+        with_usage = asked.stream_options.include_usage
+        events = self._events(spec, jobs, heading, choices, with_usage=with_usage)
+        stream = EventStream(events, headers, request.receive, send_timeout_s=rules.send_timeout_s)
+        return await stream.primed(rules.stream_open_after_s)
+
+    async def _whole(
+        self,
+        spec: ChatSpec,
+        jobs: Sequence[GenerateJob],
+        heading: wire.Heading,
+        choices: Sequence[wire.Choice],
+    ) -> bytes:
+        usage = Usage(0)
+        async with (
+            self._service.writer(spec) as batcher,
+            aclosing(merged(batcher, jobs, _at_once(spec))) as news,
+        ):
+            async for each in news:
+                usage = summed(usage, each)
+                if isinstance(each, Delta):
+                    choices[each.index].add(each)
+        return heading.whole(choices, usage)
+
+    async def _events(
+        self,
+        spec: ChatSpec,
+        jobs: Sequence[GenerateJob],
+        heading: wire.Heading,
+        choices: Sequence[wire.Choice],
+        *,
+        with_usage: bool,
+    ) -> AsyncGenerator[bytes, None]:
+        usage = Usage(0)
+        async with (
+            self._service.writer(spec) as batcher,
+            aclosing(merged(batcher, jobs, _at_once(spec))) as news,
+        ):
+            async for each in news:
+                usage = summed(usage, each)
+                if isinstance(each, Delta):
+                    new = choices[each.index].add(each)
+                    if new["text"] or each.logprobs or each.finish_reason is not None:
+                        yield frame(heading.chunk(new))
+        if with_usage:
+            yield frame(heading.usage(usage))
+        yield DONE
+
+
+def _at_once(spec: ChatSpec) -> int:
+    return min(JOBS_AT_ONCE, spec.queue_limit or JOBS_AT_ONCE)
+
+
+def summed(usage: Usage, news: Usage | Delta) -> Usage:
+    """Count a prompt, or what a delta wrote."""
+    if isinstance(news, Delta):
+        return counted(usage, news)
+    return replace(
+        usage,
+        prompt_tokens=usage.prompt_tokens + news.prompt_tokens,
+        cached_tokens=usage.cached_tokens + news.cached_tokens,
+    )
+
+
+async def merged(
+    batcher: GenerationBatcher, jobs: Sequence[GenerateJob], at_once: int
+) -> AsyncGenerator[Usage | Delta, None]:
+    """Give the usage of every prompt, and every delta as it comes, from `at_once` jobs at a time.
+
+    Choices are numbered prompt by prompt. Nothing is written before each of the first jobs has
+    been accepted. The first error ends all jobs, and so does closing the generator.
+    """
+    news: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
+    waiting = iter(enumerate(jobs))
+    workers_wanted = min(at_once, len(jobs))
+    accepted = asyncio.Barrier(workers_wanted)
+
+    async def work() -> None:
+        is_first = True
+        for place, job in waiting:
+            async with batcher.generate(job) as generation, aclosing(generation.deltas) as deltas:
+                news.put_nowait(generation.usage)
+                if is_first:
+                    is_first = False
+                    await accepted.wait()
+                async for delta in deltas:
+                    news.put_nowait(replace(delta, index=place * job.n + delta.index))
+
+    workers = [asyncio.create_task(work()) for _ in range(workers_wanted)]
+    for worker in workers:
+        worker.add_done_callback(news.put_nowait)
+    under_way = len(workers)
+    try:
+        while under_way:
+            each = await news.get()
+            if isinstance(each, asyncio.Task):
+                each.result()  # raises what ended it, if anything did
+                under_way -= 1
+            else:
+                yield each
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)

@@ -1,0 +1,124 @@
+"""POST /v1/responses, without state: what was answered before is not kept."""
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from gateway.api.chat import counted, defaults, template_args
+from gateway.api.service import Service
+from gateway.api.streams import EventStream, frame, while_connected
+from gateway.errors import GatewayError, UnknownUrl
+from gateway.jobs import GenerateJob
+from gateway.registry import ChatSpec
+from gateway.wire import responses as wire
+from gateway.wire.response_events import Answer, Event
+
+
+class Responses:
+    """Read, lease, ask, answer: whole or as a stream, from the same events."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def answer(self, request: Request) -> ASGIApp:
+        """Answer a conversation."""
+        service, rules = self._service, self._service.rules
+        read = await service.read(request, wire.ResponsesRequest, wire.FIELDS)
+        asked = read.request
+        resolved, spec = service.chat_spec(asked.model)
+        job = wire.to_job(
+            asked,
+            service.caller(request, wire.tier(asked)),
+            defaults(spec),
+            max_tokens=spec.sampling.max_tokens,
+            template_args=template_args(resolved, spec),
+            max_chars=rules.max_input_chars,
+        )
+        response_id = f"resp_{secrets.token_hex(24)}"
+        created = int(time.time())
+        answer = Answer(wire.described(asked, job, response_id=response_id, created=created))
+        headers = {"x-gateway-ignored": ",".join(read.ignored)} if read.ignored else {}
+        if not asked.stream:
+            body = await while_connected(request.receive, self._whole(spec, job, answer))
+            return Response(body, media_type="application/json", headers=headers)
+        events = self._framed(spec, job, answer)
+        stream = EventStream(events, headers, request.receive, send_timeout_s=rules.send_timeout_s)
+        return await stream.primed(rules.stream_open_after_s)
+
+    async def missing(self, request: Request) -> Response:
+        """Refuse what only a gateway that keeps responses could answer."""
+        raise UnknownUrl(
+            f"Response with id '{request.path_params['name'].split('/')[0]}' not found: this "
+            "gateway keeps no responses.",
+            param="response_id",
+            code="response_not_found",
+        )
+
+    async def _whole(self, spec: ChatSpec, job: GenerateJob, answer: Answer) -> bytes:
+        async with aclosing(self._events(spec, job, answer)) as events:
+            async for _ in events:
+                pass
+        return orjson.dumps(answer.whole())
+
+    async def _framed(
+        self, spec: ChatSpec, job: GenerateJob, answer: Answer
+    ) -> AsyncGenerator[bytes, None]:
+        """Frame the events. A failure after the first of them is an event too."""
+        has_begun = False
+        try:
+            async with aclosing(self._events(spec, job, answer)) as events:
+                async for event in events:
+                    has_begun = True
+                    yield named(event)
+        except GatewayError as error:
+            if not has_begun:
+                raise
+            for event in answer.fail(error):
+                yield named(event)
+
+    async def _events(
+        self, spec: ChatSpec, job: GenerateJob, answer: Answer
+    ) -> AsyncGenerator[Event, None]:
+        """Give the events; the first of them with the first delta."""
+        with _called_input():
+            async with (
+                self._service.writer(spec) as batcher,
+                batcher.generate(job) as generation,
+                aclosing(generation.deltas) as deltas,
+            ):
+                usage = generation.usage
+                is_first = True
+                async for delta in deltas:
+                    if is_first:
+                        is_first = False
+                        for event in answer.begin():
+                            yield event
+                    usage = counted(usage, delta)
+                    for event in answer.add(delta):
+                        yield event
+        for event in answer.end(usage, int(time.time())):
+            yield event
+
+
+def named(event: Event) -> bytes:
+    """Write an event with its type as the frame's name."""
+    kind: str = event["type"]
+    return b"event: " + kind.encode() + b"\n" + frame(orjson.dumps(event))
+
+
+@contextlib.contextmanager
+def _called_input() -> Iterator[None]:
+    """Call the conversation as this endpoint does in what the floors below refuse."""
+    try:
+        yield
+    except GatewayError as error:
+        if error.param == "messages":
+            error.param = "input"
+        raise

@@ -1,0 +1,93 @@
+"""Functions that may be called → the grammar of an answer that calls them.
+
+In Lark's form, as llguidance reads it; `%json` holds a value to a JSON Schema. Source:
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.errors import BadRequest
+from gateway.jobs import Calling, Function, Grammar
+
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+ANY: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a model writes a call of its own accord: JSON between two marks.
+
+    The flags tell which marks llguidance takes for special tokens: those have no bytes.
+    """
+
+    start: str
+    end: str
+    is_special: bool
+    closing_is_special: bool
+
+
+def answer_grammar(
+    calling: Calling | None,
+    form: CallFormat | None,
+    answer: Grammar | None,
+    parameters: Callable[[Function], dict[str, Any]],
+) -> Grammar | None:
+    """Give what a row must match, of calls and of the answer asked for; None when it is free.
+
+    A forced call is bare JSON: {"name":…,"arguments":…}. A free one keeps the model's own form,
+    and is held to its schema where a function is strict; beside an `answer` to be matched, an
+    answer is either. `parameters` gives a function's schema as it is to be held to. Raises
+    BadRequest where the model's form leaves no way to say that.
+    """
+    if calling is None:
+        return answer
+    if calling.forced:
+        schemas = [(function.name, parameters(function)) for function in calling.functions]
+        return Grammar("calls", _lark("start: call", schemas, "", ""))
+    free = [(each.name, parameters(each) if each.strict else ANY) for each in calling.functions]
+    if answer is not None:
+        if form is None or answer.kind != "json_schema":
+            raise BadRequest(
+                "This model's form of calls cannot be held beside a form of answers: send "
+                "'tools' or 'response_format', or a 'tool_choice'.",
+                param="response_format",
+            )
+        schema = json.dumps({**json.loads(answer.source), **COMPACT})
+        start = f"start: answer | call+\nanswer: %json {schema}"
+        opening = form.start if form.is_special else json.dumps(form.start)
+        return Grammar("calls", _lark(start, free, opening, _closing(form)))
+    if form is None or not any(function.strict for function in calling.functions):
+        return None
+    if form.is_special:
+        start = f"start: tag* TEXT\ntag: TEXT {form.start} body"
+    else:
+        start = f"start: tag* TEXT\ntag: trigger body\ntrigger[lazy]: TEXT {json.dumps(form.start)}"
+    rules = _lark(f"{start}\nTEXT: /(.|\\n)*/", free, "", _closing(form))
+    return Grammar("calls", rules.replace("\ncall:", "\nbody:", 1))
+
+
+def _closing(form: CallFormat) -> str:
+    mark = form.end if form.closing_is_special else json.dumps(form.end)
+    return f'"\\n"? {mark} "\\n"?' if form.end else ""
+
+
+def _lark(
+    start: str, functions: Sequence[tuple[str, dict[str, Any]]], opening: str, closing: str
+) -> str:
+    """Write the rules: `call` is one of the functions, each with its own arguments.
+
+    Between marks a call is spaced as models are trained to space it, without them it is compact.
+    """
+    gap = " " if closing else ""
+    names = " | ".join(f"call_{i}" for i in range(len(functions)))
+    before = [opening] if opening else []
+    around = ['"\\n"?', f"({names})", closing] if closing else [f"({names})"]
+    rules = [start, " ".join(["call:", *before, *around])]
+    for i, (name, schema) in enumerate(functions):
+        head = json.dumps(f'{{"name":{gap}{json.dumps(name)},{gap}"arguments":{gap}')
+        rules.append(f'call_{i}: {head} arguments_{i} "}}"')
+        rules.append(f"arguments_{i}: %json {json.dumps({**schema, **COMPACT})}")
+    return "\n".join(rules)

@@ -1,0 +1,204 @@
+"""The second backend: outlines_core, a finite automaton over the model's tokens.
+
+It ignores much of JSON Schema without a word, so a schema may use only what is listed here. It
+has no fuel either, so the automaton is built in a process that a deadline can end.
+"""
+
+import json
+import pickle
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from outlines_core import Guide, Index  # type: ignore[import-untyped]
+
+from gateway.engine import schemas
+from gateway.engine.grammars import (
+    Bounds,
+    CompiledGrammar,
+    GrammarTokenizer,
+    read_schema,
+    text_of,
+)
+from gateway.engine.matching import GuideState
+from gateway.engine.schemas import Node, Schema
+from gateway.engine.shaping import Shape, shaped
+from gateway.errors import BadRequest
+from gateway.jobs import Grammar
+
+Runner: TypeAlias = Callable[[Sequence[str], bytes], bytes]
+"""Runs a command on an input and gives its output; raises TimeoutError past the deadline."""
+
+_WORKER: Final = (sys.executable, "-P", str(Path(__file__).with_name("index_worker.py")))
+_NOTES: Final = frozenset(
+    {
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$schema", "$id", "$comment", "$defs", "definitions", "x-guidance"),
+        *("contentEncoding", "contentMediaType", "discriminator", "nullable"),
+    }
+)
+_SHAPES: Final = {
+    "string": ({"minLength", "maxLength"}, {"pattern"}, {"format"}),
+    "array": ({"items", "minItems", "maxItems"}, {"prefixItems", "minItems", "maxItems"}),
+    "object": ({"properties", "required", "additionalProperties"},),
+    **dict.fromkeys(("integer", "number", "boolean", "null"), (set[str](),)),
+}
+_KEYWORDS: Final = {
+    *(key for shapes in _SHAPES.values() for keys in shapes for key in keys),
+    *("type", "$ref", "anyOf", "enum", "const", "oneOf", "allOf", "minProperties"),
+    *("maxProperties", "patternProperties", "minimum", "maximum", "exclusiveMinimum"),
+    *("exclusiveMaximum", "multipleOf", "$anchor", "$dynamicAnchor"),
+}
+# A pattern is matched against the JSON text, so it must not reach a quote or a backslash.
+_SAFE_PATTERN: Final = re.compile(
+    r"\^?(?:[\w \-+*?|(){}:;,@/#%&=!~<>']"
+    r"|\\[dw.\-+*?|(){}/\[\]$^]"
+    r"|\[(?!\^)(?:[\w \-.,:;@/+*?#%&=!~]|\\[dw.\-\]])+\])*\$?",
+    re.ASCII,
+)
+_RANGE: Final = re.compile(r"[^\w]-|-[^\w\]]", re.ASCII)
+
+
+def compile_index(
+    tokenizer: GrammarTokenizer,
+    grammar: Grammar,
+    run: Runner,
+    *,
+    shape: Shape | None = None,
+    bounds: Bounds | None = None,
+    max_bytes: int = 4 << 30,
+) -> CompiledGrammar:
+    """Compile with outlines_core. Raises BadRequest for what it can't do, or would ignore."""
+    bounds = bounds or Bounds()
+    code = "invalid_json_schema" if grammar.kind == "json_schema" else "invalid_grammar"
+    if grammar.kind == "json_schema":
+        schema = read_schema(grammar.source, bounds)
+        check_index_schema(schema)
+        tight = shaped(schema, shape or Shape(), recursive=False)
+        source = json.dumps(tight, ensure_ascii=False)
+    elif grammar.kind == "grammar":
+        raise BadRequest(
+            "Grammars need the llguidance backend; this model uses outlines_core.",
+            param="response_format",
+            code=code,
+        )
+    else:
+        source = text_of(grammar, bounds)
+    request = {
+        "kind": "json_schema" if grammar.kind == "json_schema" else "regex",
+        "source": source,
+        "eos_id": tokenizer.eos_ids[0],
+        "texts": tokenizer.texts(),
+        "max_bytes": max_bytes,
+    }
+    outcome, value = _answer(run(_WORKER, pickle.dumps(request)))
+    if outcome == "refused":
+        raise BadRequest(
+            f"outlines_core cannot compile it: {str(value)[:1000].strip()}",
+            param="response_format",
+            code=code,
+        )
+    index: Index = pickle.loads(value)
+    return CompiledGrammar(
+        lambda: GuideState(Guide(index), tokenizer.eos_ids[0]), tokenizer.eos_ids
+    )
+
+
+def _answer(output: bytes) -> tuple[str, Any]:
+    if not output:
+        return "refused", "it needs more memory than it may have"
+    outcome, value = pickle.loads(output)
+    return outcome, value
+
+
+def check_index_schema(schema: Schema) -> None:
+    """Refuse, naming keyword and place, whatever outlines_core would ignore or get wrong."""
+    for place, node in schemas.walk(schema):
+        keys = (node.keys() & _KEYWORDS) - _NOTES
+        _check_node(place, node, keys)
+    _check_recursion(schema)
+
+
+def _check_node(place: str, node: Node, keys: set[str]) -> None:
+    alone: str
+    for alone in ("$ref", "anyOf", "enum", "const"):
+        if alone in keys:
+            _only(place, keys, {alone, "type"} if alone in ("enum", "const") else {alone})
+            if "type" in keys:
+                _check_values(place, node)
+            return
+    if not keys:
+        return
+    named = node.get("type")
+    if named is None:
+        raise _unsupported(place, min(keys), "without `type`")
+    if isinstance(named, list):
+        _only(place, keys, {"type"})
+        return
+    if not any(keys <= {"type", *shape} for shape in _SHAPES[named]):
+        known = set[str]().union(*_SHAPES[named])
+        beyond = keys - known - {"type"} or keys & {"maxLength", "minLength", "items", "format"}
+        raise _unsupported(place, max(beyond), "there")
+    if "pattern" in keys and not _is_safe(node["pattern"]):
+        raise _unsupported(place, "pattern", "unless it is plain")
+    if "prefixItems" in keys:
+        size = len(node["prefixItems"])
+        if not node.get("minItems", size) <= size <= node.get("maxItems", size):
+            raise _unsupported(place, "prefixItems", "of another length than its array")
+    if not set(node.get("required", ())) <= node.get("properties", {}).keys():
+        raise _unsupported(place, "required", "for a name that is not in `properties`")
+    if "properties" not in keys and node.get("additionalProperties") is False:
+        raise _unsupported(place, "additionalProperties", "without `properties`")
+
+
+def _is_safe(pattern: str) -> bool:
+    return _SAFE_PATTERN.fullmatch(pattern) is not None and not any(
+        _RANGE.search(group) for group in re.findall(r"\[([^\]]*)\]", pattern)
+    )
+
+
+def _only(place: str, keys: set[str], allowed: set[str]) -> None:
+    if beside := keys - allowed:
+        raise _unsupported(
+            place, min(beside), f"beside `{min(allowed - {'type'}, default='type')}`"
+        )
+
+
+def _check_values(place: str, node: Node) -> None:
+    values = node["enum"] if "enum" in node else [node["const"]]
+    if not all(_type(value) & schemas.types(node) for value in values):
+        raise _unsupported(place, "enum" if "enum" in node else "const", "of another `type`")
+
+
+def _type(value: Any) -> set[str]:
+    if value is None:
+        return {"null"}
+    names = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: {"string"}}
+    return names.get(type(value), {"array"} if isinstance(value, list) else {"object"})
+
+
+def _check_recursion(root: Schema) -> None:
+    """Refuse references that come round: the automaton would cut them off half way."""
+
+    def follow(schema: Schema, above: tuple[str, ...]) -> None:
+        for place, node in schemas.walk(schema):
+            ref = node.get("$ref")
+            if place.startswith(("#/$defs/", "#/definitions/")) or not isinstance(ref, str):
+                continue
+            if ref in above or ref == "#":
+                raise _unsupported(ref, "$ref", "to itself")
+            if ref not in seen and (target := schemas.resolve(root, ref)) is not None:
+                follow(target, (*above, ref))
+                seen.add(ref)
+
+    seen: set[str] = set()
+    follow(root, ())
+
+
+def _unsupported(place: str, key: str, when: str) -> BadRequest:
+    return schemas.refused(
+        f"The JSON Schema keyword `{key}` at {place} is not supported {when} by outlines_core; "
+        "llguidance may."
+    )

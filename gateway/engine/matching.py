@@ -1,0 +1,259 @@
+"""Where each row stands in its grammar, and the masks that keep its next token inside.
+
+A matcher never raises over what a model says: it records the error, and its row is ended. Masks
+are uint32 words, bit i of word w allowing the token 32 w + i.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher
+from outlines_core import Guide  # type: ignore[import-untyped]
+
+Mask: TypeAlias = npt.NDArray[np.uint32]
+_WORD = 32
+_ALL = np.uint32(0xFFFFFFFF)
+
+
+def words(vocab_size: int) -> int:
+    """Count the words of one row's mask."""
+    return -(-vocab_size // _WORD)
+
+
+class State(Protocol):
+    """A backend's place in a grammar."""
+
+    @property
+    def may_end(self) -> bool:
+        """Tell whether what was said is a whole answer."""
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether nothing more can be said."""
+
+    def advance(self, token: int) -> str | None:
+        """Take a token; give the error if the grammar doesn't allow it."""
+
+    def fill(self, row: Mask) -> str | None:
+        """Write the mask, end of sequence aside; give the error if it cannot be computed."""
+
+    def forced(self) -> list[int]:
+        """Give the tokens that must come next, as far as the backend can tell."""
+
+
+class LLState:
+    """llguidance's: an Earley parser over a lexer."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    @property
+    def may_end(self) -> bool:
+        """Tell whether what was said is a whole answer."""
+        return self.matcher.is_accepting()
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether nothing more can be said."""
+        return self.matcher.is_stopped()
+
+    def advance(self, token: int) -> str | None:
+        """Take a token; give the error if the grammar doesn't allow it."""
+        self.matcher.consume_token(token)
+        return self.problem()
+
+    def fill(self, row: Mask) -> str | None:
+        """Write the mask, end of sequence aside; give the error if it cannot be computed."""
+        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        return self.problem()
+
+    def forced(self) -> list[int]:
+        """Give the tokens that must come next, as far as the backend can tell."""
+        return self.matcher.compute_ff_tokens()
+
+    def problem(self) -> str | None:
+        """Give the matcher's error without its dump of the parser."""
+        error = self.matcher.get_error().partition("\n<")[0]
+        return "no answer can match it" if error.startswith("NoExtension") else error or None
+
+
+class GuideState:
+    """outlines_core's: a walk over a finite automaton."""
+
+    def __init__(self, guide: Guide, eos_id: int) -> None:
+        self._guide = guide
+        self._eos_id = eos_id
+
+    @property
+    def may_end(self) -> bool:
+        """Tell whether what was said is a whole answer."""
+        return bool(self._guide.is_finished())
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether nothing more can be said."""
+        return self.may_end and self._guide.get_tokens() in ([], [self._eos_id])
+
+    def advance(self, token: int) -> str | None:
+        """Take a token; give the error if the grammar doesn't allow it."""
+        try:
+            self._guide.advance(token, return_tokens=False)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def fill(self, row: Mask) -> str | None:
+        """Write the mask, end of sequence aside; give the error if it cannot be computed."""
+        self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
+        return None
+
+    def forced(self) -> list[int]:
+        """Follow the automaton while it has one way; not worth it here."""
+        return []
+
+
+class Matcher:
+    """One row's place in its grammar. Used by one thread at a time.
+
+    Every end-of-sequence token is allowed exactly where the answer may end. Once `error` is
+    set nothing but them is, and nothing more is taken. `begin` gives the first state; rows of
+    one grammar may share a lexer through it, and run it out of states for one another, so an
+    error is believed only when a state from `alone` meets it too.
+    """
+
+    __slots__ = ("_alone", "_eos", "_has_ended", "_said", "error", "state")
+
+    def __init__(
+        self,
+        begin: Callable[[], State],
+        eos_ids: Collection[int],
+        alone: Callable[[], State] | None = None,
+    ) -> None:
+        self.state = begin()
+        self.error: str | None = None
+        self._alone = alone
+        self._eos = frozenset(eos_ids)
+        self._said: list[int] = []
+        self._has_ended = False
+
+    @property
+    def may_end(self) -> bool:
+        """Tell whether what was said is a whole answer."""
+        return self.error is None and (self._has_ended or self.state.may_end)
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether the answer is whole and cannot go on."""
+        return self.error is None and (
+            self._has_ended or (self.state.is_over and self.state.may_end)
+        )
+
+    def consume(self, token: int) -> None:
+        """Take the token just said."""
+        if self.error is not None:
+            return
+        if self._has_ended:
+            self.error = "a token came after the end of the answer"
+        elif token in self._eos:
+            self._has_ended = self.state.may_end
+            if not self._has_ended:
+                self.error = "the answer ended before its grammar did"
+        else:
+            self._said.append(token)
+            self.error = self.state.advance(token)
+            if self.error is not None:
+                self._retry()
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Take what a row has already said, when it is read again from its beginning."""
+        for token in tokens:
+            self.consume(token)
+
+    def forced_tokens(self) -> list[int]:
+        """Give tokens that must come next; not all of them, and perhaps none."""
+        if self.error is not None or self.is_over:
+            return []
+        return [token for token in self.state.forced() if token not in self._eos]
+
+    def allowed(self, row: Mask) -> None:
+        """Write this row's mask, (words,)."""
+        if self.error is None and not self._has_ended:
+            self.error = self.state.fill(row)
+            if self.error is not None and self._retry():
+                self.error = self.state.fill(row)
+        self._settle(row)
+
+    def settle(self, row: Mask) -> None:
+        """Finish a mask that the backend has written for this row's state."""
+        if isinstance(self.state, LLState) and self.state.problem() is not None:
+            self.allowed(row)
+        else:
+            self._settle(row)
+
+    def _settle(self, row: Mask) -> None:
+        """Set the ends of sequence, and nothing else where nothing else may come."""
+        if self.error is not None or self._has_ended:
+            row[:] = 0
+        may_end = self.error is not None or self.may_end
+        for token in self._eos:
+            bit = np.uint32(1 << (token % _WORD))
+            if may_end:
+                row[token // _WORD] |= bit
+            else:
+                row[token // _WORD] &= ~bit
+        if not row.any():
+            self.error = "no token of this model continues the answer"
+            self._settle(row)
+
+    def _retry(self) -> bool:
+        """Say it all again to a state that shares nothing; tell whether that went better."""
+        if self._alone is None:
+            return False
+        state, self._alone = self._alone(), None
+        if all(state.advance(token) is None for token in self._said):
+            self.state, self.error = state, None
+        return self.error is None
+
+
+class Masks:
+    """Fills the masks of many rows, in parallel where the backend can."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._executor = LLExecutor(threads)
+
+    def fill(self, matchers: Sequence[Matcher], bitmask: Mask) -> None:
+        """Write (rows, words), one row a matcher. Look at each `error` afterwards."""
+        together: list[tuple[LLMatcher, int]] = []
+        for i, matcher in enumerate(matchers):
+            if isinstance(matcher.state, LLState) and matcher.error is None:
+                together.append((matcher.state.matcher, i))
+            else:
+                matcher.allowed(bitmask[i])
+        if together:
+            self._executor.unsafe_compute_mask_ptr(
+                together, bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
+            )
+        for _, i in together:
+            matchers[i].settle(bitmask[i])
+
+
+def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
+    """Forbid, in (batch, vocabulary) logits, what (len(rows), words) masks leave out.
+
+    `rows` says which rows of the batch the masks are for; the others stay free. Forbidden is
+    -inf, and so is every id beyond the masks. Plain operations: any device will do.
+    """
+    batch, vocab_size = logits.shape
+    if not len(rows):
+        return logits
+    every = np.full((batch, words(vocab_size)), _ALL, dtype=np.uint32)
+    width = min(bitmask.shape[1], every.shape[1])
+    for mask, row in zip(bitmask, rows, strict=True):
+        every[row, :width] = mask[:width]
+        every[row, width:] = 0
+    bits = (mx.array(every)[:, :, None] >> mx.arange(_WORD, dtype=mx.uint32)) & 1
+    is_allowed = bits.reshape(batch, -1)[:, :vocab_size].astype(mx.bool_)
+    return mx.where(is_allowed, logits, mx.array(-mx.inf, dtype=logits.dtype))

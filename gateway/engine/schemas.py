@@ -1,0 +1,234 @@
+"""JSON Schemas as plain values: read, bring to one draft, refuse what would be half-honoured.
+
+Pure functions; nothing here changes the value it is given. Refusals name the keyword and where.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeAlias
+
+from gateway.errors import BadRequest
+
+Schema: TypeAlias = Any  # a JSON value: an object or, in the draft's own words, a boolean
+Node: TypeAlias = dict[str, Any]
+
+_ONE: Final = (
+    *("items", "additionalProperties", "additionalItems", "contains", "propertyNames"),
+    *("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties"),
+)
+_LIST: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAP: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+UNSUPPORTED: Final = frozenset(
+    {
+        *("not", "if", "then", "else", "uniqueItems", "propertyNames"),
+        *("contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+    }
+)
+SCALARS: Final = frozenset({"string", "number", "integer", "boolean", "null"})
+TYPES: Final = SCALARS | {"array", "object"}
+_LARGEST: Final = 2**53  # beyond it neighbouring integers are one double, and llguidance has those
+_UPPER: Final = ("maximum", "exclusiveMaximum")
+_LOWER: Final = ("minimum", "exclusiveMinimum")
+
+
+def refused(message: str) -> BadRequest:
+    """Make the answer to a schema that cannot be honoured."""
+    return BadRequest(message, param="response_format", code="invalid_json_schema")
+
+
+def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
+    """Read a schema within bounds; its size and depth are what compiling it costs."""
+    if len(text.encode(errors="surrogatepass")) > max_bytes:
+        raise refused(f"The JSON Schema is longer than {max_bytes} bytes.")
+    try:
+        schema = json.loads(text, parse_constant=_no_such_number)
+    except (ValueError, RecursionError) as error:
+        raise refused(f"The JSON Schema is not JSON: {error}") from error
+    if not isinstance(schema, (dict, bool)):
+        raise refused("A JSON Schema is an object or a boolean.")
+    if _is_deeper(schema, max_depth):
+        raise refused(f"The JSON Schema is nested more than {max_depth} levels deep.")
+    return schema
+
+
+def _no_such_number(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for node in level
+            for child in (
+                node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+            )
+        ]
+        if not level:
+            return False
+    return True
+
+
+def walk(schema: Schema, place: str = "#") -> Iterator[tuple[str, Node]]:
+    """Visit every subschema that is an object, with its JSON pointer."""
+    if not isinstance(schema, dict):
+        return
+    yield place, schema
+    for key, value in schema.items():
+        if key in _ONE and isinstance(value, dict):
+            yield from walk(value, f"{place}/{key}")
+        elif key in _LIST and isinstance(value, list):
+            for i, child in enumerate(value):
+                yield from walk(child, f"{place}/{key}/{i}")
+        elif key in _MAP and isinstance(value, dict):
+            for name, child in value.items():
+                yield from walk(child, f"{place}/{key}/{name}")
+
+
+def rebuilt(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
+    """Copy a schema, each subschema replaced, innermost first. `change` may alter what it gets."""
+    if not isinstance(schema, dict):
+        return change(schema)
+    copy: Node = {}
+    for key, value in schema.items():
+        if key in _ONE and isinstance(value, (dict, bool)):
+            copy[key] = rebuilt(value, change)
+        elif key in _LIST and isinstance(value, list):
+            copy[key] = [rebuilt(child, change) for child in value]
+        elif key in _MAP and isinstance(value, dict):
+            copy[key] = {name: rebuilt(child, change) for name, child in value.items()}
+        else:
+            copy[key] = value
+    return change(copy)
+
+
+def modern(schema: Schema) -> Schema:
+    """Say in draft 2020-12 what older drafts said otherwise, and leave out what says nothing.
+
+    A list of `items` becomes `prefixItems`; bounds beyond 2^53 are drawn in to it, since the
+    compilers count in doubles.
+    """
+    return rebuilt(schema, _modern)
+
+
+def _modern(node: Schema) -> Schema:
+    if not isinstance(node, dict):
+        return node
+    node.pop("$schema", None)
+    if node.get("uniqueItems") is False:
+        del node["uniqueItems"]
+    rest = node.pop("additionalItems", None)
+    if isinstance(node.get("items"), list):
+        node["prefixItems"] = node.pop("items")
+        if rest is not None:
+            node["items"] = rest
+    for key in (*_LOWER, *_UPPER):
+        if isinstance(node.get(key), (int, float)):
+            is_upper = key in _UPPER
+            node[key] = min(node[key], _LARGEST) if is_upper else max(node[key], -_LARGEST)
+    return node
+
+
+def check(schema: Schema) -> None:
+    """Refuse, naming keyword and place, what no grammar of ours holds an answer to."""
+    if schema is False:
+        raise refused("The JSON Schema `false` allows no answer.")
+    for place, node in walk(schema):
+        for key in node:
+            if key in UNSUPPORTED:
+                raise refused(f"The JSON Schema keyword `{key}` at {place} is not supported.")
+        _check_numbers(place, node)
+        if node.get("minProperties", 0) > len(node.get("required", ())) + 1:
+            # Names beyond `properties` may repeat, so only one of them surely counts.
+            raise refused(
+                f"The JSON Schema keyword `minProperties` at {place} is supported only up to one "
+                "more than the required properties."
+            )
+    if not can_end(schema):
+        raise refused("The JSON Schema allows no finite answer: something required is impossible.")
+
+
+def _check_numbers(place: str, node: Node) -> None:
+    for key in (*_LOWER, *_UPPER, "multipleOf", "const", "enum"):
+        if any(abs(number) > _LARGEST for number in _numbers(node.get(key))):
+            raise refused(
+                f"The JSON Schema keyword `{key}` at {place} has a number beyond 2^53, which "
+                "cannot be held to exactly."
+            )
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, (int, float)):
+        yield value if math.isfinite(value) else math.inf
+    elif isinstance(value, (list, dict)):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(child)
+
+
+def types(node: Node) -> frozenset[str]:
+    """Give the JSON types a subschema names; all of them when it names none."""
+    named = node.get("type")
+    if named is None:
+        return TYPES
+    return frozenset([named] if isinstance(named, str) else named)
+
+
+def resolve(root: Schema, ref: str) -> Schema | None:
+    """Follow a JSON pointer within the schema; None for what is not one, or leads nowhere."""
+    if not ref.startswith("#"):
+        return None
+    found = root
+    for part in ref[1:].split("/")[1:] if ref != "#" else ():
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def can_end(root: Schema) -> bool:
+    """Tell whether some finite value fits: whether no subschema always requires itself.
+
+    The least fixed point: a reference ends once what it points to does. References that are
+    not pointers are taken to end.
+    """
+    refs = {
+        node["$ref"]: resolve(root, node["$ref"])
+        for _, node in walk(root)
+        if isinstance(node.get("$ref"), str)
+    }
+    ending = {ref for ref, target in refs.items() if target is None}
+    while more := {
+        ref for ref, target in refs.items() if ref not in ending and _ends(target, ending)
+    }:
+        ending |= more
+    return _ends(root, ending)
+
+
+def _ends(schema: Schema, ending: set[str]) -> bool:
+    if not isinstance(schema, dict):
+        return schema is not False
+    if "$ref" in schema and schema["$ref"] not in ending:
+        return False
+    for key, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        if not enough(_ends(child, ending) for child in schema.get(key, (True,))):
+            return False
+    if types(schema) & SCALARS or "const" in schema or "enum" in schema:
+        return True
+    ways = []
+    if "array" in types(schema):
+        prefix = schema.get("prefixItems", [])
+        needed = schema.get("minItems", 0)
+        needs = [*prefix, schema.get("items", True)] if needed > len(prefix) else prefix[:needed]
+        ways.append(all(_ends(child, ending) for child in needs))
+    if "object" in types(schema):
+        own, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
+        needs = [own.get(name, rest) for name in schema.get("required", ())]
+        ways.append(all(_ends(child, ending) for child in needs))
+    return any(ways)

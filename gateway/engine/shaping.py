@@ -1,0 +1,166 @@
+"""A JSON Schema drawn tighter, so that a small model stays on course.
+
+Whatever fits the shaped schema fits the caller's own. Pure functions, copies throughout.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.engine.schemas import Node, Schema, can_end, rebuilt, types, walk
+
+_APPLICATORS: Final = ("$ref", "anyOf", "oneOf", "allOf")
+_SETTLED: Final = (*_APPLICATORS, "enum", "const")
+_OPEN: Final = "gateway-open"
+_OPEN_REF: Final = f"#/$defs/{_OPEN}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How far a schema is tightened.
+
+    `max_string_chars` and `max_array_items` bound what the schema leaves unbounded; None leaves
+    it so. `complete` emits the optional properties of an object when each is nullable or has a
+    default. `closed` adds no property that the schema doesn't name, unless it says it may.
+    """
+
+    max_string_chars: int | None = None
+    max_array_items: int | None = None
+    complete: bool = True
+    closed: bool = True
+
+
+def shaped(schema: Schema, shape: Shape, *, recursive: bool = True) -> Schema:
+    """Apply a shape. `recursive` False leaves open values open, for a backend without recursion."""
+    if shape.closed:
+        schema = closed(schema)
+    if shape.complete:
+        schema = complete(schema)
+    return bounded(schema, shape.max_string_chars, shape.max_array_items, recursive=recursive)
+
+
+def complete(schema: Schema) -> Schema:
+    """Require every property of the objects whose optional properties can all say nothing.
+
+    That is, each is nullable or has a default, as pydantic's optional fields are: models left
+    free to skip such fields often skip them all. A field that is optional in earnest leaves its
+    object as it was; so does an object whose recursion would then never end.
+    """
+    whole = rebuilt(schema, _complete)
+    return whole if can_end(whole) else schema
+
+
+def _complete(node: Schema) -> Schema:
+    if not isinstance(node, dict) or not isinstance(node.get("properties"), dict):
+        return node
+    own, required = node["properties"], list(node.get("required", ()))
+    optional = [name for name in own if name not in required]
+    room = node.get("maxProperties", len(own) + len(required)) - len(required)
+    if len(optional) <= room and all(_may_say_nothing(own[name]) for name in optional):
+        names = {*required, *optional}
+        node["required"] = [name for name in own if name in names] + [
+            name for name in required if name not in own
+        ]
+    return node
+
+
+def _may_say_nothing(schema: Schema) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    if "default" in schema:
+        return True
+    if "type" in schema:
+        return "null" in types(schema)
+    options = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return any(isinstance(option, dict) and option.get("type") == "null" for option in options)
+
+
+def closed(schema: Schema) -> Schema:
+    """Say `additionalProperties: false` where an object names its properties and not the rest.
+
+    Left alone where several subschemas may speak of one object (`allOf`, or properties beside
+    `anyOf`, `oneOf` or `$ref`), since each would forbid what the others name.
+    """
+    for _, node in walk(schema):
+        if len(node.get("allOf", ())) > 1:
+            return schema
+        speaks = any(key in node for key in ("properties", "patternProperties", "required"))
+        if speaks and any(key in node for key in _APPLICATORS):
+            return schema
+    return rebuilt(schema, _closed)
+
+
+def _closed(node: Schema) -> Schema:
+    if isinstance(node, dict) and node.get("properties") and "patternProperties" not in node:
+        if not set(node.get("required", ())) <= node["properties"].keys():
+            return node
+        node.setdefault("additionalProperties", False)
+    return node
+
+
+def bounded(
+    schema: Schema,
+    max_string_chars: int | None,
+    max_array_items: int | None,
+    *,
+    recursive: bool = True,
+) -> Schema:
+    """Add `maxLength` and `maxItems` where a schema has neither, however deep.
+
+    Enumerations, constants, formats and patterns stay as they are. With `recursive`, values of
+    any shape (`{}`, an object of anything) are bounded too, all the way down.
+    """
+    limits: Node = {}
+    if max_string_chars is not None:
+        limits["maxLength"] = max_string_chars
+    if max_array_items is not None:
+        limits["maxItems"] = max_array_items
+    if not limits:
+        return schema
+    is_used = False
+
+    def bound(node: Schema) -> Schema:
+        nonlocal is_used
+        if node is True:
+            node = {}
+        if not isinstance(node, dict) or any(key in node for key in _SETTLED):
+            return node
+        if not recursive:
+            return _limited(node, limits) if "type" in node else node
+        opened = _opened(_limited(node, limits), limits)
+        is_used = is_used or opened is not node
+        return opened
+
+    copy = rebuilt(schema, bound)
+    if is_used:
+        inner = {"items": {"$ref": _OPEN_REF}, "additionalProperties": {"$ref": _OPEN_REF}}
+        bounds = {**limits, **_few_properties(limits)}
+        copy = {**copy, "$defs": {**copy.get("$defs", {}), _OPEN: {**bounds, **inner}}}
+    return copy
+
+
+def _limited(node: Node, limits: Node) -> Node:
+    kinds = types(node)
+    is_free = not any(key in node for key in ("maxLength", "pattern", "format"))
+    if "maxLength" in limits and "string" in kinds and is_free:
+        node["maxLength"] = max(limits["maxLength"], node.get("minLength", 0))
+    if "maxItems" in limits and "array" in kinds and "maxItems" not in node:
+        least = max(node.get("minItems", 0), len(node.get("prefixItems", ())))
+        node["maxItems"] = max(limits["maxItems"], least)
+    return node
+
+
+def _opened(node: Node, limits: Node) -> Node:
+    """Point what a schema says nothing about at the bounded value of any shape."""
+    more: dict[str, Any] = {}
+    if "array" in types(node) and "items" not in node:
+        more["items"] = {"$ref": _OPEN_REF}
+    named = any(key in node for key in ("properties", "patternProperties"))
+    if "object" in types(node) and not named and "additionalProperties" not in node:
+        more["additionalProperties"] = {"$ref": _OPEN_REF}
+        if not {"minProperties", "maxProperties", "required"} & node.keys():
+            more.update(_few_properties(limits))
+    return {**node, **more} if more else node
+
+
+def _few_properties(limits: Node) -> Node:
+    return {"maxProperties": limits["maxItems"]} if "maxItems" in limits else {}

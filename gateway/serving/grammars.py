@@ -1,0 +1,157 @@
+"""Compiled grammars, one model's: equal ones compile once, the last used are kept.
+
+Compiling runs on a worker thread with a deadline, one at a time, so that no grammar keeps the
+tokenisers from their work.
+"""
+
+import asyncio
+import subprocess
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from gateway import metrics
+from gateway.errors import BadRequest, Overloaded
+from gateway.jobs import Grammar
+
+T = TypeVar("T")
+
+ERRORS_LAST_S = 60.0
+
+
+class Run(Protocol):
+    """Calls a function on a worker thread: a `TokenPool`'s `run`."""
+
+    def __call__(self, function: Callable[[Grammar], T], grammar: Grammar, /) -> Awaitable[T]:
+        """Call it there and await its result."""
+
+
+@dataclass(slots=True)
+class _Entry(Generic[T]):
+    """A grammar's task, and when it ended; both outcomes are kept."""
+
+    task: "asyncio.Task[T]"
+    failed_at: float | None = None
+
+
+class GrammarCache(Generic[T]):
+    """A bounded cache, least recently used out first, for one model.
+
+    `compile` is called through `run`. Whoever asks for a grammar that is being compiled waits
+    for that; leaving stops nobody else's wait. Refusals are remembered for a minute.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        compile: Callable[[Grammar], T],  # noqa: A002
+        run: Run,
+        *,
+        size: int = 64,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._model = model
+        self._compile = compile
+        self._run = run
+        self._size = max(1, size)
+        self._timeout_s = timeout_s
+        self._entries: OrderedDict[Grammar, _Entry[T]] = OrderedDict()
+        self._turn = asyncio.Semaphore(1)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    async def get(self, grammar: Grammar, *, param: str = "response_format") -> T:
+        """Give the compiled grammar.
+
+        Raises BadRequest, with `param`, when it cannot be compiled or takes too long, and
+        Overloaded when other grammars took all the time there was.
+        """
+        entry = self._entries.get(grammar)
+        if entry is not None and self._is_stale(entry):
+            entry = None
+        if entry is None:
+            self._count("miss")
+            entry = self._begin(grammar)
+        else:
+            self._count("hit" if entry.task.done() else "joined")
+        self._entries.move_to_end(grammar)
+        try:
+            return await asyncio.shield(entry.task)
+        except BadRequest as error:
+            raise BadRequest(error.message, param=param, code=error.code) from error
+
+    def _begin(self, grammar: Grammar) -> _Entry[T]:
+        entry = _Entry(asyncio.create_task(self._made(grammar), name="grammar"))
+        entry.task.add_done_callback(lambda task: self._ended(grammar, entry))
+        self._entries[grammar] = entry
+        while len(self._entries) > self._size:
+            self._entries.popitem(last=False)
+        return entry
+
+    async def _made(self, grammar: Grammar) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Overloaded(
+                "Other grammars are being compiled; ask again.", retry_after_s=self._timeout_s
+            ) from None
+        started = metrics.now()
+        work = asyncio.ensure_future(self._run(self._compile, grammar))
+        work.add_done_callback(self._release)
+        try:
+            done, _ = await asyncio.wait([work], timeout=self._timeout_s)
+            if not done:
+                raise TimeoutError
+            return work.result()
+        except TimeoutError:
+            self._count("timeout")
+            raise BadRequest(
+                f"The grammar was not compiled within {self._timeout_s:g} seconds: simplify it.",
+                code="invalid_json_schema" if grammar.kind == "json_schema" else "invalid_grammar",
+            ) from None
+        finally:
+            metrics.GRAMMAR_COMPILE_SECONDS.labels(self._model).observe(metrics.now() - started)
+
+    def _release(self, work: "asyncio.Future[T]") -> None:
+        self._turn.release()
+        if not work.cancelled():
+            work.exception()  # seen: whoever waited for it may have stopped
+
+    def _ended(self, grammar: Grammar, entry: _Entry[T]) -> None:
+        error = None if entry.task.cancelled() else entry.task.exception()
+        if error is None and not entry.task.cancelled():
+            return
+        entry.failed_at = metrics.now()
+        if isinstance(error, BadRequest):
+            self._count("refused")
+        elif self._entries.get(grammar) is entry:
+            del self._entries[grammar]  # not the grammar's fault, so not remembered
+
+    def _is_stale(self, entry: _Entry[T]) -> bool:
+        return entry.failed_at is not None and metrics.now() - entry.failed_at > ERRORS_LAST_S
+
+    def _count(self, outcome: str) -> None:
+        metrics.GRAMMARS.labels(self._model, outcome).inc()
+
+
+class Worker:
+    """Runs a command in a process of its own, killed at the deadline. For a worker thread."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def __call__(self, command: Sequence[str], data: bytes) -> bytes:
+        """Feed `data` to the command and give what it printed; nothing if it died.
+
+        Raises TimeoutError at the deadline, when the process is dead.
+        """
+        try:
+            done = subprocess.run(
+                command, input=data, capture_output=True, timeout=self._timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        return done.stdout if done.returncode == 0 else b""

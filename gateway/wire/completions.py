@@ -1,0 +1,254 @@
+"""POST /v1/completions: prompts → GenerateJobs; their deltas → choices, whole or in chunks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field, field_validator
+
+from gateway.errors import BadRequest
+from gateway.jobs import Caller, Delta, GenerateJob, Sampling, TokenLogprob, Usage
+from gateway.wire.chat import StreamOptions
+from gateway.wire.chat_answers import usage_json
+from gateway.wire.formats import ResponseFormat, StructuredOutputs, read_format
+from gateway.wire.reading import Fields
+from gateway.wire.sampling import SampledRequest
+
+MAX_PROMPTS = 2048  # as many as OpenAI takes inputs for embeddings
+MAX_CHOICES = 4096
+
+FIELDS = Fields(
+    harmless=frozenset(
+        {
+            "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+        }
+    ),
+    refused={
+        "suffix": "This gateway only writes on; it fills no gaps.",
+        "prompt_logprobs": "This gateway does not score prompts.",
+        "use_beam_search": "This gateway samples.",
+    },
+    neutral={
+        "suffix": ("",),
+        "use_beam_search": (False,),
+    },
+)  # fmt: skip
+
+_INVALID = (
+    "it should be a text, token ids, or an array of texts or of arrays of token ids: "
+    f"1 to {MAX_PROMPTS} prompts, none of them empty"
+)
+
+
+class CompletionRequest(SampledRequest):
+    """What OpenAI's endpoint takes. `prompt` is always an array, of texts or of token ids."""
+
+    model: Annotated[str, Field(min_length=1)]
+    prompt: Any
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @field_validator("prompt")
+    @classmethod
+    def _some_prompts(cls, given: object) -> object:
+        if isinstance(given, str):
+            given = [given]
+        if not isinstance(given, list) or not given:
+            raise ValueError(_INVALID)
+        rows = [given] if all(_is_id(item) for item in given) else given
+        if len(rows) > MAX_PROMPTS:
+            raise ValueError(_INVALID)
+        if not (all(_is_text(row) for row in rows) or all(_is_ids(row) for row in rows)):
+            raise ValueError(_INVALID)
+        return rows
+
+
+def _is_text(item: object) -> bool:
+    return isinstance(item, str) and item != ""
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
+
+
+def _is_ids(item: object) -> bool:
+    return isinstance(item, list) and bool(item) and all(map(_is_id, item))
+
+
+def to_jobs(
+    request: CompletionRequest,
+    caller: Caller,
+    defaults: Sampling,
+    *,
+    max_chars: int,
+) -> list[GenerateJob]:
+    """Translate: one job a prompt, each with `n` choices.
+
+    Raises BadRequest for combinations that cannot be served.
+    """
+    _check(request, max_chars)
+    guided = {
+        name: given
+        for name in ("json", "regex", "choice", "grammar")
+        if (given := getattr(request, f"guided_{name}")) is not None
+    }
+    grammar = read_format(
+        request.response_format,
+        request.structured_outputs,
+        StructuredOutputs.model_validate(guided) if guided else None,
+    )
+    return [
+        GenerateJob(
+            caller=caller,
+            prompt=prompt,
+            sampling=request.sampling(defaults),
+            max_tokens=request.max_tokens,
+            stop=request.stop,
+            n=request.n,
+            grammar=grammar,
+            logprobs=request.logprobs,
+        )
+        for prompt in request.prompt
+    ]
+
+
+def _check(request: CompletionRequest, max_chars: int) -> None:
+    if request.best_of not in (None, request.n):
+        raise BadRequest(
+            "Invalid 'best_of': this gateway makes no more answers than it gives, so it should "
+            f"equal 'n', which is {request.n}.",
+            param="best_of",
+        )
+    if len(request.prompt) * request.n > MAX_CHOICES:
+        raise BadRequest(
+            f"Invalid 'n': the prompts ask for more than {MAX_CHOICES} choices together.",
+            param="n",
+        )
+    is_text = isinstance(request.prompt[0], str)
+    if request.echo and request.logprobs is not None:
+        raise BadRequest(
+            "Invalid 'echo': this gateway does not score prompts, so it cannot be combined "
+            "with 'logprobs'.",
+            param="echo",
+        )
+    if request.echo and not is_text:
+        raise BadRequest(
+            "Invalid 'echo': only a prompt that is a text can be echoed.", param="echo"
+        )
+    if is_text and any(len(prompt) > max_chars for prompt in request.prompt):
+        raise BadRequest(f"A prompt is longer than {max_chars} characters.", param="prompt")
+
+
+def choices(request: CompletionRequest) -> list["Choice"]:
+    """Give the choices to be filled: those of the first prompt, those of the second, …"""
+    return [
+        Choice(
+            index,
+            echoed=request.prompt[index // request.n] if request.echo else "",
+            with_logprobs=request.logprobs is not None,
+        )
+        for index in range(len(request.prompt) * request.n)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every piece of one answer repeats."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+    def whole(self, choices: Sequence["Choice"], usage: Usage) -> bytes:
+        """Write the whole answer."""
+        return self._write([choice.whole() for choice in choices], usage_json(usage))
+
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        """Write what is new in one choice."""
+        return self._write([choice])
+
+    def usage(self, usage: Usage) -> bytes:
+        """Write the chunk that `include_usage` asks for: no choices, and the last."""
+        return self._write([], usage_json(usage))
+
+    def _write(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        answer = {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
+        return orjson.dumps(answer if usage is None else {**answer, "usage": usage})
+
+
+class Choice:
+    """One choice as it grows. An echoed prompt is the beginning of its text."""
+
+    def __init__(self, index: int, *, echoed: str, with_logprobs: bool) -> None:
+        self._index = index
+        self._texts: list[str] = []
+        self._echoed = echoed
+        self._offset = len(echoed)
+        self._with_logprobs = with_logprobs
+        self._logprobs = _no_logprobs()
+        self._finish: str | None = None
+
+    def add(self, delta: Delta) -> dict[str, Any]:
+        """Take the next delta, and give what it adds."""
+        text = self._echoed + delta.text
+        self._echoed = ""
+        self._texts.append(text)
+        new = self._scored(delta.logprobs)
+        for name, values in new.items():
+            self._logprobs[name] += values
+        self._finish = delta.finish_reason
+        return self._choice(text, new)
+
+    def whole(self) -> dict[str, Any]:
+        """Give the choice with all its text."""
+        return self._choice("".join(self._texts), self._logprobs)
+
+    def _choice(self, text: str, logprobs: dict[str, list[Any]]) -> dict[str, Any]:
+        return {
+            "text": text,
+            "index": self._index,
+            "logprobs": logprobs if self._with_logprobs else None,
+            "finish_reason": self._finish,
+        }
+
+    def _scored(self, tokens: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        new = _no_logprobs()
+        for token in tokens:
+            new["tokens"].append(token.chosen.token)
+            new["token_logprobs"].append(token.chosen.logprob)
+            new["top_logprobs"].append(_by_text(token))
+            new["text_offset"].append(self._offset)
+            self._offset += len(token.chosen.token)
+        return new
+
+
+def _no_logprobs() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def _by_text(token: TokenLogprob) -> dict[str, float]:
+    """Of tokens with the same text the likelier is told; the chosen one always is."""
+    by_text = {token.chosen.token: token.chosen.logprob}
+    for likelihood in reversed(token.top):
+        by_text[likelihood.token] = likelihood.logprob
+    return dict(sorted(by_text.items(), key=lambda item: -item[1]))

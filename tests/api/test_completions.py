@@ -1,0 +1,255 @@
+"""POST /v1/completions over a socket, with a scripted engine."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from gateway.api import completions
+from gateway.jobs import GenerateJob, Likelihood, RowDelta, RowJob, TokenLogprob
+from tests.fakes import ScriptedEngines, ScriptedWriter
+
+pytestmark = pytest.mark.anyio
+
+
+class ScoringWriter(ScriptedWriter):
+    """Scores every character: its code point below zero, and the character after it less."""
+
+    def plan(self, job: GenerateJob) -> list[RowJob]:
+        return [replace(row, logprobs=job.logprobs) for row in super().plan(job)]
+
+    def _next(self, row: int) -> list[RowDelta]:
+        return [replace(delta, logprobs=_scores(delta.text)) for delta in super()._next(row)]
+
+
+def _scores(text: str) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(_scored(char, -1.0), (_scored(char, -1.0), _scored(chr(ord(char) + 1), -2.0)))
+        for char in text
+    ]
+
+
+def _scored(char: str, logprob: float) -> Likelihood:
+    return Likelihood(char, char.encode(), logprob)
+
+
+def ask(prompt: Any, **more: Any) -> dict[str, Any]:
+    return {"model": "writer", "prompt": prompt, **more}
+
+
+async def post(client: httpx2.AsyncClient, prompt: Any, **more: Any) -> httpx2.Response:
+    return await client.post("/v1/completions", json=ask(prompt, **more))
+
+
+async def events(client: httpx2.AsyncClient, prompt: Any, **more: Any) -> list[Any]:
+    """Read a stream whole; its last line is [DONE]."""
+    body = ask(prompt, stream=True, **more)
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+async def test_a_whole_answer_has_openais_shape(client: httpx2.AsyncClient) -> None:
+    """Every field the specification requires."""
+    answer = (await post(client, "hello")).json()
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "writer"
+    assert answer["system_fingerprint"].endswith("-scripted")
+    assert answer["choices"] == [
+        {"text": "hello", "index": 0, "logprobs": None, "finish_reason": "stop"}
+    ]
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["usage"]["total_tokens"] == 11
+
+
+async def test_sixteen_tokens_are_written_unless_more_are_asked_for(
+    client: httpx2.AsyncClient,
+) -> None:
+    """As OpenAI's documentation says."""
+    answer = (await post(client, "x" * 40)).json()
+    assert texts(answer) == ["x" * 16]
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert texts((await post(client, "x" * 40, max_tokens=30)).json()) == ["x" * 30]
+
+
+@pytest.mark.parametrize("prompt", [["ab", "cde"], [[97, 98], [99, 100, 101]]])
+async def test_choices_are_in_the_order_of_prompts(client: httpx2.AsyncClient, prompt: Any) -> None:
+    """All of the first prompt's, then all of the second's; one usage for all."""
+    answer = (await post(client, prompt, n=2)).json()
+    assert texts(answer) == ["ab", "ab", "cde", "cde"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert answer["usage"]["completion_tokens"] == 3 + 3 + 4 + 4
+
+
+async def test_token_ids_are_a_prompt(client: httpx2.AsyncClient) -> None:
+    """Those of the served model itself."""
+    assert texts((await post(client, [104, 105])).json()) == ["hi"]
+
+
+async def test_a_stream_tells_every_choice_whole(client: httpx2.AsyncClient) -> None:
+    """Mixed as they come, each with one finish reason, and usage last when asked for."""
+    chunks = await events(client, ["ab", "cde"], n=2, stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 14
+    told = [chunk["choices"][0] for chunk in chunks[:-1]]
+    for index, text in enumerate(["ab", "ab", "cde", "cde"]):
+        mine = [choice for choice in told if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == text
+        reasons = [choice["finish_reason"] for choice in mine]
+        assert reasons == [None] * len(text) + ["stop"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all(chunk["object"] == "text_completion" for chunk in chunks)
+    assert all("usage" not in chunk for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_puts_the_prompt_first(client: httpx2.AsyncClient, stream: bool) -> None:
+    """Once for each choice."""
+    if stream:
+        chunks = await events(client, ["ab", "c"], echo=True)
+        told = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(each["text"] for each in told if each["index"] == 0) == "abab"
+        assert "".join(each["text"] for each in told if each["index"] == 1) == "cc"
+    else:
+        assert texts((await post(client, ["ab", "c"], echo=True)).json()) == ["abab", "cc"]
+
+
+async def test_logprobs_are_told_by_token(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """In the four parallel lists of this endpoint; a stream's chunks add up to the same."""
+    engines.writer = ScoringWriter()
+    answer = (await post(client, "ab", logprobs=2)).json()
+    expected: dict[str, Any] = {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-1.0, -1.0],
+        "top_logprobs": [{"a": -1.0, "b": -2.0}, {"b": -1.0, "c": -2.0}],
+        "text_offset": [0, 1],
+    }
+    assert answer["choices"][0]["logprobs"] == expected
+    chunks = await events(client, "ab", logprobs=2)
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    for name, values in expected.items():
+        assert [value for each in told for value in each[name]] == values
+
+
+async def test_many_prompts_are_let_in_in_slices(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that one request never fills the queue; the answer is in order all the same."""
+    monkeypatch.setattr(completions, "JOBS_AT_ONCE", 3)
+    prompts = [chr(97 + i) * (1 + i % 5) for i in range(20)]
+    answer = (await post(client, prompts)).json()
+    assert texts(answer) == prompts
+    assert max(engines.writer.steps) <= 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_prompt_too_long_refuses_them_all(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
+) -> None:
+    """As a status, before any text; the neighbours' rows are given back."""
+    answer = await post(client, ["fine", "x" * 101, "fine"], stream=stream)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert answer.json()["error"]["param"] == "prompt"
+    assert (await post(client, "hi")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_every_row(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
+) -> None:
+    """Of every prompt, streaming or not."""
+    engines.writer.gate.close()
+    prompts = ["x" * 60, "y" * 60, "z" * 60]
+    asking = asyncio.create_task(post(client, prompts, max_tokens=60, stream=stream))
+    await asyncio.to_thread(engines.writer.gate.reached.wait, 5)
+    asking.cancel()
+    await asyncio.sleep(0.2)
+    engines.writer.gate.open()
+    async with asyncio.timeout(5):
+        while len(set(engines.writer.left)) < len(engines.writer.joined):
+            await asyncio.sleep(0.01)
+    assert len(engines.writer.steps) < 30
+
+
+async def test_a_failure_after_the_first_token_ends_the_stream(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """With an error event and no [DONE]."""
+    engines.writer.fail_at_step = 3
+    body = ask(["hello", "world"], stream=True)
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert orjson.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_failed"
+    assert "data: [DONE]" not in lines
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", None), ("prompt", ""), ("prompt", []), ("prompt", ["a", ""]), ("prompt", [[]]),
+        ("prompt", ["a", [1]]), ("prompt", 5), ("prompt", [-1]), ("prompt", [True]),
+        ("prompt", {}), ("max_tokens", 0), ("n", 0), ("best_of", 2), ("logprobs", 6),
+        ("logprobs", True), ("echo", "yes"), ("suffix", "end"), ("stop", []), ("temperature", 3),
+        ("logit_bias", {"a": 1}), ("seed", 0.5), ("stream", 1), ("structured_outputs", []),
+        ("guided_regex", 3), ("guided_choice", "a"),
+    ],
+)  # fmt: skip
+async def test_a_wrong_value_is_refused_by_its_name(
+    client: httpx2.AsyncClient, field: str, value: Any
+) -> None:
+    """Never a 500, never a hang."""
+    answer = await client.post("/v1/completions", json=ask("hi") | {field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].split("[")[0].split(".")[0] == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "prompt": [1, 2]}, "echo"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 128, "prompt": ["a"] * 100}, "n"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_json"),
+    ],
+)
+async def test_what_does_not_go_together_is_refused(
+    client: httpx2.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    """Naming the one that is too many."""
+    answer = await client.post("/v1/completions", json=ask("hi") | fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_harmless_fields_and_nulls_are_accepted(client: httpx2.AsyncClient) -> None:
+    """Clients send them unasked."""
+    answer = await post(
+        client, "hi", user="u", suffix=None, best_of=1, n=1, stop=None, echo=False, seed=-1,
+        logit_bias={"99999": 5}, stream=False, logprobs=None, top_k=5, min_p=0.1,
+    )  # fmt: skip
+    assert answer.status_code == 200
+    assert "x-gateway-ignored" not in answer.headers
+
+
+async def test_an_embedding_model_cannot_complete(client: httpx2.AsyncClient) -> None:
+    """And is told so by name."""
+    answer = await post(client, "hi", model="org/embed")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "unsupported_model"

@@ -1,0 +1,379 @@
+"""Whatever a row says inside a grammar is what the caller asked for; the rest is refused."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from gateway.engine.grammars import Bounds, compile_grammar
+from gateway.engine.indexes import compile_index
+from gateway.engine.shaping import Shape
+from gateway.errors import BadRequest
+from gateway.jobs import Grammar
+from gateway.serving.grammars import Worker
+from tests.engine.grammar_rows import (
+    ENDS,
+    allowed,
+    answer,
+    compiled,
+    ids,
+    schema_grammar,
+    tokenizer,
+)
+
+TEXT = {"type": "string"}
+NAME = {"type": "string", "title": "Name", "description": "A name"}
+NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+
+
+def thing(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return {**thing(**properties), "additionalProperties": False}
+
+
+ENTITY = closed(name=NAME, entity_type_id={"type": "integer", "minimum": 0, "maximum": 9})
+EDGE = closed(
+    relation_type=TEXT,
+    source_entity_id={"type": "integer"},
+    fact=NAME,
+    valid_at=NULLABLE,
+    invalid_at=NULLABLE,
+)
+TREE = {
+    "$ref": "#/$defs/Node",
+    "$defs": {
+        "Node": closed(
+            value={"type": "integer"},
+            children={"type": "array", "items": {"$ref": "#/$defs/Node"}, "maxItems": 2},
+        )
+    },
+}
+DEEP: dict[str, Any] = {"type": "boolean"}
+for _level in range(30):
+    DEEP = closed(a=DEEP)
+
+SCHEMAS: dict[str, Any] = {
+    "entities": {
+        "$defs": {"Entity": ENTITY},
+        **closed(extracted_entities={"type": "array", "items": {"$ref": "#/$defs/Entity"}}),
+    },
+    "edges": {
+        "$defs": {"Edge": EDGE},
+        **closed(edges={"type": "array", "items": {"$ref": "#/$defs/Edge"}}),
+    },
+    "timestamps": {"type": "object", "properties": {"valid_at": NULLABLE, "invalid_at": NULLABLE}},
+    "resolutions": closed(
+        entity_resolutions={
+            "type": "array",
+            "items": closed(id={"type": "integer"}, name=TEXT, duplicates={"type": "array"}),
+        }
+    ),
+    "tree": TREE,
+    "linked list": {
+        "$defs": {"L": closed(next={"anyOf": [{"$ref": "#/$defs/L"}, {"type": "null"}]})},
+        "$ref": "#/$defs/L",
+    },
+    "definitions": {"definitions": {"a": {"type": "null"}}, "$ref": "#/definitions/a"},
+    "enum": {"enum": ["red", "grün", 7, None, True, {"a": [1]}, 'a"b\\\n', "\u2028", "😀"]},
+    "typed enum": {"type": "string", "enum": ["a", "b"]},
+    "const": {"const": {"a": [1, 2.5, None, True, "é\n"]}},
+    "small const": {"enum": [0.1, 1e-7, -250.5]},
+    "anyOf": {"anyOf": [{"type": "integer"}, closed(a=TEXT), {"type": "array", "items": TEXT}]},
+    "oneOf by type": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+    "discriminated": {
+        "oneOf": [closed(kind={"const": "cat"}, n=TEXT), closed(kind={"const": "dog"}, m=TEXT)],
+        "discriminator": {"propertyName": "kind"},
+    },
+    "allOf": {"allOf": [thing(a={"type": "integer"}), thing(b={"type": "null"})]},
+    "date-time": {"type": "string", "format": "date-time"},
+    "date": {"type": "string", "format": "date"},
+    "uuid": {"type": "string", "format": "uuid"},
+    "email": {"type": "string", "format": "email", "maxLength": 20},
+    "uri": {"type": "string", "format": "uri", "maxLength": 20},
+    "ipv4": {"type": "string", "format": "ipv4"},
+    "ipv6": {"type": "string", "format": "ipv6"},
+    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-\\d{3}$"},
+    "loose pattern": {"type": "string", "pattern": "ab+", "maxLength": 12},
+    "alternation": {"type": "string", "pattern": "^(foo|ba[rz])$"},
+    "lengths": {"type": "string", "minLength": 2, "maxLength": 5},
+    "integer range": {"type": "integer", "minimum": -12, "maximum": 345},
+    "exclusive": {"type": "integer", "exclusiveMinimum": 1.5, "exclusiveMaximum": 4},
+    "number range": {"type": "number", "minimum": 0, "maximum": 1},
+    "multiple": {"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 2},
+    "integer": {"type": "integer"},
+    "number": {"type": "number"},
+    "int64": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    "items": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    "no uniqueness": {"type": "array", "items": {"type": "null"}, "uniqueItems": False},
+    "tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "integer"}, TEXT],
+        "items": False,
+        "minItems": 2,
+        "maxItems": 2,
+    },
+    "old tuple": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "array",
+        "items": [{"type": "integer"}, {"type": "null"}],
+        "additionalItems": False,
+    },
+    "unicode": closed(**{"ключ": {"const": "значение"}, 'qu"ote\n': {"enum": ["日本", "ß"]}}),
+    "any extra": thing(a={"type": "null"}),
+    "extra schema": {**thing(a=TEXT), "additionalProperties": {"type": "integer"}},
+    "map": {"type": "object", "additionalProperties": {"type": "array", "items": TEXT}},
+    "few": {"type": "object", "additionalProperties": {"type": "null"}, "maxProperties": 2},
+    "nullable": {"type": ["string", "null"], "maxLength": 4},
+    "empty object": closed(),
+    "any object": {"type": "object"},
+    "any array": {"type": "array"},
+    "any": {},
+    "true": True,
+    "pydantic any": closed(data={"title": "Data"}, more=True),
+    "deep": DEEP,
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_whatever_is_said_fits_the_schema(name: str) -> None:
+    """Random rows parse, validate with formats, and end; shaped ones fit the caller's schema."""
+    schema = SCHEMAS[name]
+    validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    checker = validator(schema, format_checker=jsonschema.FormatChecker())
+    for shape in (
+        Shape(complete=False, closed=False),
+        Shape(max_string_chars=9, max_array_items=3),
+    ):
+        grammar = compiled(schema, shape)
+        for seed in range(8):
+            said = answer(grammar.matcher(), seed)
+            checker.validate(json.loads(said))
+
+
+def test_any_text_goes_through_a_string_unchanged() -> None:
+    """Unicode, escapes and control characters are all sayable, and come back as they were."""
+    grammar = compiled(closed(a=TEXT))
+    for value in (
+        "héllo",
+        "日本語 😀",
+        'quote " slash \\ / tab \t',
+        "\u2028\x7f",
+        "a\nb",
+        "e\u0301",
+    ):
+        for ascii_only in (False,) if value.isascii() is False else (False, True):
+            said = json.dumps({"a": value}, ensure_ascii=ascii_only, separators=(",", ":"))
+            matcher = grammar.matcher(ids(said))
+            assert matcher.error is None, (value, matcher.error)
+            assert matcher.is_over
+
+
+def test_special_tokens_are_never_text() -> None:
+    """Inside a string neither control tokens nor added ones may come, nor ids without token."""
+    inside = allowed(compiled(TEXT).matcher(ids('"a')))
+    assert len(inside) > 900
+    assert not set(inside) & {*range(8), 1024, 1025, 1026, 1027, 1028, 1029}
+
+
+def test_ends_come_exactly_where_the_grammar_may_end() -> None:
+    """All end-of-sequence ids at once, and only there."""
+    matcher = compiled({"type": "integer", "minimum": 10, "maximum": 99}).matcher()
+    assert not set(allowed(matcher)) & set(ENDS)
+    matcher.replay(ids("1"))
+    assert not set(allowed(matcher)) & set(ENDS)
+    matcher.replay(ids("2"))
+    assert set(allowed(matcher)) == set(ENDS)
+    assert matcher.is_over
+
+
+def test_json_is_compact_unless_asked_otherwise() -> None:
+    """White space could be said for ever; a caller who wants it says so."""
+    schema = closed(a=TEXT)
+    assert compiled(schema).matcher(ids('{ "a"')).error
+    roomy = {**schema, "x-guidance": {"whitespace_flexible": True}}
+    assert compiled(roomy).matcher(ids('{ "a" : "b" }')).is_over
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"not": {}}, "not"),
+        (closed(a={"if": {"type": "string"}, "then": {}}), "if` at #/properties/a"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": TEXT}, "contains"),
+        ({"type": "object", "propertyNames": TEXT}, "propertyNames"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "object", "dependentSchemas": {"a": {}}}, "dependentSchemas"),
+        ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
+        ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"$dynamicRef": "#a"}, "$dynamicRef"),
+        ({"$ref": "#/$defs/Gone"}, "/$defs/Gone"),
+        ({"$ref": "https://example.com/schema"}, "https://example.com/schema"),
+        ({"type": "string", "format": "phone"}, "phone"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "pattern": "(a)\\1"}, "pattern"),
+        ({"oneOf": [TEXT, {"type": "string", "minLength": 2}]}, "oneOf"),
+        ({"type": "strin"}, "#/type"),
+        ({"type": "integer", "minimum": 1, "exclusiveMinimum": True}, "exclusiveMinimum"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum (3)"),
+        ({"const": 2**53 + 1}, "const"),
+        ({"type": "integer", "minimum": 2**60}, "minimum"),
+        ({"enum": []}, "enum"),
+        ({**closed(), "required": ["z"]}, "'z'"),
+        ({"$ref": "#/$defs/A", "$defs": {"A": closed(x={"$ref": "#/$defs/A"})}}, "finite"),
+        ({**TEXT, "x-guidance": {"lenient": True}}, "x-guidance"),
+        (False, "false"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_refused_by_name(schema: Any, named: str) -> None:
+    """Never a grammar that lets through what the schema forbids."""
+    with pytest.raises(BadRequest) as caught:
+        compiled(schema, Shape(max_string_chars=9))
+    assert named in caught.value.message
+    assert caught.value.code == "invalid_json_schema"
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "named"),
+    [
+        ("json_schema", "{", "not JSON"),
+        ("json_schema", '"text"', "object or a boolean"),
+        ("json_schema", '{"const":NaN}', "NaN"),
+        ("json_schema", '{"a":' * 200 + "1" + "}" * 200, "levels deep"),
+        ("json_schema", "[" * 100_000, "JSON"),
+        ("json_schema", '{"title":"' + "x" * 300_000 + '"}', "bytes"),
+        ("regex", "(?<=a)b", "look-around"),
+        ("regex", "(a", "unclosed group"),
+        ("regex", r"\bword", "lookarounds"),
+        ("regex", r"(a)\1", "backreferences"),
+        ("regex", r"[^\s\S]", "no answer"),
+        ("regex", "a" * 40_000, "characters"),
+        ("choice", '["a",1]', "strings"),
+        ("choice", "[]", "strings"),
+        ("choice", "a", "JSON array"),
+        ("grammar", "start: X", '"X"'),
+        ("grammar", "start: start", "no answer"),
+        ("grammar", 'start: "a" <|user|>', "<|user|>"),
+        ("grammar", 'start: @other | "a"', "@other"),
+        ("grammar", 'start: %json {"not": {}}', "not"),
+        ("grammar", 'start: /a(?=b)/ "c"', "look-around"),
+        ("grammar", "nonsense", "nonsense"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(
+    kind: Any, source: str, named: str
+) -> None:
+    """The message says what the compiler said."""
+    with pytest.raises(BadRequest) as caught:
+        compile_grammar(tokenizer(), Grammar(kind, source))
+    assert named in caught.value.message
+    assert caught.value.code == (
+        "invalid_json_schema" if kind == "json_schema" else "invalid_grammar"
+    )
+
+
+def test_bounds_are_the_callers_to_set() -> None:
+    """A schema within the default may be beyond a tighter one."""
+    with pytest.raises(BadRequest, match="longer than 10 bytes"):
+        compile_grammar(
+            tokenizer(), schema_grammar(TEXT | {"a": 1}), bounds=Bounds(max_schema_bytes=10)
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "fits"),
+    [
+        ("regex", "[a-z]{2,4}-[0-9]+", r"[a-z]{2,4}-[0-9]+"),
+        ("regex", "^(yes|no)$", "yes|no"),
+        ("choice", '["red","grün","a\\nb","😀 x","(.*)"]', "red|grün|a\nb|😀 x|\\(\\.\\*\\)"),
+        ("grammar", 'start: "a" start | "b"', "a*b"),
+        ("grammar", 'root ::= "x" | "y" root', "y*x"),
+        ("grammar", 'start: "<|user|>" "!"', r"<\|user\|>!"),
+    ],
+)
+def test_regexes_choices_and_grammars(kind: Any, source: str, fits: str) -> None:
+    """Each answer is, whole, in the language asked for."""
+    grammar = compile_grammar(tokenizer(), Grammar(kind, source))
+    for seed in range(10):
+        assert re.fullmatch(fits, answer(grammar.matcher(), seed))
+
+
+INDEXABLE = (
+    *("typed enum", "date", "uuid", "uri", "lengths", "integer", "number", "items", "tuple"),
+    *("alternation", "nullable type", "object", "nested", "any object", "any"),
+)
+EXTRA = {
+    "nullable type": {"type": ["integer", "null"]},
+    "object": closed(a={"type": "string", "maxLength": 5}, b=NULLABLE),
+    "nested": {"$defs": {"E": ENTITY}, **closed(e={"$ref": "#/$defs/E"}, t={"enum": ["x", 1]})},
+}
+EXTRA["nested"]["$defs"]["E"] = closed(name={"type": "string", "maxLength": 5})
+
+
+@pytest.mark.parametrize("name", INDEXABLE)
+def test_outlines_core_keeps_what_it_accepts(name: str) -> None:
+    """The second backend, built in a process of its own, gives valid answers too."""
+    schema = EXTRA.get(name, SCHEMAS.get(name))
+    shape = Shape(max_string_chars=5, max_array_items=2)
+    grammar = compile_index(tokenizer(), schema_grammar(schema), Worker(60), shape=shape)
+    for seed in range(5):
+        matcher = grammar.matcher()
+        said = answer(matcher, seed)
+        jsonschema.validate(json.loads(said), schema, format_checker=jsonschema.FormatChecker())
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "integer", "minimum": 1}, "minimum"),
+        ({"type": "number", "exclusiveMaximum": 1}, "exclusiveMaximum"),
+        ({"type": "number", "multipleOf": 2}, "multipleOf"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "object", "patternProperties": {"^a": TEXT}}, "patternProperties"),
+        ({"type": "object", "maxProperties": 1}, "maxProperties"),
+        ({"oneOf": [TEXT, {"type": "null"}]}, "oneOf"),
+        ({"allOf": [TEXT]}, "allOf"),
+        ({"type": "string", "pattern": "a", "maxLength": 2}, "maxLength"),
+        ({"type": "string", "format": "uri", "maxLength": 2}, "maxLength"),
+        ({"type": "string", "pattern": ".*"}, "pattern"),
+        ({"type": "string", "pattern": "[^a]"}, "pattern"),
+        ({"type": "string", "pattern": "[!-~]"}, "pattern"),
+        ({"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": TEXT}}, "maxLength"),
+        ({"type": "string", "enum": ["a", 1]}, "enum"),
+        ({"properties": {"a": TEXT}}, "properties"),
+        (TREE, "$ref"),
+        ({**closed(a=TEXT), "required": ["a", "b"]}, "required"),
+        ({"type": "string", "format": "phone"}, "phone"),
+    ],
+    ids=str,
+)
+def test_outlines_core_refuses_what_it_would_ignore(schema: Any, named: str) -> None:
+    """Its own builder takes most of these without a word."""
+    with pytest.raises(BadRequest) as caught:
+        compile_index(tokenizer(), schema_grammar(schema), Worker(60))
+    assert named in caught.value.message
+    assert caught.value.code == "invalid_json_schema"
+
+
+def test_outlines_core_knows_regexes_but_no_grammars() -> None:
+    """A choice is a regex; a grammar is refused; a wrong regex says why."""
+    grammar = compile_index(tokenizer(), Grammar("choice", '["ab","a"]'), Worker(60))
+    assert {answer(grammar.matcher(), seed) for seed in range(12)} == {"a", "ab"}
+    with pytest.raises(BadRequest, match="llguidance"):
+        compile_index(tokenizer(), Grammar("grammar", 'start: "a"'), Worker(60))
+    with pytest.raises(BadRequest, match="cannot compile"):
+        compile_index(tokenizer(), Grammar("regex", "(a"), Worker(60))
+
+
+def test_seeds_repeat() -> None:
+    """The same random row twice is the same answer: matchers keep nothing between rows."""
+    grammar = compiled(SCHEMAS["entities"], Shape(max_string_chars=6))
+    assert answer(grammar.matcher(), 5) == answer(grammar.matcher(), 5)

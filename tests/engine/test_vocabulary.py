@@ -1,0 +1,52 @@
+"""Single tokens as logprobs show them: decoded text and true bytes."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Strip
+from tokenizers.decoders import Sequence as Decoders
+from tokenizers.models import BPE
+
+from gateway.engine.vocabulary import Vocabulary
+
+DEMO = Path(__file__).parents[2] / "gateway" / "demo" / "chat" / "tokenizer.json"
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    """Give a byte-level BPE, as Qwen's and Llama's are."""
+    return Tokenizer.from_file(str(DEMO))
+
+
+def sentencepiece() -> Tokenizer:
+    """Give a BPE with ▁ for spaces and tokens for single bytes, as Gemma's is."""
+    words = ["<unk>", "a", "▁True", "True", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>"]
+    tokenizer = Tokenizer(BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.decoder = Decoders([Replace("▁", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def test_the_texts_of_a_texts_tokens_make_the_text(byte_level: Tokenizer) -> None:
+    """Spaces included."""
+    vocabulary = Vocabulary(byte_level)
+    text = "Hello there, is 12 + 7 True?"
+    ids = byte_level.encode(text, add_special_tokens=False).ids
+    assert "".join(map(vocabulary.text, ids)) == text
+    assert b"".join(map(vocabulary.bytes, ids)) == text.encode()
+
+
+def test_the_bytes_of_a_split_character_are_its_own(byte_level: Tokenizer) -> None:
+    """Though no token of it has a text."""
+    vocabulary = Vocabulary(byte_level)
+    ids = byte_level.encode("🙂日", add_special_tokens=False).ids
+    assert len(ids) > 2
+    assert b"".join(map(vocabulary.bytes, ids)) == "🙂日".encode()
+
+
+def test_sentencepiece_spaces_and_bytes_are_decoded() -> None:
+    """With raw pieces a reranker's scores would be inverted in silence."""
+    vocabulary = Vocabulary(sentencepiece())
+    assert vocabulary.text(2) == " True"
+    assert vocabulary.text(3) == "True"
+    assert b"".join(map(vocabulary.bytes, [4, 5, 6, 7])) == "🙂".encode()

@@ -1,0 +1,100 @@
+"""What form an answer is asked for in, in all the ways there are."""
+
+from typing import Any
+
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from gateway.errors import BadRequest
+from gateway.jobs import Grammar
+from gateway.wire.chat import FIELDS, ChatRequest
+from gateway.wire.reading import read_request
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
+TEXT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"type":"integer"}}}'
+
+
+def grammar(**fields: Any) -> Grammar | None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    return read_request(orjson.dumps(body), ChatRequest, FIELDS, strict=True).request.grammar()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+            }
+        },
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": TEXT}},
+        {"guided_json": SCHEMA},
+        {"guided_json": TEXT},
+    ],
+)
+def test_a_schema_keeps_the_order_of_its_keys(fields: dict[str, Any]) -> None:
+    """It is the order in which they are written; strict or not, it is held to."""
+    assert grammar(**fields) == Grammar("json_schema", TEXT)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        {"structured_outputs": {"json_object": True}},
+    ],
+)
+def test_any_object_is_a_schema_too(fields: dict[str, Any]) -> None:
+    """Without a word about JSON in the messages."""
+    assert grammar(**fields) == Grammar("json_schema", '{"type":"object"}')
+
+
+def test_regex_choice_and_grammar_have_two_names_each() -> None:
+    """vLLM's of today and of yesterday."""
+    for name, value, source in (
+        ("regex", "[a-z]+", "[a-z]+"),
+        ("choice", ["a", "b"], '["a","b"]'),
+        ("grammar", 'start: "x"', 'start: "x"'),
+    ):
+        expected = Grammar(name, source)  # type: ignore[arg-type]
+        assert grammar(structured_outputs={name: value}) == expected
+        assert grammar(**{f"guided_{name}": value}) == expected
+
+
+def test_text_is_no_form() -> None:
+    """Nor is nothing."""
+    assert grammar() is None
+    assert grammar(response_format={"type": "text"}) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        {"guided_regex": "a", "guided_json": SCHEMA},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "yaml"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
+        {"structured_outputs": {"json": "{"}},
+        {"structured_outputs": {"choice": []}},
+        {"guided_choice": []},
+        {"guided_regex": ""},
+        {"response_format": "json"},
+    ],
+)
+def test_what_is_no_form_or_two_at_once_is_refused(fields: dict[str, Any]) -> None:
+    """Never free text with a 200."""
+    with pytest.raises((BadRequest, ValidationError)):
+        grammar(**fields)

@@ -1,0 +1,461 @@
+"""Responses requests → jobs, and deltas → items and events."""
+
+from typing import Any, get_args
+
+import orjson
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+
+from gateway.errors import BadRequest, EngineFailed, Overloaded
+from gateway.jobs import (
+    CallDelta,
+    Delta,
+    GenerateJob,
+    Grammar,
+    Likelihood,
+    Sampling,
+    Tier,
+    TokenLogprob,
+    Usage,
+)
+from gateway.wire.reading import read_request
+from gateway.wire.response_events import Answer, Event
+from gateway.wire.responses import FIELDS, ResponsesRequest, described, tier, to_job
+from tests.fakes import caller
+
+SDK_EVENTS = get_args(get_args(ResponseStreamEvent)[0])
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "Tells it.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": True,
+}
+CLOCK = {"type": "function", "name": "clock", "parameters": None}
+CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city":"Ulm"}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
+
+
+def read(given: Any = "hi", **fields: Any) -> ResponsesRequest:
+    body = orjson.dumps({"model": "m", "input": given, **fields})
+    return read_request(body, ResponsesRequest, FIELDS, strict=True).request
+
+
+def job(given: Any = "hi", **fields: Any) -> GenerateJob:
+    return to_job(
+        read(given, **fields),
+        caller(),
+        Sampling(temperature=0.3),
+        max_tokens=50,
+        template_args={"a": 1},
+        max_chars=100,
+    )
+
+
+def refused(given: Any = "hi", **fields: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        job(given, **fields)
+    return caught.value
+
+
+def test_a_text_is_a_users_message_after_the_instructions() -> None:
+    """Which are the system's."""
+    assert job("hi", instructions="Be brief.").messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    ]
+
+
+def test_items_become_a_conversation() -> None:
+    """Calls join the assistant's turn, outputs find their call, reasoning is left out."""
+    assert job(
+        [
+            {"role": "developer", "content": "Be brief."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": None},
+            {
+                "type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+                "content": [{"type": "output_text", "text": "Well:", "annotations": []}],
+            },
+            CALL,
+            {**CALL, "call_id": "c2", "arguments": ""},
+            OUTPUT,
+            {**OUTPUT, "call_id": "c2", "output": [{"type": "input_text", "text": "sun"}]},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        ]
+    ).messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant", "content": "Well:",
+            "tool_calls": [
+                {
+                    "id": "c1", "type": "function",
+                    "function": {"name": "weather", "arguments": {"city": "Ulm"}},
+                },
+                {"id": "c2", "type": "function", "function": {"name": "weather", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "c1"},
+        {"role": "tool", "content": "sun", "name": "weather", "tool_call_id": "c2"},
+        {"role": "assistant", "content": "No."},
+    ]  # fmt: skip
+
+
+def test_a_call_may_come_first() -> None:
+    """Then it is a turn of its own."""
+    first, *_ = job([CALL, OUTPUT]).messages
+    assert first["role"] == "assistant"
+    assert first["tool_calls"][0]["id"] == "c1"
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([], "input"),
+        (5, "input"),
+        ([{"type": "reasoning", "summary": []}], "input"),
+        ([{"type": "item_reference", "id": "msg_1"}], "input[0].type"),
+        ([{"type": "web_search_call", "id": "ws_1"}], "input[0].type"),
+        ([{"content": "hi"}], "input[0].role"),
+        ([{"role": "robot", "content": "hi"}], "input[0].role"),
+        ([{"role": "user", "content": 5}], "input[0].content"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content"),
+        ([{**CALL, "call_id": None}], "input[0].call_id"),
+        ([{**CALL, "name": ""}], "input[0].name"),
+        ([{**CALL, "arguments": "{"}], "input[0].arguments"),
+        ([CALL, {**OUTPUT, "call_id": None}], "input[1].call_id"),
+        ([CALL, {**OUTPUT, "output": [{"type": "input_file"}]}], "input[1].output"),
+        ("x" * 101, "input"),
+    ],
+)
+def test_an_item_that_cannot_be_read_is_refused_by_its_place(items: Any, param: str) -> None:
+    """So that it can be found."""
+    assert refused(items).param == param
+
+
+def test_formats_are_flat() -> None:
+    """json_schema has its name and schema beside its type."""
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}}
+    flat = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    asked = job(text={"format": flat, "verbosity": "low"})
+    assert asked.grammar == Grammar("json_schema", orjson.dumps(schema).decode())
+    assert job(text={"format": {"type": "json_object"}}).grammar is not None
+    assert job(text={"format": {"type": "text"}}).grammar is None
+    assert job(text={"format": None}).grammar is None
+    assert job().grammar is None
+    wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    assert refused(text={"format": wrapped}).param == "text.format"
+
+
+def test_tools_are_flat() -> None:
+    """The template is shown the nested form it was trained on."""
+    asked = job(tools=[WEATHER, CLOCK])
+    assert asked.tools[0]["function"]["name"] == "weather"
+    assert asked.calling is not None
+    assert [(f.name, f.strict) for f in asked.calling.functions] == [
+        ("weather", True),
+        ("clock", False),
+    ]
+    assert not asked.calling.forced
+    assert job(tools=[WEATHER], tool_choice="none").calling is None
+    assert job(tools=[]).calling is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "forced"),
+    [
+        ("required", ["weather", "clock"], True),
+        ({"type": "function", "name": "clock"}, ["clock"], True),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "clock"}],
+            },
+            ["clock"],
+            False,
+        ),
+    ],
+)
+def test_a_choice_is_flat(choice: Any, names: list[str], forced: bool) -> None:
+    """A name beside its type, or several."""
+    calling = job(tools=[WEATHER, CLOCK], tool_choice=choice, parallel_tool_calls=False).calling
+    assert calling is not None
+    assert [function.name for function in calling.functions] == names
+    assert calling.forced is forced
+    assert not calling.parallel
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["weather"]},
+            },
+            "tool_choice",
+        ),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    """Never left out in silence."""
+    assert refused(**fields).param == param
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    """Agents and SDKs send it unasked."""
+    asked = read(
+        background=False, store=True, include=["reasoning.encrypted_content"], user="u", tools=[],
+        metadata={"a": "b"}, prompt_cache_key="k", safety_identifier="s", max_tool_calls=3,
+        truncation="auto", stream_options={"include_obfuscation": False}, service_tier="flex",
+        previous_response_id=None, reasoning={"effort": None, "summary": "auto"},
+        tool_choice="auto",
+    )  # fmt: skip
+    assert asked.logprobs is None
+    assert tier(asked) is Tier.FLEX
+    assert tier(read(service_tier="auto")) is Tier.DEFAULT
+
+
+def test_logprobs_are_asked_for_by_either_field() -> None:
+    """The SDK sends both, agents sometimes one."""
+    assert job(include=["message.output_text.logprobs"]).logprobs == 0
+    assert job(top_logprobs=3).logprobs == 3
+    assert job().logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "args"),
+    [
+        ({}, {}),
+        ({"reasoning": {"effort": "none"}}, {"enable_thinking": False}),
+        ({"reasoning": {"effort": "minimal"}}, {"enable_thinking": False}),
+        (
+            {"reasoning": {"effort": "high"}},
+            {"enable_thinking": True, "reasoning_effort": "high"},
+        ),
+        ({"max_output_tokens": 1, "top_logprobs": 2}, {"enable_thinking": False}),
+        ({"chat_template_kwargs": {"b": 2}}, {"b": 2}),
+    ],
+)
+def test_effort_steers_thinking(fields: dict[str, Any], args: dict[str, Any]) -> None:
+    """In the words of chat templates, after the model's own."""
+    assert job(**fields).template_args == {"a": 1, **args}
+
+
+def test_an_answers_length_is_asked_for_or_the_models() -> None:
+    """As in chat."""
+    assert job().max_tokens == 50
+    assert job(max_output_tokens=7).max_tokens == 7
+
+
+def answer(**fields: Any) -> Answer:
+    request = read(**fields)
+    return Answer(described(request, job(**fields), response_id="resp_1", created=5))
+
+
+def told(answer: Answer, *deltas: Delta) -> list[Event]:
+    """Give every event of an answer of these deltas."""
+    events = answer.begin()
+    for delta in deltas:
+        events += answer.add(delta)
+    return events + answer.end(Usage(3, 4, cached_tokens=1, reasoning_tokens=2), at=9)
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [event["type"].removeprefix("response.") for event in events]
+
+
+def test_a_text_is_told_in_openais_order() -> None:
+    """Which its SDK insists on; numbered from nought."""
+    growing = answer()
+    events = told(growing, Delta(0, "He", 1), Delta(0, "y", 1), Delta(0, "", 1, "stop"))
+    assert kinds(events) == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.delta", "output_text.done", "content_part.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    assert [event["sequence_number"] for event in events] == list(range(10))
+    assert events[2]["item"]["content"] == []
+    assert events[2]["item"]["status"] == "in_progress"
+    assert events[6]["text"] == "Hey"
+    whole = growing.whole()
+    assert events[-1]["response"] == whole
+    assert events[-2]["item"] == whole["output"][0]
+    assert whole["output"][0]["content"] == [
+        {"type": "output_text", "text": "Hey", "annotations": [], "logprobs": []}
+    ]
+    assert whole["status"] == "completed"
+    assert whole["completed_at"] == 9
+    assert whole["usage"] == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
+        "output_tokens": 4,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 7,
+    }
+
+
+def test_reasoning_and_calls_are_items_of_their_own() -> None:
+    """One after the other, each closed before the next is opened."""
+    growing = answer(tools=[WEATHER, CLOCK])
+    events = told(
+        growing,
+        Delta(0, reasoning="Hm", tokens=1),
+        Delta(0, "Look:", 1),
+        Delta(0, call=CallDelta(0, "call_a", "weather")),
+        Delta(0, call=CallDelta(0, arguments='{"city":'), tokens=1),
+        Delta(0, call=CallDelta(0, arguments='"Ulm"}'), tokens=1),
+        Delta(0, call=CallDelta(1, "call_b", "clock", "{}"), tokens=1),
+        Delta(0, "", 1, "tool_calls"),
+    )
+    assert kinds(events)[2:] == [
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    reasoning, message, first, second = growing.whole()["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm"}]
+    assert reasoning["summary"] == []
+    assert message["content"][0]["text"] == "Look:"
+    assert (first["call_id"], first["name"]) == ("call_a", "weather")
+    assert first["arguments"] == '{"city":"Ulm"}'
+    assert (second["call_id"], second["name"], second["arguments"]) == ("call_b", "clock", "{}")
+    done = [event for event in events if event["type"].endswith("arguments.done")]
+    assert [event["name"] for event in done] == ["weather", "clock"]
+    assert [event["output_index"] for event in done] == [2, 3]
+    assert len({item["id"] for item in growing.whole()["output"]}) == 4
+
+
+def test_an_answer_cut_by_its_limit_is_incomplete() -> None:
+    """And so is the item that was cut, not those before it."""
+    growing = answer()
+    events = told(growing, Delta(0, reasoning="a", tokens=1), Delta(0, "b", 1, "length"))
+    assert kinds(events)[-1] == "incomplete"
+    whole = growing.whole()
+    assert whole["status"] == "incomplete"
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert whole["completed_at"] is None
+    assert [item["status"] for item in whole["output"]] == ["completed", "incomplete"]
+
+
+def test_an_answer_of_nothing_is_an_empty_message() -> None:
+    """Clients look for one."""
+    growing = answer()
+    events = told(growing, Delta(0, "", 1, "stop"))
+    assert kinds(events)[2] == "output_item.added"
+    assert growing.whole()["output"][0]["content"][0]["text"] == ""
+
+
+def test_logprobs_belong_to_the_texts_tokens() -> None:
+    """None is lost while text is held back, and none comes from reasoning."""
+    growing = answer(top_logprobs=1)
+    events = told(
+        growing,
+        Delta(0, reasoning="x", tokens=1, logprobs=[scored("x")]),
+        Delta(0, "", 1, logprobs=[scored("a")]),
+        Delta(0, "ab", 1, logprobs=[scored("b")]),
+        Delta(0, "", 1, "stop", logprobs=[scored("c")]),
+    )
+    (part,) = growing.whole()["output"][1]["content"]
+    assert [token["token"] for token in part["logprobs"]] == ["a", "b", "c"]
+    assert part["logprobs"][0] == {
+        "token": "a",
+        "bytes": [97],
+        "logprob": -0.5,
+        "top_logprobs": [{"token": "a", "bytes": [97], "logprob": -0.5}],
+    }
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [token for delta in deltas for token in delta["logprobs"]] == part["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EngineFailed("m", "no"), "server_error"),
+        (Overloaded("full"), "rate_limit_exceeded"),
+        (BadRequest("bad"), "invalid_prompt"),
+    ],
+)
+def test_a_failure_is_told_and_ends_the_response(error: Any, code: str) -> None:
+    """With one of the codes that OpenAI's response may have; the event has our own."""
+    growing = answer()
+    growing.begin()
+    growing.add(Delta(0, "He", 1))
+    event, failed = growing.fail(error)
+    assert event["type"] == "error"
+    assert event["message"] == error.message
+    assert event["code"] == error.code
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["error"] == {"code": code, "message": error.message}
+    assert failed["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_the_answer_repeats_its_request() -> None:
+    """As OpenAI's does; what was left out is told as it was taken."""
+    whole = answer(
+        instructions="Be brief.", tools=[CLOCK], tool_choice="required", metadata={"a": "b"},
+        max_output_tokens=20, user="u", top_logprobs=2, reasoning={"effort": "low"},
+        text={"format": {"type": "json_schema", "name": "n", "schema": {}}},
+    ).whole()  # fmt: skip
+    assert whole["instructions"] == "Be brief."
+    assert whole["temperature"] == 0.3
+    assert whole["top_p"] == 1.0
+    assert whole["tool_choice"] == "required"
+    assert whole["tools"][0]["strict"] is False
+    assert whole["metadata"] == {"a": "b"}
+    assert whole["max_output_tokens"] == 20
+    assert whole["user"] == "u"
+    assert whole["reasoning"] == {"effort": "low", "summary": None}
+    assert whole["text"]["format"] == {"type": "json_schema", "name": "n", "schema": {}}
+    assert whole["store"] is False
+
+
+def test_the_sdks_models_find_every_required_field() -> None:
+    """In each event, by the class its type names, and in the response."""
+    growing = answer(tools=[WEATHER], top_logprobs=1)
+    events = told(
+        growing,
+        Delta(0, reasoning="Hm", tokens=1),
+        Delta(0, "Look:", 1, logprobs=[scored("Look:")]),
+        Delta(0, call=CallDelta(0, "call_a", "weather", '{"city":"Ulm"}'), tokens=1),
+        Delta(0, "", 1, "length"),
+    )
+    events += growing.fail(EngineFailed("m", "no"))
+    classes = {get_args(one.model_fields["type"].annotation)[0]: one for one in SDK_EVENTS}
+    assert len({event["type"] for event in events}) == 15
+    for event in events:
+        classes[event["type"]].model_validate(orjson.loads(orjson.dumps(event)))
+    gathered = Response.model_validate(growing.whole())
+    assert [item.type for item in gathered.output] == ["reasoning", "message", "function_call"]
+    assert gathered.output_text == "Look:"
+
+
+def scored(text: str) -> TokenLogprob:
+    likelihood = Likelihood(text, text.encode(), -0.5)
+    return TokenLogprob(likelihood, (likelihood,))
