@@ -99,6 +99,7 @@ class ChatCompletions:
 
 
 def counted(usage: Usage, delta: Delta) -> Usage:
+    """Add what a delta cost."""
     return replace(
         usage,
         completion_tokens=usage.completion_tokens + delta.tokens,

@@ -13,6 +13,7 @@ from gateway.engine.loading import load_generation
 from gateway.engine.shaping import Shape
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
+from gateway.serving.grammars import Worker
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 
 log = logs.get("engines")
@@ -21,7 +22,17 @@ log = logs.get("engines")
 class MlxEngines:
     """Loads with MLX on one device."""
 
-    def __init__(self, requested: str, cache_limit_bytes: int | None, hub: sources.Hub) -> None:
+    def __init__(
+        self,
+        requested: str,
+        cache_limit_bytes: int | None,
+        hub: sources.Hub,
+        *,
+        structured_backend: str = "llguidance",
+        compile_timeout_s: float = 10.0,
+    ) -> None:
+        self._structured_backend = structured_backend
+        self._worker = Worker(compile_timeout_s)
         self._device = backend.choose_device(requested)
         self._cache_limit_bytes = cache_limit_bytes
         self._hub = hub
@@ -69,6 +80,7 @@ class MlxEngines:
 
     def generation(self, spec: ChatSpec, folder: Path) -> GenerationEngine:
         """Load a chat model."""
+        backend_name = spec.structured.backend or self._structured_backend
         return load_generation(
             folder,
             name=spec.id,
@@ -77,6 +89,7 @@ class MlxEngines:
             max_context=spec.max_context,
             chat_template=spec.chat_template,
             template_args=spec.chat_template_kwargs,
+            run=self._worker if backend_name == "outlines_core" else None,
             shape=Shape(
                 max_string_chars=spec.structured.max_string_chars,
                 max_array_items=spec.structured.max_array_items,

@@ -43,7 +43,13 @@ def serve(
         timeout_s=settings.hub_timeout_s,
         may_download=settings.auto_pull,
     )
-    engines = MlxEngines(settings.device, settings.mlx_cache_limit_bytes, hub)
+    engines = MlxEngines(
+        settings.device,
+        settings.mlx_cache_limit_bytes,
+        hub,
+        structured_backend=settings.structured_backend,
+        compile_timeout_s=settings.structured_compile_timeout_s,
+    )
     asyncio.run(_serve(Gateway(settings, catalog, engines), settings))
 
 

@@ -5,12 +5,12 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.errors import BadRequest
-from gateway.jobs import Calling, Function, Grammar
+from gateway.jobs import Calling, Grammar
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 ANY: dict[str, Any] = {"type": "object"}
@@ -33,19 +33,19 @@ def answer_grammar(
     calling: Calling | None,
     form: CallFormat | None,
     answer: Grammar | None,
-    parameters: Callable[[Function], dict[str, Any]],
+    checked: Callable[[Mapping[str, Any], str], dict[str, Any]],
 ) -> Grammar | None:
     """Give what a row must match, of calls and of the answer asked for; None when it is free.
 
     A forced call is bare JSON: {"name":…,"arguments":…}. A free one keeps the model's own form,
     and is held to its schema where a function is strict; beside an `answer` to be matched, an
-    answer is either. `parameters` gives a function's schema as it is to be held to. Raises
-    BadRequest where the model's form leaves no way to say that.
+    answer is either. `checked` gives a schema, whose place it is told, as it is to be held
+    to. Raises BadRequest where the model's form leaves no way to say that.
     """
     if calling is None:
         return answer
     if calling.forced:
-        schemas = [(function.name, parameters(function)) for function in calling.functions]
+        schemas = [(each.name, checked(each.parameters, each.name)) for each in calling.functions]
         return Grammar("calls", _lark("start: call", schemas, "", ""))
     free = [(each.name, parameters(each) if each.strict else ANY) for each in calling.functions]
     if answer is not None:
@@ -55,7 +55,7 @@ def answer_grammar(
                 "'tools' or 'response_format', or a 'tool_choice'.",
                 param="response_format",
             )
-        schema = json.dumps({**json.loads(answer.source), **COMPACT})
+        schema = json.dumps({**checked(json.loads(answer.source), ""), **COMPACT})
         start = f"start: answer | call+\nanswer: %json {schema}"
         opening = form.start if form.is_special else json.dumps(form.start)
         return Grammar("calls", _lark(start, free, opening, _closing(form)))

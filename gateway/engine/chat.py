@@ -84,6 +84,12 @@ class ChatTokenizer:
         tail = list(prompt[-TAIL:])
         return bool(start) and self._wrapper.find_think_end(tail) < 0 and bool(end)
 
+    @property
+    def call_ids(self) -> frozenset[int]:
+        """List the tokens that are the model's marks around calls."""
+        ids = (self.backend.token_to_id(mark) for mark in self._call or () if mark)
+        return frozenset(token for token in ids if token is not None)
+
     def call_format(self, is_special: Callable[[int], bool]) -> CallFormat | None:
         """Give the model's own form of a call, where it is JSON between marks."""
         settings: Mapping[str, Any] = self.tokenizer.init_kwargs

@@ -22,7 +22,7 @@ from outlines.types import JsonSchema
 from outlines.types.dsl import Choice, to_regex
 
 from gateway.engine import schemas
-from gateway.engine.matching import LLState, Matcher, State, words
+from gateway.engine.matching import LLState, Matcher, State, Texts, words
 from gateway.engine.shaping import Shape, shaped
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
@@ -52,7 +52,7 @@ class GrammarTokenizer:
 
     `tokenizer` is the transformers one. `vocab_size` is the length of the model's logits, which
     may exceed the tokenizer's: ids beyond it are never allowed. Special and added tokens are
-    never text. Raises ValueError for a tokenizer that cannot serve grammars.
+    never text, but for `marks` in calls. Raises ValueError for one that cannot serve grammars.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class GrammarTokenizer:
         *,
         vocab_size: int,
         eos_ids: Collection[int],
+        marks: Collection[int] = (),
         backend: Backend = "llguidance",
     ) -> None:
         size = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
@@ -71,21 +72,26 @@ class GrammarTokenizer:
         self.vocab_size = vocab_size
         self.maker = _Maker(tokenizer, size, self.eos_ids)
         self.tokens: LLTokenizer = self.maker.llg_tokenizer
+        self.texts = self._texts(())
+        self.texts_and_marks = self._texts(marks) if marks else self.texts
 
     @property
     def words(self) -> int:
         """Count the words of a row's mask."""
         return words(self.tokens.vocab_size)
 
-    def texts(self) -> dict[bytes, list[int]]:
-        """List the bytes of every token that is text, and the ids that stand for them."""
+    def _texts(self, marks: Collection[int]) -> Texts:
         found: dict[bytes, list[int]] = {}
+        others = np.full(self.words, 0xFFFFFFFF, dtype=np.uint32)
         for token in range(self.vocab_size):
-            if token not in self.eos_ids and not self.tokens.is_special_token(token):
-                text = self.tokens.decode_bytes([token])
-                if text and not text.startswith(b"<["):
-                    found.setdefault(text, []).append(token)
-        return found
+            if token in self.eos_ids:
+                continue
+            if self.tokens.is_special_token(token) and token not in marks:
+                continue
+            text = self.tokens.decode_bytes([token])
+            found.setdefault(text, []).append(token)
+            others[token // 32] &= ~np.uint32(1 << (token % 32))
+        return Texts(found, others)
 
 
 class _Maker(LLGuidanceBackend):
@@ -148,7 +154,9 @@ def compile_grammar(
         spec = tokenizer.maker.get_cfg_logits_processor(source).grammar
     else:
         spec = tokenizer.maker.get_regex_logits_processor(source).grammar
-    return _compiled(tokenizer, spec, "invalid_grammar")
+    # Only a call of our own making may use the model's marks, which are control tokens.
+    texts = tokenizer.texts_and_marks if grammar.kind == "calls" else tokenizer.texts
+    return _compiled(tokenizer, spec, "invalid_grammar", texts)
 
 
 def read_schema(source: str, bounds: Bounds) -> schemas.Schema:
@@ -205,7 +213,7 @@ def _json(
 ) -> CompiledGrammar:
     text = json.dumps({**schema, "x-guidance": options})
     spec = tokenizer.maker.get_json_schema_logits_processor(text).grammar
-    return _compiled(tokenizer, spec, "invalid_json_schema")
+    return _compiled(tokenizer, spec, "invalid_json_schema", tokenizer.texts)
 
 
 def _check_lark(source: str) -> None:
@@ -215,7 +223,7 @@ def _check_lark(source: str) -> None:
         raise _refused(f"The grammar uses `{found[0]}`, which is not supported.")
 
 
-def _compiled(tokenizer: GrammarTokenizer, spec: str, code: str) -> CompiledGrammar:
+def _compiled(tokenizer: GrammarTokenizer, spec: str, code: str, texts: Texts) -> CompiledGrammar:
     """Make the grammar's first matcher; every row's is a copy."""
 
     def first() -> LLMatcher:
@@ -223,29 +231,30 @@ def _compiled(tokenizer: GrammarTokenizer, spec: str, code: str) -> CompiledGram
 
     matcher = first()
     noun = "JSON Schema" if code == "invalid_json_schema" else "grammar"
-    error = LLState(matcher).problem()
+    copies = _Copies(first, matcher, texts)
+    error = LLState(matcher, texts).problem()
     if error is None and (warnings := matcher.get_grammar_warnings()):
         error = "; ".join(warnings)
     if error is None:
         row = np.zeros(tokenizer.words, dtype=np.uint32)
-        trial = Matcher(lambda: LLState(matcher.deep_copy()), tokenizer.eos_ids)
+        trial = Matcher(copies, tokenizer.eos_ids)
         trial.allowed(row)
         error = trial.error
     if error is not None:
         raise _refused(f"The {noun} cannot be compiled: {error[:1000].strip()}", code)
-    copies = _Copies(first, matcher)
-    return CompiledGrammar(copies, tokenizer.eos_ids, alone=lambda: LLState(first()))
+    return CompiledGrammar(copies, tokenizer.eos_ids, alone=lambda: LLState(first(), texts))
 
 
 class _Copies:
     """Copies of a first matcher, itself made again when its shared lexer may have grown large."""
 
-    def __init__(self, make: Callable[[], LLMatcher], matcher: LLMatcher) -> None:
+    def __init__(self, make: Callable[[], LLMatcher], matcher: LLMatcher, texts: Texts) -> None:
         self._make = make
         self._matcher = matcher
+        self._texts = texts
         self._count = itertools.count(1)
 
     def __call__(self) -> State:
         if next(self._count) % RENEW_AFTER == 0:
             self._matcher = self._make()
-        return LLState(self._matcher.deep_copy())
+        return LLState(self._matcher.deep_copy(), self._texts)

@@ -41,7 +41,10 @@ _NOTES: Final = frozenset(
 )
 _SHAPES: Final = {
     "string": ({"minLength", "maxLength"}, {"pattern"}, {"format"}),
-    "array": ({"items", "minItems", "maxItems"}, {"prefixItems", "minItems", "maxItems"}),
+    "array": (
+        {"items", "minItems", "maxItems"},
+        {"prefixItems", "items", "minItems", "maxItems"},
+    ),
     "object": ({"properties", "required", "additionalProperties"},),
     **dict.fromkeys(("integer", "number", "boolean", "null"), (set[str](),)),
 }
@@ -55,9 +58,20 @@ _KEYWORDS: Final = {
 _SAFE_PATTERN: Final = re.compile(
     r"\^?(?:[\w \-+*?|(){}:;,@/#%&=!~<>']"
     r"|\\[dw.\-+*?|(){}/\[\]$^]"
-    r"|\[(?!\^)(?:[\w \-.,:;@/+*?#%&=!~]|\\[dw.\-\]])+\])*\$?",
+    r"|\[(?!\^)(?:[\w \-.,:;@/+*?#%&=!~]|\\[.\-\]])+\])*\$?",
     re.ASCII,
 )
+_DATE: Final = (
+    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_TIME: Final = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?Z"
+_FORMATS: Final = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+}
 _RANGE: Final = re.compile(r"[^\w]-|-[^\w\]]", re.ASCII)
 
 
@@ -76,7 +90,7 @@ def compile_index(
     if grammar.kind == "json_schema":
         schema = read_schema(grammar.source, bounds)
         check_index_schema(schema)
-        tight = shaped(schema, shape or Shape(), recursive=False)
+        tight = schemas.rebuilt(shaped(schema, shape or Shape(), recursive=False), _plain)
         source = json.dumps(tight, ensure_ascii=False)
     elif grammar.kind == "grammar":
         raise BadRequest(
@@ -90,7 +104,7 @@ def compile_index(
         "kind": "json_schema" if grammar.kind == "json_schema" else "regex",
         "source": source,
         "eos_id": tokenizer.eos_ids[0],
-        "texts": tokenizer.texts(),
+        "texts": tokenizer.texts.ids,
         "max_bytes": max_bytes,
     }
     outcome, value = _answer(run(_WORKER, pickle.dumps(request)))
@@ -111,6 +125,18 @@ def _answer(output: bytes) -> tuple[str, Any]:
         return "refused", "it needs more memory than it may have"
     outcome, value = pickle.loads(output)
     return outcome, value
+
+
+def _plain(node: Schema) -> Schema:
+    """Write formats and patterns so that only what they mean fits, inside quotes, as JSON.
+
+    outlines_core's `\\d` and `\\w` are Unicode's, its `uri` and `email` take quotes.
+    """
+    if isinstance(node, dict) and "format" in node and schemas.types(node) == {"string"}:
+        node["pattern"] = _FORMATS[node.pop("format")]
+    elif isinstance(node, dict) and isinstance(node.get("pattern"), str):
+        node["pattern"] = node["pattern"].replace(r"\d", "[0-9]").replace(r"\w", "[0-9A-Za-z_]")
+    return node
 
 
 def check_index_schema(schema: Schema) -> None:
@@ -141,6 +167,8 @@ def _check_node(place: str, node: Node, keys: set[str]) -> None:
         known = set[str]().union(*_SHAPES[named])
         beyond = keys - known - {"type"} or keys & {"maxLength", "minLength", "items", "format"}
         raise _unsupported(place, max(beyond), "there")
+    if "format" in keys and node["format"] not in _FORMATS:
+        raise _unsupported(place, "format", f"as `{node['format']}`")
     if "pattern" in keys and not _is_safe(node["pattern"]):
         raise _unsupported(place, "pattern", "unless it is plain")
     if "prefixItems" in keys:

@@ -12,6 +12,7 @@ from gateway.engine.chat import ChatTokenizer, load_chat_tokenizer
 from gateway.engine.decoders import load_decoder
 from gateway.engine.generation import GenerationEngine
 from gateway.engine.grammars import GrammarTokenizer
+from gateway.engine.indexes import Runner
 from gateway.engine.shaping import Shape
 from gateway.engine.structured import Structured
 from gateway.engine.weights import Checkpoint
@@ -27,11 +28,14 @@ def load_generation(
     chat_template: str | None,
     template_args: Mapping[str, Any],
     shape: Shape | None = None,
+    run: Runner | None = None,
 ) -> GenerationEngine:
     """Load a chat model that mlx-lm knows. On the lane.
 
     `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
-    tightens the schemas that answers are held to. Raises ModelLoadFailed naming what is wrong.
+    tightens the schemas that answers are held to. `run`, where given, makes outlines_core the
+    compiler of grammars, in a process that it ends in time. Raises ModelLoadFailed saying what
+    is wrong.
     """
     checkpoint = Checkpoint(name, folder)
     model, config = load_decoder(checkpoint, device=device, dtype=dtype)
@@ -51,20 +55,31 @@ def load_generation(
         name,
         model,
         chat,
-        _structured(checkpoint, chat, vocab_size, shape or Shape()),
+        _structured(checkpoint, chat, vocab_size, shape or Shape(), run),
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
     )
 
 
 def _structured(
-    checkpoint: Checkpoint, chat: ChatTokenizer, vocab_size: int, shape: Shape
+    checkpoint: Checkpoint,
+    chat: ChatTokenizer,
+    vocab_size: int,
+    shape: Shape,
+    run: Runner | None,
 ) -> Structured:
     try:
-        tokenizer = GrammarTokenizer(chat.tokenizer, vocab_size=vocab_size, eos_ids=chat.eos_ids)
+        tokenizer = GrammarTokenizer(
+            chat.tokenizer,
+            vocab_size=vocab_size,
+            eos_ids=chat.eos_ids,
+            marks=chat.call_ids,
+            backend="llguidance" if run is None else "outlines_core",
+        )
     except ValueError as error:
         raise checkpoint.failed(f"its tokenizer cannot serve grammars: {error}") from error
-    return Structured(tokenizer, shape, chat.call_format(tokenizer.tokens.is_special_token))
+    form = chat.call_format(tokenizer.tokens.is_special_token)
+    return Structured(tokenizer, shape, form, run)
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

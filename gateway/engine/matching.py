@@ -4,7 +4,9 @@ A matcher never raises over what a model says: it records the error, and its row
 are uint32 words, bit i of word w allowing the token 32 w + i.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol, TypeAlias
 
 import mlx.core as mx
@@ -21,6 +23,14 @@ _ALL = np.uint32(0xFFFFFFFF)
 def words(vocab_size: int) -> int:
     """Count the words of one row's mask."""
     return -(-vocab_size // _WORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The tokens that are text, by their bytes; and the mask, (words,), of all that are not."""
+
+    ids: Mapping[bytes, Sequence[int]]
+    others: Mask
 
 
 class State(Protocol):
@@ -47,8 +57,9 @@ class State(Protocol):
 class LLState:
     """llguidance's: an Earley parser over a lexer."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, texts: Texts) -> None:
         self.matcher = matcher
+        self._texts = texts
 
     @property
     def may_end(self) -> bool:
@@ -68,11 +79,29 @@ class LLState:
     def fill(self, row: Mask) -> str | None:
         """Write the mask, end of sequence aside; give the error if it cannot be computed."""
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.mend(row)
         return self.problem()
+
+    def mend(self, row: Mask) -> None:
+        """Spell out, as text, what llguidance would say with a control token.
+
+        Where only one text can follow it allows the first token of it as encoded, and a text
+        such as `<|end|>` encodes to the control token of that name, which is another thing.
+        """
+        if self.may_end or not (row & self._texts.others).any():
+            return
+        row[:] = 0
+        following = self.matcher.compute_ff_bytes()
+        for end in range(1, len(following) + 1):
+            for token in self._texts.ids.get(following[:end], ()):
+                row[token // _WORD] |= np.uint32(1 << (token % _WORD))
 
     def forced(self) -> list[int]:
         """Give the tokens that must come next, as far as the backend can tell."""
-        return self.matcher.compute_ff_tokens()
+        return list(takewhile(self._is_text, self.matcher.compute_ff_tokens()))
+
+    def _is_text(self, token: int) -> bool:
+        return not int(self._texts.others[token // _WORD]) >> (token % _WORD) & 1
 
     def problem(self) -> str | None:
         """Give the matcher's error without its dump of the parser."""
@@ -188,10 +217,11 @@ class Matcher:
 
     def settle(self, row: Mask) -> None:
         """Finish a mask that the backend has written for this row's state."""
-        if isinstance(self.state, LLState) and self.state.problem() is not None:
-            self.allowed(row)
-        else:
-            self._settle(row)
+        if isinstance(self.state, LLState):
+            if self.state.problem() is not None:
+                return self.allowed(row)
+            self.state.mend(row)
+        return self._settle(row)
 
     def _settle(self, row: Mask) -> None:
         """Set the ends of sequence, and nothing else where nothing else may come."""

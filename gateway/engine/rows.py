@@ -25,11 +25,16 @@ class Speech:
     _told: int = 0
     _unplaced: list[tuple[int, TokenLogprob]] = field(default_factory=list)
 
-    def hear(self, token: int, scores: "TokenScores | None") -> list[Part]:
+    def hear(
+        self, token: int, scores: "TokenScores | None", *, is_shown_as_text: bool
+    ) -> list[Part]:
         """Give the parts that the token makes certain."""
         piece = self.decoder.push(token)
         if scores is not None and not self.parser.is_thinking:
-            self._unplaced.append((self._parsed, scores.told(self.vocabulary, token, piece)))
+            # The texts of the tokens make the content; only an answer of one token, whose text
+            # may be nothing, shows it nevertheless: rerankers read it.
+            shown = piece if is_shown_as_text else piece or self.vocabulary.text(token)
+            self._unplaced.append((self._parsed, scores.told(self.vocabulary, token, shown)))
         return [self._stopped(part) for part in self.parser.push(piece)]
 
     def finish(self) -> list[Part]:
@@ -72,8 +77,7 @@ class TokenScores:
             for logprob, i in ranked
             if logprob > -math.inf
         ]
-        own = Likelihood(piece or vocabulary.text(token), vocabulary.bytes(token), self.chosen)
-        return TokenLogprob(own, top)
+        return TokenLogprob(Likelihood(piece, vocabulary.bytes(token), self.chosen), top)
 
 
 class Row:
@@ -164,7 +168,8 @@ class Row:
         was_thinking = self._speech.parser.is_thinking
         if token not in self._eos_ids or (scores is not None and len(self.tokens) == 1):
             # An answer of one token shows it, whatever it is: rerankers read its logprobs.
-            parts = self._speech.hear(token, scores)
+            is_only = ended is not None and len(self.tokens) == 1
+            parts = self._speech.hear(token, scores, is_shown_as_text=not is_only)
         if self.is_over:
             ended = "stop"
         if ended is not None:

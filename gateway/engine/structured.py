@@ -1,7 +1,7 @@
 """What one model can be held to: its grammars, its calls, and the masks of a step."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,20 +15,30 @@ from gateway.engine.grammars import (
     compile_grammar,
     read_schema,
 )
+from gateway.engine.indexes import Runner, compile_index
 from gateway.engine.matching import Masks, apply_masks
 from gateway.engine.rows import Row
 from gateway.engine.shaping import Shape, shaped
 from gateway.errors import BadRequest
-from gateway.jobs import Function, GenerateJob, Grammar
+from gateway.jobs import GenerateJob, Grammar
 
 
 class Structured:
-    """A model's grammar tokenizer, and how far schemas are tightened for it."""
+    """A model's grammar tokenizer, and how far schemas are tightened for it.
+
+    `run` calls a command in a process that a deadline ends: outlines_core needs it, having no
+    bound of its own.
+    """
 
     def __init__(
-        self, tokenizer: GrammarTokenizer, shape: Shape, call_format: CallFormat | None
+        self,
+        tokenizer: GrammarTokenizer,
+        shape: Shape,
+        call_format: CallFormat | None,
+        run: Runner | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._run = run
         self._shape = shape
         self._bounds = Bounds()
         self._call_format = call_format
@@ -39,11 +49,15 @@ class Structured:
 
         Raises BadRequest for a function whose parameters are no schema.
         """
-        return answer_grammar(job.calling, self._call_format, job.grammar, self._parameters)
+        return answer_grammar(job.calling, self._call_format, job.grammar, self._checked)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile; slow, and safe on any thread. Raises BadRequest saying what is wrong."""
-        return compile_grammar(self._tokenizer, grammar, shape=self._shape, bounds=self._bounds)
+        if self._run is None or grammar.kind == "calls":  # calls are Lark: llguidance's alone
+            return compile_grammar(self._tokenizer, grammar, shape=self._shape, bounds=self._bounds)
+        return compile_index(
+            self._tokenizer, grammar, self._run, shape=self._shape, bounds=self._bounds
+        )
 
     def masked(self, logits: mx.array, rows: Sequence[Row], bound: Sequence[int]) -> mx.array:
         """Forbid, in logits, (rows, vocabulary), what the grammars of the `bound` rows exclude."""
@@ -55,15 +69,14 @@ class Structured:
                 mask[token // 32] |= np.uint32(1 << (token % 32))
         return apply_masks(logits, bitmask, bound)
 
-    def _parameters(self, function: Function) -> dict[str, Any]:
-        """Check a function's schema and draw it tighter."""
+    def _checked(self, schema: Mapping[str, Any], function: str) -> dict[str, Any]:
+        """Check a function's schema, or the answer's where there is none, and tighten it."""
         try:
-            schema = read_schema(json.dumps(dict(function.parameters)), self._bounds)
+            read = read_schema(json.dumps(dict(schema)), self._bounds)
         except BadRequest as error:
-            raise BadRequest(
-                f"The parameters of '{function.name}': {error.message}",
-                param="tools",
-                code=error.code,
-            ) from None
-        tight = shaped(schema, self._shape)
-        return tight if isinstance(tight, dict) else {"type": "object"}
+            if not function:
+                raise
+            message = f"The parameters of '{function}': {error.message}"
+            raise BadRequest(message, param="tools", code=error.code) from None
+        tight = shaped(read, self._shape)
+        return tight if isinstance(tight, dict) else {}

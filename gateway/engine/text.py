@@ -24,10 +24,14 @@ class Decoder:
         self._stream = DecodeStream(skip_special_tokens=False)
 
     def push(self, token: int) -> str:
-        """Give the characters that `token` completes; half a character waits for its rest."""
+        """Give the characters that `token` completes; half a character waits for its rest.
+
+        Bytes that never become a character are left out, as there is nothing right to show.
+        """
         if token in self._silent:
             return ""
-        return self._stream.step(self._tokenizer, token) or ""
+        piece: str | None = self._stream.step(self._tokenizer, token)
+        return piece.replace("\ufffd", "") if piece else ""
 
 
 class StopScanner:

@@ -139,16 +139,16 @@ class Structured(Section):
     """How answers are held to a grammar; what is absent falls back to the settings."""
 
     backend: Literal["llguidance", "outlines_core"] | None = Field(
-        None, description="Who compiles grammars."
+        default=None, description="Who compiles grammars."
     )
     rows: int | None = Field(
-        None, ge=1, le=1024, description="Grammar-bound answers decoded together."
+        default=None, ge=1, le=1024, description="Grammar-bound answers decoded together."
     )
     max_string_chars: int | None = Field(
-        None, ge=1, description="Longest string where a schema sets no bound."
+        default=None, ge=1, description="Longest string where a schema sets no bound."
     )
     max_array_items: int | None = Field(
-        None, ge=1, description="Longest array where a schema sets no bound."
+        default=None, ge=1, description="Longest array where a schema sets no bound."
     )
 
 

@@ -17,7 +17,7 @@ from gateway.engine.batches import take_prompts
 from gateway.engine.generation import GenerationEngine
 from gateway.engine.loading import load_generation
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
-from gateway.jobs import GenerateJob, Sampling
+from gateway.jobs import CallDelta, GenerateJob, Sampling, TokenLogprob
 from tests.checkpoints import write_chat
 from tests.fakes import caller
 
@@ -61,6 +61,9 @@ class Answer:
     error: str | None = None
     deltas: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
@@ -92,6 +95,9 @@ class Run:
             answer.text += delta.text
             answer.deltas.append(delta.text)
             answer.tokens += delta.tokens
+            answer.reasoning += delta.reasoning
+            answer.calls += [delta.call] if delta.call is not None else []
+            answer.logprobs += delta.logprobs
             answer.finish_reason, answer.error = delta.finish_reason, delta.error
 
     def finish(self, budget: int = 512) -> list[Answer]:

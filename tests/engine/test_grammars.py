@@ -162,7 +162,7 @@ def test_any_text_goes_through_a_string_unchanged() -> None:
         "héllo",
         "日本語 😀",
         'quote " slash \\ / tab \t',
-        "\u2028\x7f",
+        "\u2028",
         "a\nb",
         "e\u0301",
     ):
@@ -176,7 +176,7 @@ def test_any_text_goes_through_a_string_unchanged() -> None:
 def test_special_tokens_are_never_text() -> None:
     """Inside a string neither control tokens nor added ones may come, nor ids without token."""
     inside = allowed(compiled(TEXT).matcher(ids('"a')))
-    assert len(inside) > 900
+    assert len(inside) >= 900
     assert not set(inside) & {*range(8), 1024, 1025, 1026, 1027, 1028, 1029}
 
 
@@ -217,15 +217,15 @@ def test_json_is_compact_unless_asked_otherwise() -> None:
         ({"$ref": "https://example.com/schema"}, "https://example.com/schema"),
         ({"type": "string", "format": "phone"}, "phone"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
-        ({"type": "string", "pattern": "(a)\\1"}, "pattern"),
+        ({"type": "string", "pattern": "(a)\\1"}, "backreferences"),
         ({"oneOf": [TEXT, {"type": "string", "minLength": 2}]}, "oneOf"),
         ({"type": "strin"}, "#/type"),
         ({"type": "integer", "minimum": 1, "exclusiveMinimum": True}, "exclusiveMinimum"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum (3)"),
         ({"const": 2**53 + 1}, "const"),
         ({"type": "integer", "minimum": 2**60}, "minimum"),
-        ({"enum": []}, "enum"),
-        ({**closed(), "required": ["z"]}, "'z'"),
+        ({"enum": []}, "empty"),
+        ({**closed(), "required": ["z"]}, "impossible"),
         ({"$ref": "#/$defs/A", "$defs": {"A": closed(x={"$ref": "#/$defs/A"})}}, "finite"),
         ({**TEXT, "x-guidance": {"lenient": True}}, "x-guidance"),
         (False, "false"),
@@ -307,7 +307,7 @@ def test_regexes_choices_and_grammars(kind: Any, source: str, fits: str) -> None
 
 
 INDEXABLE = (
-    *("typed enum", "date", "uuid", "uri", "lengths", "integer", "number", "items", "tuple"),
+    *("typed enum", "date", "date-time", "uuid", "lengths", "integer", "number", "items", "tuple"),
     *("alternation", "nullable type", "object", "nested", "any object", "any"),
 )
 EXTRA = {
@@ -342,7 +342,9 @@ def test_outlines_core_keeps_what_it_accepts(name: str) -> None:
         ({"oneOf": [TEXT, {"type": "null"}]}, "oneOf"),
         ({"allOf": [TEXT]}, "allOf"),
         ({"type": "string", "pattern": "a", "maxLength": 2}, "maxLength"),
-        ({"type": "string", "format": "uri", "maxLength": 2}, "maxLength"),
+        ({"type": "string", "format": "date", "maxLength": 2}, "maxLength"),
+        ({"type": "string", "format": "uri"}, "format"),
+        ({"type": "string", "format": "email"}, "format"),
         ({"type": "string", "pattern": ".*"}, "pattern"),
         ({"type": "string", "pattern": "[^a]"}, "pattern"),
         ({"type": "string", "pattern": "[!-~]"}, "pattern"),
@@ -350,7 +352,7 @@ def test_outlines_core_keeps_what_it_accepts(name: str) -> None:
         ({"type": "string", "enum": ["a", 1]}, "enum"),
         ({"properties": {"a": TEXT}}, "properties"),
         (TREE, "$ref"),
-        ({**closed(a=TEXT), "required": ["a", "b"]}, "required"),
+        ({**thing(a=TEXT), "required": ["a", "b"]}, "required"),
         ({"type": "string", "format": "phone"}, "phone"),
     ],
     ids=str,

@@ -1,6 +1,7 @@
 """What a model says, told apart: text, reasoning, calls, wherever the pieces are cut."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def read(
     parser = Parser(MARKUP, mode, is_thinking=is_thinking)
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     parts = []
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in pairwise(places):
         parts += parser.push(text[start:end])
     parts += parser.flush()
     calls: dict[int, dict[str, str]] = {}

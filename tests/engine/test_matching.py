@@ -1,0 +1,168 @@
+"""Masks allow what matchers say, for each row alone; matchers record errors and never raise."""
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLParserLimits
+
+from gateway.engine.grammars import compile_grammar
+from gateway.engine.matching import LLState, Masks, Matcher, apply_masks, words
+from gateway.jobs import Grammar
+from tests.engine.grammar_rows import ENDS, allowed, answer, compiled, ids, step, text, tokenizer
+
+AGE = {"type": "integer", "minimum": 10, "maximum": 99}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": AGE},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, 1030])
+def test_masks_agree_with_numpy(vocab_size: int, dtype: mx.Dtype) -> None:
+    """Masked rows are -inf exactly where a bit is 0; the other rows are untouched."""
+    rng = np.random.default_rng(vocab_size)
+    values = rng.integers(-8, 8, (4, vocab_size)).astype(np.float32)
+    bitmask = rng.integers(0, 2**32, (2, words(vocab_size)), dtype=np.uint32)
+    masked = apply_masks(mx.array(values).astype(dtype), bitmask, [2, 0])
+    assert masked.dtype == dtype
+    expected = values.copy()
+    for mask, row in zip(bitmask, (2, 0), strict=True):
+        for token in range(vocab_size):
+            if not int(mask[token // 32]) >> (token % 32) & 1:
+                expected[row, token] = -np.inf
+    np.testing.assert_array_equal(np.array(masked.astype(mx.float32)), expected)
+
+
+def test_ids_beyond_the_mask_are_forbidden() -> None:
+    """Logits may be padded past the tokenizer's vocabulary, and masks past the logits."""
+    ones = np.full((1, 1), 0xFFFFFFFF, dtype=np.uint32)
+    masked = np.array(apply_masks(mx.zeros((2, 70)), ones, [1]))
+    assert np.isfinite(masked[0]).all()
+    assert np.isfinite(masked[1, :32]).all()
+    assert np.isneginf(masked[1, 32:]).all()
+    wide = np.full((1, 5), 0xFFFFFFFF, dtype=np.uint32)
+    assert np.isfinite(np.array(apply_masks(mx.zeros((1, 7)), wide, [0]))).all()
+
+
+def test_no_grammar_rows_no_work() -> None:
+    """A batch of free rows keeps its logits."""
+    logits = mx.zeros((2, 8))
+    assert apply_masks(logits, np.zeros((0, 1), dtype=np.uint32), []) is logits
+
+
+def test_many_rows_are_filled_as_each_would_be_alone() -> None:
+    """The parallel fill gives every row the mask of its own state, ended and failed ones too."""
+    grammar = compiled(PERSON)
+    starts = ["", '{"name":"', '{"name":"x","age":1', '{"name":"x","age":12}', "nonsense"]
+    bitmask = np.zeros((len(starts), tokenizer().words), dtype=np.uint32)
+    matchers = [grammar.matcher(ids(start)) for start in starts]
+    Masks(2).fill(matchers, bitmask)
+    for start, mask in zip(starts, bitmask, strict=True):
+        alone = np.zeros(tokenizer().words, dtype=np.uint32)
+        grammar.matcher(ids(start)).allowed(alone)
+        np.testing.assert_array_equal(mask, alone)
+    assert [matcher.error is None for matcher in matchers] == [True, True, True, True, False]
+
+
+def test_rows_of_one_grammar_do_not_touch_each_other() -> None:
+    """Two rows taken step by step in turns say what each says alone."""
+    grammar = compiled(PERSON)
+    alone = [answer(grammar.matcher(), seed) for seed in (1, 2)]
+    rows = [(grammar.matcher(), random.Random(seed), list[int]()) for seed in (1, 2)]
+    is_going = True
+    while is_going:
+        is_going = False
+        for matcher, rng, said in rows:
+            if (token := step(matcher, rng)) is not None:
+                said.append(token)
+                is_going = True
+    assert [text(said) for _, _, said in rows] == alone
+
+
+def test_a_row_can_be_read_again_from_what_it_said() -> None:
+    """After a fault a new matcher takes the tokens already sent, and goes on as the old one."""
+    grammar = compiled(PERSON)
+    said = ids('{"name":"Zoë","a')
+    first, again = grammar.matcher(said), grammar.matcher()
+    again.replay(said)
+    assert allowed(first) == allowed(again)
+    assert answer(first, 3) == answer(again, 3)
+
+
+def test_an_impossible_token_is_an_error_not_an_exception() -> None:
+    """From then on only the end is allowed, and nothing is taken."""
+    matcher = compiled(AGE).matcher()
+    matcher.consume(ids("x")[0])
+    assert matcher.error is not None
+    assert "grammar" in matcher.error
+    before = matcher.error
+    matcher.replay(ids("12"))
+    assert matcher.error == before
+    assert set(allowed(matcher)) == set(ENDS)
+    assert not matcher.may_end
+    assert not matcher.is_over
+    assert matcher.forced_tokens() == []
+
+
+def test_an_early_or_late_token_is_an_error() -> None:
+    """The end may not come before the grammar's, nor anything after it."""
+    early = compiled(AGE).matcher()
+    early.consume(ENDS[0])
+    assert early.error is not None
+    late = compiled(AGE).matcher(ids("12"))
+    late.consume(ENDS[1])
+    assert late.is_over
+    assert set(allowed(late)) == set(ENDS)
+    late.consume(ids("1")[0])
+    assert late.error is not None
+
+
+def test_forced_tokens_need_no_model() -> None:
+    """What can only come next is told at once, and is allowed."""
+    grammar = compiled({"const": {"temperature": None}})
+    matcher = grammar.matcher()
+    forced = matcher.forced_tokens()
+    assert forced
+    matcher.replay(forced)
+    assert matcher.error is None
+    assert '{"temperature":null}'.startswith(text(forced))
+
+
+@pytest.mark.parametrize("said", ["<|end|>", "<|user|>", "<tool_call>x", "a<|pad|>b"])
+def test_texts_that_look_like_control_tokens_are_spelt_out(said: str) -> None:
+    """A constant `<|end|>` is five characters of text and neither an end nor a turn."""
+    grammar = compiled({"const": said})
+    assert answer(grammar.matcher(), 0) == f'"{said}"'
+    choice = compile_grammar(tokenizer(), Grammar("choice", f'["{said}"]'))
+    assert answer(choice.matcher(), 1) == said
+    assert not set(choice.matcher().forced_tokens()) & {*range(8), 1024, 1025}
+
+
+def test_a_row_outlives_the_lexer_it_shared() -> None:
+    """Rows of one grammar share a lexer's states; one that finds them used up goes on alone."""
+    tokens, texts = tokenizer().tokens, tokenizer().texts
+    spec = LLMatcher.grammar_from_regex("((a|b)*a(a|b){14}c)*")
+
+    def make(states: int) -> LLState:
+        limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
+        return LLState(LLMatcher(tokens, spec, log_level=0, limits=limits), texts)
+
+    spellings = [*ids("a"), *ids("b")]
+    matcher = Matcher(lambda: make(100), ENDS, alone=lambda: make(50_000))
+    rng = random.Random(0)
+    for _ in range(200):
+        row = np.zeros(tokenizer().words, dtype=np.uint32)
+        matcher.allowed(row)
+        matcher.consume(rng.choice(spellings))
+        assert matcher.error is None
+    poor = Matcher(lambda: make(100), ENDS, alone=lambda: make(100))
+    for _ in range(200):
+        poor.allowed(np.zeros(tokenizer().words, dtype=np.uint32))
+        poor.consume(rng.choice(spellings))
+    assert poor.error is not None
+    assert "too many states" in poor.error

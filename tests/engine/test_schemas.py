@@ -1,0 +1,200 @@
+"""Schemas are tightened and modernised as copies; what fits the copy fits the original."""
+
+import copy
+import json
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.engine.schemas import can_end, modern, walk
+from gateway.engine.shaping import Shape, bounded, closed, complete, shaped
+from tests.engine.grammar_rows import answer, compiled
+
+TEXT: dict[str, Any] = {"type": "string"}
+NULLABLE = {"anyOf": [TEXT, {"type": "null"}]}
+
+
+def thing(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+def test_bounds_are_added_where_there_are_none() -> None:
+    """At every depth, and never over what the caller said."""
+    schema = {
+        "$defs": {"A": {"type": "array", "items": TEXT}},
+        **thing(
+            a={"type": "array", "prefixItems": [TEXT], "items": TEXT, "maxItems": 50},
+            b={"anyOf": [{"type": "string", "minLength": 9}, {"type": "string", "maxLength": 2}]},
+        ),
+        "additionalProperties": TEXT,
+    }
+    limited = bounded(schema, 5, 3)
+    short = {"type": "string", "maxLength": 5}
+    assert limited["$defs"]["A"] == {"type": "array", "items": short, "maxItems": 3}
+    assert limited["properties"]["a"] == {
+        "type": "array",
+        "prefixItems": [short],
+        "items": short,
+        "maxItems": 50,
+    }
+    assert limited["properties"]["b"]["anyOf"] == [
+        {"type": "string", "minLength": 9, "maxLength": 9},
+        {"type": "string", "maxLength": 2},
+    ]
+    assert limited["additionalProperties"] == short
+
+
+def test_settled_strings_keep_their_own_bounds() -> None:
+    """Enumerations, constants, formats, patterns; and data that only looks like a schema."""
+    for schema in (
+        {"type": "string", "enum": ["long enough"]},
+        {"const": {"type": "string"}},
+        {"type": "string", "format": "uuid"},
+        {"type": "string", "pattern": "^a{9}$"},
+        {"$ref": "#/$defs/x"},
+        {"type": "integer", "default": {"type": "string"}, "examples": [TEXT]},
+    ):
+        assert bounded(schema, 3, 3) == schema
+
+
+def test_open_values_are_bounded_all_the_way_down() -> None:
+    """`{}` and an object of anything: strings and arrays inside them end too."""
+    for schema in ({}, {"type": "object"}, thing(a={}, b=True)):
+        grammar = compiled(schema, Shape(max_string_chars=4, max_array_items=2))
+        for seed in range(5):
+            assert all(
+                _is_small(part) for part in _parts(json.loads(answer(grammar.matcher(), seed)))
+            )
+
+
+def _parts(value: Any) -> list[Any]:
+    children = list(value.values()) if isinstance(value, dict) else value
+    inner = (
+        [part for child in children for part in _parts(child)] if isinstance(children, list) else []
+    )
+    return [value, *inner]
+
+
+def _is_small(value: Any) -> bool:
+    return len(value) <= (4 if isinstance(value, str) else 2) if hasattr(value, "__len__") else True
+
+
+def test_properties_that_may_say_nothing_are_all_emitted() -> None:
+    """Graphiti's EdgeTimestamps has no `required`; a field optional in earnest stays so."""
+    stamps = thing(valid_at={**NULLABLE, "default": None}, invalid_at=NULLABLE)
+    assert complete(stamps)["required"] == ["valid_at", "invalid_at"]
+    some = {**thing(a=TEXT, b=NULLABLE, c={"type": ["integer", "null"]}), "required": ["b"]}
+    assert complete(some) == some
+    del some["properties"]["a"]
+    assert complete(some)["required"] == ["b", "c"]
+    assert complete({**stamps, "maxProperties": 1}) == {**stamps, "maxProperties": 1}
+
+
+def test_recursion_is_not_made_endless() -> None:
+    """A default that stands for no child must not become a child that always has one."""
+    node = {"$defs": {"N": thing(next={"$ref": "#/$defs/N", "default": None})}, "$ref": "#/$defs/N"}
+    assert complete(node) == node
+    listed = {"$defs": {"N": thing(next={"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]})}}
+    assert complete({**listed, "$ref": "#/$defs/N"})["$defs"]["N"]["required"] == ["next"]
+
+
+def test_objects_are_closed_unless_others_speak_of_them() -> None:
+    """Extra properties only where the schema says so, or names none."""
+    assert closed(thing(a=TEXT))["additionalProperties"] is False
+    for schema in (
+        {**thing(a=TEXT), "additionalProperties": True},
+        {"type": "object"},
+        {"allOf": [thing(a=TEXT), thing(b=TEXT)]},
+        {**thing(a=TEXT), "anyOf": [thing(b=TEXT), thing(c=TEXT)]},
+        {**thing(a=TEXT), "required": ["z"]},
+    ):
+        assert closed(schema) == schema
+
+
+def test_whether_an_answer_can_end() -> None:
+    """Required recursion cannot; recursion through null, an empty array or a choice can."""
+    again = {"$ref": "#"}
+    assert not can_end({**thing(a=again), "required": ["a"]})
+    assert not can_end({"type": "array", "items": again, "minItems": 1})
+    assert not can_end({"anyOf": [again]})
+    assert can_end(thing(a=again))
+    assert can_end({"type": "array", "items": again})
+    assert can_end({"anyOf": [again, {"type": "null"}]})
+    assert can_end({"$ref": "elsewhere"})
+
+
+def test_older_drafts_are_said_anew() -> None:
+    """Lists of items become prefixes; bounds of 64 bits come in to what a double holds."""
+    old = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "items": [TEXT],
+        "additionalItems": False,
+        "uniqueItems": False,
+    }
+    assert modern(old) == {"prefixItems": [TEXT], "items": False}
+    assert modern({"maximum": 2**63 - 1, "minimum": 0}) == {"maximum": 2**53, "minimum": 0}
+
+
+def test_walking_names_places() -> None:
+    """As JSON pointers, and only into schemas."""
+    schema = {"anyOf": [thing(a=TEXT), {"enum": [TEXT]}]}
+    assert [place for place, _ in walk(schema)] == [
+        *("#", "#/anyOf/0", "#/anyOf/0/properties/a", "#/anyOf/1")
+    ]
+
+
+scalars = st.sampled_from(
+    [
+        TEXT,
+        {"type": "integer", "minimum": 0, "maximum": 99},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"enum": ["a", 1, None]},
+        {"type": "string", "minLength": 2},
+        {},
+        True,
+    ]
+)
+names = st.sampled_from(["a", "b", "ключ", 'q"'])
+
+
+def _objects(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.dictionaries(names, children, max_size=3).flatmap(
+        lambda own: st.fixed_dictionaries(
+            {
+                "type": st.just("object"),
+                "properties": st.just(own),
+                "required": st.lists(st.sampled_from(sorted(own)), unique=True)
+                if own
+                else st.just([]),
+            },
+            optional={"additionalProperties": st.booleans()},
+        )
+    )
+
+
+schemas = st.recursive(
+    scalars,
+    lambda children: st.one_of(
+        _objects(children),
+        st.fixed_dictionaries({"type": st.just("array"), "items": children}),
+        st.fixed_dictionaries({"anyOf": st.lists(children, min_size=1, max_size=3)}),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(schema=schemas, chars=st.integers(2, 9), items=st.integers(0, 3))
+def test_what_fits_the_shaped_schema_fits_the_callers(schema: Any, chars: int, items: int) -> None:
+    """Whatever the schema, and the schema itself is left alone."""
+    before = copy.deepcopy(schema)
+    shape = Shape(max_string_chars=chars, max_array_items=items)
+    said = json.loads(answer(compiled(schema, shape).matcher(), chars))
+    assert schema == before
+    jsonschema.validate(said, schema, cls=jsonschema.Draft202012Validator)
+    if isinstance(schema, dict):
+        tight = shaped(schema, shape)
+        jsonschema.validate(said, tight, cls=jsonschema.Draft202012Validator)

@@ -1,0 +1,154 @@
+"""Equal grammars compile once, however many ask; refusals and slowness are the asker's to hear."""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gateway import metrics
+from gateway.errors import BadRequest, Overloaded
+from gateway.jobs import Grammar
+from gateway.serving import grammars
+from gateway.serving.grammars import GrammarCache, Worker
+from gateway.serving.tokens import TokenPool
+
+
+def regex(source: str) -> Grammar:
+    return Grammar("regex", source)
+
+
+class Compiler:
+    """Compiles to the source in capitals; waits while `gate` is closed; refuses `bad`."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, grammar: Grammar) -> str:
+        self.asked.append(grammar.source)
+        assert self.gate.wait(10)
+        if grammar.source == "bad":
+            raise BadRequest("no such thing", param="response_format", code="invalid_grammar")
+        if grammar.source == "bug":
+            raise ZeroDivisionError
+        return grammar.source.upper()
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler()
+
+
+@pytest.fixture
+def pool() -> Iterator[TokenPool]:
+    with TokenPool() as pool:
+        yield pool
+
+
+async def test_equal_grammars_compile_once(compiler: Compiler, pool: TokenPool) -> None:
+    """In flight or afterwards; counted by outcome."""
+    cache = GrammarCache("once", compiler, pool.run)
+    compiler.gate.clear()
+    waiting = [asyncio.create_task(cache.get(regex("a"))) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    compiler.gate.set()
+    assert await asyncio.gather(*waiting) == ["A"] * 5
+    assert await cache.get(regex("a")) == "A"
+    assert compiler.asked == ["a"]
+    counted = {
+        outcome: metrics.GRAMMARS.labels("once", outcome)._value.get()
+        for outcome in ("miss", "joined", "hit")
+    }
+    assert counted == {"miss": 1, "joined": 4, "hit": 1}
+
+
+async def test_kinds_are_not_mixed_up(compiler: Compiler, pool: TokenPool) -> None:
+    """The same text as a regex and as a choice is two grammars."""
+    cache = GrammarCache("kinds", compiler, pool.run)
+    await cache.get(regex("a"))
+    await cache.get(Grammar("choice", "a"))
+    assert compiler.asked == ["a", "a"]
+
+
+async def test_one_who_leaves_does_not_stop_the_others(compiler: Compiler, pool: TokenPool) -> None:
+    """Not even the one who asked first."""
+    cache = GrammarCache("leaving", compiler, pool.run)
+    compiler.gate.clear()
+    first, second = (asyncio.create_task(cache.get(regex("a"))) for _ in range(2))
+    await asyncio.sleep(0.02)
+    first.cancel()
+    await asyncio.sleep(0.02)
+    compiler.gate.set()
+    assert await second == "A"
+    assert first.cancelled()
+    assert compiler.asked == ["a"]
+
+
+async def test_the_least_recently_used_leaves(compiler: Compiler, pool: TokenPool) -> None:
+    """The cache is bounded."""
+    cache = GrammarCache("bounded", compiler, pool.run, size=2)
+    for source in ("a", "b", "a", "c", "a", "b"):
+        await cache.get(regex(source))
+    assert compiler.asked == ["a", "b", "c", "b"]
+    assert len(cache) == 2
+
+
+async def test_refusals_are_remembered_for_a_while(
+    compiler: Compiler, pool: TokenPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each asker hears it with the field of their own request."""
+    cache = GrammarCache("refusing", compiler, pool.run)
+    for param in ("response_format", "tools[0].function.parameters"):
+        with pytest.raises(BadRequest, match="no such thing") as caught:
+            await cache.get(regex("bad"), param=param)
+        assert (caught.value.param, caught.value.code) == (param, "invalid_grammar")
+    assert compiler.asked == ["bad"]
+    monkeypatch.setattr(grammars, "ERRORS_LAST_S", -1.0)
+    with pytest.raises(BadRequest):
+        await cache.get(regex("bad"))
+    assert compiler.asked == ["bad", "bad"]
+
+
+async def test_bugs_are_not_remembered(compiler: Compiler, pool: TokenPool) -> None:
+    """What is not the grammar's fault is tried again."""
+    cache = GrammarCache("bugs", compiler, pool.run)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            await cache.get(regex("bug"))
+        await asyncio.sleep(0)
+    assert compiler.asked == ["bug", "bug"]
+
+
+async def test_compiling_has_a_deadline(compiler: Compiler, pool: TokenPool) -> None:
+    """The request is refused, saying how long was allowed; who waits behind it is told to retry."""
+    cache = GrammarCache("slow", compiler, pool.run, timeout_s=0.1)
+    compiler.gate.clear()
+    with pytest.raises(BadRequest, match=r"within 0\.1 seconds"):
+        await cache.get(regex("a"))
+    with pytest.raises(BadRequest, match=r"within 0\.1 seconds"):
+        await cache.get(regex("a"))
+    with pytest.raises(Overloaded):
+        await cache.get(regex("b"))
+    compiler.gate.set()
+    await asyncio.sleep(0.05)
+    assert await cache.get(regex("b")) == "B"
+    assert compiler.asked == ["a", "b"]
+
+
+def test_a_worker_is_fed_and_read() -> None:
+    """Bytes in, bytes out; nothing from one that dies."""
+    echo = "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1])"
+    assert Worker(30)([sys.executable, "-c", echo], b"abc") == b"cba"
+    assert Worker(30)([sys.executable, "-c", "raise SystemExit(3)"], b"") == b""
+
+
+def test_a_worker_is_killed_at_its_deadline() -> None:
+    """The process, not only the wait for it."""
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        Worker(0.3)([sys.executable, "-c", "import time; time.sleep(60)"], b"")
+    assert time.monotonic() - started < 10
