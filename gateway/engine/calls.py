@@ -47,7 +47,10 @@ def answer_grammar(
     if calling.forced:
         schemas = [(each.name, checked(each.parameters, each.name)) for each in calling.functions]
         return Grammar("calls", _lark("start: call", schemas, "", ""))
-    free = [(each.name, parameters(each) if each.strict else ANY) for each in calling.functions]
+    free = [
+        (each.name, checked(each.parameters, each.name) if each.strict else ANY)
+        for each in calling.functions
+    ]
     if answer is not None:
         if form is None or answer.kind != "json_schema":
             raise BadRequest(
