@@ -67,7 +67,5 @@ demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
 clean: ## Remove what the commands above made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
 
-docs: setup ## Write the README's table of settings
-	$(BIN)/python -c "import re, pathlib; from gateway.settings import environment_table as table; \
-	p = pathlib.Path('README.md'); mark = '(<!-- settings[^>]*-->\n).*?(<!-- /settings -->)'; \
-	p.write_text(re.sub(mark, lambda m: m[1] + table().strip() + '\n' + m[2], p.read_text(), flags=re.S))"
+docs: setup ## Write the README's generated tables
+	$(BIN)/python -m tests.readme_tables

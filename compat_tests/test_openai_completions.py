@@ -76,6 +76,15 @@ def test_logprobs_belong_to_the_text(client: OpenAI) -> None:
         assert logprob <= 0
 
 
+def test_a_text_may_be_held_to_a_choice(client: OpenAI) -> None:
+    """In vLLM's words, new and old."""
+    asked: Any = {"model": "demo-chat", "prompt": PROMPTS[0]}
+    for form in ({"structured_outputs": {"choice": ["red", "green"]}}, {"guided_regex": "red|no"}):
+        (choice,) = client.completions.create(**asked, extra_body=form).choices
+        assert choice.text in ("red", "green", "no")
+        assert choice.finish_reason == "stop"
+
+
 async def test_the_async_client_asks_many_at_once(url: str) -> None:
     """Streaming and not, in one batch."""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:

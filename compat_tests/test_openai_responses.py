@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
 
 pytestmark = pytest.mark.anyio
 FRANCE = "What is the capital of France?"
@@ -25,6 +26,14 @@ WEATHER: Any = [
         "strict": True,
     }
 ]
+
+
+class Capital(BaseModel):
+    """What is asked about a country."""
+
+    country: str
+    capital: str
+    population: int
 
 
 @pytest.fixture
@@ -133,6 +142,51 @@ def test_a_function_is_called_and_its_output_answered(client: OpenAI) -> None:
     second = client.responses.create(model="demo-chat", input=items, tools=WEATHER)
     assert second.status == "completed"
     assert second.output_text
+
+
+def test_a_required_function_is_called_whatever_is_said(client: OpenAI) -> None:
+    """With arguments that fit its schema."""
+    answer = client.responses.create(
+        model="demo-chat",
+        input="Hello!",
+        tools=WEATHER,
+        tool_choice="required",
+        max_output_tokens=200,
+    )
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert list(json.loads(call.arguments)) == ["city"]
+
+
+def test_an_answer_is_parsed_into_a_model(client: OpenAI) -> None:
+    """Whole, and through the stream helper."""
+    asked: Any = {
+        "model": "demo-chat",
+        "input": FRANCE,
+        "text_format": Capital,
+        "max_output_tokens": 400,
+    }
+    answer = client.responses.parse(**asked)
+    assert isinstance(answer.output_parsed, Capital)
+    with client.responses.stream(**asked) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+
+
+def test_a_schema_that_cannot_be_kept_is_refused(client: OpenAI) -> None:
+    """Before any token, by OpenAI's name for the place."""
+    for stream in (False, True):
+        asked: Any = {
+            "model": "demo-chat",
+            "input": "hi",
+            "stream": stream,
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}},
+        }
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(**asked)
+        assert caught.value.param == "text.format.schema"
+        assert caught.value.code == "invalid_json_schema"
 
 
 def test_an_answer_cut_short_is_incomplete(client: OpenAI) -> None:

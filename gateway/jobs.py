@@ -193,7 +193,8 @@ class Delta:
 class RowJob:
     """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits.
 
-    `max_tokens` is at least 1 and, with the prompt, within the model's context. `is_thinking`
+    `max_tokens` is at least 1 and, with the prompt, within the model's context. `is_bare` tells
+    that no template made the prompt, so that the model's marks are just text. `is_thinking`
     tells that the prompt ends inside a block of thinking, `may_think` that the model may open one
     first: the grammar begins after it. `compiled` is what the engine made of `grammar`.
     """
@@ -205,6 +206,7 @@ class RowJob:
     logprobs: int | None = None
     calling: Calling | None = None
     grammar: Grammar | None = None
+    is_bare: bool = False
     is_thinking: bool = False
     may_think: bool = False
     compiled: object | None = None

@@ -17,6 +17,7 @@ from gateway.jobs import Delta, GenerateJob, Sampling, Usage
 from gateway.registry import ChatSpec, Resolved
 from gateway.wire import chat as wire
 from gateway.wire.chat_answers import Choice, Heading
+from gateway.wire.sampling import tier
 
 
 class ChatCompletions:
@@ -33,7 +34,7 @@ class ChatCompletions:
         resolved, spec = service.chat_spec(asked.model)
         job = wire.to_job(
             asked,
-            service.caller(request, wire.tier(asked)),
+            service.caller(request, tier(asked.service_tier)),
             defaults(spec),
             max_tokens=spec.sampling.max_tokens,
             template_args=template_args(resolved, spec),

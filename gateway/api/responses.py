@@ -19,6 +19,7 @@ from gateway.jobs import GenerateJob
 from gateway.registry import ChatSpec
 from gateway.wire import responses as wire
 from gateway.wire.response_events import Answer, Event
+from gateway.wire.sampling import tier
 
 
 class Responses:
@@ -35,7 +36,7 @@ class Responses:
         resolved, spec = service.chat_spec(asked.model)
         job = wire.to_job(
             asked,
-            service.caller(request, wire.tier(asked)),
+            service.caller(request, tier(asked.service_tier)),
             defaults(spec),
             max_tokens=spec.sampling.max_tokens,
             template_args=template_args(resolved, spec),
@@ -87,7 +88,7 @@ class Responses:
         self, spec: ChatSpec, job: GenerateJob, answer: Answer
     ) -> AsyncGenerator[Event, None]:
         """Give the events; the first of them with the first delta."""
-        with _called_input():
+        with _in_our_words():
             async with (
                 self._service.writer(spec) as batcher,
                 batcher.generate(job) as generation,
@@ -114,11 +115,14 @@ def named(event: Event) -> bytes:
 
 
 @contextlib.contextmanager
-def _called_input() -> Iterator[None]:
-    """Call the conversation as this endpoint does in what the floors below refuse."""
+def _in_our_words() -> Iterator[None]:
+    """Name the fields as this endpoint does in what the floors below refuse."""
     try:
         yield
     except GatewayError as error:
         if error.param == "messages":
             error.param = "input"
+        elif error.param == "response_format":
+            error.param = "text.format.schema"
+            error.code = error.code or "invalid_json_schema"
         raise

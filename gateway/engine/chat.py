@@ -102,7 +102,7 @@ class ChatTokenizer:
         """Give what turns a row's tokens into parts."""
         calling = job.calling
         mode: Mode = "none" if calling is None else "forced" if calling.forced else "free"
-        markup = Markup(self._think, self._call, self._parse_call)
+        markup = Markup() if job.is_bare else Markup(self._think, self._call, self._parse_call)
         return Speech(
             Decoder(self.backend, self._silent),
             Parser(markup, mode, is_thinking=job.is_thinking),

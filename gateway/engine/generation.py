@@ -75,7 +75,8 @@ class GenerationEngine:
     def plan(self, job: GenerateJob) -> list[RowJob]:
         """Render, encode and measure: one row a choice. Safe on any thread."""
         prompt = self._chat.encode(job)
-        noun = "messages" if job.prompt is None else "prompt"
+        is_bare = job.prompt is not None
+        noun = "prompt" if is_bare else "messages"
         room = self._max_context - len(prompt)
         if room < 1:
             raise ContextLengthExceeded(self._max_context, len(prompt), param=noun, noun=noun)
@@ -91,8 +92,9 @@ class GenerationEngine:
             logprobs=job.logprobs,
             calling=job.calling,
             grammar=self._structured.grammar(job),
-            is_thinking=job.prompt is None and self._chat.is_thinking(prompt),
-            may_think=job.prompt is None and self._chat.may_think(prompt),
+            is_bare=is_bare,
+            is_thinking=not is_bare and self._chat.is_thinking(prompt),
+            may_think=not is_bare and self._chat.may_think(prompt),
         )
         return [replace(row, sampling=_nth(job.sampling, i)) for i in range(job.n)]
 

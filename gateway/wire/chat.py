@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from gateway.errors import BadRequest
-from gateway.jobs import Caller, Calling, GenerateJob, Grammar, Sampling, Tier
-from gateway.wire.formats import ResponseFormat, StructuredOutputs, read_format
+from gateway.jobs import Caller, Calling, GenerateJob, Sampling
+from gateway.wire.formats import FormedRequest
 from gateway.wire.messages import Message, to_template
 from gateway.wire.reading import Fields, Part
-from gateway.wire.sampling import SampledRequest
 from gateway.wire.tools import (
     Choice,
     FunctionName,
@@ -25,7 +24,7 @@ FIELDS = Fields(
     harmless=frozenset(
         {
             "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-            "safety_identifier", "store", "user", "verbosity", "prediction",
+            "safety_identifier", "service_tier", "store", "user", "verbosity", "prediction",
         }
     ),
     refused={
@@ -47,7 +46,7 @@ class StreamOptions(Part):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatRequest(SampledRequest):
+class ChatRequest(FormedRequest):
     """What OpenAI's endpoint takes, with vLLM's structured fields besides."""
 
     model: Annotated[str, Field(min_length=1)]
@@ -60,12 +59,6 @@ class ChatRequest(SampledRequest):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     service_tier: str | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     tools: Annotated[list[ToolParam], Field(default_factory=list, max_length=128)]
     tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
@@ -84,18 +77,6 @@ class ChatRequest(SampledRequest):
     def is_legacy(self) -> bool:
         """Tell whether calls are asked for, and told, under their older name."""
         return bool(self.functions)
-
-    def grammar(self) -> Grammar | None:
-        """Give what the answer must match."""
-        guided = {
-            "json": self.guided_json,
-            "regex": self.guided_regex,
-            "choice": self.guided_choice,
-            "grammar": self.guided_grammar,
-        }
-        asked = {name: value for name, value in guided.items() if value is not None}
-        older = StructuredOutputs.model_validate(asked) if asked else None
-        return read_format(self.response_format, self.structured_outputs, older)
 
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
         """Give the tools as the template reads them, and what may be called."""
@@ -147,9 +128,3 @@ def to_job(
         grammar=request.grammar(),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-
-
-def tier(request: ChatRequest) -> Tier:
-    """Read `service_tier`; OpenAI's other names for the default are the default."""
-    names = [tier.value for tier in Tier]
-    return Tier(request.service_tier) if request.service_tier in names else Tier.DEFAULT

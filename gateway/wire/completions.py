@@ -11,9 +11,8 @@ from gateway.errors import BadRequest
 from gateway.jobs import Caller, Delta, GenerateJob, Sampling, TokenLogprob, Usage
 from gateway.wire.chat import StreamOptions
 from gateway.wire.chat_answers import usage_json
-from gateway.wire.formats import ResponseFormat, StructuredOutputs, read_format
+from gateway.wire.formats import FormedRequest
 from gateway.wire.reading import Fields
-from gateway.wire.sampling import SampledRequest
 
 MAX_PROMPTS = 2048  # as many as OpenAI takes inputs for embeddings
 MAX_CHOICES = 4096
@@ -41,7 +40,7 @@ _INVALID = (
 )
 
 
-class CompletionRequest(SampledRequest):
+class CompletionRequest(FormedRequest):
     """What OpenAI's endpoint takes. `prompt` is always an array, of texts or of token ids."""
 
     model: Annotated[str, Field(min_length=1)]
@@ -51,12 +50,6 @@ class CompletionRequest(SampledRequest):
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -99,16 +92,7 @@ def to_jobs(
     Raises BadRequest for combinations that cannot be served.
     """
     _check(request, max_chars)
-    guided = {
-        name: given
-        for name in ("json", "regex", "choice", "grammar")
-        if (given := getattr(request, f"guided_{name}")) is not None
-    }
-    grammar = read_format(
-        request.response_format,
-        request.structured_outputs,
-        StructuredOutputs.model_validate(guided) if guided else None,
-    )
+    grammar = request.grammar()
     return [
         GenerateJob(
             caller=caller,

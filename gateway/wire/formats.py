@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 from gateway.wire.reading import Part
+from gateway.wire.sampling import SampledRequest
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
@@ -74,23 +75,39 @@ def json_schema(schema: dict[str, Any] | str | None, *, param: str) -> Grammar:
     return Grammar("json_schema", orjson.dumps(schema).decode())
 
 
-def read_format(
-    response_format: ResponseFormat | None,
-    structured: StructuredOutputs | None,
-    guided: StructuredOutputs | None,
-) -> Grammar | None:
-    """Give the one grammar that the request asks for; two are refused."""
-    asked: list[tuple[str, Grammar]] = []
-    if response_format is not None and response_format.type != "text":
-        wanted = response_format.json_schema
-        schema = wanted.schema_ if wanted is not None else None
-        asked.append(("response_format", json_schema(schema, param="response_format")))
-    for param, given in (("structured_outputs", structured), ("guided_json", guided)):
-        if given is not None:
-            asked += [(param, grammar) for grammar in given.grammars(param)]
-    if len(asked) > 1:
-        raise BadRequest(
-            f"'{asked[0][0]}' and '{asked[1][0]}' each ask for a form of their own: send one.",
-            param=asked[1][0],
-        )
-    return asked[0][1] if asked else None
+class FormedRequest(SampledRequest):
+    """A request whose answer may be held to a form, in any of the ways to say so."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Give the one grammar that is asked for; two are refused."""
+        asked: list[tuple[str, Grammar]] = []
+        if self.response_format is not None and self.response_format.type != "text":
+            wanted = self.response_format.json_schema
+            schema = wanted.schema_ if wanted is not None else None
+            asked.append(("response_format", json_schema(schema, param="response_format")))
+        if self.structured_outputs is not None:
+            name = "structured_outputs"
+            asked += [(name, grammar) for grammar in self.structured_outputs.grammars(name)]
+        asked += self._guided()
+        if len(asked) > 1:
+            raise BadRequest(
+                f"'{asked[0][0]}' and '{asked[1][0]}' each ask for a form of their own: send one.",
+                param=asked[1][0],
+            )
+        return asked[0][1] if asked else None
+
+    def _guided(self) -> list[tuple[str, Grammar]]:
+        """Read vLLM's older names as its newer form."""
+        asked = []
+        for name in ("json", "regex", "choice", "grammar"):
+            if (given := getattr(self, f"guided_{name}")) is not None:
+                older = StructuredOutputs.model_validate({name: given})
+                asked += [(f"guided_{name}", each) for each in older.grammars(f"guided_{name}")]
+        return asked

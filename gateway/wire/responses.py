@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from gateway.errors import BadRequest
-from gateway.jobs import Caller, GenerateJob, Grammar, Sampling, Tier
+from gateway.jobs import Caller, GenerateJob, Grammar, Sampling
 from gateway.wire.chat import Effort
 from gateway.wire.formats import ANY_OBJECT, Name, json_schema
 from gateway.wire.messages import to_template
@@ -26,7 +26,7 @@ FIELDS = Fields(
         {
             "access_programs", "context_management", "image", "max_tool_calls", "prompt_cache_key",
             "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "store",
-            "stream_options", "user",
+            "service_tier", "stream_options", "user",
         }
     ),
     refused={
@@ -221,12 +221,6 @@ def _choice(given: Any) -> Choice | None:
 
 def _named(name: str) -> NamedTool:
     return NamedTool(type="function", function=Meant(name=name))
-
-
-def tier(request: ResponsesRequest) -> Tier:
-    """Read `service_tier`; OpenAI's other names for the default are the default."""
-    names = [tier.value for tier in Tier]
-    return Tier(request.service_tier) if request.service_tier in names else Tier.DEFAULT
 
 
 def described(

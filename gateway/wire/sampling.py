@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from gateway.jobs import Sampling
+from gateway.jobs import Sampling, Tier
 from gateway.wire.reading import Request
 
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -56,3 +56,9 @@ class SampledRequest(Request):
 
 def _or(given: Any, default: Any) -> Any:
     return default if given is None else given
+
+
+def tier(asked: str | None) -> Tier:
+    """Read `service_tier`; OpenAI's other names for the default are the default."""
+    names = [tier.value for tier in Tier]
+    return Tier(asked) if asked in names else Tier.DEFAULT

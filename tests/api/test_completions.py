@@ -226,7 +226,7 @@ async def test_a_wrong_value_is_refused_by_its_name(
         ({"echo": True, "prompt": [1, 2]}, "echo"),
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"n": 128, "prompt": ["a"] * 100}, "n"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_json"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),
     ],
 )
 async def test_what_does_not_go_together_is_refused(

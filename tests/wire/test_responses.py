@@ -20,7 +20,8 @@ from gateway.jobs import (
 )
 from gateway.wire.reading import read_request
 from gateway.wire.response_events import Answer, Event
-from gateway.wire.responses import FIELDS, ResponsesRequest, described, tier, to_job
+from gateway.wire.responses import FIELDS, ResponsesRequest, described, to_job
+from gateway.wire.sampling import tier
 from tests.fakes import caller
 
 SDK_EVENTS = get_args(get_args(ResponseStreamEvent)[0])
@@ -231,8 +232,8 @@ def test_what_asks_for_nothing_is_accepted() -> None:
         tool_choice="auto",
     )  # fmt: skip
     assert asked.logprobs is None
-    assert tier(asked) is Tier.FLEX
-    assert tier(read(service_tier="auto")) is Tier.DEFAULT
+    assert tier(asked.service_tier) is Tier.FLEX
+    assert tier(read(service_tier="auto").service_tier) is Tier.DEFAULT
 
 
 def test_logprobs_are_asked_for_by_either_field() -> None:

@@ -1,0 +1,122 @@
+"""The README's table of request fields, walked against the running server."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+pytestmark = pytest.mark.anyio
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+USER = [{"role": "user", "content": "hi"}]
+MINIMAL: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"model": "any-size", "input": "hi"},
+    "/v1/chat/completions": {"model": "writer", "messages": USER},
+    "/v1/completions": {"model": "writer", "prompt": "hi"},
+    "/v1/responses": {"model": "writer", "input": "hi"},
+}
+OPENAI: dict[str, list[type]] = {
+    "/v1/embeddings": [embedding_create_params.EmbeddingCreateParams],
+    "/v1/chat/completions": [
+        chat_create_params.CompletionCreateParamsBase,
+        chat_create_params.CompletionCreateParamsStreaming,
+    ],
+    "/v1/completions": [
+        completion_create_params.CompletionCreateParamsBase,
+        completion_create_params.CompletionCreateParamsStreaming,
+    ],
+    "/v1/responses": [
+        response_create_params.ResponseCreateParamsBase,
+        response_create_params.ResponseCreateParamsStreaming,
+    ],
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+FUNCTION = {"name": "f", "parameters": SCHEMA}
+VALUES: dict[str, Any] = {
+    "encoding_format": "base64", "dimensions": 2, "truncate": True, "prompt_name": "query",
+    "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "stop": ["x"], "seed": 1,
+    "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"5": 1}, "max_tokens": 3,
+    "max_completion_tokens": 3, "max_output_tokens": 16, "n": 1, "best_of": 1, "echo": True,
+    "stream": True, "stream_options": {"include_usage": True}, "service_tier": "flex",
+    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a+"},
+    "guided_json": SCHEMA, "guided_regex": "a+", "guided_choice": ["a"],
+    "guided_grammar": 'start: "a"', "tools": [{"type": "function", "function": FUNCTION}],
+    "tool_choice": "auto", "parallel_tool_calls": False, "functions": [FUNCTION],
+    "function_call": "auto", "reasoning_effort": "low", "chat_template_kwargs": {"a": 1},
+    "instructions": "Be brief.", "text": {"format": {"type": "json_object"}},
+    "reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"],
+    "truncation": "disabled", "metadata": {"a": "b"}, "background": True,
+    "modalities": ["audio"], "suffix": "x", "use_beam_search": True,
+}  # fmt: skip
+BESIDE: dict[tuple[str, str], dict[str, Any]] = {
+    ("/v1/chat/completions", "top_logprobs"): {"logprobs": True, "top_logprobs": 2},
+    ("/v1/chat/completions", "logprobs"): {"logprobs": True},
+    ("/v1/completions", "logprobs"): {"logprobs": 2},
+    ("/v1/responses", "tools"): {"tools": [{"type": "function", **FUNCTION}]},
+    ("/v1/responses", "top_logprobs"): {
+        "top_logprobs": 2,
+        "include": ["message.output_text.logprobs"],
+    },
+    ("/v1/responses", "n"): {"n": 2},
+    ("/v1/responses", "logprobs"): {"logprobs": True},
+}
+
+
+def rows() -> dict[str, tuple[list[str], list[str], list[str]]]:
+    """Read the table: by path, what is honoured, harmless, refused."""
+    table = README.partition("<!-- fields:")[2].partition("<!-- /fields -->")[0]
+    found = {}
+    for line in table.splitlines():
+        if path := re.match(r"\| `POST ([^`]+)` \|", line):
+            columns = [re.findall(r"`([^`]+)`", column) for column in line.split("|")[2:5]]
+            found[path[1]] = (columns[0], columns[1], columns[2])
+    return found
+
+
+def body(path: str, field: str) -> dict[str, Any]:
+    given = BESIDE.get((path, field), {field: VALUES.get(field, "x")})
+    return {**given, **MINIMAL[path]} if field in MINIMAL[path] else {**MINIMAL[path], **given}
+
+
+def cases(column: int) -> list[tuple[str, str]]:
+    return [(path, field) for path, columns in rows().items() for field in columns[column]]
+
+
+@pytest.mark.parametrize("path", MINIMAL)
+def test_every_field_of_openais_is_in_the_table(path: str) -> None:
+    """As its SDK lists them."""
+    known = {field for column in rows()[path] for field in column}
+    asked = {field for params in OPENAI[path] for field in params.__annotations__}
+    assert asked <= known
+
+
+@pytest.mark.parametrize(("path", "field"), cases(0) + cases(1))
+async def test_what_is_honoured_or_harmless_is_accepted(
+    client: httpx2.AsyncClient, path: str, field: str
+) -> None:
+    """And never called ignored."""
+    answer = await client.post(path, json=body(path, field))
+    assert answer.status_code == 200, answer.text
+    assert "x-gateway-ignored" not in answer.headers
+
+
+@pytest.mark.parametrize(("path", "field"), cases(2))
+async def test_what_is_refused_is_a_400_that_names_it(
+    client: httpx2.AsyncClient, path: str, field: str
+) -> None:
+    """Never an answer without it."""
+    answer = await client.post(path, json=body(path, field))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize("path", MINIMAL)
+async def test_what_nobody_knows_is_named(client: httpx2.AsyncClient, path: str) -> None:
+    """In a header, as it changes nothing."""
+    answer = await client.post(path, json={**MINIMAL[path], "colour": "red"})
+    assert answer.status_code == 200
+    assert answer.headers["x-gateway-ignored"] == "colour"
