@@ -23,10 +23,13 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks, and until when: `deadline` is a reading of the monotonic clock, in seconds."""
+    """Who asks, and until when: `deadline` is a reading of the monotonic clock, `allowed_s` the
+    seconds it was away when they asked.
+    """
 
     request_id: str
     deadline: float
+    allowed_s: float
     tier: Tier = Tier.DEFAULT
     key_id: str | None = None
 

@@ -217,7 +217,7 @@ class ScriptedEngines:
 
 
 def caller(deadline: float = FAR) -> Caller:
-    return Caller(request_id="req-test", deadline=deadline)
+    return Caller(request_id="req-test", deadline=deadline, allowed_s=600)
 
 
 def embed_job(*texts: str, deadline: float = FAR, truncate: bool = False) -> EmbedJob:

@@ -52,9 +52,11 @@ class Service:
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
         """Say who asks and until when: `x-gateway-timeout-s`, at most the setting."""
+        allowed_s = self._allowed_s(request)
         return Caller(
             request_id=request.scope["gateway.request_id"],
-            deadline=metrics.now() + self._allowed_s(request),
+            deadline=metrics.now() + allowed_s,
+            allowed_s=allowed_s,
             tier=tier,
             key_id=request.scope.get("gateway.key_id"),
         )

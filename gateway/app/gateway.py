@@ -156,7 +156,6 @@ class Gateway:
             max_batch_tokens=own.max_batch_tokens or settings.embedding_max_batch_tokens,
             batch_window_s=_first(own.batch_window_ms, settings.embedding_batch_window_ms) / 1000,
             queue_limit=spec.queue_limit or settings.queue_limit,
-            max_wait_s=settings.request_timeout_s,
         )
         async with self._lane.turn("load") as run:
             engine = await run(self._engines.embedding, spec, folder)
@@ -176,7 +175,6 @@ class Gateway:
             prefill_chunk_tokens=own.prefill_chunk_tokens or settings.prefill_chunk_tokens,
             structured_rows=spec.structured.rows or settings.structured_rows,
             queue_limit=spec.queue_limit or settings.queue_limit,
-            max_wait_s=settings.request_timeout_s,
         )
         async with self._lane.turn("load") as run:
             engine = await run(self._engines.generation, spec, folder)

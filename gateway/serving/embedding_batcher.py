@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,13 +12,12 @@ from gateway import logs, metrics
 from gateway.errors import (
     BadRequest,
     ContextLengthExceeded,
-    DeadlineExceeded,
     EngineFailed,
     GatewayError,
-    Overloaded,
     Unavailable,
 )
 from gateway.jobs import Embedded, EmbedJob, TokenIds, Vectors
+from gateway.serving.admission import Admission, until_deadline
 from gateway.serving.lane import Lane, Run
 from gateway.serving.ports import EmbeddingEngine
 from gateway.serving.tokens import TokenPool
@@ -34,7 +33,6 @@ class EmbeddingLimits:
     max_batch_tokens: int
     batch_window_s: float
     queue_limit: int
-    max_wait_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +78,7 @@ class EmbeddingBatcher:
         self._pool = pool
         self._limits = limits
         self._waiting: deque[_Ticket] = deque()
-        self._requests = 0
+        self._admission = Admission(name, limits.queue_limit)
         self._arriving = 0
         self._arrived = asyncio.Event()
 
@@ -95,32 +93,13 @@ class EmbeddingBatcher:
         Raises Overloaded when too many requests wait, ContextLengthExceeded for an over-long
         input, DeadlineExceeded, and EngineFailed when the model gave no number.
         """
-        allowed = job.caller.deadline - metrics.now()
         try:
-            with self._admitted():
-                async with asyncio.timeout(allowed):
+            with self._admission.admitted():
+                async with until_deadline(job.caller):
                     return await self._embed(job)
-        except TimeoutError:
-            raise DeadlineExceeded(self._limits.max_wait_s) from None
         except asyncio.CancelledError:
             metrics.CANCELLED.labels(self._name).inc()
             raise
-
-    @contextlib.contextmanager
-    def _admitted(self) -> Iterator[None]:
-        if self._requests >= self._limits.queue_limit:
-            metrics.REJECTED.labels(self._name).inc()
-            raise Overloaded(
-                f"The model `{self._name}` has {self._requests} requests waiting already.",
-                retry_after_s=1,
-            )
-        self._requests += 1
-        metrics.QUEUE_DEPTH.labels(self._name).set(self._requests)
-        try:
-            yield
-        finally:
-            self._requests -= 1
-            metrics.QUEUE_DEPTH.labels(self._name).set(self._requests)
 
     async def _embed(self, job: EmbedJob) -> Embedded:
         tickets, truncated = await self._enqueue(job)

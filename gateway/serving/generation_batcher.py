@@ -4,18 +4,17 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 from gateway import logs, metrics
 from gateway.errors import (
-    DeadlineExceeded,
     EngineFailed,
     GatewayError,
-    Overloaded,
     Unavailable,
 )
 from gateway.jobs import Delta, GenerateJob, RowDelta, RowJob, Usage
+from gateway.serving.admission import Admission, until_deadline
 from gateway.serving.grammars import GrammarCache
 from gateway.serving.lane import Lane
 from gateway.serving.ports import GenerationEngine
@@ -37,7 +36,6 @@ class GenerationLimits:
     structured_rows: int = 1
     prefill_chunk_tokens: int
     queue_limit: int
-    max_wait_s: float
 
 
 @dataclass(slots=True)
@@ -66,7 +64,7 @@ class GenerationBatcher:
         self._pool = pool
         self._limits = limits
         self._grammars = grammars
-        self._requests = 0
+        self._admission = Admission(name, limits.queue_limit)
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
         self._leaving: list[int] = []
@@ -86,7 +84,7 @@ class GenerationBatcher:
         and ContextLengthExceeded for what does not fit; iterating raises DeadlineExceeded and
         EngineFailed.
         """
-        with self._admitted():
+        with self._admission.admitted():
             rows = await self._planned(job)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
             tickets = [Ticket(row, index, inbox) for index, row in enumerate(rows)]
@@ -100,42 +98,20 @@ class GenerationBatcher:
             finally:
                 self._drop(tickets)
 
-    @contextlib.contextmanager
-    def _admitted(self) -> Iterator[None]:
-        if self._requests >= self._limits.queue_limit:
-            metrics.REJECTED.labels(self._name).inc()
-            raise Overloaded(
-                f"The model `{self._name}` has {self._requests} requests waiting already.",
-                retry_after_s=1,
-            )
-        self._requests += 1
-        metrics.QUEUE_DEPTH.labels(self._name).set(self._requests)
-        try:
-            yield
-        finally:
-            self._requests -= 1
-            metrics.QUEUE_DEPTH.labels(self._name).set(self._requests)
-
     async def _planned(self, job: GenerateJob) -> Sequence[RowJob]:
-        try:
-            async with asyncio.timeout(job.caller.deadline - metrics.now()):
-                rows = await self._pool.run(self._engine.plan, job)
-                if (grammar := rows[0].grammar) is None:
-                    return rows
-                compiled = await self._grammars.get(grammar, param=_param(job))
-                return [replace(row, compiled=compiled) for row in rows]
-        except TimeoutError:
-            raise DeadlineExceeded(self._limits.max_wait_s) from None
+        async with until_deadline(job.caller):
+            rows = await self._pool.run(self._engine.plan, job)
+            if (grammar := rows[0].grammar) is None:
+                return rows
+            compiled = await self._grammars.get(grammar, param=_param(job))
+            return [replace(row, compiled=compiled) for row in rows]
 
     async def _deltas(
         self, job: GenerateJob, inbox: asyncio.Queue[Delta | GatewayError], choices: int
     ) -> AsyncGenerator[Delta, None]:
         while choices:
-            try:
-                async with asyncio.timeout(job.caller.deadline - metrics.now()):
-                    news = await inbox.get()
-            except TimeoutError:
-                raise DeadlineExceeded(self._limits.max_wait_s) from None
+            async with until_deadline(job.caller):
+                news = await inbox.get()
             if isinstance(news, GatewayError):
                 raise news
             choices -= news.finish_reason is not None

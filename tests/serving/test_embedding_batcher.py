@@ -36,7 +36,6 @@ async def batching(
         max_batch_tokens=tokens,
         batch_window_s=0.05,
         queue_limit=queue,
-        max_wait_s=600,
     )
     with TokenPool() as pool:
         async with Lane() as lane:

@@ -39,7 +39,6 @@ async def batching(
         structured_rows=bound,
         prefill_chunk_tokens=512,
         queue_limit=queue,
-        max_wait_s=600,
     )
     with TokenPool() as pool:
         grammars = GrammarCache("m", engine.compile, pool.run)
