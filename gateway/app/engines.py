@@ -9,8 +9,8 @@ from pathlib import Path
 from gateway import logs
 from gateway.engine import backend, sources
 from gateway.engine.embedding import load_embedding
+from gateway.engine.grammar.shaping import Shape
 from gateway.engine.loading import load_generation
-from gateway.engine.shaping import Shape
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.grammars import Worker

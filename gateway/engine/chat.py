@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer
 
-from gateway.engine.calls import CallFormat
+from gateway.engine.grammar.calls import CallFormat
 from gateway.engine.parsing import Markup, Mode, Parser
 from gateway.engine.rows import Speech
 from gateway.engine.text import Decoder, StopScanner

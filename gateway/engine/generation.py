@@ -16,10 +16,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from gateway.engine.batches import Cohort, Running, Said, take_prompts
 from gateway.engine.chat import ChatTokenizer
 from gateway.engine.decoders import parameters
-from gateway.engine.grammars import CompiledGrammar
+from gateway.engine.grammar.compiling import CompiledGrammar
+from gateway.engine.grammar.structured import Structured
 from gateway.engine.rows import Row
 from gateway.engine.sampling import Sampler, adjusted, choose, is_finite, score
-from gateway.engine.structured import Structured
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import FinishReason, GenerateJob, Grammar, RowDelta, RowJob, Sampling
 

@@ -11,10 +11,10 @@ from gateway.engine.backend import Device
 from gateway.engine.chat import ChatTokenizer, load_chat_tokenizer
 from gateway.engine.decoders import load_decoder
 from gateway.engine.generation import GenerationEngine
-from gateway.engine.grammars import GrammarTokenizer
-from gateway.engine.indexes import Runner
-from gateway.engine.shaping import Shape
-from gateway.engine.structured import Structured
+from gateway.engine.grammar.compiling import GrammarTokenizer
+from gateway.engine.grammar.indexes import Runner
+from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.structured import Structured
 from gateway.engine.weights import Checkpoint
 
 

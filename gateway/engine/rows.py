@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.engine.grammars import CompiledGrammar
-from gateway.engine.matching import Matcher
+from gateway.engine.grammar.compiling import CompiledGrammar
+from gateway.engine.grammar.matching import Matcher
 from gateway.engine.parsing import Parser, Part
 from gateway.engine.sampling import Sampler
 from gateway.engine.text import Decoder, StopScanner

@@ -14,17 +14,17 @@ from typing import Any, Final, TypeAlias
 
 from outlines_core import Guide, Index  # type: ignore[import-untyped]
 
-from gateway.engine import schemas
-from gateway.engine.grammars import (
+from gateway.engine.grammar import schemas
+from gateway.engine.grammar.compiling import (
     Bounds,
     CompiledGrammar,
     GrammarTokenizer,
     read_schema,
     text_of,
 )
-from gateway.engine.matching import GuideState
-from gateway.engine.schemas import Node, Schema
-from gateway.engine.shaping import Shape, shaped
+from gateway.engine.grammar.matching import GuideState
+from gateway.engine.grammar.schemas import Node, Schema
+from gateway.engine.grammar.shaping import Shape, shaped
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 

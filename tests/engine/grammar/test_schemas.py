@@ -8,9 +8,9 @@ import jsonschema  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.engine.schemas import can_end, modern, walk
-from gateway.engine.shaping import Shape, bounded, closed, complete, shaped
-from tests.engine.grammar_rows import answer, compiled
+from gateway.engine.grammar.schemas import can_end, modern, walk
+from gateway.engine.grammar.shaping import Shape, bounded, closed, complete, shaped
+from tests.engine.grammar.drawn_rows import answer, compiled
 
 TEXT: dict[str, Any] = {"type": "string"}
 NULLABLE = {"anyOf": [TEXT, {"type": "null"}]}

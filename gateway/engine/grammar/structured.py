@@ -7,18 +7,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from gateway.engine.calls import CallFormat, answer_grammar
-from gateway.engine.grammars import (
+from gateway.engine.grammar.calls import CallFormat, answer_grammar
+from gateway.engine.grammar.compiling import (
     Bounds,
     CompiledGrammar,
     GrammarTokenizer,
     compile_grammar,
     read_schema,
 )
-from gateway.engine.indexes import Runner, compile_index
-from gateway.engine.matching import Masks, apply_masks
+from gateway.engine.grammar.indexes import Runner, compile_index
+from gateway.engine.grammar.matching import Masks, apply_masks
+from gateway.engine.grammar.shaping import Shape, shaped
 from gateway.engine.rows import Row
-from gateway.engine.shaping import Shape, shaped
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Grammar
 

@@ -6,7 +6,7 @@ Whatever fits the shaped schema fits the caller's own. Pure functions, copies th
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.engine.schemas import Node, Schema, can_end, rebuilt, types, walk
+from gateway.engine.grammar.schemas import Node, Schema, can_end, rebuilt, types, walk
 
 _APPLICATORS: Final = ("$ref", "anyOf", "oneOf", "allOf")
 _SETTLED: Final = (*_APPLICATORS, "enum", "const")

@@ -12,8 +12,8 @@ import pytest
 
 from gateway.engine.backend import Device
 from gateway.engine.generation import GenerationEngine
+from gateway.engine.grammar.shaping import Shape
 from gateway.engine.loading import load_generation
-from gateway.engine.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat

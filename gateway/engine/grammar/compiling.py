@@ -21,9 +21,9 @@ from outlines.backends.llguidance import LLGuidanceBackend
 from outlines.types import JsonSchema
 from outlines.types.dsl import Choice, to_regex
 
-from gateway.engine import schemas
-from gateway.engine.matching import LLState, Matcher, State, Texts, words
-from gateway.engine.shaping import Shape, shaped
+from gateway.engine.grammar import schemas
+from gateway.engine.grammar.matching import LLState, Matcher, State, Texts, words
+from gateway.engine.grammar.shaping import Shape, shaped
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 

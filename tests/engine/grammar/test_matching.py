@@ -7,10 +7,19 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
-from gateway.engine.grammars import compile_grammar
-from gateway.engine.matching import LLState, Masks, Matcher, apply_masks, words
+from gateway.engine.grammar.compiling import compile_grammar
+from gateway.engine.grammar.matching import LLState, Masks, Matcher, apply_masks, words
 from gateway.jobs import Grammar
-from tests.engine.grammar_rows import ENDS, allowed, answer, compiled, ids, step, text, tokenizer
+from tests.engine.grammar.drawn_rows import (
+    ENDS,
+    allowed,
+    answer,
+    compiled,
+    ids,
+    step,
+    text,
+    tokenizer,
+)
 
 AGE = {"type": "integer", "minimum": 10, "maximum": 99}
 PERSON = {

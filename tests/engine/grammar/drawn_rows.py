@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import load
 
-from gateway.engine.grammars import CompiledGrammar, GrammarTokenizer, compile_grammar
-from gateway.engine.matching import Matcher
-from gateway.engine.shaping import Shape
+from gateway.engine.grammar.compiling import CompiledGrammar, GrammarTokenizer, compile_grammar
+from gateway.engine.grammar.matching import Matcher
+from gateway.engine.grammar.shaping import Shape
 from gateway.jobs import Grammar
 
-DEMO = Path(__file__).parents[2] / "gateway" / "demo" / "chat"
+DEMO = Path(__file__).parents[3] / "gateway" / "demo" / "chat"
 VOCAB = 1030  # four more logits than the tokenizer has tokens
 ENDS = (0, 2)
 CLOSERS = (b'"', b"}", b"]", b'"}', b'"]', b"}]", b'"}]', b"}}")

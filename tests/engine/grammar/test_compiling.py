@@ -7,13 +7,13 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from gateway.engine.grammars import Bounds, compile_grammar
-from gateway.engine.indexes import compile_index
-from gateway.engine.shaping import Shape
+from gateway.engine.grammar.compiling import Bounds, compile_grammar
+from gateway.engine.grammar.indexes import compile_index
+from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 from gateway.serving.grammars import Worker
-from tests.engine.grammar_rows import (
+from tests.engine.grammar.drawn_rows import (
     ENDS,
     allowed,
     answer,
