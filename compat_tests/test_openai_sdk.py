@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
 
 pytestmark = pytest.mark.anyio
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
@@ -178,3 +180,111 @@ def test_a_hub_model_without_a_network_is_a_503_at_once(url: str) -> None:
     assert caught.value.status_code == 503
     assert caught.value.code == "model_unavailable"
     assert "qwen3-embedding-0.6b" in str(caught.value)
+
+
+class Person(BaseModel):
+    """What the SDK turns into a strict schema."""
+
+    name: str
+    age: int
+    city: str
+
+
+def test_parse_gives_the_callers_own_type(client: OpenAI) -> None:
+    """The answer fits, whatever a model of a million parameters makes of it."""
+    answer = client.chat.completions.parse(
+        model="gpt-4o-mini",
+        messages=[{"role": "user", "content": "Anna is 34 years old and lives in Rome."}],
+        response_format=Person,
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_schema_that_cannot_be_held_to_is_refused(client: OpenAI) -> None:
+    """Naming the keyword, before any token, for a stream too."""
+    schema = {"name": "x", "schema": {"type": "object", "not": {"type": "string"}}}
+    form: Any = {"type": "json_schema", "json_schema": schema}
+    create: Any = client.chat.completions.create
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="`not`"):
+            create(model="demo-chat", messages=HELLO, response_format=form, stream=stream)
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+OSLO: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
+
+
+def test_the_tools_loop_goes_round(client: OpenAI) -> None:
+    """The model calls, the tool answers, the model says what it learnt."""
+    messages = list(OSLO)
+    asked = client.chat.completions.create(
+        model="demo-chat", messages=messages, tools=[WEATHER]
+    ).choices[0]
+    assert asked.finish_reason == "tool_calls"
+    assert asked.message.tool_calls is not None
+    (call,) = asked.message.tool_calls
+    assert call.type == "function"
+    assert json.loads(call.function.arguments) == {"city": "Oslo"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "7 degrees and rainy"}
+    messages += [asked.message.model_dump(exclude_none=True), result]
+    told = client.chat.completions.create(model="demo-chat", messages=messages, tools=[WEATHER])
+    assert "7" in (told.choices[0].message.content or "")
+    assert told.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_a_forced_call_streams_and_parses(client: OpenAI, choice: Any) -> None:
+    """Though the question gives no cause for one."""
+    with client.chat.completions.stream(
+        model="demo-chat", messages=HELLO, tools=[WEATHER], tool_choice=choice
+    ) as stream:
+        for _ in stream:
+            pass
+        message = stream.get_final_completion().choices[0].message
+    assert message.tool_calls is not None
+    (call,) = message.tool_calls
+    assert call.function.name == "get_weather"
+    assert isinstance(json.loads(call.function.arguments)["city"], str)
+
+
+async def test_eighty_reranker_calls_at_once_all_score(url: str) -> None:
+    """One token each, logprobs sorted, biased ids that mean nothing here ignored."""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+
+        async def score(passage: str) -> float:
+            answer = await client.chat.completions.create(
+                model="gpt-4.1-mini",
+                messages=[
+                    {"role": "system", "content": "Say True or False."},
+                    {"role": "user", "content": passage},
+                ],
+                temperature=0,
+                max_tokens=1,
+                logit_bias={"6432": 1, "7983": 1},
+                logprobs=True,
+                top_logprobs=2,
+            )
+            logprobs = answer.choices[0].logprobs
+            assert logprobs is not None
+            assert logprobs.content
+            top = logprobs.content[0].top_logprobs
+            assert top[0].logprob >= top[1].logprob
+            return float(np.exp(top[0].logprob))
+
+        scores = await asyncio.gather(*(score(f"Passage number {n}.") for n in range(80)))
+    assert all(0 < each <= 1 for each in scores)

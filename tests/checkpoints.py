@@ -24,6 +24,27 @@ LLAMA: dict[str, Any] = {
 }
 
 
+def teach_thinking(folder: Path, *, opens: bool) -> Path:
+    """Add <think> and </think> to a checkpoint's tokens; a template that `opens` begins one."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    first = json.loads((folder / "config.json").read_text())["vocab_size"] - 2
+    tokenizer["added_tokens"] += [
+        {"id": first + i, "content": mark, "special": False, **plain}
+        for i, mark in enumerate(("<think>", "</think>"))
+    ]
+    file.write_text(json.dumps(tokenizer))
+    template = folder / "chat_template.jinja"
+    ending = (
+        "{% if enable_thinking is false %}<think>\n\n</think>\n\n"
+        + ("{% else %}<think>\n" if opens else "")
+        + "{% endif %}"
+    )
+    template.write_text(template.read_text() + ending)
+    return folder
+
+
 def write_chat(folder: Path, seed: int = 0, **config: Any) -> Path:
     """Write a llama with random weights and demo-chat's tokenizer, template and ids."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.engine.loading import load_generation
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
-from tests.checkpoints import write_chat
+from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.test_generation import Answer, Passing, Run, job
 
 SCHEMA = {
@@ -307,3 +307,77 @@ def test_stop_strings_take_their_tokens_logprobs_along(engine: GenerationEngine)
     said = "".join(each.chosen.token for each in cut.logprobs)
     assert said.startswith(cut.text)
     assert len(cut.logprobs) < len(whole.logprobs)
+
+
+class Saying:
+    """A model that would say given tokens, one a step; a grammar may forbid them."""
+
+    def __init__(self, model: Any, ids: list[int]) -> None:
+        self._model = model
+        self._ids = ids
+        self._step = 0
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        logits = self._model(tokens, cache=cache)
+        if tokens.shape[1] == 1 and self._step < len(self._ids):
+            wish = mx.arange(logits.shape[-1]) == self._ids[self._step]
+            logits = logits + mx.where(wish, 1000.0, 0.0)
+            self._step += 1
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def thinker(folder: Path, *, opens: bool) -> GenerationEngine:
+    size = 1026 + 2
+    write_chat(folder, vocab_size=size)
+    return load_generation(
+        teach_thinking(folder, opens=opens), name="t", device=Device.CPU, dtype=None,
+        max_context=None, chat_template=None, template_args={},
+        shape=Shape(max_string_chars=5, max_array_items=2),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_grammar_begins_after_the_thinking(tmp_path: Path, opens: bool) -> None:
+    """Whether the template opens the block or the model does; thoughts are never content."""
+    engine = thinker(tmp_path, opens=opens)
+    thoughts = "hm { hm</think>" if opens else "<think>hm { hm</think>"
+    ids = engine._chat.backend.encode(thoughts, add_special_tokens=False).ids
+    engine._model = Saying(engine._model, ids)
+    answer = alone(engine, hot("x", 1, grammar=JSON))
+    assert answer.reasoning == "hm { hm"
+    jsonschema.validate(json.loads(answer.text), SCHEMA)
+    assert answer.finish_reason == "stop"
+
+
+def test_thinking_can_be_turned_off(tmp_path: Path) -> None:
+    """Then the first token is the answer's: what a reranker needs."""
+    engine = thinker(tmp_path, opens=True)
+    off = {"enable_thinking": False}
+    ids = engine._chat.backend.encode("<think>", add_special_tokens=False).ids
+    engine._model = Saying(engine._model, ids)
+    answer = alone(engine, hot("x", 1, grammar=JSON, template_args=off))
+    assert answer.reasoning == ""
+    jsonschema.validate(json.loads(answer.text), SCHEMA)
+
+
+def test_a_bare_prompt_has_no_marks(tmp_path: Path) -> None:
+    """Without a template they are just text."""
+    engine = thinker(tmp_path, opens=True)
+    ids = engine._chat.backend.encode("<think>hm", add_special_tokens=False).ids
+    engine._model = Saying(engine._model, ids)
+    asked = replace(job("x", max_tokens=len(ids)), messages=(), prompt="Once")
+    answer = alone(engine, asked)
+    assert (answer.text, answer.reasoning) == ("<think>hm", "")
+
+
+def test_thinking_that_is_cut_says_length_and_leaves_no_content(tmp_path: Path) -> None:
+    """Half a thought is no answer."""
+    engine = thinker(tmp_path, opens=True)
+    ids = engine._chat.backend.encode("hm hm hm", add_special_tokens=False).ids
+    engine._model = Saying(engine._model, ids)
+    answer = alone(engine, hot("x", 1, grammar=JSON, max_tokens=3))
+    assert (answer.text, answer.finish_reason) == ("", "length")
+    assert answer.reasoning
