@@ -20,6 +20,7 @@ class FakeHub:
         self.repos = repos
         self.asked: list[str] = []
         self.delay_s = 0.0
+        self.slow_only = ""
         self.status: int | None = None
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -39,7 +40,8 @@ class FakeHub:
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         """Give status, headers and body for a path."""
         self.asked.append(path)
-        time.sleep(self.delay_s)
+        if self.slow_only in path:
+            time.sleep(self.delay_s)
         if self.status is not None:
             return self.status, {}, b"{}"
         for repo, folder in self.repos.items():
@@ -83,7 +85,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def _info(repo: str, folder: Path) -> dict[str, object]:
-    siblings = [{"rfilename": name} for name in _files(folder)]
+    files = {name: folder / name for name in _files(folder)}
+    siblings = [{"rfilename": name, "size": file.stat().st_size} for name, file in files.items()]
     return {"_id": "1", "id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings}
 
 

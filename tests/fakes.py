@@ -201,6 +201,9 @@ class ScriptedEngines:
     async def folder(self, spec: ModelSpec) -> Path:
         return Path()
 
+    def fetched_percent(self, spec: ModelSpec) -> int | None:
+        return None
+
     def embedding(self, spec: EmbeddingSpec, folder: Path) -> ScriptedEmbedder:
         self._load(spec)
         return self.embedder

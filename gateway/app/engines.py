@@ -4,7 +4,11 @@ Imports mlx: whoever needs no model must not import this.
 """
 
 import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
 
 from gateway import logs
 from gateway.engine import backend, sources
@@ -16,6 +20,8 @@ from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.grammars import Worker
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 log = logs.get("engines")
 
 
@@ -36,6 +42,7 @@ class MlxEngines:
         self._device = backend.choose_device(requested)
         self._cache_limit_bytes = cache_limit_bytes
         self._hub = hub
+        self._sizes: dict[str, int] = {}
 
     @property
     def device(self) -> str:
@@ -52,18 +59,27 @@ class MlxEngines:
 
     async def folder(self, spec: ModelSpec) -> Path:
         """Find the files, or fetch them when the hub answers in time."""
-        if (folder := await asyncio.to_thread(sources.on_disk, spec, self._hub)) is not None:
+        if (folder := await _apart(sources.on_disk, spec, self._hub)) is not None:
             return folder
         try:
             async with asyncio.timeout(self._hub.timeout_s):
-                await asyncio.to_thread(sources.ask_hub, spec, self._hub)
+                self._sizes[spec.id] = await _apart(sources.ask_hub, spec, self._hub)
         except TimeoutError:
             raise ModelUnavailable(
                 spec.id,
                 f"the hub did not answer within {self._hub.timeout_s:g} seconds.",
             ) from None
         log.info("model_download", model=spec.id, source=str(spec.source))
-        return await asyncio.to_thread(sources.download, spec, self._hub)
+        try:
+            return await _apart(sources.download, spec, self._hub)
+        finally:
+            del self._sizes[spec.id]
+
+    def fetched_percent(self, spec: ModelSpec) -> int | None:
+        """Tell how much of a model's download is done; None when none is under way."""
+        if not (size := self._sizes.get(spec.id)):
+            return None
+        return min(99, 100 * sources.fetched_bytes(spec, self._hub) // size)
 
     def embedding(self, spec: EmbeddingSpec, folder: Path) -> EmbeddingEngine:
         """Load an encoder or a decoder embedder."""
@@ -95,6 +111,27 @@ class MlxEngines:
                 max_array_items=spec.structured.max_array_items,
             ),
         )
+
+
+async def _apart(function: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Call on a thread of its own, which an exit does not wait for: a hub may never answer."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(settled: Callable[[Any], None], outcome: object) -> None:
+        if not done.done():
+            settled(outcome)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Any, object] = done.set_result, function(*args)
+        except Exception as error:
+            outcome = done.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, name=function.__name__, daemon=True).start()
+    return await done
 
 
 def _dtype(spec: ModelSpec) -> str | None:

@@ -49,6 +49,9 @@ class Engines(Protocol):
     async def folder(self, spec: ModelSpec) -> Path:
         """Find or fetch a model's files, off the lane."""
 
+    def fetched_percent(self, spec: ModelSpec) -> int | None:
+        """Tell how much of a model's download is done; None when none is under way."""
+
     def embedding(self, spec: EmbeddingSpec, folder: Path) -> EmbeddingEngine:
         """Load, on the lane."""
 
@@ -71,6 +74,7 @@ class Gateway:
             self._opened,
             max_models=settings.cache_max_models,
             load_wait_s=settings.load_wait_s,
+            fetched_percent=engines.fetched_percent,
         )
         self.asgi: ASGIApp = routes.serve(
             self._service(),

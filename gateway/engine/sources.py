@@ -4,9 +4,10 @@ Plain blocking functions: run them on a thread, never on the loop or the lane.
 """
 
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -15,6 +16,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 
 from gateway.errors import ModelLoadFailed, ModelUnavailable
 from gateway.registry import HubSource, ModelSpec, PackageSource, package_folder
@@ -49,8 +51,8 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
     return source.path
 
 
-def ask_hub(spec: ModelSpec, hub: Hub) -> None:
-    """Ask whether the hub has the model, within `timeout_s`, before a download begins.
+def ask_hub(spec: ModelSpec, hub: Hub) -> int:
+    """Ask the hub for the model, within `timeout_s`, before a download: its size in bytes.
 
     Raises ModelUnavailable naming the model and the cause.
     """
@@ -61,11 +63,22 @@ def ask_hub(spec: ModelSpec, hub: Hub) -> None:
             spec.id, f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
         )
     try:
-        HfApi(endpoint=hub.endpoint).model_info(
-            source.repo, revision=source.revision, timeout=hub.timeout_s
+        found = HfApi(endpoint=hub.endpoint).model_info(
+            source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
         )
     except Exception as error:
         raise ModelUnavailable(spec.id, _cause(source, error)) from error
+    files = found.siblings or []
+    return sum(f.size or 0 for f in files if any(fnmatch(f.rfilename, each) for each in FILES))
+
+
+def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
+    """Count what is on disk of a model, half-fetched files included."""
+    source = spec.source
+    assert isinstance(source, HubSource)
+    cache = hub.cache if hub.cache is not None else Path(constants.HF_HUB_CACHE)
+    blobs = cache / repo_folder_name(repo_id=source.repo, repo_type="model") / "blobs"
+    return sum(file.stat().st_size for file in blobs.glob("*")) if blobs.is_dir() else 0
 
 
 def download(spec: ModelSpec, hub: Hub) -> Path:

@@ -49,10 +49,12 @@ class ModelCache(Generic[M]):
         *,
         max_models: int,
         load_wait_s: float,
+        fetched_percent: Callable[[ModelSpec], int | None] = lambda _: None,
     ) -> None:
         self._opened = opened
         self._max_models = max_models
         self._load_wait_s = load_wait_s
+        self._fetched_percent = fetched_percent
         self._entries: dict[str, _Entry[M]] = {}
         self._failures: dict[str, tuple[float, GatewayError]] = {}
         self._changed = asyncio.Event()
@@ -98,9 +100,10 @@ class ModelCache(Generic[M]):
         if not entry.ready.done():
             await asyncio.wait([entry.ready], timeout=self._load_wait_s)
         if not entry.ready.done():
+            percent = self._fetched_percent(spec)
+            stage = "loading" if percent is None else f"being downloaded ({percent} %)"
             raise ModelLoading(
-                f"The model `{spec.id}` is still loading. Try again shortly.",
-                retry_after_s=5,
+                f"The model `{spec.id}` is still {stage}. Try again shortly.", retry_after_s=5
             )
         return entry.ready.result()
 

@@ -131,3 +131,20 @@ async def test_a_broken_model_is_told_by_name_while_the_others_go_on(tmp_path: P
         await ask(client, "good")
         weights.write_bytes(whole)
         await ask(client, "bad")
+
+
+async def test_a_download_that_hangs_does_not_keep_the_gateway_from_ending(tmp_path: Path) -> None:
+    """Nor the process: its thread is waited for by nobody."""
+    with FakeHub({"org/tiny": write_chat(tmp_path / "repo")}).serving() as hub:
+        models = catalog(tmp_path, {"tiny": {"kind": "chat", "source": "hub:org/tiny"}})
+        place = Hub(endpoint=hub.url, cache=tmp_path / "cache", timeout_s=30)
+        async with served(models, engines(place), load_wait_s=0.2) as client:
+            hub.delay_s, hub.slow_only = 3, "model.safetensors"
+            await client.post("/v1/chat/completions", json=chat("tiny"))
+            answer = await client.post("/v1/chat/completions", json=chat("tiny"))
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "model_loading"
+            assert "being downloaded (" in answer.json()["error"]["message"]
+            assert answer.headers["retry-after"]
+            started = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - started < 2
