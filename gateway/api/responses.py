@@ -50,7 +50,13 @@ class Responses:
             body = await while_connected(request.receive, self._whole(spec, job, answer))
             return Response(body, media_type="application/json", headers=headers)
         events = self._framed(spec, job, answer)
-        stream = EventStream(events, headers, request.receive, send_timeout_s=rules.send_timeout_s)
+        stream = EventStream(
+            events,
+            headers,
+            request.receive,
+            send_timeout_s=rules.send_timeout_s,
+            told=lambda error: b"".join(map(named, [*answer.begin(), *answer.fail(error)])),
+        )
         return await stream.primed(rules.stream_open_after_s)
 
     async def missing(self, request: Request) -> Response:

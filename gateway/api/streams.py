@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import orjson
@@ -68,12 +68,16 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.wait([task])
 
 
+def _told(error: GatewayError) -> bytes:
+    return frame(orjson.dumps(error.body()))
+
+
 class EventStream:
     """An ASGI response of server-sent events, opened by the first of them.
 
     The 200 waits for the first event, for at most `open_after_s`: an error before it is a real
     status (raised by `primed`), one after it an error event. The generator is closed when the
-    answer ends, however it ends.
+    answer ends, however it ends. `told` writes an error that comes after the opening.
     """
 
     def __init__(
@@ -83,8 +87,10 @@ class EventStream:
         receive: Receive,
         *,
         send_timeout_s: float,
+        told: Callable[[GatewayError], bytes] = _told,
     ) -> None:
         self._events = events
+        self._told = told
         self._gone = asyncio.ensure_future(_gone(receive))
         self._first: asyncio.Task[bytes] = asyncio.ensure_future(_next(events))
         self._headers = headers
@@ -137,12 +143,12 @@ class EventStream:
             async for data in self._events:
                 yield data
         except GatewayError as error:
-            yield frame(orjson.dumps(error.body()))
+            yield self._told(error)
         except StopAsyncIteration:
             return
         except Exception:
             log.exception("stream_failed")
-            yield frame(orjson.dumps(GatewayError("The server had an error.").body()))
+            yield self._told(GatewayError("The server had an error."))
 
     async def _put(self, send: Send, message: Message) -> None:
         async with asyncio.timeout(self._send_timeout_s):

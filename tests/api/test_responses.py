@@ -261,3 +261,19 @@ async def test_an_embedding_model_cannot_respond(client: httpx2.AsyncClient) -> 
     answer = await post(client, "hi", model="org/embed")
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "unsupported_model"
+
+
+async def test_a_failure_after_the_opening_and_before_any_event_is_still_a_response(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Created, the error, failed: clients must see a beginning before an end."""
+    async with served(models, engines, stream_open_after_s=0.05) as client:
+        engines.writer.fail_at_step = 1
+        engines.writer.gate.close()
+        asyncio.get_running_loop().call_later(0.4, engines.writer.gate.open)
+        body = ask("hi", stream=True)
+        async with client.stream("POST", "/v1/responses", json=body) as answer:
+            assert answer.status_code == 200
+            lines = [line async for line in answer.aiter_lines() if line.startswith("event: ")]
+    assert lines[0] == "event: response.created"
+    assert lines[-2:] == ["event: error", "event: response.failed"]
