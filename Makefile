@@ -59,7 +59,7 @@ pins: setup-dev ## Choose the newest versions and write requirements/
 		-o requirements/cuda.txt
 
 demo-train: setup ## Train demo-chat afresh into ./demo-chat (over an hour on two cores)
-	$(BIN)/python -m gateway.demo.train --out demo-chat --minutes 75
+	$(BIN)/python -m gateway.demo.train --out demo-chat --minutes 70
 
 demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
 	$(BIN)/python -m gateway.demo.evaluate

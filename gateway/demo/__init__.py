@@ -1,0 +1,19 @@
+"""The embedded demo chat model: its weights in `chat/`, and how they were made and measured.
+
+Serving needs only the folder `chat/`. The rest makes it again, offline, in this order:
+
+    phrasings/     how people ask: in training, and in the test
+    wordings.py    phrasings drawn, filled, spelled out
+    words.py       invented words, each on one side of the split
+    facts.py       what it knows and its fixed sentences
+    tools.py       tools offered, called and answered
+    exchanges.py   one question and its answer, for each skill
+    data.py        conversations from a seed
+    tokens.py      the tokenizer and the chat template
+    batches.py     conversations to arrays
+    forward.py     the forward pass, quick on a CPU
+    train.py       python -m gateway.demo.train --out DIR --minutes N
+    evaluate.py    python -m gateway.demo.evaluate [--model DIR]
+
+No floor imports this package. forward, train and evaluate import mlx, after the engine's BLAS.
+"""
