@@ -72,21 +72,19 @@ class GrammarTokenizer:
         self.vocab_size = vocab_size
         self.maker = _Maker(tokenizer, size, self.eos_ids)
         self.tokens: LLTokenizer = self.maker.llg_tokenizer
-        self.texts = self._texts(())
-        self.texts_and_marks = self._texts(marks) if marks else self.texts
+        self.texts = self._texts()
+        self.texts_and_marks = self.texts.beside(marks)
 
     @property
     def words(self) -> int:
         """Count the words of a row's mask."""
         return words(self.tokens.vocab_size)
 
-    def _texts(self, marks: Collection[int]) -> Texts:
+    def _texts(self) -> Texts:
         found: dict[bytes, list[int]] = {}
         others = np.full(self.words, 0xFFFFFFFF, dtype=np.uint32)
         for token in range(self.vocab_size):
-            if token in self.eos_ids:
-                continue
-            if self.tokens.is_special_token(token) and token not in marks:
+            if token in self.eos_ids or self.tokens.is_special_token(token):
                 continue
             text = self.tokens.decode_bytes([token])
             found.setdefault(text, []).append(token)

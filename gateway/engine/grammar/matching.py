@@ -32,6 +32,13 @@ class Texts:
     ids: Mapping[bytes, Sequence[int]]
     others: Mask
 
+    def beside(self, marks: Collection[int]) -> "Texts":
+        """Let these control tokens pass too, as themselves."""
+        others = self.others.copy()
+        for token in marks:
+            others[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
+        return Texts(self.ids, others)
+
 
 class State(Protocol):
     """A backend's place in a grammar."""
