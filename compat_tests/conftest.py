@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,22 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start `mlx-gateway serve` and give its address; stop it by its own process id."""
-    log = tmp_path_factory.mktemp("gateway") / "log"
+    """Start the gateway as a user does, and give its address."""
+    with started(tmp_path_factory.mktemp("gateway")) as address:
+        yield address
+
+
+@contextmanager
+def started(folder: Path, **settings: str) -> Iterator[str]:
+    """Run `mlx-gateway serve` and give its address; stop it by its own process id."""
+    log = folder / "log"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GATEWAY_")}
     environment |= {
         "GATEWAY_LOG_FORMAT": "json",
         # A hub that is not there, and a cache that is empty: no test may depend on either.
         "GATEWAY_HUB_ENDPOINT": "http://127.0.0.1:9",
-        "GATEWAY_HUB_CACHE": str(log.parent / "hub"),
+        "GATEWAY_HUB_CACHE": str(folder / "hub"),
+        **settings,
     }
     with log.open("wb") as output:
         process = subprocess.Popen(

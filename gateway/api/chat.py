@@ -39,6 +39,7 @@ class ChatCompletions:
             max_tokens=spec.sampling.max_tokens,
             template_args=template_args(resolved, spec),
             max_chars=rules.max_input_chars,
+            schema_in_prompt=spec.structured.schema_in_prompt,
         )
         heading = Heading(
             id=f"chatcmpl-{secrets.token_hex(12)}",

@@ -150,6 +150,10 @@ class Structured(Section):
     max_array_items: int | None = Field(
         default=None, ge=1, description="Longest array where a schema sets no bound."
     )
+    schema_in_prompt: bool = Field(
+        default=False,
+        description="Hold a json_object answer to a JSON Schema that ends the last message.",
+    )
 
 
 class Sampling(Section):

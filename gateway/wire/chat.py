@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Calling, GenerateJob, Sampling
-from gateway.wire.formats import FormedRequest
+from gateway.wire.formats import FormedRequest, held_to_prompt
 from gateway.wire.messages import Message, to_template
 from gateway.wire.reading import Fields, Part
 from gateway.wire.tools import (
@@ -109,12 +109,16 @@ def to_job(
     max_tokens: int | None,
     template_args: Mapping[str, Any],
     max_chars: int,
+    schema_in_prompt: bool = False,
 ) -> GenerateJob:
     """Translate; what the request leaves out comes from the model's defaults."""
     messages = to_template(request.messages)
     if sum(len(message["content"]) for message in messages) > max_chars:
         raise BadRequest(f"The messages are longer than {max_chars} characters.", param="messages")
     tools, calling = request.calling()
+    grammar = request.grammar()
+    if schema_in_prompt:
+        grammar = held_to_prompt(grammar, messages[-1]["content"])
     return GenerateJob(
         caller=caller,
         messages=messages,
@@ -125,6 +129,6 @@ def to_job(
         tools=tools,
         calling=calling,
         template_args={**template_args, **request.template_args()},
-        grammar=request.grammar(),
+        grammar=grammar,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )

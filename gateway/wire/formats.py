@@ -111,3 +111,20 @@ class FormedRequest(SampledRequest):
                 older = StructuredOutputs.model_validate({name: given})
                 asked += [(f"guided_{name}", each) for each in older.grammars(f"guided_{name}")]
         return asked
+
+
+def held_to_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
+    """Hold an answer of any JSON object to the schema that its prompt ends with, if it does.
+
+    So do clients ask servers without `json_schema`. A small model answers such a prompt with
+    anything, or with the schema itself; for a large one this would be a guess, so it is a
+    model's setting.
+    """
+    if grammar != ANY_OBJECT:
+        return grammar
+    try:
+        schema = orjson.loads(prompt.rsplit("\n\n", 1)[-1])
+    except orjson.JSONDecodeError:
+        return grammar
+    is_schema = isinstance(schema, dict) and isinstance(schema.get("properties"), dict)
+    return json_schema(schema, param="messages") if is_schema else grammar

@@ -11,7 +11,9 @@ from gateway.engine.grammar.schemas import Node, Schema, can_end, rebuilt, types
 _APPLICATORS: Final = ("$ref", "anyOf", "oneOf", "allOf")
 _SETTLED: Final = (*_APPLICATORS, "enum", "const")
 _OPEN: Final = "gateway-open"
-_OPEN_REF: Final = f"#/$defs/{_OPEN}"
+_OPEN_DEPTH: Final = 3
+_SAFE: Final = 2**53 - 1  # the integers that every JSON reader keeps exact
+_NUMERIC: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +128,13 @@ def bounded(
             return node
         if not recursive:
             return _limited(node, limits) if "type" in node else node
-        opened = _opened(_limited(node, limits), limits)
+        opened = _opened(_limited(_counted(node, limits), limits), limits)
         is_used = is_used or opened is not node
         return opened
 
     copy = rebuilt(schema, bound)
     if is_used:
-        inner = {"items": {"$ref": _OPEN_REF}, "additionalProperties": {"$ref": _OPEN_REF}}
-        bounds = {**limits, **_few_properties(limits)}
-        copy = {**copy, "$defs": {**copy.get("$defs", {}), _OPEN: {**bounds, **inner}}}
+        copy = {**copy, "$defs": {**copy.get("$defs", {}), **_open_levels(limits)}}
     return copy
 
 
@@ -149,14 +149,25 @@ def _limited(node: Node, limits: Node) -> Node:
     return node
 
 
+def _counted(node: Node, limits: Node) -> Node:
+    """Bound the digits of numbers, which a small model goes on with as it does with strings."""
+    kinds = types(node)
+    if "maxLength" in limits and not any(key in node for key in _NUMERIC):
+        if {"integer", "number"} & kinds:
+            node["minimum"], node["maximum"] = -_SAFE, _SAFE
+        if "number" in kinds:
+            node["multipleOf"] = 1e-4
+    return node
+
+
 def _opened(node: Node, limits: Node) -> Node:
     """Point what a schema says nothing about at the bounded value of any shape."""
     more: dict[str, Any] = {}
     if "array" in types(node) and "items" not in node:
-        more["items"] = {"$ref": _OPEN_REF}
+        more["items"] = _open_ref(_OPEN_DEPTH)
     named = any(key in node for key in ("properties", "patternProperties"))
     if "object" in types(node) and not named and "additionalProperties" not in node:
-        more["additionalProperties"] = {"$ref": _OPEN_REF}
+        more.update(_any_properties(limits, _open_ref(_OPEN_DEPTH)))
         if not {"minProperties", "maxProperties", "required"} & node.keys():
             more.update(_few_properties(limits))
     return {**node, **more} if more else node
@@ -164,3 +175,28 @@ def _opened(node: Node, limits: Node) -> Node:
 
 def _few_properties(limits: Node) -> Node:
     return {"maxProperties": limits["maxItems"]} if "maxItems" in limits else {}
+
+
+def _open_ref(depth: int) -> Node:
+    return {"$ref": f"#/$defs/{_OPEN}-{depth}"}
+
+
+def _open_levels(limits: Node) -> Node:
+    """Define values of any shape, so many levels deep at most: else a model may nest for ever."""
+    scalar = _counted({"type": ["string", "number", "boolean", "null"]}, limits)
+    scalar = _limited(scalar, limits)
+    levels: Node = {f"{_OPEN}-0": scalar}
+    for depth in range(1, _OPEN_DEPTH + 1):
+        inner = _open_ref(depth - 1)
+        several = _limited({"type": "array", "items": inner}, limits)
+        named = {"type": "object", **_any_properties(limits, inner), **_few_properties(limits)}
+        levels[f"{_OPEN}-{depth}"] = {"anyOf": [scalar, several, named]}
+    return levels
+
+
+def _any_properties(limits: Node, value: Node) -> Node:
+    """Let an object have any properties, their names bounded as other strings are."""
+    if "maxLength" not in limits:
+        return {"additionalProperties": value}
+    names = f"^(?s:.{{0,{limits['maxLength']}}})$"
+    return {"patternProperties": {names: value}, "additionalProperties": False}

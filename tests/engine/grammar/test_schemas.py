@@ -54,9 +54,20 @@ def test_settled_strings_keep_their_own_bounds() -> None:
         {"type": "string", "format": "uuid"},
         {"type": "string", "pattern": "^a{9}$"},
         {"$ref": "#/$defs/x"},
-        {"type": "integer", "default": {"type": "string"}, "examples": [TEXT]},
+        {"type": "boolean", "default": {"type": "string"}, "examples": [TEXT]},
+        {"type": "integer", "minimum": 0},
     ):
         assert bounded(schema, 3, 3) == schema
+
+
+def test_numbers_are_bounded_where_strings_are() -> None:
+    """A small model goes on with digits as it does with letters."""
+    integer = bounded({"type": "integer"}, 3, 3)
+    assert integer == {"type": "integer", "minimum": -(2**53 - 1), "maximum": 2**53 - 1}
+    assert bounded({"type": "integer"}, None, 3) == {"type": "integer"}
+    for seed in range(5):
+        told = answer(compiled({"type": "number"}, Shape(max_string_chars=3)).matcher(), seed)
+        assert len(told) <= 22
 
 
 def test_open_values_are_bounded_all_the_way_down() -> None:
