@@ -118,7 +118,8 @@ class GenerateJob:
 
     `max_tokens` None means the rest of the context. `messages` and `tools` are what the model's
     chat template reads; `prompt`, text or token ids, takes no template. `logprobs` asks for each
-    token's logprob and that many of the likeliest beside it; None for none at all.
+    token's logprob and that many of the likeliest beside it; None for none at all. `grammar_param`
+    is the field that asked for the grammar.
     """
 
     caller: Caller
@@ -132,6 +133,7 @@ class GenerateJob:
     calling: Calling | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
+    grammar_param: str = "response_format"
     logprobs: int | None = None
 
 

@@ -12,16 +12,16 @@ Format = Literal["auto", "json", "console"]
 def configure(level: str = "info", style: Format = "auto") -> None:
     """Write lines of `level` and above; `auto` is console on a terminal and JSON elsewhere."""
     as_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
-    )
+    # Never a frame's variables: they hold keys and prompts.
+    plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer() if as_json else plain
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
-            *([structlog.processors.dict_tracebacks] if as_json else []),
+            *([structlog.processors.format_exc_info] if as_json else []),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from gateway.api.service import Service
+from gateway.api.service import Service, noted
 from gateway.api.streams import DONE, EventStream, frame, while_connected
 from gateway.jobs import Delta, GenerateJob, Sampling, Usage
 from gateway.registry import ChatSpec, Resolved
@@ -48,7 +48,7 @@ class ChatCompletions:
             fingerprint=service.fingerprint(spec),
             is_legacy=asked.is_legacy,
         )
-        headers = {"x-gateway-ignored": ",".join(read.ignored)} if read.ignored else {}
+        headers = noted(read.ignored)
         if not asked.stream:
             body = await while_connected(request.receive, self._whole(spec, job, heading))
             return Response(body, media_type="application/json", headers=headers)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway.api.chat import counted, defaults
-from gateway.api.service import Service
+from gateway.api.service import Service, noted
 from gateway.api.streams import DONE, EventStream, frame, while_connected
 from gateway.jobs import Delta, GenerateJob, Usage
 from gateway.registry import ChatSpec
@@ -47,7 +47,7 @@ class Completions:
             fingerprint=service.fingerprint(spec),
         )
         choices = wire.choices(asked)
-        headers = {"x-gateway-ignored": ",".join(read.ignored)} if read.ignored else {}
+        headers = noted(read.ignored)
         if not asked.stream:
             work = self._whole(spec, jobs, heading, choices)
             body = await while_connected(request.receive, work)

@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.service import Service
+from gateway.api.service import Service, noted
 from gateway.api.streams import while_connected
 from gateway.errors import BadRequest
 from gateway.jobs import Embedded, EmbedJob
@@ -34,7 +34,7 @@ class Embeddings:
             max_chars=service.rules.max_input_chars,
         )
         answer = await while_connected(request.receive, self._embed(spec, job))
-        headers = {"x-gateway-ignored": ",".join(read.ignored)} if read.ignored else {}
+        headers = noted(read.ignored)
         if answer.truncated:
             headers["x-gateway-truncated"] = str(answer.truncated)
         return Response(

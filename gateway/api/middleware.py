@@ -70,7 +70,9 @@ class Context:
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope["gateway.request_id"] = request_id
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        reply = _Reply(send, request_id)
+        # While draining, a connection ends with its answer; HTTP/2 has no such header.
+        is_last = self._door.is_closed and scope["http_version"].startswith("1")
+        reply = _Reply(send, request_id, is_last=is_last)
         started = metrics.now()
         with self._door.passing():
             status = await self._serve(scope, receive, reply)
@@ -112,15 +114,19 @@ class Context:
 class _Reply:
     """The way back to the client: it adds the request id and remembers the status."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, *, is_last: bool) -> None:
         self._send = send
         self._request_id = request_id
+        self._is_last = is_last
         self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            if self._is_last:
+                headers["connection"] = "close"
         await self._send(message)
 
 

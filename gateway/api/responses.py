@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway.api.chat import counted, defaults, template_args
-from gateway.api.service import Service
+from gateway.api.service import Service, noted
 from gateway.api.streams import EventStream, frame, while_connected
 from gateway.errors import GatewayError, UnknownUrl
 from gateway.jobs import GenerateJob
@@ -45,7 +45,7 @@ class Responses:
         response_id = f"resp_{secrets.token_hex(24)}"
         created = int(time.time())
         answer = Answer(wire.described(asked, job, response_id=response_id, created=created))
-        headers = {"x-gateway-ignored": ",".join(read.ignored)} if read.ignored else {}
+        headers = noted(read.ignored)
         if not asked.stream:
             body = await while_connected(request.receive, self._whole(spec, job, answer))
             return Response(body, media_type="application/json", headers=headers)

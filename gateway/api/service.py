@@ -1,9 +1,11 @@
 """What every handler is given: the catalog, the models, and how requests are to be read."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import quote
 
 from starlette.requests import Request
 
@@ -17,6 +19,7 @@ from gateway.serving.embedding_batcher import EmbeddingBatcher
 from gateway.serving.generation_batcher import GenerationBatcher
 from gateway.wire import reading
 
+LARGE_BYTES = 1_000_000  # a body of which is read off the loop: it takes milliseconds and more
 R = TypeVar("R", bound=reading.Request)
 
 
@@ -48,7 +51,10 @@ class Service:
     ) -> reading.Read[R]:
         """Read and check a request's body."""
         body = await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
-        return reading.read_request(body, shape, fields, strict=self.rules.strict_fields)
+        strict = self.rules.strict_fields
+        if len(body) <= LARGE_BYTES:
+            return reading.read_request(body, shape, fields, strict=strict)
+        return await asyncio.to_thread(reading.read_request, body, shape, fields, strict=strict)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
         """Say who asks and until when: `x-gateway-timeout-s`, at most the setting."""
@@ -111,3 +117,9 @@ def _wrong_kind(name: str, kind: str, wanted: str) -> BadRequest:
         param="model",
         code="unsupported_model",
     )
+
+
+def noted(ignored: Sequence[str]) -> dict[str, str]:
+    """Name in a header the fields that nobody knew: some of them, in characters headers allow."""
+    names = [quote(name[:64], safe="") for name in ignored[:16]]
+    return {"x-gateway-ignored": ",".join(names)} if names else {}

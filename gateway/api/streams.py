@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -76,8 +77,10 @@ class EventStream:
     """An ASGI response of server-sent events, opened by the first of them.
 
     The 200 waits for the first event, for at most `open_after_s`: an error before it is a real
-    status (raised by `primed`), one after it an error event. The generator is closed when the
-    answer ends, however it ends. `told` writes an error that comes after the opening.
+    status (raised by `primed`), one after it an error event. `told` writes the latter. The
+    events are made as fast as they can be and wait here, so that a slow reader holds memory, as
+    much as the answer is long, but neither a row nor a lease. Whatever ends the answer closes
+    the generator.
     """
 
     def __init__(
@@ -89,28 +92,32 @@ class EventStream:
         send_timeout_s: float,
         told: Callable[[GatewayError], bytes] = _told,
     ) -> None:
-        self._events = events
-        self._told = told
-        self._gone = asyncio.ensure_future(_gone(receive))
-        self._first: asyncio.Task[bytes] = asyncio.ensure_future(_next(events))
         self._headers = headers
         self._send_timeout_s = send_timeout_s
+        self._told = told
+        self._made: deque[bytes] = deque()
+        self._stirred = asyncio.Event()
+        self._gone = asyncio.ensure_future(_gone(receive))
+        self._maker = asyncio.ensure_future(self._make(events))
 
     async def primed(self, open_after_s: float) -> "EventStream":
         """Wait for the first event. Raises what the generator raised instead of one."""
+        first = asyncio.ensure_future(self._stirred.wait())
         try:
             await asyncio.wait(
-                {self._first, self._gone},
+                {first, self._maker, self._gone},
                 timeout=open_after_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if self._first.done():
-                self._first.result()
-            elif self._gone.done():
+            if not self._made and self._maker.done():
+                self._maker.result()
+            elif not self._made and self._gone.done():
                 raise ClientDisconnect
         except BaseException:
             await self._close()
             raise
+        finally:
+            first.cancel()
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,35 +127,45 @@ class EventStream:
         finally:
             await self._close()
 
+    async def _make(self, events: AsyncGenerator[bytes, None]) -> None:
+        try:
+            async with contextlib.aclosing(events):
+                async for data in events:
+                    self._made.append(data)
+                    self._stirred.set()
+        finally:
+            self._stirred.set()
+
     async def _send(self, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
-        await self._put(
-            send,
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": _HEADERS + headers,
-            },
-        )
-        async with contextlib.aclosing(self._kept_alive()) as kept_alive:
-            async for data in kept_alive:
-                await self._put(send, _body(data, more=True))
+        start = {"type": "http.response.start", "status": 200, "headers": _HEADERS + headers}
+        await self._put(send, start)
+        has_begun = False
+        while not self._maker.done() or self._made:
+            if self._made:
+                has_begun = True
+                await self._put(send, _body(self._made.popleft(), more=True))
+            elif not await self._waited(None if has_begun else KEEP_ALIVE_S):
+                await self._put(send, _body(_COMMENT, more=True))
+        if (failure := self._failure()) is not None:
+            await self._put(send, _body(self._told(failure), more=True))
         await self._put(send, _body(b"", more=False))
 
-    async def _kept_alive(self) -> AsyncGenerator[bytes, None]:
-        try:
-            while not (await asyncio.wait({self._first}, timeout=KEEP_ALIVE_S))[0]:
-                yield _COMMENT
-            yield self._first.result()
-            async for data in self._events:
-                yield data
-        except GatewayError as error:
-            yield self._told(error)
-        except StopAsyncIteration:
-            return
-        except Exception:
-            log.exception("stream_failed")
-            yield self._told(GatewayError("The server had an error."))
+    async def _waited(self, timeout_s: float | None) -> bool:
+        """Wait for something new; tell whether there is."""
+        self._stirred.clear()
+        if self._made or self._maker.done():
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stirred.wait(), timeout_s)
+        return self._stirred.is_set()
+
+    def _failure(self) -> GatewayError | None:
+        error = self._maker.exception()
+        if error is None or isinstance(error, GatewayError):
+            return error
+        log.error("stream_failed", exc_info=error)
+        return GatewayError("The server had an error.")
 
     async def _put(self, send: Send, message: Message) -> None:
         async with asyncio.timeout(self._send_timeout_s):
@@ -156,13 +173,9 @@ class EventStream:
 
     async def _close(self) -> None:
         await _cancelled(self._gone)
-        await _cancelled(self._first)
-        with contextlib.suppress(asyncio.CancelledError, GatewayError):
-            await self._events.aclose()
-
-
-async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
+        await _cancelled(self._maker)
+        if not self._maker.cancelled():
+            self._maker.exception()  # seen
 
 
 def _body(data: bytes, *, more: bool) -> Message:

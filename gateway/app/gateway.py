@@ -17,7 +17,7 @@ from gateway import __version__, logs
 from gateway.api import ops, routes
 from gateway.api.door import Door
 from gateway.api.service import Rules, Service
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, Unavailable
 from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, HubSource, ModelSpec
 from gateway.serving.cache import ModelCache
 from gateway.serving.embedding_batcher import EmbeddingBatcher, EmbeddingLimits
@@ -29,6 +29,8 @@ from gateway.serving.tokens import TokenPool
 from gateway.settings import Settings
 
 log = logs.get("app")
+
+LAST_WORDS_S = 2.0  # to tell those inside that it is over
 
 Batcher = EmbeddingBatcher | GenerationBatcher
 
@@ -91,6 +93,9 @@ class Gateway:
         """Let nobody in any more and wait for those inside, at most the drain time."""
         if not await self.door.drained(self._settings.drain_s):
             log.warning("drain_cut_short", seconds=self._settings.drain_s)
+            for batcher in self._models.loaded():
+                batcher.end(Unavailable("The gateway is shutting down.", retry_after_s=1))
+            await self.door.drained(LAST_WORDS_S)
 
     def _service(self) -> Service:
         settings = self._settings

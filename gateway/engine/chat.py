@@ -1,13 +1,14 @@
 """Conversation → prompt: the model's own template, rendered and encoded, on any thread."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
 
 from gateway.engine.grammar.calls import CallFormat
 from gateway.engine.parsing import Markup, Mode, Parser
@@ -17,6 +18,11 @@ from gateway.engine.vocabulary import Vocabulary
 from gateway.errors import BadRequest, ModelLoadFailed
 from gateway.jobs import GenerateJob, RowJob
 
+# What transformers' own function takes: a caller's template, above all, would run as a program.
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
+    "messages",
+    "thinking_kwarg",
+}
 TAIL = 8  # tokens: an empty block of thinking that a template writes fits in it
 
 
@@ -54,6 +60,10 @@ class ChatTokenizer:
             return list(self.backend.encode(job.prompt).ids)
         if job.prompt is not None:
             return list(job.prompt)
+        if taken := RESERVED & job.template_args.keys():
+            raise BadRequest(
+                f"'{min(taken)}' is not for a request to set.", param="chat_template_kwargs"
+            )
         try:
             text = self._wrapper.apply_chat_template(
                 [dict(message) for message in job.messages],
@@ -62,9 +72,9 @@ class ChatTokenizer:
                 add_generation_prompt=True,
                 **{**self._template_args, **job.template_args},
             )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # a template is a program, and raises whatever it likes
             raise BadRequest(
-                f"The model's chat template refuses these messages: {error}",
+                f"The model's chat template refuses these messages: {str(error)[:500]}",
                 param="messages",
             ) from error
         # The template has written the special tokens that it wants.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import Matcher
@@ -47,9 +47,12 @@ class Speech:
     def placed(self, *, is_last: bool) -> Sequence[TokenLogprob]:
         """Give the logprobs of tokens whose text is out; those of a stop string never come."""
         every = is_last and not self.stops.is_stopped
-        placed = [each for start, each in self._unplaced if every or start < self._told]
+        placed = [(start, each) for start, each in self._unplaced if every or start < self._told]
         self._unplaced = self._unplaced[len(placed) :]
-        return placed
+        if not self.stops.is_stopped:
+            return [each for _, each in placed]
+        # A stop string may begin inside a token: what is shown of it is what was told.
+        return [_cut(each, self._told - start) for start, each in placed]
 
     def _stopped(self, part: Part) -> Part:
         if not part.text:
@@ -78,6 +81,11 @@ class TokenScores:
             if logprob > -math.inf
         ]
         return TokenLogprob(Likelihood(piece, vocabulary.bytes(token), self.chosen), top)
+
+
+def _cut(logprob: TokenLogprob, length: int) -> TokenLogprob:
+    chosen = logprob.chosen
+    return replace(logprob, chosen=replace(chosen, token=chosen.token[:length]))
 
 
 class Row:

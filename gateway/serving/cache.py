@@ -75,6 +75,10 @@ class ModelCache(Generic[M]):
             if entry.leases == 0:
                 self._announce()
 
+    def loaded(self) -> list[M]:
+        """List the models that are loaded now."""
+        return [entry.ready.result() for entry in self._entries.values() if entry.is_loaded]
+
     def states(self) -> dict[str, str]:
         """Tell, by id, which models are `loading`, `loaded` or recently `failed`."""
         states = dict.fromkeys(self._recent_failures(), "failed")

@@ -222,6 +222,10 @@ class EmbeddingBatcher:
         self._waiting = deque(present[rows:])
         return present[:rows]
 
+    def end(self, error: GatewayError) -> None:
+        """Refuse what waits; a pass under way still answers."""
+        _refuse(self._waiting, error)
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["EmbeddingBatcher"]:
         """Serve the queue while entered; what still waits at the end is refused."""

@@ -188,8 +188,8 @@ class GenerationBatcher:
         engine = self._engine
         for row in moves.leaving:
             engine.leave(row)
-        rows = [engine.join(ticket.job) for ticket in moves.joining]
-        loop.call_soon_threadsafe(self._joined, moves.joining, rows)
+        for ticket in moves.joining:
+            loop.call_soon_threadsafe(self._joined, ticket, engine.join(ticket.job))
         if engine.is_prefilling:
             loop.call_soon_threadsafe(
                 self._deliver, engine.prefill(self._limits.prefill_chunk_tokens)
@@ -201,14 +201,13 @@ class GenerationBatcher:
             if self._lane.is_wanted or self._news.is_set() or engine.is_prefilling:
                 return
 
-    def _joined(self, tickets: Sequence[Ticket], rows: Sequence[int]) -> None:
-        for ticket, row in zip(tickets, rows, strict=True):
-            ticket.row = row
-            if ticket.is_over:
-                self._leaving.append(row)
-                self._stir()
-            else:
-                self._running[row] = ticket
+    def _joined(self, ticket: Ticket, row: int) -> None:
+        ticket.row = row
+        if ticket.is_over:
+            self._leaving.append(row)
+            self._stir()
+        else:
+            self._running[row] = ticket
 
     def _deliver(self, deltas: Sequence[RowDelta]) -> None:
         if deltas:
@@ -219,6 +218,11 @@ class GenerationBatcher:
                     del self._running[delta.row]
                     self._stir()
                 ticket.deliver(delta, self._name)
+
+    def end(self, error: GatewayError) -> None:
+        """End every row, with an error."""
+        self._end_all(error)
+        self._stir()
 
     def _end_all(self, error: GatewayError) -> None:
         for ticket in (*self._waiting, *self._running.values()):
@@ -243,4 +247,4 @@ class GenerationBatcher:
 
 def _param(job: GenerateJob) -> str:
     """Name the field that asked for the grammar."""
-    return "tools" if job.calling is not None and job.grammar is None else "response_format"
+    return "tools" if job.calling is not None and job.grammar is None else job.grammar_param

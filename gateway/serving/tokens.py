@@ -12,7 +12,10 @@ THREADS = 2
 
 
 class TokenPool:
-    """A context manager: its threads end when it does, after the calls under way."""
+    """A context manager: its threads end when it does, after the calls under way.
+
+    Nobody waits for those: one that never ended would keep the gateway from ending.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
@@ -25,4 +28,4 @@ class TokenPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)

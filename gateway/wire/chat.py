@@ -9,7 +9,7 @@ from gateway.errors import BadRequest
 from gateway.jobs import Caller, Calling, GenerateJob, Sampling
 from gateway.wire.formats import FormedRequest, held_to_prompt
 from gateway.wire.messages import Message, to_template
-from gateway.wire.reading import Fields, Part
+from gateway.wire.reading import Fields, Part, check_length
 from gateway.wire.tools import (
     Choice,
     FunctionName,
@@ -43,6 +43,7 @@ class StreamOptions(Part):
     include_usage: bool = False
 
 
+MAX_MESSAGES = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -50,7 +51,7 @@ class ChatRequest(FormedRequest):
     """What OpenAI's endpoint takes, with vLLM's structured fields besides."""
 
     model: Annotated[str, Field(min_length=1)]
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
@@ -71,6 +72,14 @@ class ChatRequest(FormedRequest):
     def _top_logprobs_need_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _calls_have_one_name(self) -> "ChatRequest":
+        if self.functions and (self.tools or self.tool_choice is not None):
+            raise BadRequest("Send 'tools' or 'functions', not both.", param="functions")
+        if isinstance(self.function_call, FunctionName) and not self.functions:
+            raise BadRequest("'function_call' needs 'functions'.", param="function_call")
         return self
 
     @property
@@ -113,10 +122,10 @@ def to_job(
 ) -> GenerateJob:
     """Translate; what the request leaves out comes from the model's defaults."""
     messages = to_template(request.messages)
-    if sum(len(message["content"]) for message in messages) > max_chars:
-        raise BadRequest(f"The messages are longer than {max_chars} characters.", param="messages")
+    check_length(messages, max_chars, param="messages")
+    check_length(request.tools or request.functions, max_chars, param="tools")
     tools, calling = request.calling()
-    grammar = request.grammar()
+    grammar_param, grammar = request.form()
     if schema_in_prompt:
         grammar = held_to_prompt(grammar, messages[-1]["content"])
     return GenerateJob(
@@ -130,5 +139,6 @@ def to_job(
         calling=calling,
         template_args={**template_args, **request.template_args()},
         grammar=grammar,
+        grammar_param=grammar_param,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )

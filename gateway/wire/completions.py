@@ -92,7 +92,7 @@ def to_jobs(
     Raises BadRequest for combinations that cannot be served.
     """
     _check(request, max_chars)
-    grammar = request.grammar()
+    grammar_param, grammar = request.form()
     return [
         GenerateJob(
             caller=caller,
@@ -102,6 +102,7 @@ def to_jobs(
             stop=request.stop,
             n=request.n,
             grammar=grammar,
+            grammar_param=grammar_param,
             logprobs=request.logprobs,
         )
         for prompt in request.prompt

@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
@@ -14,15 +14,22 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 
-class JsonSchema(Part):
+class Form(Part):
+    """A form of answers: a key that nobody knows may mean another form, so it is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class JsonSchema(Form):
     """A schema and its name. With or without `strict` the answer is held to it."""
 
     name: Name = "response"
+    description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class ResponseFormat(Part):
+class ResponseFormat(Form):
     """OpenAI's own form."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -35,7 +42,7 @@ class ResponseFormat(Part):
         return self
 
 
-class StructuredOutputs(Part):
+class StructuredOutputs(Form):
     """vLLM's form: one of these."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
@@ -43,6 +50,13 @@ class StructuredOutputs(Part):
     regex: Annotated[str, Field(min_length=1)] | None = None
     choice: Annotated[list[str], Field(min_length=1)] | None = None
     grammar: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> "StructuredOutputs":
+        asked = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
+        if not any(given is not None for given in asked):
+            raise ValueError("it should have one of json, json_object, regex, choice, grammar")
+        return self
 
     def grammars(self, param: str) -> list[Grammar]:
         """List what was asked for."""
@@ -81,12 +95,12 @@ class FormedRequest(SampledRequest):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: Annotated[str, Field(min_length=1)] | None = None
 
-    def grammar(self) -> Grammar | None:
-        """Give the one grammar that is asked for; two are refused."""
+    def form(self) -> tuple[str, Grammar | None]:
+        """Give the one grammar that is asked for, and the field that asks; two are refused."""
         asked: list[tuple[str, Grammar]] = []
         if self.response_format is not None and self.response_format.type != "text":
             wanted = self.response_format.json_schema
@@ -101,7 +115,7 @@ class FormedRequest(SampledRequest):
                 f"'{asked[0][0]}' and '{asked[1][0]}' each ask for a form of their own: send one.",
                 param=asked[1][0],
             )
-        return asked[0][1] if asked else None
+        return asked[0] if asked else ("response_format", None)
 
     def _guided(self) -> list[tuple[str, Grammar]]:
         """Read vLLM's older names as its newer form."""

@@ -1,11 +1,11 @@
 """Bytes → a checked request, or the 400 that names the field, as OpenAI words it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from gateway.errors import BadRequest, UnknownParameter, UnsupportedParameter
@@ -24,6 +24,13 @@ class Part(BaseModel):
     """A piece of a request; what it has beyond our fields is the client's own affair."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, given: object) -> object:
+        if isinstance(given, dict):
+            return {name: value for name, value in given.items() if value is not None}
+        return given
 
 
 R = TypeVar("R", bound=Request)
@@ -82,6 +89,11 @@ def _parse(body: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(parsed, dict):
         raise BadRequest("The request body must be a JSON object.")
+    try:
+        # orjson writes 254 levels; what is repeated in an answer stands some levels deeper there.
+        orjson.dumps([[[[[[[[parsed]]]]]]]])
+    except TypeError:
+        raise BadRequest("The request body is nested too deep.") from None
     return parsed
 
 
@@ -138,9 +150,16 @@ def _path(location: tuple[int | str, ...]) -> str:
     for step in location:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step.isidentifier() and not step.startswith(_BRANCHES):
+        elif step.isidentifier() and step not in _BRANCHES:
             path += f".{step}" if path else step
     return path
 
 
-_BRANCHES = ("function-", "list[", "constrained-")
+_BRANCHES = frozenset({"str", "int", "float", "bool", "list", "dict"})
+
+
+def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:
+    """Refuse what is too long to be worth tokenising, written as JSON."""
+    written = orjson.dumps(parts, default=lambda part: part.model_dump())
+    if len(written) > 4 * max_chars or len(written.decode()) > max_chars + 256 * len(parts):
+        raise BadRequest(f"'{param}' is longer than {max_chars} characters.", param=param)

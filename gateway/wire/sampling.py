@@ -36,7 +36,7 @@ class SampledRequest(Request):
     @field_validator("logit_bias")
     @classmethod
     def _token_ids(cls, given: dict[str, float]) -> dict[str, float]:
-        if not all(token.isascii() and token.isdigit() for token in given):
+        if not all(token.isascii() and token.isdigit() and len(token) < 20 for token in given):
             raise ValueError("its keys should be token ids")
         return given
 

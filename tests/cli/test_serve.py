@@ -126,6 +126,21 @@ def test_sigterm_finishes_the_answer_under_way_and_refuses_the_next(tmp_path: Pa
         assert process.wait(20) == 0
 
 
+def test_what_the_drain_does_not_finish_is_told_so(tmp_path: Path) -> None:
+    """An error event, and then the end; the process still ends with status 0."""
+    with serving(tmp_path, GATEWAY_PORT="0", GATEWAY_DRAIN_S="0.5") as (process, url):
+        with (
+            httpx2.Client(base_url=url, timeout=30) as client,
+            client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 3000}) as it,
+        ):
+            lines = it.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            told = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(told[-1].removeprefix("data: "))["error"]["code"] == "service_unavailable"
+        assert process.wait(20) == 0
+
+
 def test_a_second_signal_ends_it_now(tmp_path: Path) -> None:
     """However much is under way."""
     with serving(tmp_path, GATEWAY_PORT="0") as (process, url):

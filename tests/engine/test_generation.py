@@ -311,6 +311,23 @@ def test_what_the_template_refuses_is_a_bad_request(engine: GenerationEngine) ->
         engine.plan(bad)
 
 
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "return_dict", "padding"])
+def test_a_request_cannot_set_what_is_not_the_templates(
+    engine: GenerationEngine, name: str
+) -> None:
+    """A template of the caller's own would run as a program, and might never end."""
+    with pytest.raises(BadRequest, match=name) as caught:
+        engine.plan(job("x", template_args={name: "{{ 'a' * 10**10 }}"}))
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_whatever_a_template_raises_is_a_bad_request(folder: Path) -> None:
+    """It is a program, and raises whatever it likes."""
+    engine = open_engine(folder, chat_template="{{ 1 // zero }}")
+    with pytest.raises(BadRequest, match="division"):
+        engine.plan(job("x", template_args={"zero": 0}))
+
+
 class Faulty:
     """A model that raises whenever one of its inputs is the poisoned token."""
 

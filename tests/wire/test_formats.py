@@ -18,7 +18,7 @@ TEXT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"type":"intege
 
 def grammar(**fields: Any) -> Grammar | None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return read_request(orjson.dumps(body), ChatRequest, FIELDS, strict=True).request.grammar()
+    return read_request(orjson.dumps(body), ChatRequest, FIELDS, strict=True).request.form()[1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""Log lines: what happened, and nobody's secrets."""
+
+import io
+import sys
+from typing import Literal
+
+import pytest
+import structlog
+
+from gateway import logs
+
+
+@pytest.mark.parametrize("style", ["json", "console"])
+def test_a_logged_exception_shows_no_variables(
+    style: Literal["json", "console"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold keys and prompts, and make lines of megabytes."""
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    try:
+        logs.configure("info", style)
+        _fail("sk-secret-key")
+    finally:
+        structlog.reset_defaults()
+    assert "ValueError" in written.getvalue()
+    assert "sk-secret" not in written.getvalue()
+    assert len(written.getvalue()) < 5000
+
+
+def _fail(key: str) -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logs.get("test").exception("failed")
