@@ -153,16 +153,23 @@ class Guard:
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request in, or raise why not."""
+        """Let the request in, or answer why not."""
         if scope["type"] == "http" and scope["path"].removeprefix("/v1") not in OPEN_PATHS:
-            headers = Headers(scope=scope)
-            if self._keys:
-                scope["gateway.key_id"] = self._key_id(headers.get("authorization", ""))
-            else:
-                self._check_browser(headers)
-            if self._door.is_closed:
-                raise Unavailable("The gateway is shutting down.", retry_after_s=1)
+            try:
+                self._admit(scope)
+            except GatewayError as error:  # answered here, so that CORS adds its headers
+                await answer(error)(scope, receive, send)
+                return
         await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._keys:
+            scope["gateway.key_id"] = self._key_id(headers.get("authorization", ""))
+        else:
+            self._check_browser(headers)
+        if self._door.is_closed:
+            raise Unavailable("The gateway is shutting down.", retry_after_s=1)
 
     def _key_id(self, authorization: str) -> str:
         scheme, _, key = authorization.partition(" ")

@@ -63,7 +63,11 @@ def serve(
     guarded: ASGIApp = Guard(app, door, keys=keys, hosts=hosts, origins=origins)
     if origins:
         guarded = CORSMiddleware(
-            guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+            guarded,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-gateway-ignored", "x-gateway-truncated"],
         )
     return Context(guarded, door)
 

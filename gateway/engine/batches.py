@@ -9,6 +9,7 @@ from mlx_lm.generate import PromptProcessingBatch
 
 from gateway.engine.rows import Row, TokenScores
 from gateway.engine.sampling import Scores
+from gateway.jobs import FinishReason, RowDelta
 
 
 def take_prompts(lengths: Sequence[int], budget: int) -> int:
@@ -100,6 +101,16 @@ class Said:
     token: int
     is_finite: bool
     scores: TokenScores | None
+
+    def told(self, end: FinishReason | None) -> list[RowDelta]:
+        """Tell the token; what goes wrong with its text is its row's own error, and its end."""
+        if not self.is_finite:
+            return [RowDelta(self.row.id, error="its output is not a number")]
+        try:
+            return self.row.told(end, self.scores)
+        except Exception as error:
+            self.row.is_broken = True
+            return [RowDelta(self.row.id, error=f"{type(error).__name__}: {error}")]
 
 
 def _off(scores: Scores, rows: Sequence[Row]) -> Iterator[tuple[Row, TokenScores]]:

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.batches import Cohort, Running, Said, take_prompts
+from gateway.engine.batches import Cohort, Running, take_prompts
 from gateway.engine.chat import ChatTokenizer
 from gateway.engine.decoders import parameters
 from gateway.engine.grammar.compiling import CompiledGrammar
@@ -21,7 +21,7 @@ from gateway.engine.grammar.structured import Structured
 from gateway.engine.rows import Row
 from gateway.engine.sampling import Sampler, adjusted, choose, is_finite, score
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import FinishReason, GenerateJob, Grammar, RowDelta, RowJob, Sampling
+from gateway.jobs import GenerateJob, Grammar, RowDelta, RowJob, Sampling
 
 Model = Callable[..., mx.array]
 STEPS_PER_CLEAR = 512  # as often as mlx-lm's generator: freed buffers go back to the system
@@ -173,7 +173,7 @@ class GenerationEngine:
             self._running = None
             deltas = self._blame([said[i].row for i in on], error)
         for each, end in zip(said, ends, strict=True):
-            deltas += _told(each, end)
+            deltas += each.told(end)
         if self._running is not None:
             self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
         return deltas
@@ -226,7 +226,7 @@ class GenerationEngine:
             for each, is_last in zip(started.read(), last, strict=True):
                 each.row.is_suspect = False
                 if is_last:
-                    deltas += _told(each, each.row.say(each.token) if each.is_finite else None)
+                    deltas += each.told(each.row.say(each.token) if each.is_finite else None)
         if all(last):
             return deltas
         if any(last):
@@ -281,12 +281,6 @@ class GenerationEngine:
             row.suspect()
         self._suspects.extend(rows)
         return []
-
-
-def _told(said: Said, end: FinishReason | None) -> list[RowDelta]:
-    if not said.is_finite:
-        return [RowDelta(said.row.id, error="its output is not a number")]
-    return said.row.told(end, said.scores)
 
 
 def _nth(sampling: Sampling, index: int) -> Sampling:

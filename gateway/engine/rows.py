@@ -105,6 +105,7 @@ class Row:
         self.sampler = sampler
         self.tokens: list[int] = []
         self.is_suspect = False
+        self.is_broken = False
         self._speech = speech
         self._eos_ids = eos_ids
         self._think_start, self._think_end = think
@@ -141,7 +142,7 @@ class Row:
         one_call = self.job.calling is not None and not self.job.calling.parallel
         parser = self._speech.parser
         said_its_call = one_call and parser.mode == "free" and parser.calls > 0
-        broke = self._matcher is not None and self._matcher.error is not None
+        broke = self.is_broken or (self._matcher is not None and self._matcher.error is not None)
         return self._speech.stops.is_stopped or said_its_call or broke
 
     def suspect(self) -> None:

@@ -168,6 +168,19 @@ async def test_with_keys_only_their_holders_come_in(
             assert answer.status_code == 200
 
 
+async def test_a_refusal_reaches_an_allowed_page_too(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Without CORS headers a browser shows its page nothing, not even a 401."""
+    async with served(
+        models, engines, api_keys="first", cors_origins="https://app.example"
+    ) as client:
+        answer = await client.get("/v1/models", headers={"origin": "https://app.example"})
+    assert answer.status_code == 401
+    assert answer.headers["access-control-allow-origin"] == "https://app.example"
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
 async def test_without_keys_any_key_is_accepted(client: httpx2.AsyncClient) -> None:
     """SDKs must send one."""
     answer = await client.get("/v1/models", headers={"authorization": "Bearer whatever"})

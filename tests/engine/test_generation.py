@@ -409,6 +409,23 @@ def test_a_passing_fault_changes_no_answer(
     assert told[-1].text == seeded.text
 
 
+def test_a_row_whose_text_breaks_ends_alone(
+    engine: GenerationEngine, reference: dict[str, list[int]]
+) -> None:
+    """Its neighbours do not hear of it."""
+    run = Run(engine)
+    (broken,) = run.join(job(TEXTS[0]))
+
+    def snap(token: int) -> str:
+        raise RuntimeError("snapped")
+
+    engine._waiting[-1]._speech.decoder.push = snap  # type: ignore[method-assign]
+    (fine,) = run.join(job(TEXTS[3]))
+    run.finish()
+    assert "snapped" in (run.answers[broken].error or "")
+    assert run.answers[fine].ids == reference[TEXTS[3]]
+
+
 def test_output_that_is_no_number_is_an_error_that_says_so(tmp_path: Path) -> None:
     """NaN weights must not become confident nonsense."""
     folder = write_chat(tmp_path)
