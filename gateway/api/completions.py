@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -14,12 +14,15 @@ from starlette.types import ASGIApp
 from gateway.api.chat import counted, defaults
 from gateway.api.service import Service, noted
 from gateway.api.streams import DONE, EventStream, frame, while_connected
+from gateway.errors import Overloaded
 from gateway.jobs import Delta, GenerateJob, Usage
 from gateway.registry import ChatSpec
-from gateway.serving.generation_batcher import GenerationBatcher
+from gateway.serving.admission import until_deadline
+from gateway.serving.generation_batcher import Generation, GenerationBatcher
 from gateway.wire import completions as wire
 
 JOBS_AT_ONCE = 16  # of one request: a long list of prompts is let in in slices
+ASK_AGAIN_S = 0.1  # for a place in a full queue
 
 
 class Completions:
@@ -67,7 +70,7 @@ class Completions:
         usage = Usage(0)
         async with (
             self._service.writer(spec) as batcher,
-            aclosing(merged(batcher, jobs, _at_once(spec))) as news,
+            aclosing(merged(batcher, jobs, self._at_once(spec))) as news,
         ):
             async for each in news:
                 usage = summed(usage, each)
@@ -87,7 +90,7 @@ class Completions:
         usage = Usage(0)
         async with (
             self._service.writer(spec) as batcher,
-            aclosing(merged(batcher, jobs, _at_once(spec))) as news,
+            aclosing(merged(batcher, jobs, self._at_once(spec))) as news,
         ):
             async for each in news:
                 usage = summed(usage, each)
@@ -99,9 +102,8 @@ class Completions:
             yield frame(heading.usage(usage))
         yield DONE
 
-
-def _at_once(spec: ChatSpec) -> int:
-    return min(JOBS_AT_ONCE, spec.queue_limit or JOBS_AT_ONCE)
+    def _at_once(self, spec: ChatSpec) -> int:
+        return min(JOBS_AT_ONCE, spec.queue_limit or self._service.rules.queue_limit)
 
 
 def summed(usage: Usage, news: Usage | Delta) -> Usage:
@@ -121,21 +123,40 @@ async def merged(
     """Give the usage of every prompt, and every delta as it comes, from `at_once` jobs at a time.
 
     Choices are numbered prompt by prompt. Nothing is written before each of the first jobs has
-    been accepted. The first error ends all jobs, and so does closing the generator.
+    been accepted, or found the queue full. The first error ends all jobs, and so does closing
+    the generator; but of a full queue only the first job tells: once it was let in, the others
+    wait for a place until the deadline.
     """
     news: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
     waiting = iter(enumerate(jobs))
     workers_wanted = min(at_once, len(jobs))
-    accepted = asyncio.Barrier(workers_wanted)
+    unheard = set(range(workers_wanted))
+    all_heard = asyncio.Event()
+
+    def heard(place: int) -> None:
+        unheard.discard(place)
+        if not unheard:
+            all_heard.set()
+
+    async def let_in(stack: AsyncExitStack, place: int, job: GenerateJob) -> Generation:
+        while True:
+            try:
+                return await stack.enter_async_context(batcher.generate(job))
+            except Overloaded:
+                if place == 0:
+                    raise
+                heard(place)  # who holds a place must not wait for who has none
+            async with until_deadline(job.caller):
+                await asyncio.sleep(ASK_AGAIN_S)
 
     async def work() -> None:
-        is_first = True
         for place, job in waiting:
-            async with batcher.generate(job) as generation, aclosing(generation.deltas) as deltas:
+            async with AsyncExitStack() as stack:
+                generation = await let_in(stack, place, job)
+                deltas = await stack.enter_async_context(aclosing(generation.deltas))
                 news.put_nowait(generation.usage)
-                if is_first:
-                    is_first = False
-                    await accepted.wait()
+                heard(place)
+                await all_heard.wait()
                 async for delta in deltas:
                     news.put_nowait(replace(delta, index=place * job.n + delta.index))
 

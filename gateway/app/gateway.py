@@ -110,6 +110,7 @@ class Gateway:
                 request_timeout_s=settings.request_timeout_s,
                 stream_open_after_s=settings.stream_open_after_s,
                 send_timeout_s=settings.send_timeout_s,
+                queue_limit=settings.queue_limit,
             ),
             fingerprint=self._fingerprint,
             started=int(time.time()),

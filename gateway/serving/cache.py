@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Generic, TypeVar
 
@@ -11,21 +11,28 @@ from gateway.errors import GatewayError, ModelLoading, ModelUnavailable, Unavail
 from gateway.registry import ModelSpec
 
 M = TypeVar("M")
+K = TypeVar("K")
 log = logs.get("cache")
 
 FAILURE_REMEMBERED_S = 30.0
 
 
-def pick_evicted(last_used: Mapping[str, float], leases: Mapping[str, int]) -> str | None:
-    """Name the idle model that was used longest ago; None when every one is leased."""
-    idle = [name for name in last_used if leases[name] == 0]
-    return min(idle, key=lambda name: last_used[name], default=None)
+def pick_evicted(last_used: Mapping[K, float], leases: Mapping[K, int]) -> K | None:
+    """Give the idle model that was used longest ago; None when every one is leased."""
+    idle = [model for model in last_used if leases[model] == 0]
+    return min(idle, key=lambda model: last_used[model], default=None)
 
 
 class _Entry(Generic[M]):
-    """A model from the moment its load begins to the moment its memory is back."""
+    """A model from the moment its load begins to the moment its memory is back.
 
-    def __init__(self) -> None:
+    A doomed one is in use while others wait for its room: it gets no new leases, and is unwanted
+    when the last one ends.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_doomed = False
         self.ready: asyncio.Future[M] = asyncio.get_running_loop().create_future()
         self.unwanted = asyncio.Event()
         self.leases = 0
@@ -55,7 +62,7 @@ class ModelCache(Generic[M]):
         self._max_models = max_models
         self._load_wait_s = load_wait_s
         self._fetched_percent = fetched_percent
-        self._entries: dict[str, _Entry[M]] = {}
+        self._entries: list[_Entry[M]] = []  # in the order they are served
         self._failures: dict[str, tuple[float, GatewayError]] = {}
         self._changed = asyncio.Event()
 
@@ -73,25 +80,32 @@ class ModelCache(Generic[M]):
             entry.leases -= 1
             entry.last_used = metrics.now()
             if entry.leases == 0:
+                if entry.is_doomed:
+                    entry.unwanted.set()
                 self._announce()
 
     def loaded(self) -> list[M]:
         """List the models that are loaded now."""
-        return [entry.ready.result() for entry in self._entries.values() if entry.is_loaded]
+        return [entry.ready.result() for entry in self._wanted() if entry.is_loaded]
 
     def states(self) -> dict[str, str]:
         """Tell, by id, which models are `loading`, `loaded` or recently `failed`."""
         states = dict.fromkeys(self._recent_failures(), "failed")
-        for name, entry in self._entries.items():
-            states[name] = "loaded" if entry.is_loaded else "loading"
+        for entry in self._wanted():
+            states[entry.name] = "loaded" if entry.is_loaded else "loading"
         return states
 
+    def _wanted(self) -> list[_Entry[M]]:
+        return [entry for entry in self._entries if not entry.unwanted.is_set()]
+
     def _entry(self, spec: ModelSpec) -> _Entry[M]:
-        if (entry := self._entries.get(spec.id)) is not None:
-            return entry
+        for entry in self._wanted():
+            if entry.name == spec.id and not entry.is_doomed:
+                return entry
         if (failure := self._recent_failures().get(spec.id)) is not None:
-            raise failure
-        entry = self._entries[spec.id] = _Entry()
+            raise _fresh(failure) from None
+        entry = _Entry(spec.id)
+        self._entries.append(entry)
         entry.keeper = asyncio.create_task(self._keep(spec, entry), name=f"keep {spec.id}")
         return entry
 
@@ -109,6 +123,8 @@ class ModelCache(Generic[M]):
             raise ModelLoading(
                 f"The model `{spec.id}` is still {stage}. Try again shortly.", retry_after_s=5
             )
+        if isinstance(error := entry.ready.exception(), GatewayError):
+            raise _fresh(error) from None
         return entry.ready.result()
 
     async def _keep(self, spec: ModelSpec, entry: _Entry[M]) -> None:
@@ -142,8 +158,7 @@ class ModelCache(Generic[M]):
         except Exception as error:
             self._fail(spec, entry, error)
         finally:
-            if self._entries.get(spec.id) is entry:
-                del self._entries[spec.id]
+            self._entries.remove(entry)
             self._announce()
 
     def _fail(self, spec: ModelSpec, entry: _Entry[M], error: Exception) -> None:
@@ -161,34 +176,45 @@ class ModelCache(Generic[M]):
             entry.ready.exception()  # nobody may be waiting any more, and that is fine
 
     async def _make_room(self, mine: _Entry[M]) -> None:
-        """Wait until fewer than `max_models` others hold memory, evicting the idle."""
-        while len(others := self._holding(mine)) >= self._max_models:
-            loaded = {n: e for n, e in others.items() if e.is_loaded and not e.unwanted.is_set()}
-            victim = pick_evicted(
-                {name: entry.last_used for name, entry in loaded.items()},
-                {name: entry.leases for name, entry in loaded.items()},
-            )
-            if victim is not None:
-                # Out of the books at once, so that a new request loads it afresh later;
-                # its keeper frees the memory first.
-                await self._evict(victim)
-                continue
+        """Wait until fewer than `max_models` of those before mine are left.
+
+        Those are loaded, or will be sooner; they hold memory until their keepers end.
+        """
+        while len(before := self._before(mine)) >= self._max_models:
+            self._send_away([entry for entry in before if not entry.unwanted.is_set()])
             await self._changed.wait()
+        self._spare()
 
-    def _holding(self, mine: _Entry[M]) -> dict[str, _Entry[M]]:
-        """Give the entries that came before mine: those are loaded, or will be sooner."""
-        before: dict[str, _Entry[M]] = {}
-        for name, entry in self._entries.items():
-            if entry is mine:
+    def _before(self, mine: _Entry[M]) -> list[_Entry[M]]:
+        return self._entries[: self._entries.index(mine)]
+
+    def _send_away(self, staying: Sequence[_Entry[M]]) -> None:
+        """Let go as many as are too many: the idle now, those in use when their leases end."""
+        too_many = len(staying) - self._max_models + 1
+        loaded = [entry for entry in staying if entry.is_loaded]
+        while too_many > 0:
+            victim = pick_evicted(
+                {entry: entry.last_used for entry in loaded},
+                {entry: entry.leases for entry in loaded},
+            )
+            if victim is None:
                 break
-            before[name] = entry
-        return before
+            victim.unwanted.set()
+            loaded.remove(victim)
+            too_many -= 1
+        loaded.sort(key=lambda entry: (not entry.is_doomed, entry.last_used))
+        for entry in loaded[: max(0, too_many)]:
+            entry.is_doomed = True
 
-    async def _evict(self, name: str) -> None:
-        entry = self._entries.pop(name)
-        entry.unwanted.set()
-        assert entry.keeper is not None
-        await asyncio.wait([entry.keeper])
+    def _spare(self) -> None:
+        """Give doomed models back to new leases, for room was found; whoever still waits for
+        some dooms them again. One that is being loaded afresh already has to go.
+        """
+        afresh = {entry.name for entry in self._entries if not entry.is_doomed}
+        for entry in self._wanted():
+            if entry.is_doomed and entry.name not in afresh:
+                entry.is_doomed = False
+        self._announce()
 
     def _announce(self) -> None:
         """Wake whoever waits for room; a fresh event serves the next change."""
@@ -199,13 +225,20 @@ class ModelCache(Generic[M]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        keepers = [entry.keeper for entry in self._entries.values() if entry.keeper is not None]
-        for entry in self._entries.values():
+        entries = list(self._entries)
+        for entry in entries:
             entry.unwanted.set()
             if not entry.ready.done() and entry.keeper is not None:
                 entry.keeper.cancel()
-        if keepers:
+        if keepers := [entry.keeper for entry in entries if entry.keeper is not None]:
             await asyncio.wait(keepers)
+
+
+def _fresh(error: GatewayError) -> GatewayError:
+    """Copy an error that many are told: one object would gather the frames of every raise."""
+    fresh = type(error).__new__(type(error), *error.args)
+    vars(fresh).update(vars(error))
+    return fresh
 
 
 def _unless_told(error: Exception) -> bool:

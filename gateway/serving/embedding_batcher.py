@@ -168,9 +168,14 @@ class EmbeddingBatcher:
             await self._arrived.wait()
             self._arrived.clear()
             while self._waiting:
-                await self._collect()
-                async with self._lane.turn("embedding") as run:
-                    await self._pass(run)
+                try:
+                    await self._collect()
+                    async with self._lane.turn("embedding") as run:
+                        await self._pass(run)
+                except Exception as error:  # whatever it was, those who come later are served
+                    log.error("batch_failed", model=self._name, exc_info=True)
+                    _refuse(self._waiting, _told(self._name, error))
+                    self._waiting.clear()
 
     async def _collect(self) -> None:
         """Give a burst that is still being tokenised time to arrive, if the lane is idle."""
@@ -188,16 +193,21 @@ class EmbeddingBatcher:
         if not (batch := self._take()):
             return
         try:
-            vectors = await run(self._engine.embed, [ticket.tokens for ticket in batch])
+            await self._together(run, batch)
         except asyncio.CancelledError:
             _refuse(batch, _unloaded(self._name))
             raise
         except Exception as error:
+            _refuse(batch, _told(self._name, error))
+            raise
+        metrics.BATCH_ROWS.labels(self._name).observe(len(batch))
+
+    async def _together(self, run: Run, batch: list[_Ticket]) -> None:
+        try:
+            _answer(batch, await run(self._engine.embed, [ticket.tokens for ticket in batch]))
+        except Exception as error:
             log.warning("batch_failed", model=self._name, rows=len(batch), error=str(error))
             await self._one_by_one(run, batch, error)
-        else:
-            _answer(batch, vectors)
-        metrics.BATCH_ROWS.labels(self._name).observe(len(batch))
 
     async def _one_by_one(self, run: Run, batch: list[_Ticket], error: Exception) -> None:
         """Find the row at fault: each is tried once more, alone."""
@@ -239,6 +249,8 @@ class EmbeddingBatcher:
 
 
 def _answer(batch: Sequence[_Ticket], vectors: Vectors) -> None:
+    if len(vectors) != len(batch):
+        raise ValueError(f"{len(vectors)} vectors were given for {len(batch)} inputs")
     for ticket, vector in zip(batch, vectors, strict=True):
         if not ticket.is_gone:
             ticket.vector.set_result(vector)

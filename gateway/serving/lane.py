@@ -26,28 +26,41 @@ class Run(Protocol):
 
 
 class _Work:
-    """A call for the lane's thread, and the future of whoever waits for it."""
+    """A call for the lane's thread, and the future that tells that it is over.
 
-    __slots__ = ("args", "function", "future", "loop")
+    The result is not in the future: one that nobody takes is dropped on the lane's thread.
+    """
+
+    __slots__ = ("args", "function", "loop", "over", "result")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
         self.args = args
         self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
+        self.over: asyncio.Future[None] = self.loop.create_future()
+        self.result: Any = None
 
     def do(self) -> None:
         """Run on the lane's thread; settle the future on its own loop."""
         try:
-            result = self.function(*self.args)
+            self.result = self.function(*self.args)
         except BaseException as error:  # whoever waits decides what it means
-            self._settle(self.future.set_exception, error)
+            self._settle(self.over.set_exception, error)
         else:
-            self._settle(self.future.set_result, result)
+            self._settle(self.over.set_result, None)
+
+    def take(self) -> Any:
+        """Give the result, and keep it no longer."""
+        result, self.result = self.result, None
+        return result
+
+    def drop(self) -> None:
+        """Let go of the result, here and now."""
+        self.result = None
 
     def _settle(self, settle: Callable[[Any], None], outcome: object) -> None:
         def unless_gone() -> None:
-            if not self.future.done():
+            if not self.over.done():
                 settle(outcome)
 
         with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
@@ -101,12 +114,18 @@ class Lane:
         work = _Work(function, args)
         self._work.put(work)
         try:
-            return await asyncio.shield(work.future)
+            await asyncio.shield(work.over)
         except asyncio.CancelledError:
-            # The call cannot be stopped: keep the turn until it is over.
-            if not work.future.done():
-                await asyncio.wait([work.future])
+            # The call cannot be stopped: keep the turn until it is over, however often we are
+            # told to leave. What it made, a loaded engine perhaps, is freed where it was made.
+            while not work.over.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([work.over])
+            if not work.over.cancelled():
+                work.over.exception()  # nobody is left to hear of it
+            self._work.put(_Work(work.drop, ()))
             raise
+        return work.take()
 
     def _live(self) -> None:
         while (work := self._work.get()) is not None:

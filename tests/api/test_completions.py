@@ -10,7 +10,9 @@ import pytest
 
 from gateway.api import completions
 from gateway.jobs import GenerateJob, Likelihood, RowDelta, RowJob, TokenLogprob
+from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines, ScriptedWriter
+from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 
@@ -154,6 +156,46 @@ async def test_many_prompts_are_let_in_in_slices(
     answer = (await post(client, prompts)).json()
     assert texts(answer) == prompts
     assert max(engines.writer.steps) <= 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_does_not_fill_the_queue_against_itself(
+    models: Catalog, engines: ScriptedEngines, stream: bool
+) -> None:
+    """More prompts than the queue has places are answered, a few at a time."""
+    prompts = [chr(97 + i) * 3 for i in range(10)]
+    async with served(models, engines, queue_limit=4) as client:
+        if stream:
+            assert len(await events(client, prompts)) == 10 * 4
+        else:
+            answer = await post(client, prompts)
+            assert answer.status_code == 200
+            assert texts(answer.json()) == prompts
+    assert max(engines.writer.steps) <= 4
+
+
+async def test_requests_that_share_a_small_queue_end(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Whose first prompt was let in waits for the others' places; none keeps one in return."""
+    async with served(models, engines, queue_limit=4) as client, asyncio.timeout(20):
+        asking = [post(client, prompt) for prompt in ["x", ["abc"] * 6] * 3]
+        statuses = [answer.status_code for answer in await asyncio.gather(*asking)]
+    assert set(statuses) <= {200, 429}
+    assert 200 in statuses
+
+
+async def test_a_full_queue_refuses_the_first_prompt_and_so_the_request(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """As 429, which clients know to wait on."""
+    async with served(models, engines, queue_limit=1) as client:
+        engines.writer.gate.close()
+        holding = asyncio.create_task(post(client, "hold"))
+        await asyncio.to_thread(engines.writer.gate.reached.wait, 5)
+        assert (await post(client, ["a", "b"])).status_code == 429
+        engines.writer.gate.open()
+        assert (await holding).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

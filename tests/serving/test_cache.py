@@ -1,13 +1,14 @@
 """The model cache: loaded once, kept while leased, the oldest idle one leaves."""
 
 import asyncio
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from gateway.errors import ModelLoadFailed, ModelLoading, ModelUnavailable
+from gateway.errors import ModelLoadFailed, ModelLoading, ModelUnavailable, Unavailable
 from gateway.registry import ModelSpec
 from gateway.registry.specs import ChatSpec
 from gateway.serving.cache import ModelCache, pick_evicted
@@ -148,6 +149,80 @@ async def test_an_unavailable_model_is_remembered_for_a_while() -> None:
                 await _use(models, "a")
         assert models.states() == {"a": "failed"}
     assert shelf.loads == ["a"]
+
+
+async def test_a_remembered_failure_does_not_grow() -> None:
+    """However often it is told: each is told a copy, as full as the first."""
+    shelf = Shelf()
+    shelf.failure = ModelUnavailable("a", "no network")
+    async with cache(shelf) as models:
+        for _ in range(1000):
+            with pytest.raises(ModelUnavailable, match="no network") as failure:
+                await _use(models, "a")
+            assert len(failure.traceback) <= 10
+            assert failure.value.code == "model_unavailable"
+            assert failure.value.headers == {"x-should-retry": "false"}
+    assert len(list(traceback.walk_tb(shelf.failure.__traceback__))) <= 10
+
+
+async def test_those_who_wait_for_a_failing_load_are_told_one_error_each() -> None:
+    """One object, raised in many requests, would gather all their frames."""
+    shelf = Shelf()
+    shelf.failure = ModelLoadFailed("a", "corrupt")
+    async with cache(shelf) as models:
+        told = await asyncio.gather(*(_use(models, "a") for _ in range(5)), return_exceptions=True)
+    assert len({id(each) for each in told}) == 5
+    assert {str(each) for each in told} == {str(shelf.failure)}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+async def test_a_model_that_is_never_idle_makes_room_all_the_same(places: int) -> None:
+    """New leases wait behind who waited first; then its users are served again."""
+    shelf = Shelf()
+    served: list[str] = []
+    stop = asyncio.Event()
+
+    async def keep_busy(name: str) -> None:
+        while not stop.is_set():
+            async with models.lease(spec(name)):
+                await asyncio.sleep(0.01)
+            served.append(name)
+
+    names = ["a", "b"][:places]
+    async with cache(shelf, max_models=places) as models, asyncio.timeout(10):
+        busy = []
+        for name in names * 3:
+            busy.append(asyncio.create_task(keep_busy(name)))
+            await asyncio.sleep(0.003)
+        for _ in range(3):
+            assert await _use(models, "c") == "c"
+            before = len(served) + 3 * places
+            while not set(names) <= set(served[before:]):
+                await asyncio.sleep(0.01)
+        stop.set()
+        await asyncio.gather(*busy)
+    assert shelf.most <= places
+
+
+async def test_leaving_the_cache_waits_for_a_model_that_is_being_evicted() -> None:
+    """Its memory is back before the lane may close."""
+    shelf = Shelf()
+    closing = asyncio.Event()
+
+    @asynccontextmanager
+    async def opened(spec: ModelSpec) -> AsyncIterator[str]:
+        async with shelf.opened(spec) as name:
+            yield name
+            closing.set()
+            await asyncio.sleep(0.05)
+
+    async with ModelCache(opened, max_models=1, load_wait_s=5) as models:
+        await _use(models, "a")
+        waiting = asyncio.create_task(_use(models, "b"))
+        await closing.wait()
+    assert shelf.open == []
+    with pytest.raises(Unavailable):
+        await waiting
 
 
 async def test_three_models_on_two_places_thrash_without_a_wrong_answer() -> None:

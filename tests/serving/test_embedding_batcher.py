@@ -1,7 +1,7 @@
 """The embedding batcher: who shares a pass, who is refused, what a failure costs."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -18,7 +18,7 @@ from gateway.errors import (
     GatewayError,
     Overloaded,
 )
-from gateway.jobs import EmbedJob
+from gateway.jobs import EmbedJob, TokenIds, Vectors
 from gateway.serving.embedding_batcher import EmbeddingBatcher, EmbeddingLimits, take_batch
 from gateway.serving.lane import Lane
 from gateway.serving.tokens import TokenPool
@@ -130,6 +130,28 @@ async def test_a_failed_batch_is_tried_row_by_row_so_neighbours_are_served() -> 
     assert "poisoned" in str(results[1])
     served = [result for result in results if not isinstance(result, BaseException)]
     assert [answer.vectors[0, 0] for answer in served] == [4, 4]
+
+
+class ShortEmbedder(ScriptedEmbedder):
+    """Gives one vector too few while it is broken."""
+
+    is_broken = True
+
+    def embed(self, rows: Sequence[TokenIds]) -> Vectors:
+        vectors = super().embed(rows)
+        return vectors[:-1] if self.is_broken else vectors
+
+
+async def test_an_engine_that_answers_short_fails_its_batch_and_nothing_after_it() -> None:
+    """Nobody is given another's vector, and nobody hangs."""
+    engine = ShortEmbedder()
+    async with batching(engine) as batcher, asyncio.timeout(5):
+        answers = await asyncio.gather(
+            *(batcher.embed(embed_job(text)) for text in ("a", "bb")), return_exceptions=True
+        )
+        assert [type(answer) for answer in answers] == [EngineFailed, EngineFailed]
+        engine.is_broken = False
+        assert (await batcher.embed(embed_job("ccc"))).vectors[0, 0] == 3
 
 
 async def test_an_over_long_input_is_refused_unless_it_may_be_cut() -> None:

@@ -65,6 +65,57 @@ async def test_a_cancelled_turn_lasts_until_its_work_is_over() -> None:
             await holding
 
 
+async def test_a_turn_cancelled_twice_still_lasts_until_its_work_is_over() -> None:
+    """The second cancel must not let the next one in either."""
+    gate = Gate()
+    gate.close()
+
+    async def hold() -> None:
+        async with lane.turn("test") as run:
+            await run(gate.pass_through)
+
+    async with Lane() as lane:
+        holding = asyncio.create_task(hold())
+        await asyncio.to_thread(gate.reached.wait, 5)
+        for _ in range(3):
+            holding.cancel()
+            await asyncio.sleep(0.01)
+            assert not holding.done()
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await holding
+
+
+async def test_what_a_cancelled_call_made_is_freed_on_the_lanes_thread() -> None:
+    """A loaded engine, perhaps."""
+    gate = Gate()
+    gate.close()
+    freed: list[threading.Thread] = []
+
+    class Engine:
+        def __del__(self) -> None:
+            freed.append(threading.current_thread())
+
+    def load() -> Engine:
+        gate.pass_through()
+        return Engine()
+
+    async def use() -> None:
+        async with lane.turn("load") as run:
+            await run(load)
+
+    async with Lane() as lane:
+        using = asyncio.create_task(use())
+        await asyncio.to_thread(gate.reached.wait, 5)
+        using.cancel()
+        await asyncio.sleep(0)
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await using
+        async with lane.turn("test") as run:
+            assert freed == [await run(threading.current_thread)]
+
+
 async def test_the_lane_knows_that_somebody_waits() -> None:
     """A long turn asks this between steps."""
     async with Lane() as lane:
