@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.engine.grammar.schemas import bare
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Grammar
 
@@ -58,8 +59,8 @@ def answer_grammar(
                 "'tools' or 'response_format', or a 'tool_choice'.",
                 param="response_format",
             )
-        schema = json.dumps({**checked(json.loads(answer.source), ""), **COMPACT})
-        start = f"start: answer | call+\nanswer: %json {schema}"
+        schema = checked(json.loads(answer.source), "")
+        start = f"start: answer | call+\nanswer: {_json(schema)}"
         opening = form.start if form.is_special else json.dumps(form.start)
         return Grammar("calls", _lark(start, free, opening, _closing(form)))
     if form is None or not any(function.strict for function in calling.functions):
@@ -92,5 +93,9 @@ def _lark(
     for i, (name, schema) in enumerate(functions):
         head = json.dumps(f'{{"name":{gap}{json.dumps(name)},{gap}"arguments":{gap}')
         rules.append(f'call_{i}: {head} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: %json {json.dumps({**schema, **COMPACT})}")
+        rules.append(f"arguments_{i}: {_json(schema)}")
     return "\n".join(rules)
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**bare(schema), **COMPACT})}"

@@ -32,6 +32,8 @@ RENEW_AFTER: Final = 256  # copies share a lexer whose states only grow: start a
 _OPTIONS: Final = frozenset(
     {"whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator"}
 )
+_TRIAL_STEPS: Final = 8
+_TRIAL_FORCED: Final = 64  # tokens at a step
 _LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 _LARK_TEXT: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
 _LARK_SPECIAL: Final = re.compile(r"<[^<>\s]+>|\btemperature\s*=|@\w+|%llguidance\b")
@@ -44,6 +46,7 @@ class Bounds:
     max_schema_bytes: int = 256 * 1024
     max_depth: int = 128
     max_text_chars: int = 32 * 1024
+    max_calls_chars: int = 4 * 1024 * 1024  # of our own making, from schemas bounded one by one
     max_choices: int = 4096
 
 
@@ -176,8 +179,12 @@ def read_schema(source: str, bounds: Bounds) -> schemas.Schema:
 
 def text_of(grammar: Grammar, bounds: Bounds) -> str:
     """Give a regex, a grammar or a choice (as the regex of its strings), within bounds."""
-    if len(grammar.source) > bounds.max_text_chars and grammar.kind != "choice":
-        raise _refused(f"The {grammar.kind} is longer than {bounds.max_text_chars} characters.")
+    limit = bounds.max_calls_chars if grammar.kind == "calls" else bounds.max_text_chars
+    if len(grammar.source) > limit and grammar.kind != "choice":
+        what = (
+            "functions' schemas together are" if grammar.kind == "calls" else f"{grammar.kind} is"
+        )
+        raise _refused(f"The {what} longer than {limit} characters.")
     if grammar.kind != "choice":
         return grammar.source
     try:
@@ -234,13 +241,28 @@ def _compiled(tokenizer: GrammarTokenizer, spec: str, code: str, texts: Texts) -
     if error is None and (warnings := matcher.get_grammar_warnings()):
         error = "; ".join(warnings)
     if error is None:
-        row = np.zeros(tokenizer.words, dtype=np.uint32)
-        trial = Matcher(copies, tokenizer.eos_ids)
-        trial.allowed(row)
-        error = trial.error
+        error = _try(Matcher(copies, tokenizer.eos_ids), tokenizer)
     if error is not None:
         raise _refused(f"The {noun} cannot be compiled: {error[:1000].strip()}", code)
     return CompiledGrammar(copies, tokenizer.eos_ids, alone=lambda: LLState(first(), texts))
+
+
+def _try(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
+    """Say a few tokens, quotes for choice since they lead out of strings; give the error met.
+
+    Some grammars are too wide to be followed and show it only then.
+    """
+    row = np.zeros(tokenizer.words, dtype=np.uint32)
+    for _ in range(_TRIAL_STEPS):
+        trial.replay(trial.forced_tokens()[:_TRIAL_FORCED])
+        trial.allowed(row)
+        tokens = set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+        tokens -= {*tokenizer.eos_ids}
+        if trial.error is not None or not tokens:
+            break
+        quotes = tokens & {*tokenizer.texts.ids.get(b'"', ())}
+        trial.consume(min(quotes or tokens))
+    return trial.error
 
 
 class _Copies:

@@ -5,10 +5,11 @@ has no fuel either, so the automaton is built in a process that a deadline can e
 """
 
 import json
+import math
 import pickle
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -58,7 +59,7 @@ _KEYWORDS: Final = {
 _SAFE_PATTERN: Final = re.compile(
     r"\^?(?:[\w \-+*?|(){}:;,@/#%&=!~<>']"
     r"|\\[dw.\-+*?|(){}/\[\]$^]"
-    r"|\[(?!\^)(?:[\w \-.,:;@/+*?#%&=!~]|\\[.\-\]])+\])*\$?",
+    r"|\[(?!\^)(?:[\w \-.,:;@/+*?#%&=!~]|\\[.\-])+\])*\$?",
     re.ASCII,
 )
 _DATE: Final = (
@@ -72,7 +73,12 @@ _FORMATS: Final = {
     "date-time": f"{_DATE}T{_TIME}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
 }
-_RANGE: Final = re.compile(r"[^\w]-|-[^\w\]]", re.ASCII)
+_CLASS: Final = re.compile(r"(?<!\\)\[([^\]]*)\]")
+_ODD_CLASS: Final = re.compile(r"[^\w]-|-[^\w\]]|&&|~~", re.ASCII)  # some are Rust's set algebra
+_RANGE: Final = re.compile(r"(?=(\w-\w))", re.ASCII)
+_PLAIN_RANGE: Final = re.compile(r"[0-9]-[0-9]|[a-z]-[a-z]|[A-Z]-[A-Z]")
+_ODD_GROUP: Final = re.compile(r"^[?*+{]|\((?:[*+{]|\?(?!:))|\{,")  # flags above all
+_OPEN: Final[Node] = {"anyOf": [{}]}  # it writes `{}` as alternatives without brackets
 
 
 def compile_index(
@@ -128,22 +134,36 @@ def _answer(output: bytes) -> tuple[str, Any]:
 
 
 def _plain(node: Schema) -> Schema:
-    """Write formats and patterns so that only what they mean fits, inside quotes, as JSON.
+    """Write a schema so that outlines_core lets only JSON through, and only what was meant.
 
-    outlines_core's `\\d` and `\\w` are Unicode's, its `uri` and `email` take quotes.
+    Its `\\d` and `\\w` are Unicode's, its `uri` and `email` take quotes, and it puts neither
+    patterns nor open values in brackets of their own.
     """
+    if node is True:
+        return _OPEN
+    if isinstance(node, dict) and not (node.keys() & _KEYWORDS) - _NOTES:
+        return {**node, **_OPEN}
+    if isinstance(node, dict):  # without these it has a smaller automaton for open values
+        for key in ("items", "additionalProperties"):
+            if isinstance(node.get(key), dict) and node[key].get("anyOf") == _OPEN["anyOf"]:
+                del node[key]
     if isinstance(node, dict) and "format" in node and schemas.types(node) == {"string"}:
         node["pattern"] = _FORMATS[node.pop("format")]
     elif isinstance(node, dict) and isinstance(node.get("pattern"), str):
-        node["pattern"] = node["pattern"].replace(r"\d", "[0-9]").replace(r"\w", "[0-9A-Za-z_]")
+        body = _body(node["pattern"]).replace(r"\d", "[0-9]").replace(r"\w", "[0-9A-Za-z_]")
+        node["pattern"] = f"^({body})$"
     return node
 
 
 def check_index_schema(schema: Schema) -> None:
     """Refuse, naming keyword and place, whatever outlines_core would ignore or get wrong."""
+    known = {id(node) for _, node in schemas.walk(schema)}
     for place, node in schemas.walk(schema):
         keys = (node.keys() & _KEYWORDS) - _NOTES
         _check_node(place, node, keys)
+        target = schemas.resolve(schema, node["$ref"]) if "$ref" in keys else node
+        if target is not True and id(target) not in known:  # what nobody has checked
+            raise _unsupported(place, "$ref", f"to `{node['$ref']}`")
     _check_recursion(schema)
 
 
@@ -152,6 +172,10 @@ def _check_node(place: str, node: Node, keys: set[str]) -> None:
     for alone in ("$ref", "anyOf", "enum", "const"):
         if alone in keys:
             _only(place, keys, {alone, "type"} if alone in ("enum", "const") else {alone})
+            if node[alone] == [] and alone != "const":
+                raise _unsupported(place, alone, "when empty")
+            if alone in ("enum", "const") and any(map(_must_be_escaped, _names(node[alone]))):
+                raise _unsupported(place, alone, "with names that JSON must escape")
             if "type" in keys:
                 _check_values(place, node)
             return
@@ -171,6 +195,12 @@ def _check_node(place: str, node: Node, keys: set[str]) -> None:
         raise _unsupported(place, "format", f"as `{node['format']}`")
     if "pattern" in keys and not _is_safe(node["pattern"]):
         raise _unsupported(place, "pattern", "unless it is plain")
+    if node.get("minItems", 0) > node.get("maxItems", math.inf):
+        raise _unsupported(place, "minItems", "above `maxItems`")
+    for name in node.get("properties", {}):
+        if _must_be_escaped(name):
+            named = json.dumps(name)
+            raise _unsupported(place, "properties", f"with a name that JSON must escape, {named},")
     if "prefixItems" in keys:
         size = len(node["prefixItems"])
         if not node.get("minItems", size) <= size <= node.get("maxItems", size):
@@ -182,9 +212,35 @@ def _check_node(place: str, node: Node, keys: set[str]) -> None:
 
 
 def _is_safe(pattern: str) -> bool:
-    return _SAFE_PATTERN.fullmatch(pattern) is not None and not any(
-        _RANGE.search(group) for group in re.findall(r"\[([^\]]*)\]", pattern)
-    )
+    if _SAFE_PATTERN.fullmatch(pattern) is None or _ODD_GROUP.search(_body(pattern)):
+        return False
+    for group in _CLASS.findall(pattern):
+        if _ODD_CLASS.search(group) or not all(
+            _PLAIN_RANGE.fullmatch(ends) for ends in _RANGE.findall(group)
+        ):
+            return False
+    try:
+        re.compile(pattern)  # whose brackets pair, or ours would not hold it
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def _body(pattern: str) -> str:
+    """Take off the anchors: the pattern is matched whole in any case."""
+    return re.sub(r"(?<!\\)\$\Z", "", pattern.removeprefix("^"))
+
+
+def _must_be_escaped(name: str) -> bool:
+    return json.dumps(name, ensure_ascii=False) != f'"{name}"'
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, (dict, list)):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _names(child)
 
 
 def _only(place: str, keys: set[str], allowed: set[str]) -> None:

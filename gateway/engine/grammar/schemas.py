@@ -28,6 +28,7 @@ UNSUPPORTED: Final = frozenset(
 )
 SCALARS: Final = frozenset({"string", "number", "integer", "boolean", "null"})
 TYPES: Final = SCALARS | {"array", "object"}
+_NOTES: Final = frozenset({"title", "description", "default", "examples", "$comment"})
 _LARGEST: Final = 2**53  # beyond it neighbouring integers are one double, and llguidance has those
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _LOWER: Final = ("minimum", "exclusiveMinimum")
@@ -105,6 +106,17 @@ def rebuilt(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
     return change(copy)
 
 
+def bare(schema: Schema) -> Schema:
+    """Leave out what is there to be read, which may be most of a function's schema."""
+    return rebuilt(schema, _bare)
+
+
+def _bare(node: Schema) -> Schema:
+    if not isinstance(node, dict):
+        return node
+    return {key: value for key, value in node.items() if key not in _NOTES}
+
+
 def modern(schema: Schema) -> Schema:
     """Say in draft 2020-12 what older drafts said otherwise, and leave out what says nothing.
 
@@ -141,6 +153,9 @@ def check(schema: Schema) -> None:
             if key in UNSUPPORTED:
                 raise refused(f"The JSON Schema keyword `{key}` at {place} is not supported.")
         _check_numbers(place, node)
+        ref = node.get("$ref", "")
+        if ref.startswith("#") and ref != "#" and not ref.startswith("#/"):
+            raise refused(f"The $ref `{ref}` at {place}: anchors are not supported.")
         if node.get("minProperties", 0) > len(node.get("required", ())) + 1:
             # Names beyond `properties` may repeat, so only one of them surely counts.
             raise refused(
@@ -178,7 +193,7 @@ def types(node: Node) -> frozenset[str]:
 
 def resolve(root: Schema, ref: str) -> Schema | None:
     """Follow a JSON pointer within the schema; None for what is not one, or leads nowhere."""
-    if not ref.startswith("#"):
+    if ref != "#" and not ref.startswith("#/"):
         return None
     found = root
     for part in ref[1:].split("/")[1:] if ref != "#" else ():

@@ -108,27 +108,29 @@ def bounded(
 ) -> Schema:
     """Add `maxLength` and `maxItems` where a schema has neither, however deep.
 
-    Enumerations, constants, formats and patterns stay as they are. With `recursive`, values of
-    any shape (`{}`, an object of anything) are bounded too, all the way down.
+    Enumerations, constants, formats and patterns stay as they are. With `recursive`, integers
+    are kept to those that are exact, and values of any shape (`{}`, an object of anything) are
+    bounded as the rest is, all the way down.
     """
     limits: Node = {}
     if max_string_chars is not None:
         limits["maxLength"] = max_string_chars
     if max_array_items is not None:
         limits["maxItems"] = max_array_items
-    if not limits:
+    if not limits and not recursive:
         return schema
     is_used = False
 
     def bound(node: Schema) -> Schema:
         nonlocal is_used
-        if node is True:
+        if node is True and limits:
             node = {}
         if not isinstance(node, dict) or any(key in node for key in _SETTLED):
             return node
         if not recursive:
             return _limited(node, limits) if "type" in node else node
-        opened = _opened(_limited(_counted(node, limits), limits), limits)
+        counted = _limited(_counted(node, limits), limits)
+        opened = _opened(counted, limits) if limits else counted
         is_used = is_used or opened is not node
         return opened
 
@@ -150,13 +152,20 @@ def _limited(node: Node, limits: Node) -> Node:
 
 
 def _counted(node: Node, limits: Node) -> Node:
-    """Bound the digits of numbers, which a small model goes on with as it does with strings."""
+    """Bound the digits of integers; of all numbers where strings are bounded.
+
+    A small model goes on with digits as it does with letters.
+    """
     kinds = types(node)
-    if "maxLength" in limits and not any(key in node for key in _NUMERIC):
-        if {"integer", "number"} & kinds:
-            node["minimum"], node["maximum"] = -_SAFE, _SAFE
-        if "number" in kinds:
-            node["multipleOf"] = 1e-4
+    if "integer" in kinds and "number" not in kinds:
+        if "maximum" not in node and "exclusiveMaximum" not in node:
+            node["maximum"] = _SAFE
+        if "minimum" not in node and "exclusiveMinimum" not in node:
+            node["minimum"] = -_SAFE
+        return node
+    if "number" in kinds and "maxLength" in limits and not any(key in node for key in _NUMERIC):
+        node["minimum"], node["maximum"] = -_SAFE, _SAFE
+        node["multipleOf"] = 1e-4
     return node
 
 

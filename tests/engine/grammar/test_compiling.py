@@ -7,11 +7,12 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
+from gateway.engine.grammar.calls import answer_grammar
 from gateway.engine.grammar.compiling import Bounds, compile_grammar
 from gateway.engine.grammar.indexes import compile_index
 from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
-from gateway.jobs import Grammar
+from gateway.jobs import Calling, Function, Grammar
 from gateway.serving.grammars import Worker
 from tests.engine.grammar.drawn_rows import (
     ENDS,
@@ -215,6 +216,7 @@ def test_json_is_compact_unless_asked_otherwise() -> None:
         ({"$dynamicRef": "#a"}, "$dynamicRef"),
         ({"$ref": "#/$defs/Gone"}, "/$defs/Gone"),
         ({"$ref": "https://example.com/schema"}, "https://example.com/schema"),
+        (closed(a={"$ref": "#b"}), "`#b` at #/properties/a: anchors are not supported"),
         ({"type": "string", "format": "phone"}, "phone"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "pattern": "(a)\\1"}, "backreferences"),
@@ -280,6 +282,35 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
     )
 
 
+WIDE = {"type": "object", "properties": {f"property_{i}": TEXT for i in range(700)}}
+
+
+@pytest.mark.parametrize("schema", [WIDE, closed(name=TEXT, n={"type": "integer"}, wide=WIDE)])
+def test_what_is_too_wide_to_follow_is_refused_at_once(schema: Any) -> None:
+    """Not at the first steps of an answer, when it is too late to say so."""
+    with pytest.raises(BadRequest, match="items; max is"):
+        compiled(schema, Shape())
+
+
+def test_calls_may_be_longer_than_what_a_caller_writes() -> None:
+    """Their schemas were bounded one by one; the whole has a bound of its own."""
+    long = Grammar("calls", f'start: "a" // {"x" * 40_000}')
+    assert answer(compile_grammar(tokenizer(), long).matcher(), 0) == "a"
+    with pytest.raises(BadRequest, match="longer than 10 characters"):
+        compile_grammar(tokenizer(), long, bounds=Bounds(max_calls_chars=10))
+
+
+def test_calls_leave_out_what_is_there_to_be_read() -> None:
+    """Long descriptions cost nothing; a parameter called `description` stays."""
+    parameters = closed(description={**TEXT, "description": "d" * 40_000, "title": "t"})
+    calling = Calling(functions=[Function("f", parameters)], forced=True)
+    grammar = answer_grammar(calling, None, None, lambda schema, _: dict(schema))
+    assert grammar is not None
+    assert len(grammar.source) < 400
+    said = '{"name":"f","arguments":{"description":"x"}}'
+    assert compile_grammar(tokenizer(), grammar).matcher(ids(said)).is_over
+
+
 def test_bounds_are_the_callers_to_set() -> None:
     """A schema within the default may be beyond a tighter one."""
     with pytest.raises(BadRequest, match="longer than 10 bytes"):
@@ -308,9 +339,20 @@ def test_regexes_choices_and_grammars(kind: Any, source: str, fits: str) -> None
 
 INDEXABLE = (
     *("typed enum", "date", "date-time", "uuid", "lengths", "integer", "number", "items", "tuple"),
-    *("alternation", "nullable type", "object", "nested", "any object", "any"),
+    *("alternation", "nullable type", "object", "nested", "any object", "any", "any array"),
+    *("bare alternation", "anchored alternation", "dollar", "open properties", "open items"),
+    *("open tuple", "open map", "titled", "open reference", "true"),
 )
 EXTRA = {
+    "bare alternation": closed(a={"type": "string", "pattern": "x|y"}, b={"type": "null"}),
+    "anchored alternation": {"type": "string", "pattern": "^a|b$"},
+    "dollar": {"type": "string", "pattern": "^[0-9a-fA-F]{2} \\$"},
+    "open properties": closed(a={}, b=True, c={"title": "C"}, d={"type": "null"}),
+    "open items": {"type": "array", "items": {}},
+    "open tuple": {"type": "array", "prefixItems": [{}, TEXT], "minItems": 2, "maxItems": 2},
+    "open map": {"type": "object", "additionalProperties": True},
+    "titled": {"title": "Anything"},
+    "open reference": {"$defs": {"A": {}}, **closed(a={"$ref": "#/$defs/A"}, b={"type": "null"})},
     "nullable type": {"type": ["integer", "null"]},
     "object": closed(a={"type": "string", "maxLength": 5}, b=NULLABLE),
     "nested": {"$defs": {"E": ENTITY}, **closed(e={"$ref": "#/$defs/E"}, t={"enum": ["x", 1]})},
@@ -348,6 +390,20 @@ def test_outlines_core_keeps_what_it_accepts(name: str) -> None:
         ({"type": "string", "pattern": ".*"}, "pattern"),
         ({"type": "string", "pattern": "[^a]"}, "pattern"),
         ({"type": "string", "pattern": "[!-~]"}, "pattern"),
+        ({"type": "string", "pattern": "[A-z]"}, "pattern"),
+        ({"type": "string", "pattern": "[\\]!-~]"}, "pattern"),
+        ({"const": {'a"b': 1}}, "const"),
+        ({"enum": [1, [{"a\\n": 1}]]}, "enum"),
+        ({"type": "string", "pattern": "a)|(b"}, "pattern"),
+        ({"type": "string", "pattern": "(?i)a"}, "pattern"),
+        ({"type": "string", "pattern": "^?i"}, "pattern"),
+        (closed(**{'a"b': TEXT}), '"a\\"b"'),
+        (closed(x=closed(**{"a\nb": TEXT})), "`properties` at #/properties/x"),
+        (closed(**{"a\\b": TEXT}), "must escape"),
+        ({"enum": []}, "`enum` at #"),
+        (closed(a={"type": "string", "enum": []}), "`enum` at #/properties/a"),
+        ({"type": "array", "items": TEXT, "minItems": 1, "maxItems": 0}, "minItems"),
+        ({"$ref": "#/x", "x": {"type": "string", "pattern": "."}}, "#/x"),
         ({"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": TEXT}}, "maxLength"),
         ({"type": "string", "enum": ["a", 1]}, "enum"),
         ({"properties": {"a": TEXT}}, "properties"),

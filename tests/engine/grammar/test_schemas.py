@@ -8,9 +8,9 @@ import jsonschema  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.engine.grammar.schemas import can_end, modern, walk
+from gateway.engine.grammar.schemas import bare, can_end, modern, walk
 from gateway.engine.grammar.shaping import Shape, bounded, closed, complete, shaped
-from tests.engine.grammar.drawn_rows import answer, compiled
+from tests.engine.grammar.drawn_rows import answer, compiled, ids
 
 TEXT: dict[str, Any] = {"type": "string"}
 NULLABLE = {"anyOf": [TEXT, {"type": "null"}]}
@@ -55,7 +55,7 @@ def test_settled_strings_keep_their_own_bounds() -> None:
         {"type": "string", "pattern": "^a{9}$"},
         {"$ref": "#/$defs/x"},
         {"type": "boolean", "default": {"type": "string"}, "examples": [TEXT]},
-        {"type": "integer", "minimum": 0},
+        {"type": "integer", "minimum": 0, "exclusiveMaximum": 9},
     ):
         assert bounded(schema, 3, 3) == schema
 
@@ -64,10 +64,26 @@ def test_numbers_are_bounded_where_strings_are() -> None:
     """A small model goes on with digits as it does with letters."""
     integer = bounded({"type": "integer"}, 3, 3)
     assert integer == {"type": "integer", "minimum": -(2**53 - 1), "maximum": 2**53 - 1}
-    assert bounded({"type": "integer"}, None, 3) == {"type": "integer"}
+    assert bounded({"type": "number"}, None, 3) == {"type": "number"}
     for seed in range(5):
         told = answer(compiled({"type": "number"}, Shape(max_string_chars=3)).matcher(), seed)
         assert len(told) <= 22
+
+
+def test_integers_are_always_exact() -> None:
+    """Whatever the shape, on each side that the schema leaves open; not for one backend."""
+    whole = {"minimum": -(2**53 - 1), "maximum": 2**53 - 1}
+    assert bounded({"type": "integer"}, None, None) == {"type": "integer", **whole}
+    assert bounded({"type": ["integer", "null"]}, None, None)["maximum"] == 2**53 - 1
+    above = {"type": "integer", "exclusiveMinimum": 3}
+    assert bounded(above, None, None) == {**above, "maximum": 2**53 - 1}
+    for schema in ({"type": "number"}, {}, True, {"enum": [1]}):
+        assert bounded(schema, None, None) == schema
+    assert bounded({"type": "integer"}, None, None, recursive=False) == {"type": "integer"}
+    grammar = compiled({"type": "integer"})
+    for said in ("9007199254740991", "-9007199254740991"):
+        assert grammar.matcher(ids(said)).is_over
+    assert grammar.matcher(ids("9007199254740992")).error
 
 
 def test_open_values_are_bounded_all_the_way_down() -> None:
@@ -146,6 +162,17 @@ def test_older_drafts_are_said_anew() -> None:
     }
     assert modern(old) == {"prefixItems": [TEXT], "items": False}
     assert modern({"maximum": 2**63 - 1, "minimum": 0}) == {"maximum": 2**53, "minimum": 0}
+
+
+def test_notes_are_left_out_and_names_are_not() -> None:
+    """A property called `description` is no description; nor is what a constant holds."""
+    noted = {**TEXT, "title": "T", "description": "D", "examples": ["a"], "$comment": "C"}
+    data = {"const": {"description": "D"}}
+    schema = {"description": "D", "$defs": {"title": noted}, **thing(description=noted, d=data)}
+    before = copy.deepcopy(schema)
+    assert bare(schema) == {"$defs": {"title": TEXT}, **thing(description=TEXT, d=data)}
+    assert bare(True) is True
+    assert schema == before
 
 
 def test_walking_names_places() -> None:
