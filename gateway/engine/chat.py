@@ -19,10 +19,7 @@ from gateway.errors import BadRequest, ModelLoadFailed
 from gateway.jobs import GenerateJob, RowJob
 
 # What transformers' own function takes: a caller's template, above all, would run as a program.
-RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
-    "messages",
-    "thinking_kwarg",
-}
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 TAIL = 8  # tokens: an empty block of thinking that a template writes fits in it
 
 

@@ -71,11 +71,6 @@ class GenerationBatcher:
         self._stirred = asyncio.Event()
         self._news = threading.Event()  # the same, for the lane's thread
 
-    @property
-    def engine(self) -> GenerationEngine:
-        """Give the engine, for what it says of the model."""
-        return self._engine
-
     @contextlib.asynccontextmanager
     async def generate(self, job: GenerateJob) -> AsyncIterator[Generation]:
         """Enter with the prompt accepted; then iterate `deltas`. Leaving drops every row.
