@@ -1,5 +1,6 @@
 """What crosses floors: a caller's job going down, vectors and deltas coming up."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,6 +22,40 @@ class Tier(StrEnum):
     FLEX = "flex"
 
 
+class Stage(StrEnum):
+    """Where a request's time goes."""
+
+    PARSE = "parse"
+    TOKENISE = "tokenise"
+    COMPILE = "compile"
+    QUEUE = "queue"
+    LANE = "lane"
+    INFERENCE = "inference"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SERIALISE = "serialise"
+
+
+@dataclass(slots=True)
+class Timings:
+    """Where one request's time went, written by whoever spends it; all in seconds.
+
+    An embedding is inferred, an answer prefilled (until its first token, at `first_token`) and
+    decoded. `started` and `first_token` are readings of the monotonic clock.
+    """
+
+    started: float = field(default_factory=time.perf_counter)
+    model: str | None = None
+    seconds: dict[Stage, float] = field(default_factory=dict)
+    first_token: float | None = None
+    tokens_in: int = 0
+    tokens_out: int = 0
+
+    def add(self, stage: Stage, seconds: float) -> None:
+        """Count seconds spent in a stage."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Who asks, and until when: `deadline` is a reading of the monotonic clock, `allowed_s` the
@@ -32,6 +67,7 @@ class Caller:
     allowed_s: float
     tier: Tier = Tier.DEFAULT
     key_id: str | None = None
+    timings: Timings = field(default_factory=Timings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +217,7 @@ class CallDelta:
 class Delta:
     """What is new in choice `index`: text, reasoning or a piece of a call.
 
-    The last delta of a choice has its `finish_reason`.
+    The first delta of a choice tells its `cached_tokens`, the last one its `finish_reason`.
     """
 
     index: int
@@ -192,6 +228,7 @@ class Delta:
     call: CallDelta | None = None
     logprobs: Sequence[TokenLogprob] = ()
     reasoning_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +256,10 @@ class RowJob:
 
 @dataclass(frozen=True, slots=True)
 class RowDelta:
-    """What one step gave one row. After a `finish_reason` or an `error` the row is gone."""
+    """What one step gave one row. After a `finish_reason` or an `error` the row is gone.
+
+    Its first delta has `cached_tokens`: how many of its prompt's were not read again.
+    """
 
     row: int
     text: str = ""
@@ -230,3 +270,4 @@ class RowDelta:
     call: CallDelta | None = None
     logprobs: Sequence[TokenLogprob] = ()
     reasoning_tokens: int = 0
+    cached_tokens: int = 0

@@ -8,6 +8,7 @@ now = time.perf_counter
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 REQUESTS = Counter("gateway_requests", "Requests answered.", ["route", "status"])
 REQUEST_SECONDS = Histogram(
@@ -18,12 +19,43 @@ CANCELLED = Counter("gateway_cancelled", "Requests whose caller left.", ["model"
 TOKENS_IN = Counter("gateway_prompt_tokens", "Tokens read.", ["model"])
 TOKENS_OUT = Counter("gateway_completion_tokens", "Tokens written.", ["model"])
 TRUNCATED = Counter("gateway_truncated_inputs", "Embedding inputs cut to the limit.", ["model"])
+STAGE_SECONDS = Histogram(
+    "gateway_stage_seconds", "A request's time by stage.", ["model", "stage"], buckets=_SECONDS
+)
+FIRST_TOKEN_SECONDS = Histogram(
+    "gateway_time_to_first_token_seconds",
+    "From request to first token.",
+    ["model"],
+    buckets=_SECONDS,
+)
+OUTPUT_TOKEN_SECONDS = Histogram(
+    "gateway_time_per_output_token_seconds",
+    "Per token, after the first.",
+    ["model"],
+    buckets=_SECONDS,
+)
 BATCH_ROWS = Histogram("gateway_batch_rows", "Rows in a forward pass.", ["model"], buckets=_ROWS)
+BATCH_PADDING = Histogram(
+    "gateway_batch_padding_ratio",
+    "Share of a batch's tokens that only fill its rows up to the longest.",
+    ["model"],
+    buckets=_SHARES,
+)
+FAST_PATH = Counter(
+    "gateway_fast_path", "Embedding batches that began at once, on an idle lane.", ["model"]
+)
+EMBEDDING_CACHE = Counter(
+    "gateway_embedding_cache", "Texts looked up in the embedding cache.", ["model", "outcome"]
+)
+CACHED_TOKENS = Counter(
+    "gateway_cached_prompt_tokens", "Prompt tokens whose KV was at hand.", ["model"]
+)
 QUEUE_DEPTH = Gauge("gateway_queue_depth", "Requests waiting or running.", ["model"])
 MODELS_LOADED = Gauge("gateway_models_loaded", "Models held in the cache.")
 MODEL_LOADS = Counter("gateway_model_loads", "Loads by outcome.", ["model", "outcome"])
 LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Waited for a turn.", ["kind"], buckets=_SECONDS)
 LANE_HOLD = Histogram("gateway_lane_hold_seconds", "Held the lane.", ["kind"], buckets=_SECONDS)
+LANE_SECONDS = Counter("gateway_lane_seconds", "The lane's time, by who held it.", ["kind"])
 GRAMMARS = Counter("gateway_grammars", "Grammars asked for, by outcome.", ["model", "outcome"])
 GRAMMAR_COMPILE_SECONDS = Histogram(
     "gateway_grammar_compile_seconds", "Compiled a grammar.", ["model"], buckets=_SECONDS

@@ -151,6 +151,8 @@ class ScriptedWriter:
             raise RuntimeError("the step failed")
         return [delta for row in list(self._running) for delta in self._next(row)]
 
+    def settle(self) -> None: ...
+
     def _next(self, row: int) -> list[RowDelta]:
         if self.script:
             at = self._places.get(row, 0)

@@ -11,9 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from gateway import metrics
+from gateway.api import timing
 from gateway.api.service import Service, noted
 from gateway.api.streams import DONE, EventStream, frame, while_connected
-from gateway.jobs import Delta, GenerateJob, Sampling, Usage
+from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
 from gateway.registry import ChatSpec, Resolved
 from gateway.wire import chat as wire
 from gateway.wire.chat_answers import Choice, Heading
@@ -70,7 +72,10 @@ class ChatCompletions:
             async for delta in deltas:
                 choices[delta.index].add(delta)
                 usage = counted(usage, delta)
-        return heading.completion(choices, usage)
+        started = metrics.now()
+        body = heading.completion(choices, usage)
+        job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+        return body
 
     async def _events(
         self,
@@ -96,7 +101,7 @@ class ChatCompletions:
                 for chunk in heading.chunks(delta):
                     yield frame(chunk)
         if with_usage:
-            yield frame(heading.usage(usage))
+            yield frame(heading.usage(usage, timing.field(job.caller.timings)))
         yield DONE
 
 
@@ -106,6 +111,7 @@ def counted(usage: Usage, delta: Delta) -> Usage:
         usage,
         completion_tokens=usage.completion_tokens + delta.tokens,
         reasoning_tokens=usage.reasoning_tokens + delta.reasoning_tokens,
+        cached_tokens=usage.cached_tokens + delta.cached_tokens,
     )
 
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from gateway.api import timing
 from gateway.api.chat import counted, defaults
 from gateway.api.service import Service, noted
 from gateway.api.streams import DONE, EventStream, frame, while_connected
@@ -20,6 +21,7 @@ from gateway.registry import ChatSpec
 from gateway.serving.admission import until_deadline
 from gateway.serving.generation_batcher import Generation, GenerationBatcher
 from gateway.wire import completions as wire
+from gateway.wire.sampling import tier
 
 JOBS_AT_ONCE = 16  # of one request: a long list of prompts is let in in slices
 ASK_AGAIN_S = 0.1  # for a place in a full queue
@@ -39,7 +41,7 @@ class Completions:
         _, spec = service.chat_spec(asked.model)
         jobs = wire.to_jobs(
             asked,
-            service.caller(request),
+            service.caller(request, tier(asked.service_tier)),
             defaults(spec),
             max_chars=rules.max_input_chars,
         )
@@ -99,7 +101,7 @@ class Completions:
                     if new["text"] or each.logprobs or each.finish_reason is not None:
                         yield frame(heading.chunk(new))
         if with_usage:
-            yield frame(heading.usage(usage))
+            yield frame(heading.usage(usage, timing.field(jobs[0].caller.timings)))
         yield DONE
 
     def _at_once(self, spec: ChatSpec) -> int:

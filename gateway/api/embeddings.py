@@ -3,11 +3,12 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.service import Service, noted
+from gateway.api.service import Service, noted, timed
 from gateway.api.streams import while_connected
 from gateway.errors import BadRequest
-from gateway.jobs import Embedded, EmbedJob
+from gateway.jobs import Embedded, EmbedJob, Stage
 from gateway.registry import EmbeddingSpec
+from gateway.serving.arrivals import Arrival
 from gateway.wire import embeddings as wire
 
 
@@ -19,6 +20,10 @@ class Embeddings:
 
     async def answer(self, request: Request) -> Response:
         """Answer with a vector for every input."""
+        with self._service.arrivals.expected() as arrival:
+            return await self._answer(request, arrival)
+
+    async def _answer(self, request: Request, arrival: Arrival) -> Response:
         service = self._service
         read = await service.read(request, wire.EmbeddingsRequest, wire.FIELDS)
         asked = read.request
@@ -33,20 +38,18 @@ class Embeddings:
             prompt_name=asked.prompt_name or alias_prompt or spec.default_prompt_name,
             max_chars=service.rules.max_input_chars,
         )
-        answer = await while_connected(request.receive, self._embed(spec, job))
+        answer = await while_connected(request.receive, self._embed(spec, job, arrival))
         headers = noted(read.ignored)
         if answer.truncated:
             headers["x-gateway-truncated"] = str(answer.truncated)
-        return Response(
-            wire.to_json(answer, asked.model, asked.encoding_format),
-            media_type="application/json",
-            headers=headers,
-        )
+        with timed(request, Stage.SERIALISE):
+            body = wire.to_json(answer, asked.model, asked.encoding_format)
+        return Response(body, media_type="application/json", headers=headers)
 
-    async def _embed(self, spec: EmbeddingSpec, job: EmbedJob) -> Embedded:
+    async def _embed(self, spec: EmbeddingSpec, job: EmbedJob, arrival: Arrival) -> Embedded:
         async with self._service.embedder(spec) as batcher:
             check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
-            return await batcher.embed(job)
+            return await batcher.embed(job, arrival)
 
 
 def check_dimensions(spec: EmbeddingSpec, own: int, asked: int | None) -> None:

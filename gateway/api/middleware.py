@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import logs, metrics
+from gateway.api import timing
 from gateway.api.door import Door
 from gateway.errors import (
     Forbidden,
@@ -26,6 +27,7 @@ from gateway.errors import (
     Unavailable,
     UnknownUrl,
 )
+from gateway.jobs import Timings
 
 log = logs.get("http")
 
@@ -72,20 +74,22 @@ class Context:
         structlog.contextvars.bind_contextvars(request_id=request_id)
         # While draining, a connection ends with its answer; HTTP/2 has no such header.
         is_last = self._door.is_closed and scope["http_version"].startswith("1")
-        reply = _Reply(send, request_id, is_last=is_last)
-        started = metrics.now()
+        timings = scope["gateway.timings"] = Timings()
+        reply = _Reply(send, request_id, timings, is_last=is_last)
         with self._door.passing():
             status = await self._serve(scope, receive, reply)
-        seconds = metrics.now() - started
+        seconds = metrics.now() - timings.started
         route = getattr(scope.get("route"), "path", "none")
         metrics.REQUESTS.labels(route, str(status)).inc()
         metrics.REQUEST_SECONDS.labels(route).observe(seconds)
+        timing.record(timings)
         log.info(
             "request",
             method=scope["method"],
             path=scope["path"],
             status=status,
             ms=round(seconds * 1000, 1),
+            **timing.logged(timings),
         )
 
     async def _serve(self, scope: Scope, receive: Receive, reply: "_Reply") -> int:
@@ -112,11 +116,14 @@ class Context:
 
 
 class _Reply:
-    """The way back to the client: it adds the request id and remembers the status."""
+    """The way back to the client: it adds the request id and the timings so far, and remembers
+    the status.
+    """
 
-    def __init__(self, send: Send, request_id: str, *, is_last: bool) -> None:
+    def __init__(self, send: Send, request_id: str, timings: Timings, *, is_last: bool) -> None:
         self._send = send
         self._request_id = request_id
+        self._timings = timings
         self._is_last = is_last
         self.status: int | None = None
 
@@ -125,6 +132,7 @@ class _Reply:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self._request_id
+            headers["server-timing"] = timing.server_timing(self._timings)
             if self._is_last:
                 headers["connection"] = "close"
         await self._send(message)

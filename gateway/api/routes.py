@@ -22,6 +22,8 @@ from gateway.api.responses import Responses
 from gateway.api.service import Service
 from gateway.errors import GatewayError
 
+EXPOSED = ["x-request-id", "x-gateway-ignored", "x-gateway-truncated", "server-timing"]
+
 
 def serve(
     service: Service,
@@ -67,7 +69,7 @@ def serve(
             allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-gateway-ignored", "x-gateway-truncated"],
+            expose_headers=EXPOSED,
         )
     return Context(guarded, door)
 

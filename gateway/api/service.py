@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote
@@ -12,8 +12,9 @@ from starlette.requests import Request
 from gateway import metrics
 from gateway.api.limits import read_body
 from gateway.errors import BadRequest
-from gateway.jobs import Caller, Tier
+from gateway.jobs import Caller, Stage, Tier
 from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, ModelSpec, Resolved
+from gateway.serving.arrivals import Arrivals
 from gateway.serving.cache import ModelCache
 from gateway.serving.embedding_batcher import EmbeddingBatcher
 from gateway.serving.generation_batcher import GenerationBatcher
@@ -43,6 +44,7 @@ class Service:
 
     catalog: Callable[[], Catalog]
     models: ModelCache[EmbeddingBatcher | GenerationBatcher]
+    arrivals: Arrivals
     rules: Rules
     fingerprint: Callable[[ModelSpec], str]
     started: int
@@ -52,10 +54,11 @@ class Service:
     ) -> reading.Read[R]:
         """Read and check a request's body."""
         body = await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
-        strict = self.rules.strict_fields
-        if len(body) <= LARGE_BYTES:
-            return reading.read_request(body, shape, fields, strict=strict)
-        return await asyncio.to_thread(reading.read_request, body, shape, fields, strict=strict)
+        with timed(request, Stage.PARSE):
+            strict = self.rules.strict_fields
+            if len(body) <= LARGE_BYTES:
+                return reading.read_request(body, shape, fields, strict=strict)
+            return await asyncio.to_thread(reading.read_request, body, shape, fields, strict=strict)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
         """Say who asks and until when: `x-gateway-timeout-s`, at most the setting."""
@@ -66,6 +69,7 @@ class Service:
             allowed_s=allowed_s,
             tier=tier,
             key_id=request.scope.get("gateway.key_id"),
+            timings=request.scope["gateway.timings"],
         )
 
     def _allowed_s(self, request: Request) -> float:
@@ -109,6 +113,14 @@ class Service:
         if not isinstance(resolved.spec, ChatSpec):
             raise _wrong_kind(name, "embedding", "chat completions")
         return resolved, resolved.spec
+
+
+@contextlib.contextmanager
+def timed(request: Request, stage: Stage) -> Iterator[None]:
+    """Count what is inside as a stage of the request."""
+    started = metrics.now()
+    yield
+    request.scope["gateway.timings"].add(stage, metrics.now() - started)
 
 
 def _wrong_kind(name: str, kind: str, wanted: str) -> BadRequest:

@@ -17,11 +17,13 @@ from gateway import __version__, logs
 from gateway.api import ops, routes
 from gateway.api.door import Door
 from gateway.api.service import Rules, Service
+from gateway.app.limits import embedding_limits, generation_limits
 from gateway.errors import GatewayError, Unavailable
 from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, HubSource, ModelSpec
+from gateway.serving.arrivals import Arrivals
 from gateway.serving.cache import ModelCache
-from gateway.serving.embedding_batcher import EmbeddingBatcher, EmbeddingLimits
-from gateway.serving.generation_batcher import GenerationBatcher, GenerationLimits
+from gateway.serving.embedding_batcher import EmbeddingBatcher
+from gateway.serving.generation_batcher import GenerationBatcher
 from gateway.serving.grammars import GrammarCache
 from gateway.serving.lane import Lane
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
@@ -69,7 +71,16 @@ class Gateway:
         self._catalog = catalog
         self._engines = engines
         self._is_preloaded = False
-        self._lane = Lane(farewell=engines.end)
+        self._lane = Lane(
+            farewell=engines.end,
+            weights={
+                "embedding": settings.lane_weight_embedding,
+                "prefill": settings.lane_weight_prefill,
+                "decode": settings.lane_weight_decode,
+                "load": settings.lane_weight_load,
+            },
+        )
+        self._arrivals = Arrivals()
         self._pool = TokenPool()
         self.door = Door()
         self._models: ModelCache[Batcher] = ModelCache(
@@ -102,6 +113,7 @@ class Gateway:
         return Service(
             catalog=lambda: self._catalog,
             models=self._models,
+            arrivals=self._arrivals,
             rules=Rules(
                 max_body_bytes=settings.max_body_bytes,
                 body_timeout_s=settings.body_timeout_s,
@@ -160,17 +172,13 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _embedder(self, spec: EmbeddingSpec, folder: Path) -> AsyncIterator[Batcher]:
-        settings, own = self._settings, spec.batching
-        limits = EmbeddingLimits(
-            max_batch_size=own.max_batch_size or settings.embedding_max_batch_size,
-            max_batch_tokens=own.max_batch_tokens or settings.embedding_max_batch_tokens,
-            batch_window_s=_first(own.batch_window_ms, settings.embedding_batch_window_ms) / 1000,
-            queue_limit=spec.queue_limit or settings.queue_limit,
-        )
+        limits = embedding_limits(self._settings, spec)
         async with self._lane.turn("load") as run:
             engine = await run(self._engines.embedding, spec, folder)
         try:
-            batcher = EmbeddingBatcher(spec.id, engine, self._lane, self._pool, limits)
+            batcher = EmbeddingBatcher(
+                spec.id, engine, self._lane, self._pool, limits, self._arrivals
+            )
             async with batcher.running():
                 yield batcher
         finally:
@@ -179,13 +187,8 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _writer(self, spec: ChatSpec, folder: Path) -> AsyncIterator[Batcher]:
-        settings, own = self._settings, spec.batching
-        limits = GenerationLimits(
-            max_batch_size=own.max_batch_size or settings.generation_max_batch_size,
-            prefill_chunk_tokens=own.prefill_chunk_tokens or settings.prefill_chunk_tokens,
-            structured_rows=spec.structured.rows or settings.structured_rows,
-            queue_limit=spec.queue_limit or settings.queue_limit,
-        )
+        settings = self._settings
+        limits = generation_limits(settings, spec)
         async with self._lane.turn("load") as run:
             engine = await run(self._engines.generation, spec, folder)
         grammars: GrammarCache[object] = GrammarCache(
@@ -208,7 +211,3 @@ class Gateway:
         source = spec.source
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
-
-
-def _first(own: float | None, general: float) -> float:
-    return general if own is None else own

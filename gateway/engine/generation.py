@@ -6,6 +6,7 @@ a prefill chunk and a decode step are separate calls (mlx-lm's `next()` does bot
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -177,6 +178,12 @@ class GenerationEngine:
         if self._running is not None:
             self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
         return deltas
+
+    def settle(self) -> None:
+        """Wait until the device has done the step under way. What fails, fails when it is read."""
+        if self._running is not None:
+            with suppress(Exception):
+                mx.eval(self._running.tokens, self._running.finite)
 
     def nbytes(self) -> int:
         """Count the bytes held on the device: weights and KV."""

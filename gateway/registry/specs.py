@@ -122,6 +122,18 @@ class EmbeddingBatching(Section):
         le=1000,
         description="How long an idle lane waits for a burst, milliseconds.",
     )
+    adaptive_window: bool | None = Field(
+        default=None, description="Let the load choose the window."
+    )
+    min_batch_size: int | None = Field(
+        default=None, ge=1, le=4096, description="Fewer inputs wait the window out."
+    )
+    batch_deadline_ms: float | None = Field(
+        default=None, ge=0, le=10_000, description="Longest an input waits for a burst."
+    )
+    cache_size: int | None = Field(
+        default=None, ge=0, le=10_000_000, description="Vectors kept by text; 0 is none."
+    )
 
 
 class ChatBatching(Section):
@@ -132,6 +144,9 @@ class ChatBatching(Section):
     )
     prefill_chunk_tokens: int | None = Field(
         default=None, ge=16, le=65_536, description="Prompt tokens read in one turn."
+    )
+    prefix_cache_bytes: int | None = Field(
+        default=None, ge=0, description="KV kept of prompts that others may begin with; 0 is none."
     )
 
 

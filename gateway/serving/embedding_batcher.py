@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,49 +14,17 @@ from gateway.errors import (
     GatewayError,
     Unavailable,
 )
-from gateway.jobs import Embedded, EmbedJob, TokenIds, Vectors
+from gateway.jobs import Embedded, EmbedJob, Stage, TokenIds, Vectors
 from gateway.serving.admission import Admission, until_deadline
-from gateway.serving.lane import Lane, Run
+from gateway.serving.arrivals import Arrival, Arrivals
+from gateway.serving.embedding_batches import EmbeddingLimits, patience, take_batch, window
+from gateway.serving.embedding_cache import EmbeddingCache, Known
+from gateway.serving.embedding_tickets import EmbedTicket, Input
+from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import EmbeddingEngine
-from gateway.serving.tokens import TokenPool
+from gateway.serving.tokens import Tokeniser, TokenPool
 
 log = logs.get("embedding")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingLimits:
-    """How much goes into one pass, and how long a burst is waited for."""
-
-    max_batch_size: int
-    max_batch_tokens: int
-    batch_window_s: float
-    queue_limit: int
-
-
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """One input waiting for its vector."""
-
-    tokens: TokenIds
-    vector: asyncio.Future[Vectors]
-
-    @property
-    def is_gone(self) -> bool:
-        return self.vector.done()
-
-
-def take_batch(lengths: Sequence[int], max_rows: int, max_tokens: int) -> int:
-    """Count how many of the oldest inputs fit in one padded batch.
-
-    A padded batch costs its longest row times its rows. The first input is always taken, so
-    that an over-long one is served alone rather than never.
-    """
-    longest = 0
-    for rows, length in enumerate(lengths[:max_rows]):
-        longest = max(longest, length)
-        if rows and longest * (rows + 1) > max_tokens:
-            return rows
-    return min(len(lengths), max_rows)
 
 
 class EmbeddingBatcher:
@@ -71,15 +37,17 @@ class EmbeddingBatcher:
         lane: Lane,
         pool: TokenPool,
         limits: EmbeddingLimits,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._name = name
         self._engine = engine
         self._lane = lane
-        self._pool = pool
         self._limits = limits
-        self._waiting: deque[_Ticket] = deque()
+        self._tokeniser = Tokeniser(engine.encode, pool)
+        self._arrivals = arrivals or Arrivals()
+        self._cache = EmbeddingCache(name, limits.cache_size)
+        self._waiting: list[EmbedTicket] = []
         self._admission = Admission(name, limits.queue_limit)
-        self._arriving = 0
         self._arrived = asyncio.Event()
 
     @property
@@ -87,63 +55,83 @@ class EmbeddingBatcher:
         """Give the engine, for what it says of the model."""
         return self._engine
 
-    async def embed(self, job: EmbedJob) -> Embedded:
-        """Give a vector for every input, in order.
+    async def embed(self, job: EmbedJob, arrival: Arrival | None = None) -> Embedded:
+        """Give a vector for every input, in order. `arrival` is over when the inputs wait.
 
         Raises Overloaded when too many requests wait, ContextLengthExceeded for an over-long
         input, DeadlineExceeded, and EngineFailed when the model gave no number.
         """
+        job.caller.timings.model = self._name
         try:
-            with self._admission.admitted():
+            with self._admission.admitted(), contextlib.ExitStack() as stack:
+                arrival = arrival or stack.enter_context(self._arrivals.expected())
                 async with until_deadline(job.caller):
-                    return await self._embed(job)
+                    return await self._embed(job, arrival)
         except asyncio.CancelledError:
             metrics.CANCELLED.labels(self._name).inc()
             raise
 
-    async def _embed(self, job: EmbedJob) -> Embedded:
-        tickets, truncated = await self._enqueue(job)
-        try:
-            vectors = np.stack(await asyncio.gather(*(ticket.vector for ticket in tickets)))
-        finally:
-            for ticket in tickets:
-                ticket.vector.cancel()
-        read = sum(len(ticket.tokens) for ticket in tickets)
+    async def _embed(self, job: EmbedJob, arrival: Arrival) -> Embedded:
+        texts = self._texts(job)
+        known = [self._cache.get(text, truncate=job.truncate) for text in texts]
+        known = known or [None] * len(job.token_rows)
+        if missing := [place for place, each in enumerate(known) if each is None]:
+            fresh = await self._fresh(job, [texts[place] for place in missing if texts], arrival)
+            for place, each in zip(missing, fresh, strict=True):
+                known[place] = each
+                if texts:
+                    self._cache.put(texts[place], each)
+        every = [each for each in known if each is not None]
+        read = sum(each.tokens for each in every)
+        truncated = sum(each.was_cut for each in every)
+        job.caller.timings.tokens_in = read
         metrics.TOKENS_IN.labels(self._name).inc(read)
         if truncated:
             metrics.TRUNCATED.labels(self._name).inc(truncated)
+        vectors = np.stack([each.vector for each in every])
         if job.dimensions is not None and job.dimensions < self._engine.dimensions:
             vectors = self._engine.shorten(vectors, job.dimensions)
         return Embedded(vectors, read, truncated)
 
-    async def _enqueue(self, job: EmbedJob) -> tuple[list[_Ticket], int]:
-        self._arriving += 1
-        try:
-            rows = await self._tokenise(job)
-            rows, truncated = self._fitted(rows, truncate=job.truncate)
-            loop = asyncio.get_running_loop()
-            tickets = [_Ticket(row, loop.create_future()) for row in rows]
-            self._waiting.extend(tickets)
-            return tickets, truncated
-        finally:
-            self._arriving -= 1
-            self._arrived.set()
-
-    async def _tokenise(self, job: EmbedJob) -> list[TokenIds]:
-        if job.token_rows:
-            return self._known(job.token_rows)
+    def _texts(self, job: EmbedJob) -> list[str]:
+        """Put the prompt before each text."""
         name = job.prompt_name or self._engine.default_prompt_name
-        if name is not None and name not in self._engine.prompts:
+        if not job.texts or name is None:
+            return list(job.texts)
+        if name not in self._engine.prompts:
             known = ", ".join(sorted(self._engine.prompts)) or "none"
             raise BadRequest(
                 f"The model `{self._name}` has no prompt `{name}`; it has: {known}.",
                 param="prompt_name",
             )
-        prompt = self._engine.prompts[name] if name is not None else ""
-        texts = [prompt + text for text in job.texts]
-        return list(await self._pool.run(self._engine.encode, texts))
+        return [self._engine.prompts[name] + text for text in job.texts]
 
-    def _known(self, rows: Sequence[TokenIds]) -> list[TokenIds]:
+    async def _fresh(self, job: EmbedJob, texts: Sequence[str], arrival: Arrival) -> list[Known]:
+        """Embed texts, or the job's token ids where there are none."""
+        rows, cut = self._fitted(await self._tokenised(job, texts), truncate=job.truncate)
+        ticket = EmbedTicket(rows, job.caller.timings)
+        self._waiting.append(ticket)
+        self._arrived.set()
+        arrival.over()
+        try:
+            vectors = await ticket.answered
+        finally:
+            ticket.answered.cancel()
+        ticket.told()
+        return [
+            Known(vector, len(row), place in cut)
+            for place, (row, vector) in enumerate(zip(rows, vectors, strict=True))
+        ]
+
+    async def _tokenised(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
+        if not texts:
+            return self._checked(job.token_rows)
+        started = metrics.now()
+        rows = await self._tokeniser.tokenise(texts)
+        job.caller.timings.add(Stage.TOKENISE, metrics.now() - started)
+        return rows
+
+    def _checked(self, rows: Sequence[TokenIds]) -> list[TokenIds]:
         """Refuse ids outside the vocabulary: MLX would read past its table unasked."""
         size = self._engine.vocab_size
         for row in rows:
@@ -154,87 +142,123 @@ class EmbeddingBatcher:
                 )
         return list(rows)
 
-    def _fitted(self, rows: list[TokenIds], *, truncate: bool) -> tuple[list[TokenIds], int]:
+    def _fitted(self, rows: list[TokenIds], *, truncate: bool) -> tuple[list[TokenIds], set[int]]:
+        """Cut what is over-long, if it may be; tell which rows were."""
         limit = self._engine.max_tokens
         over = [i for i, row in enumerate(rows) if len(row) > limit]
         if over and not truncate:
             raise ContextLengthExceeded(limit, len(rows[over[0]]), param="input", noun="input")
         for i in over:
             rows[i] = self._engine.truncate(rows[i])
-        return rows, len(over)
+        return rows, set(over)
 
     async def _work(self) -> None:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            while self._waiting:
+            while self._has_work():
                 try:
                     await self._collect()
-                    async with self._lane.turn("embedding") as run:
-                        await self._pass(run)
+                    async with self._lane.turn("embedding") as turn:
+                        await self._pass(turn)
+                        # Our share may be more than one pass, while others wait for the lane.
+                        while self._has_work() and turn.is_contended and not turn.is_up:
+                            await self._pass(turn)
                 except Exception as error:  # whatever it was, those who come later are served
                     log.error("batch_failed", model=self._name, exc_info=True)
-                    _refuse(self._waiting, _told(self._name, error))
-                    self._waiting.clear()
+                    self.end(_told(self._name, error))
+
+    def _has_work(self) -> bool:
+        self._waiting = [ticket for ticket in self._waiting if ticket.is_waiting]
+        return bool(self._waiting)
 
     async def _collect(self) -> None:
-        """Give a burst that is still being tokenised time to arrive, if the lane is idle."""
-        if self._limits.max_batch_size == 1:
-            return
-        patience = asyncio.timeout(self._limits.batch_window_s)
-        with contextlib.suppress(TimeoutError):
-            async with patience:
-                while self._arriving and len(self._waiting) < self._limits.max_batch_size:
-                    self._arrived.clear()
-                    await self._arrived.wait()
+        """Give a burst time to arrive, if the lane is idle; else what waits is the batch."""
+        is_first = True
+        while self._lane.is_idle and self._has_work():
+            arrivals, limits = self._arrivals, self._limits
+            window_s = window(len(self._waiting) + arrivals.count, limits)
+            more_s = patience(
+                sum(ticket.waiting for ticket in self._waiting),
+                metrics.now() - self._waiting[0].arrived,
+                window_s,
+                limits,
+                is_expecting=arrivals.is_expecting(window_s),
+            )
+            if more_s <= 0:
+                if is_first:
+                    metrics.FAST_PATH.labels(self._name).inc()
+                return
+            is_first = False
+            await arrivals.changed(more_s)
 
-    async def _pass(self, run: Run) -> None:
+    async def _pass(self, turn: Turn) -> None:
         """Choose only now, holding the lane: whatever waits is the batch."""
         if not (batch := self._take()):
             return
+        started = metrics.now()
         try:
-            await self._together(run, batch)
+            await self._together(turn, batch)
         except asyncio.CancelledError:
             _refuse(batch, _unloaded(self._name))
             raise
         except Exception as error:
             _refuse(batch, _told(self._name, error))
             raise
-        metrics.BATCH_ROWS.labels(self._name).observe(len(batch))
+        self._record(batch, turn, started)
 
-    async def _together(self, run: Run, batch: list[_Ticket]) -> None:
+    def _take(self) -> list[Input]:
+        self._has_work()
+        most = self._limits.max_batch_size
+        giving = self._waiting[:most]
+        lengths = [ticket.lengths(most) for ticket in giving]
+        counts = take_batch(lengths, most, self._limits.max_batch_tokens)
+        pairs = zip(giving, counts, strict=True)
+        chosen = [each for ticket, count in pairs for each in ticket.take(count)]
+        return sorted(chosen, key=lambda each: len(each.tokens))
+
+    async def _together(self, turn: Turn, batch: list[Input]) -> None:
         try:
-            _answer(batch, await run(self._engine.embed, [ticket.tokens for ticket in batch]))
+            _answer(batch, await turn(self._engine.embed, [each.tokens for each in batch]))
         except Exception as error:
             log.warning("batch_failed", model=self._name, rows=len(batch), error=str(error))
-            await self._one_by_one(run, batch, error)
+            await self._one_by_one(turn, batch, error)
 
-    async def _one_by_one(self, run: Run, batch: list[_Ticket], error: Exception) -> None:
+    async def _one_by_one(self, turn: Turn, batch: list[Input], error: Exception) -> None:
         """Find the row at fault: each is tried once more, alone."""
-        for ticket in batch:
+        for each in batch:
             if len(batch) > 1:
                 try:
-                    _answer([ticket], await run(self._engine.embed, [ticket.tokens]))
+                    _answer([each], await turn(self._engine.embed, [each.tokens]))
                     continue
                 except Exception as alone:
                     error = alone
-            _refuse([ticket], _told(self._name, error))
+            _refuse([each], _told(self._name, error))
 
-    def _take(self) -> list[_Ticket]:
-        while self._waiting and self._waiting[0].is_gone:
-            self._waiting.popleft()
-        present = [ticket for ticket in self._waiting if not ticket.is_gone]
-        rows = take_batch(
-            [len(ticket.tokens) for ticket in present],
-            self._limits.max_batch_size,
-            self._limits.max_batch_tokens,
+    def _record(self, batch: Sequence[Input], turn: Turn, started: float) -> None:
+        seconds = metrics.now() - started
+        for ticket in {each.ticket for each in batch}:
+            # The turn may have been asked for before the ticket came.
+            waited_s = min(turn.waited_s, turn.gained - ticket.arrived)
+            ticket.passed(seconds, max(0.0, waited_s))
+        padded = len(batch) * max(1, len(batch[-1].tokens))
+        metrics.BATCH_ROWS.labels(self._name).observe(len(batch))
+        metrics.BATCH_PADDING.labels(self._name).observe(
+            1 - sum(len(each.tokens) for each in batch) / padded
         )
-        self._waiting = deque(present[rows:])
-        return present[:rows]
+        log.debug(
+            "batch",
+            kind="embedding",
+            model=self._name,
+            rows=len(batch),
+            padded_tokens=padded,
+            ms=round(1000 * seconds, 2),
+        )
 
     def end(self, error: GatewayError) -> None:
-        """Refuse what waits; a pass under way still answers."""
-        _refuse(self._waiting, error)
+        """Refuse what waits; a pass under way still answers those it is the last for."""
+        for ticket in self._waiting:
+            ticket.refuse(error)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["EmbeddingBatcher"]:
@@ -245,21 +269,19 @@ class EmbeddingBatcher:
         finally:
             worker.cancel()
             await asyncio.wait([worker])
-            _refuse(self._waiting, _unloaded(self._name))
+            self.end(_unloaded(self._name))
 
 
-def _answer(batch: Sequence[_Ticket], vectors: Vectors) -> None:
+def _answer(batch: Sequence[Input], vectors: Vectors) -> None:
     if len(vectors) != len(batch):
         raise ValueError(f"{len(vectors)} vectors were given for {len(batch)} inputs")
-    for ticket, vector in zip(batch, vectors, strict=True):
-        if not ticket.is_gone:
-            ticket.vector.set_result(vector)
+    for each, vector in zip(batch, vectors, strict=True):
+        each.ticket.answer(each.index, vector)
 
 
-def _refuse(batch: Sequence[_Ticket], error: GatewayError) -> None:
-    for ticket in batch:
-        if not ticket.is_gone:
-            ticket.vector.set_exception(error)
+def _refuse(batch: Sequence[Input], error: GatewayError) -> None:
+    for each in batch:
+        each.ticket.refuse(error)
 
 
 def _unloaded(model: str) -> GatewayError:

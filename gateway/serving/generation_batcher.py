@@ -1,10 +1,10 @@
 """Join, step, deliver, leave: continuous batching of one chat model's rows."""
 
 import asyncio
+import bisect
 import contextlib
 import threading
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gateway import logs, metrics
@@ -13,29 +13,18 @@ from gateway.errors import (
     GatewayError,
     Unavailable,
 )
-from gateway.jobs import Delta, GenerateJob, RowDelta, RowJob, Usage
+from gateway.jobs import Delta, GenerateJob, RowDelta, RowJob, Stage, Usage
 from gateway.serving.admission import Admission, until_deadline
+from gateway.serving.generation_batches import GenerationLimits, rank, take_rows
 from gateway.serving.grammars import GrammarCache
-from gateway.serving.lane import Lane
+from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import GenerationEngine
-from gateway.serving.tickets import Moves, Ticket, take_rows
+from gateway.serving.tickets import Moves, Ticket
 from gateway.serving.tokens import TokenPool
 
 log = logs.get("generation")
 
 STEPS_PER_TURN = 16  # when nobody else waits: one hop to the lane's thread costs 0.1 ms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationLimits:
-    """How many rows run together, how many of them bound to a grammar, and how long one turn
-    may read prompts.
-    """
-
-    max_batch_size: int
-    structured_rows: int = 1
-    prefill_chunk_tokens: int
-    queue_limit: int
 
 
 @dataclass(slots=True)
@@ -47,7 +36,11 @@ class Generation:
 
 
 class GenerationBatcher:
-    """One model's rows. Its turns run while `running` is entered."""
+    """One model's rows. Its turns run while `running` is entered.
+
+    Reading prompts and decoding are two kinds of work, each with a worker and turns of its own:
+    neither a long prompt nor many answers keep the other from the lane.
+    """
 
     def __init__(
         self,
@@ -65,11 +58,11 @@ class GenerationBatcher:
         self._limits = limits
         self._grammars = grammars
         self._admission = Admission(name, limits.queue_limit)
-        self._waiting: deque[Ticket] = deque()
+        self._waiting: list[Ticket] = []  # by rank
         self._running: dict[int, Ticket] = {}
         self._leaving: list[int] = []
-        self._stirred = asyncio.Event()
-        self._news = threading.Event()  # the same, for the lane's thread
+        self._stirred = {kind: asyncio.Event() for kind in ("prefill", "decode")}
+        self._news = threading.Event()  # rows that leave, for the lane's thread
 
     @contextlib.asynccontextmanager
     async def generate(self, job: GenerateJob) -> AsyncIterator[Generation]:
@@ -79,13 +72,19 @@ class GenerationBatcher:
         and ContextLengthExceeded for what does not fit; iterating raises DeadlineExceeded and
         EngineFailed.
         """
+        timings = job.caller.timings
+        timings.model = self._name
         with self._admission.admitted():
             rows = await self._planned(job)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
-            tickets = [Ticket(row, index, inbox) for index, row in enumerate(rows)]
-            self._waiting.extend(tickets)
-            self._stir()
+            place = rank(metrics.now(), job.caller.tier, self._limits.tier_head_start_s)
+            tickets = [
+                Ticket(row, index, inbox, place, None if index else timings)
+                for index, row in enumerate(rows)
+            ]
+            self._wait(tickets)
             usage = Usage(prompt_tokens=len(rows[0].prompt))
+            timings.tokens_in = usage.prompt_tokens
             metrics.TOKENS_IN.labels(self._name).inc(usage.prompt_tokens)
             deltas = self._deltas(job, inbox, len(tickets))
             try:
@@ -94,24 +93,38 @@ class GenerationBatcher:
                 self._drop(tickets)
 
     async def _planned(self, job: GenerateJob) -> Sequence[RowJob]:
+        timings = job.caller.timings
         async with until_deadline(job.caller):
+            started = metrics.now()
             rows = await self._pool.run(self._engine.plan, job)
+            planned = metrics.now()
+            timings.add(Stage.TOKENISE, planned - started)
             if (grammar := rows[0].grammar) is None:
                 return rows
             compiled = await self._grammars.get(grammar, param=_param(job))
+            timings.add(Stage.COMPILE, metrics.now() - planned)
             return [replace(row, compiled=compiled) for row in rows]
 
     async def _deltas(
         self, job: GenerateJob, inbox: asyncio.Queue[Delta | GatewayError], choices: int
     ) -> AsyncGenerator[Delta, None]:
+        written, timings = metrics.TOKENS_OUT.labels(self._name), job.caller.timings
         while choices:
             async with until_deadline(job.caller):
                 news = await inbox.get()
             if isinstance(news, GatewayError):
                 raise news
             choices -= news.finish_reason is not None
-            metrics.TOKENS_OUT.labels(self._name).inc(news.tokens)
+            written.inc(news.tokens)
+            timings.tokens_out += news.tokens
+            if news.cached_tokens:
+                metrics.CACHED_TOKENS.labels(self._name).inc(news.cached_tokens)
             yield news
+
+    def _wait(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            bisect.insort(self._waiting, ticket, key=lambda each: each.rank)
+        self._stirred["prefill"].set()
 
     def _drop(self, tickets: Sequence[Ticket]) -> None:
         """Let every row of a job go; one that still runs leaves before the next step."""
@@ -125,93 +138,124 @@ class GenerationBatcher:
                 self._waiting.remove(ticket)
             elif ticket.row is not None:
                 del self._running[ticket.row]
-                self._leaving.append(ticket.row)
+                self._leave(ticket.row)
             # else it is joining this very moment: `_joined` sends it away
+
+    def _leave(self, row: int) -> None:
+        self._leaving.append(row)
+        self._news.set()
         self._stir()
 
     def _stir(self) -> None:
-        self._stirred.set()
-        self._news.set()
+        for event in self._stirred.values():
+            event.set()
 
-    @property
-    def _is_idle(self) -> bool:
-        engine = self._engine
-        return not (self._waiting or self._leaving or engine.is_prefilling or engine.is_decoding)
-
-    async def _work(self) -> None:
-        while True:
-            await self._stirred.wait()
-            self._stirred.clear()
-            while not self._is_idle:
-                try:
-                    await self._turn()
-                except Exception as error:
-                    log.error("batch_failed", model=self._name, exc_info=True)
-                    self._end_all(EngineFailed(self._name, str(error)))
-
-    async def _turn(self) -> None:
-        kind = "decode" if self._engine.is_decoding else "prefill"
-        async with self._lane.turn(kind) as run:
-            self._news.clear()
-            moves = self._moves()
-            try:
-                await run(self._steps, moves, asyncio.get_running_loop())
-            except BaseException:
-                self._waiting.extendleft(t for t in moves.joining if t.row is None)
-                raise
-
-    def _moves(self) -> Moves:
-        """Choose only now, holding the lane, who joins."""
-        moves = Moves(leaving=self._leaving)
-        self._leaving = []
+    def _chosen(self) -> list[int]:
+        """Choose who joins, by place."""
         running = [ticket.is_bound for ticket in self._running.values()]
-        chosen = take_rows(
+        return take_rows(
             [ticket.is_bound for ticket in self._waiting],
             room=self._limits.max_batch_size - len(running),
             bound_room=self._limits.structured_rows - sum(running),
         )
+
+    async def _prefill(self) -> None:
+        """Let rows join and read their prompts, a chunk a turn."""
+        while True:
+            await self._stirred["prefill"].wait()
+            self._stirred["prefill"].clear()
+            while self._engine.is_prefilling or self._chosen():
+                await self._turn("prefill", self._read_chunk)
+
+    async def _decode(self) -> None:
+        """Let rows leave, and give those that run their next tokens."""
+        while True:
+            await self._stirred["decode"].wait()
+            self._stirred["decode"].clear()
+            while self._engine.is_decoding or self._leaving:
+                await self._turn("decode", self._take_steps)
+
+    async def _turn(self, kind: str, work: Callable[[Moves, Turn], None]) -> None:
+        try:
+            async with self._lane.turn(kind) as turn:
+                moves = self._moves(turn, may_join=kind == "prefill")
+                try:
+                    await turn(work, moves, turn)
+                except BaseException:
+                    self._wait(ticket for ticket in moves.joining if ticket.row is None)
+                    raise
+        except Exception as error:
+            log.error("batch_failed", model=self._name, exc_info=True)
+            self._end_all(EngineFailed(self._name, str(error)))
+        self._stir()  # what the one did may be work for the other
+
+    def _moves(self, turn: Turn, *, may_join: bool) -> Moves:
+        """Choose only now, holding the lane, who joins."""
+        self._news.clear()
+        moves = Moves(asyncio.get_running_loop(), leaving=self._leaving)
+        self._leaving = []
+        chosen = self._chosen() if may_join else []
         moves.joining = [self._waiting[i] for i in chosen]
         for i in reversed(chosen):
-            del self._waiting[i]
+            self._waiting.pop(i).join(turn)
         return moves
 
-    def _steps(self, moves: Moves, loop: asyncio.AbstractEventLoop) -> None:
-        """One turn, on the lane's thread: moves, a prefill chunk, then decode steps.
+    def _move(self, moves: Moves) -> None:
+        for row in moves.leaving:
+            self._engine.leave(row)
+        for ticket in moves.joining:
+            moves.tell(self._joined, ticket, self._engine.join(ticket.job))
 
-        Another's wish for the lane, or news of our own rows, ends the turn after a step.
+    def _read_chunk(self, moves: Moves, turn: Turn) -> None:
+        """One turn, on the lane's thread. Our share may be more than one chunk, while others wait
+        for the lane.
         """
         engine = self._engine
-        for row in moves.leaving:
-            engine.leave(row)
-        for ticket in moves.joining:
-            loop.call_soon_threadsafe(self._joined, ticket, engine.join(ticket.job))
-        if engine.is_prefilling:
-            loop.call_soon_threadsafe(
-                self._deliver, engine.prefill(self._limits.prefill_chunk_tokens)
-            )
+        self._move(moves)
+        while engine.is_prefilling:
+            started = metrics.now()
+            deltas = engine.prefill(self._limits.prefill_chunk_tokens)
+            moves.tell(self._deliver, "prefill", deltas, metrics.now() - started)
+            if self._news.is_set() or turn.is_up or not turn.is_contended:
+                return
+
+    def _take_steps(self, moves: Moves, turn: Turn) -> None:
+        """One turn, on the lane's thread: some steps, until another's turn is due or rows leave."""
+        engine = self._engine
+        self._move(moves)
         for _ in range(STEPS_PER_TURN):
             if not engine.is_decoding:
                 return
-            loop.call_soon_threadsafe(self._deliver, engine.decode())
-            if self._lane.is_wanted or self._news.is_set() or engine.is_prefilling:
-                return
+            started = metrics.now()
+            deltas = engine.decode()
+            moves.tell(self._deliver, "decode", deltas, metrics.now() - started)
+            if self._news.is_set() or turn.is_up:
+                break
+        if turn.is_contended:
+            engine.settle()  # the step under way is ours: it must not run in another's turn
 
     def _joined(self, ticket: Ticket, row: int) -> None:
         ticket.row = row
         if ticket.is_over:
-            self._leaving.append(row)
-            self._stir()
+            self._leave(row)
         else:
             self._running[row] = ticket
 
-    def _deliver(self, deltas: Sequence[RowDelta]) -> None:
-        if deltas:
-            metrics.BATCH_ROWS.labels(self._name).observe(len(deltas))
+    def _deliver(self, kind: str, deltas: Sequence[RowDelta], seconds: float) -> None:
+        if kind == "decode":
+            metrics.BATCH_ROWS.labels(self._name).observe(len(self._running))
+        log.debug(
+            "batch",
+            kind=kind,
+            model=self._name,
+            rows=len(self._running),
+            ms=round(1000 * seconds, 2),
+        )
         for delta in deltas:
             if (ticket := self._running.get(delta.row)) is not None:
                 if delta.finish_reason is not None or delta.error is not None:
                     del self._running[delta.row]
-                    self._stir()
+                    self._stirred["prefill"].set()  # there is room
                 ticket.deliver(delta, self._name)
 
     def end(self, error: GatewayError) -> None:
@@ -229,12 +273,17 @@ class GenerationBatcher:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["GenerationBatcher"]:
         """Take turns while entered; rows that still run at the end are told so."""
-        worker = asyncio.create_task(self._work(), name=f"generate {self._name}")
+        workers = [
+            asyncio.create_task(self._prefill(), name=f"prefill {self._name}"),
+            asyncio.create_task(self._decode(), name=f"decode {self._name}"),
+        ]
         try:
             yield self
         finally:
-            worker.cancel()
-            await asyncio.wait([worker])
+            self._news.set()  # a turn under way ends after its step
+            for worker in workers:
+                worker.cancel()
+            await asyncio.wait(workers)
             self._end_all(
                 Unavailable(f"The model `{self._name}` was unloaded meanwhile.", retry_after_s=1)
             )

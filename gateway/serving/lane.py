@@ -8,21 +8,17 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeVar, TypeVarTuple, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar, TypeVarTuple
 
 from gateway import metrics
 from gateway.errors import Unavailable
+from gateway.serving.shares import Shares
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-class Run(Protocol):
-    """Work on the lane's thread, during one's turn."""
-
-    def __call__(self, function: Callable[[*Ts], T], *args: *Ts) -> Awaitable[T]:
-        """Call it there and await its result."""
 
 
 class _Work:
@@ -67,48 +63,94 @@ class _Work:
             self.loop.call_soon_threadsafe(unless_gone)
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """Somebody in line: the kind of their work, and what tells them that the lane is theirs."""
+
+    kind: str
+    gained: asyncio.Future[None]
+
+
 class Lane:
     """A context manager: the thread lives from enter to exit.
 
-    `farewell` is the thread's last act (MLX on CPU aborts the process without it).
+    `weights` say how kinds of work that wait share the lane's time, 1 where they say nothing;
+    within a kind, first come is first served. `farewell` is the thread's last act (MLX on CPU
+    aborts the process without it).
     """
 
-    def __init__(self, farewell: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        farewell: Callable[[], None] = lambda: None,
+        *,
+        weights: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self._farewell = farewell
-        self._lock = asyncio.Lock()
-        self._waiting = 0
+        self._shares = Shares(weights)
+        self._line: list[_Waiting] = []
+        self._is_held = False
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name="lane", daemon=True)
         self._is_open = False
-
-    @property
-    def is_wanted(self) -> bool:
-        """Tell whether somebody waits for a turn. Safe on any thread."""
-        return self._waiting > 0
 
     @property
     def is_alive(self) -> bool:
         """Tell whether the thread can still do work."""
         return self._is_open and self._thread.is_alive()
 
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether a turn would begin at once."""
+        return not self._is_held
+
     @contextlib.asynccontextmanager
-    async def turn(self, kind: str) -> AsyncIterator[Run]:
-        """Wait in line, then hold the lane; `kind` names the work in metrics."""
+    async def turn(self, kind: str) -> AsyncIterator["Turn"]:
+        """Wait in line, then hold the lane; `kind` names the work for shares and metrics."""
         if not self.is_alive:
-            raise Unavailable("The gateway is shutting down.", retry_after_s=1)
-        self._waiting += 1
-        started = metrics.now()
-        try:
-            await self._lock.acquire()
-        finally:
-            self._waiting -= 1
+            raise _closed()
+        asked = metrics.now()
+        await self._gain(kind)
         gained = metrics.now()
         try:
-            yield cast(Run, self._run)
+            if not self.is_alive:
+                raise _closed()
+            yield Turn(self, kind, gained, gained - asked)
         finally:
-            self._lock.release()
-            metrics.LANE_WAIT.labels(kind).observe(gained - started)
-            metrics.LANE_HOLD.labels(kind).observe(metrics.now() - gained)
+            seconds = metrics.now() - gained
+            self._shares.end(kind, seconds)
+            self._hand_on()
+            metrics.LANE_WAIT.labels(kind).observe(gained - asked)
+            metrics.LANE_HOLD.labels(kind).observe(seconds)
+            metrics.LANE_SECONDS.labels(kind).inc(seconds)
+
+    async def _gain(self, kind: str) -> None:
+        if not self._is_held:
+            self._is_held = True
+            self._shares.begin(kind)
+            return
+        mine = _Waiting(kind, asyncio.get_running_loop().create_future())
+        self._line.append(mine)
+        try:
+            await mine.gained
+        except asyncio.CancelledError:
+            if mine.gained.done() and not mine.gained.cancelled():
+                self._hand_on()  # it was given to us just as we left
+            else:
+                self._line.remove(mine)
+            raise
+
+    def _hand_on(self) -> None:
+        """Give the lane, which nobody holds now, to whoever is next."""
+        if not self._line:
+            self._is_held = False
+            return
+        chosen = self._line.pop(self._shares.choose(each.kind for each in self._line))
+        self._shares.begin(chosen.kind)
+        chosen.gained.set_result(None)
+
+    def _is_up(self, kind: str, seconds: float) -> bool:
+        # A copy: the line may change meanwhile, on the loop's thread.
+        return self._shares.is_up(kind, seconds, [each.kind for each in tuple(self._line)])
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         work = _Work(function, args)
@@ -139,7 +181,41 @@ class Lane:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        async with self._lock:
+        async with self.turn("close"):
             self._is_open = False
             self._work.put(None)
         await asyncio.to_thread(self._thread.join)
+
+
+class Turn:
+    """The right to the lane, while one holds it. Call it to work there, and await the result.
+
+    `gained` is the clock when it began, `waited_s` how long it was waited for.
+    """
+
+    def __init__(self, lane: Lane, kind: str, gained: float, waited_s: float) -> None:
+        self._lane = lane
+        self._kind = kind
+        self.gained = gained
+        self.waited_s = waited_s
+
+    def __call__(self, function: Callable[[*Ts], T], *args: *Ts) -> Awaitable[T]:
+        """Call it on the lane's thread."""
+        return self._lane._run(function, *args)
+
+    @property
+    def is_contended(self) -> bool:
+        """Tell whether anybody waits. Safe on any thread."""
+        return bool(self._lane._line)
+
+    @property
+    def is_up(self) -> bool:
+        """Tell whether another's turn is due: work in steps asks between them. Safe on any
+        thread.
+        """
+        lane = self._lane
+        return bool(lane._line) and lane._is_up(self._kind, metrics.now() - self.gained)
+
+
+def _closed() -> Unavailable:
+    return Unavailable("The gateway is shutting down.", retry_after_s=1)

@@ -80,6 +80,9 @@ class GenerationEngine(Protocol):
     def decode(self) -> list[RowDelta]:
         """Give every running row its next token. On the lane only."""
 
+    def settle(self) -> None:
+        """Wait until the device has done what was begun. On the lane only."""
+
     @property
     def is_prefilling(self) -> bool:
         """Tell whether a row still has prompt to read."""

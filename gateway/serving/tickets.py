@@ -1,27 +1,51 @@
-"""Rows on their way: a ticket for each, and who of those that wait joins next."""
+"""Rows on their way: a ticket for each, and the moves of a turn."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVarTuple
 
+from gateway import metrics
 from gateway.errors import EngineFailed, GatewayError
-from gateway.jobs import Delta, RowDelta, RowJob
+from gateway.jobs import Delta, RowDelta, RowJob, Stage, Timings
+from gateway.serving.lane import Turn
+
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One row of a job: waiting, running or ended. Its deltas go to the job's one inbox."""
+    """One row of a job: waiting, running or ended. Its deltas go to the job's one inbox.
+
+    `timings` are written where the row is the first of its job.
+    """
 
     job: RowJob
     index: int
     inbox: asyncio.Queue[Delta | GatewayError]
+    rank: float = 0.0
+    timings: Timings | None = None
     row: int | None = None
     is_over: bool = False
+    tokens: int = 0
+    since: float = field(
+        default_factory=metrics.now
+    )  # when it came, joined, or had its first token
 
     @property
     def is_bound(self) -> bool:
         """Tell whether the row is held to a grammar."""
         return self.job.grammar is not None
+
+    def join(self, turn: Turn) -> None:
+        """Note that it joins in this turn."""
+        now = metrics.now()
+        waited_s = now - self.since
+        lane_s = max(0.0, min(turn.waited_s, turn.gained - self.since))
+        if self.timings is not None:
+            self.timings.add(Stage.QUEUE, max(0.0, waited_s - lane_s))
+            self.timings.add(Stage.LANE, lane_s)
+        self.since = now
 
     def deliver(self, delta: RowDelta, model: str) -> None:
         """Pass on what a step gave the row; `model` names it in an error."""
@@ -29,6 +53,9 @@ class Ticket:
             self.end(EngineFailed(model, delta.error))
             return
         self.is_over = delta.finish_reason is not None
+        self.tokens += delta.tokens
+        if self.timings is not None:
+            self._time(self.timings, model)
         self.inbox.put_nowait(
             Delta(
                 self.index,
@@ -39,8 +66,23 @@ class Ticket:
                 call=delta.call,
                 logprobs=delta.logprobs,
                 reasoning_tokens=delta.reasoning_tokens,
+                # Every choice reads the same prompt, which is counted once.
+                cached_tokens=0 if self.index else delta.cached_tokens,
             )
         )
+
+    def _time(self, timings: Timings, model: str) -> None:
+        if timings.first_token is None:
+            now = timings.first_token = metrics.now()
+            timings.add(Stage.PREFILL, now - self.since)
+            metrics.FIRST_TOKEN_SECONDS.labels(model).observe(now - timings.started)
+            self.since = now
+        if self.is_over:
+            seconds = metrics.now() - self.since
+            timings.add(Stage.DECODE, seconds)
+            if self.tokens > 1:
+                each_s = seconds / (self.tokens - 1)
+                metrics.OUTPUT_TOKEN_SECONDS.labels(model).observe(each_s)
 
     def end(self, error: GatewayError) -> None:
         """End the row, unless it has ended, with an error."""
@@ -51,23 +93,12 @@ class Ticket:
 
 @dataclass(slots=True)
 class Moves:
-    """What changed since the last turn: rows to let in, rows to drop."""
+    """What changed since the last turn: rows to let in, rows to drop; told on the loop."""
 
+    loop: asyncio.AbstractEventLoop
     joining: list[Ticket] = field(default_factory=list)
     leaving: list[int] = field(default_factory=list)
 
-
-def take_rows(waiting: Sequence[bool], *, room: int, bound_room: int) -> list[int]:
-    """Choose which waiting rows join, by place: the oldest first, while there is room.
-
-    `waiting` tells which rows are bound to a grammar. Those have room of their own; free rows
-    pass them, and they keep their order among themselves.
-    """
-    chosen: list[int] = []
-    for place, is_bound in enumerate(waiting):
-        if len(chosen) >= room:
-            break
-        if not is_bound or bound_room > 0:
-            chosen.append(place)
-            bound_room -= is_bound
-    return chosen
+    def tell(self, function: Callable[[*Ts], None], *news: *Ts) -> None:
+        """Call it on the loop's thread, from the lane's."""
+        self.loop.call_soon_threadsafe(function, *news)

@@ -1,5 +1,6 @@
 """Settings: the environment, .env and flags → one frozen object.
 
+    binds     what is listened on
     fields    every knob: type, bound, default, one line of meaning
     reading   where values come from, and what is said of a wrong one
     knobs     the settings as lists: for `config`, and for the README's table
@@ -7,7 +8,8 @@
 Config stops at app.py: below it, plain arguments.
 """
 
-from gateway.settings.fields import PREFIX, Settings, default_models_file, is_local
+from gateway.settings.binds import is_local
+from gateway.settings.fields import PREFIX, Settings, default_models_file
 from gateway.settings.knobs import Knob, environment_table, explain, strays, variable
 from gateway.settings.reading import ENV_FILE, SettingsInvalid, load_settings, origin, variables
 

@@ -1,6 +1,5 @@
 """Every knob of the gateway, with its type, bound, default and one line of meaning."""
 
-import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,6 +14,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from gateway.settings.binds import is_local, is_socket, with_port
 
 PREFIX = "GATEWAY_"
 
@@ -161,6 +162,27 @@ class Settings(BaseSettings):
     embedding_batch_window_ms: float = Field(
         default=10, ge=0, le=1000, description="How long an idle lane waits for a burst."
     )
+    embedding_adaptive_window: bool = Field(
+        default=False, description="Let the load choose the window, of these three."
+    )
+    embedding_window_low_ms: float = Field(
+        default=2, ge=0, le=1000, description="Window below a quarter of a full batch."
+    )
+    embedding_window_medium_ms: float = Field(
+        default=10, ge=0, le=1000, description="Window up to a full batch."
+    )
+    embedding_window_high_ms: float = Field(
+        default=25, ge=0, le=1000, description="Window from a full batch on."
+    )
+    embedding_min_batch_size: int = Field(
+        default=1, ge=1, le=4096, description="Fewer inputs wait the window out, come what may."
+    )
+    embedding_batch_deadline_ms: float = Field(
+        default=100, ge=0, le=10_000, description="Longest an input waits for a burst, at any load."
+    )
+    embedding_cache_size: int = Field(
+        default=0, ge=0, le=10_000_000, description="Vectors kept by text, per model; 0 is none."
+    )
     generation_max_batch_size: int = Field(
         default=32, ge=1, le=1024, description="Answers decoded together; 1 turns batching off."
     )
@@ -169,6 +191,11 @@ class Settings(BaseSettings):
         ge=16,
         le=65_536,
         description="Prompt tokens read in one turn: rows times longest.",
+    )
+    prefix_cache_bytes: int = Field(
+        default=1024 * 1024 * 1024,
+        ge=0,
+        description="KV kept of prompts that others may begin with, per chat model; 0 is none.",
     )
     structured_backend: Annotated[
         Literal["llguidance", "outlines_core"], BeforeValidator(_lower)
@@ -181,6 +208,25 @@ class Settings(BaseSettings):
     )
     structured_cache_size: int = Field(
         default=128, ge=1, le=65_536, description="Compiled grammars kept, per model."
+    )
+    lane_weight_embedding: float = Field(
+        default=1, gt=0, le=1000, description="Share of the device, while others wait: embedding."
+    )
+    lane_weight_prefill: float = Field(
+        default=1, gt=0, le=1000, description="The same: reading prompts."
+    )
+    lane_weight_decode: float = Field(
+        default=1, gt=0, le=1000, description="The same: writing answers."
+    )
+    lane_weight_load: float = Field(
+        default=1, gt=0, le=1000, description="The same: loading models."
+    )
+    tier_head_start_s: float = Field(
+        default=5,
+        ge=0,
+        le=3600,
+        description="What `service_tier` is worth: priority counts as come so much sooner, flex "
+        "so much later.",
     )
     queue_limit: int = Field(
         default=256, ge=1, le=1_000_000, description="Jobs that may wait per model; beyond it, 429."
@@ -204,8 +250,8 @@ class Settings(BaseSettings):
     @classmethod
     def _ports_are_numbers(cls, binds: tuple[str, ...]) -> tuple[str, ...]:
         for bind in binds:
-            port = _with_port(bind, 0).rpartition(":")[2]
-            if not _is_socket(bind) and not (port.isdecimal() and int(port) <= 65535):
+            port = with_port(bind, 0).rpartition(":")[2]
+            if not is_socket(bind) and not (port.isdecimal() and int(port) <= 65535):
                 raise ValueError(f"{bind!r} should end in a port between 0 and 65535")
         return binds
 
@@ -228,27 +274,4 @@ class Settings(BaseSettings):
     @property
     def binds(self) -> tuple[str, ...]:
         """What Hypercorn listens on: `bind`, else host; a bind without a port has `port`."""
-        return tuple(_with_port(bind, self.port) for bind in self.bind or (self.host,))
-
-
-def is_local(bind: str) -> bool:
-    """Tell whether a Hypercorn bind can be reached from this machine only."""
-    if bind.startswith("unix:"):
-        return True
-    host = _with_port(bind, 0).rpartition(":")[0].removeprefix("[").removesuffix("]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name or an inherited socket: nobody knows where it leads
-
-
-def _is_socket(bind: str) -> bool:
-    return bind.startswith(("unix:", "fd://"))
-
-
-def _with_port(bind: str, port: int) -> str:
-    """Complete `host`, `::1` and `[::1]`; leave sockets and what has a port."""
-    if _is_socket(bind) or (bind.startswith("[") and "]:" in bind) or bind.count(":") == 1:
-        return bind
-    host = bind.removeprefix("[").removesuffix("]")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return tuple(with_port(bind, self.port) for bind in self.bind or (self.host,))

@@ -24,7 +24,7 @@ FIELDS = Fields(
     harmless=frozenset(
         {
             "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-            "safety_identifier", "service_tier", "store", "user", "verbosity", "prediction",
+            "safety_identifier", "store", "user", "verbosity", "prediction",
         }
     ),
     refused={

@@ -1,6 +1,6 @@
 """Deltas → a chat completion, whole or in chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,15 @@ class Heading:
             chunks.append(self._chunk(delta.index, {}, finish=self._reason(delta.finish_reason)))
         return chunks
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: Usage, timings: Mapping[str, float]) -> bytes:
         """Write the chunk that `include_usage` asks for: no choices, and the last."""
         return orjson.dumps(
-            {**self._start("chat.completion.chunk"), "choices": [], "usage": usage_json(usage)}
+            {
+                **self._start("chat.completion.chunk"),
+                "choices": [],
+                "usage": usage_json(usage),
+                "timings": timings,
+            }
         )
 
     def _pieces(self, call: CallDelta) -> list[dict[str, Any]]:

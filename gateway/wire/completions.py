@@ -1,14 +1,14 @@
 """POST /v1/completions: prompts → GenerateJobs; their deltas → choices, whole or in chunks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import orjson
 from pydantic import Field, field_validator
 
 from gateway.errors import BadRequest
-from gateway.jobs import Caller, Delta, GenerateJob, Sampling, TokenLogprob, Usage
+from gateway.jobs import Caller, Delta, GenerateJob, Sampling, Timings, TokenLogprob, Usage
 from gateway.wire.chat import StreamOptions
 from gateway.wire.chat_answers import usage_json
 from gateway.wire.formats import FormedRequest
@@ -20,7 +20,7 @@ MAX_CHOICES = 4096
 FIELDS = Fields(
     harmless=frozenset(
         {
-            "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+            "metadata", "prompt_cache_key", "safety_identifier", "store", "user",
         }
     ),
     refused={
@@ -52,6 +52,7 @@ class CompletionRequest(FormedRequest):
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    service_tier: str | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -95,7 +96,8 @@ def to_jobs(
     grammar_param, grammar = request.form()
     return [
         GenerateJob(
-            caller=caller,
+            # They run side by side, and what is timed is the first.
+            caller=replace(caller, timings=Timings()) if place else caller,
             prompt=prompt,
             sampling=request.sampling(defaults),
             max_tokens=request.max_tokens,
@@ -105,7 +107,7 @@ def to_jobs(
             grammar_param=grammar_param,
             logprobs=request.logprobs,
         )
-        for prompt in request.prompt
+        for place, prompt in enumerate(request.prompt)
     ]
 
 
@@ -165,11 +167,16 @@ class Heading:
         """Write what is new in one choice."""
         return self._write([choice])
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: Usage, timings: Mapping[str, float]) -> bytes:
         """Write the chunk that `include_usage` asks for: no choices, and the last."""
-        return self._write([], usage_json(usage))
+        return self._write([], usage_json(usage), timings)
 
-    def _write(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+    def _write(
+        self,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None = None,
+        timings: Mapping[str, float] | None = None,
+    ) -> bytes:
         answer = {
             "id": self.id,
             "object": "text_completion",
@@ -178,7 +185,9 @@ class Heading:
             "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
-        return orjson.dumps(answer if usage is None else {**answer, "usage": usage})
+        if usage is not None:
+            answer |= {"usage": usage} if timings is None else {"usage": usage, "timings": timings}
+        return orjson.dumps(answer)
 
 
 class Choice:

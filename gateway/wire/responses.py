@@ -26,7 +26,7 @@ FIELDS = Fields(
         {
             "access_programs", "context_management", "image", "max_tool_calls", "prompt_cache_key",
             "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "store",
-            "service_tier", "stream_options", "user",
+            "stream_options", "user",
         }
     ),
     refused={

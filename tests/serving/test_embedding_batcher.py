@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway import metrics
 from gateway.errors import (
@@ -18,8 +18,10 @@ from gateway.errors import (
     GatewayError,
     Overloaded,
 )
-from gateway.jobs import EmbedJob, TokenIds, Vectors
-from gateway.serving.embedding_batcher import EmbeddingBatcher, EmbeddingLimits, take_batch
+from gateway.jobs import EmbedJob, Stage, TokenIds, Vectors
+from gateway.serving.arrivals import Arrivals
+from gateway.serving.embedding_batcher import EmbeddingBatcher
+from gateway.serving.embedding_batches import EmbeddingLimits
 from gateway.serving.lane import Lane
 from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedEmbedder, caller, embed_job
@@ -27,53 +29,22 @@ from tests.fakes import ScriptedEmbedder, caller, embed_job
 pytestmark = pytest.mark.anyio
 
 
+LIMITS = EmbeddingLimits(
+    max_batch_size=32, max_batch_tokens=1000, batch_window_s=0.05, queue_limit=256
+)
+
+
 @asynccontextmanager
 async def batching(
-    engine: ScriptedEmbedder, *, rows: int = 32, tokens: int = 1000, queue: int = 256
+    engine: ScriptedEmbedder, arrivals: Arrivals | None = None, **limits: Any
 ) -> AsyncIterator[EmbeddingBatcher]:
-    limits = EmbeddingLimits(
-        max_batch_size=rows,
-        max_batch_tokens=tokens,
-        batch_window_s=0.05,
-        queue_limit=queue,
-    )
     with TokenPool() as pool:
         async with Lane() as lane:
-            async with EmbeddingBatcher("m", engine, lane, pool, limits).running() as batcher:
+            batcher = EmbeddingBatcher(
+                "m", engine, lane, pool, replace(LIMITS, **limits), arrivals or Arrivals()
+            )
+            async with batcher.running():
                 yield batcher
-
-
-class TestTakeBatch:
-    """The decision, with numbers."""
-
-    def test_rows_are_taken_while_the_padded_batch_fits(self) -> None:
-        """Four rows of ten are forty tokens; a fifth would be fifty."""
-        assert take_batch([10] * 9, 32, 40) == 4
-
-    def test_a_long_row_makes_every_row_before_it_long(self) -> None:
-        """Padding counts: 3 x 20 is too much where 2 x 5 was little."""
-        assert take_batch([5, 5, 20], 32, 40) == 2
-
-    def test_an_over_long_row_is_served_alone(self) -> None:
-        """Rather than never."""
-        assert take_batch([500, 1], 32, 40) == 1
-
-    def test_rows_are_bounded_too(self) -> None:
-        """However short they are."""
-        assert take_batch([1] * 50, 8, 1000) == 8
-
-    @given(
-        st.lists(st.integers(1, 600), min_size=1, max_size=60),
-        st.integers(1, 40),
-        st.integers(1, 4000),
-    )
-    def test_a_batch_never_exceeds_its_bounds_nor_stalls(
-        self, lengths: list[int], rows: int, budget: int
-    ) -> None:
-        """At least one row, at most the rows, within the budget unless it is one row."""
-        taken = take_batch(lengths, rows, budget)
-        assert 1 <= taken <= min(rows, len(lengths))
-        assert taken == 1 or max(lengths[:taken]) * taken <= budget
 
 
 async def test_waiting_inputs_share_one_pass() -> None:
@@ -98,10 +69,140 @@ async def test_a_burst_at_an_idle_lane_shares_one_pass() -> None:
     assert len(engine.batches) <= 3
 
 
+async def test_a_request_that_is_still_being_read_is_waited_for() -> None:
+    """The window is for a burst of which only the first has arrived."""
+    engine, arrivals = ScriptedEmbedder(), Arrivals()
+    async with batching(engine, arrivals, batch_window_s=5) as batcher:
+        with arrivals.expected() as second, arrivals.expected():
+            first = asyncio.create_task(batcher.embed(embed_job("a")))
+            await asyncio.sleep(0.05)
+            assert engine.batches == []
+            await asyncio.gather(batcher.embed(embed_job("bb"), second), asyncio.sleep(0.05))
+        await first
+    assert engine.batches == [[1, 2]]
+
+
+async def test_a_request_alone_waits_for_nobody() -> None:
+    """The fast path: an idle lane, and no other on its way. A window of minutes costs nothing."""
+    counted = metrics.FAST_PATH.labels("m")._value.get()
+    engine = ScriptedEmbedder()
+    async with batching(engine, batch_window_s=600, batch_deadline_s=600) as batcher:
+        async with asyncio.timeout(5):
+            for _ in range(3):
+                await batcher.embed(embed_job("a"))
+    assert metrics.FAST_PATH.labels("m")._value.get() == counted + 3
+
+
+async def test_one_who_never_arrives_is_waited_for_no_longer_than_the_window() -> None:
+    """A slow client's body must not hold everybody up."""
+    engine, arrivals = ScriptedEmbedder(), Arrivals()
+    async with batching(engine, arrivals) as batcher:
+        with arrivals.expected():
+            async with asyncio.timeout(5):
+                await batcher.embed(embed_job("a"))
+                await batcher.embed(embed_job("a"))
+
+
+async def test_a_batch_below_the_minimum_waits_the_window_out_and_then_goes() -> None:
+    """With nobody else in sight."""
+    engine = ScriptedEmbedder()
+    async with batching(engine, min_batch_size=2, batch_window_s=0.3) as batcher:
+        first = asyncio.create_task(batcher.embed(embed_job("a")))
+        await asyncio.sleep(0.05)
+        await asyncio.gather(first, batcher.embed(embed_job("bb")))
+        await batcher.embed(embed_job("ccc"))
+    assert engine.batches == [[1, 2], [3]]
+
+
+async def test_a_huge_request_leaves_room_for_small_ones() -> None:
+    """They are in the next batch, however much of it still waits."""
+    engine = ScriptedEmbedder()
+    async with batching(engine, max_batch_size=8) as batcher:
+        engine.gate.close()
+        huge = asyncio.create_task(batcher.embed(embed_job(*["x" * 3] * 40)))
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        small = [asyncio.create_task(batcher.embed(embed_job("y" * n))) for n in (1, 2)]
+        await asyncio.sleep(0.05)
+        engine.gate.open()
+        await asyncio.gather(*small)
+        assert not huge.done()
+        answer = await huge
+    assert engine.batches[1] == [1, 2, 3, 3, 3, 3, 3, 3]
+    assert answer.vectors[:, 0].tolist() == [3] * 40
+
+
+async def test_a_mixed_request_is_cut_by_length_and_answered_in_order() -> None:
+    """Short with short, long with long: little is padded."""
+    engine = ScriptedEmbedder()
+    lengths = [9, 1, 8, 2, 9, 1]
+    async with batching(engine, max_batch_size=3) as batcher:
+        answer = await batcher.embed(embed_job(*("x" * n for n in lengths)))
+    assert engine.batches == [[1, 1, 2], [8, 9, 9]]
+    assert answer.vectors[:, 0].tolist() == lengths
+
+
+async def test_where_the_time_went_is_written_down() -> None:
+    """By stage, and together no more than all of it."""
+    engine = ScriptedEmbedder()
+    job = embed_job("a", "b")
+    async with batching(engine, max_batch_size=1) as batcher:
+        await batcher.embed(job)
+    timings = job.caller.timings
+    assert set(timings.seconds) == {Stage.TOKENISE, Stage.QUEUE, Stage.LANE, Stage.INFERENCE}
+    assert all(seconds >= 0 for seconds in timings.seconds.values())
+    assert sum(timings.seconds.values()) <= metrics.now() - timings.started
+    assert (timings.model, timings.tokens_in) == ("m", 2)
+
+
+async def test_a_text_seen_before_is_answered_from_the_cache() -> None:
+    """Only what is new is embedded; the answer is whole, and counts every token."""
+    engine = ScriptedEmbedder()
+    async with batching(engine, cache_size=2) as batcher:
+        await batcher.embed(embed_job("a", "bb"))
+        answer = await batcher.embed(embed_job("bb", "ccc", "a"))
+        assert engine.batches == [[1, 2], [3]]
+        assert answer.vectors[:, 0].tolist() == [2, 3, 1]
+        assert answer.prompt_tokens == 6
+        await batcher.embed(embed_job("bb"))  # made room for ccc
+    assert engine.batches == [[1, 2], [3], [2]]
+
+
+async def test_a_cut_text_in_the_cache_is_still_refused_to_who_wants_no_cut() -> None:
+    """And counted as cut for who does."""
+    engine = ScriptedEmbedder(max_tokens=5)
+    async with batching(engine, cache_size=9) as batcher:
+        await batcher.embed(embed_job("too long", truncate=True))
+        with pytest.raises(ContextLengthExceeded):
+            await batcher.embed(embed_job("too long"))
+        assert (await batcher.embed(embed_job("too long", truncate=True))).truncated == 1
+    assert engine.batches == [[5]]
+
+
+async def test_a_tokenizer_that_fails_on_one_text_fails_its_request_alone() -> None:
+    """Texts of many requests share a call; an error is not shared."""
+
+    class Fussy(ScriptedEmbedder):
+        def encode(self, texts: Sequence[str]) -> list[list[int]]:
+            self.gate.pass_through()
+            if any("!" in text for text in texts):
+                raise BadRequest("No shouting.", param="input")
+            return super().encode(texts)
+
+    engine = Fussy()
+    async with batching(engine) as batcher:
+        engine.gate.close()
+        asked = [asyncio.create_task(batcher.embed(embed_job(text))) for text in "ab!cd"]
+        await asyncio.sleep(0.05)
+        engine.gate.open()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(answers[2], BadRequest)
+    assert sum(isinstance(answer, BaseException) for answer in answers) == 1
+
+
 async def test_every_caller_gets_its_own_vectors_in_order() -> None:
     """Whatever the batch looked like."""
     engine = ScriptedEmbedder()
-    async with batching(engine, rows=3) as batcher:
+    async with batching(engine, max_batch_size=3) as batcher:
         answers = await asyncio.gather(
             *(batcher.embed(embed_job("x" * n, "y" * (n + 1))) for n in range(1, 9))
         )
@@ -113,7 +214,7 @@ async def test_every_caller_gets_its_own_vectors_in_order() -> None:
 async def test_size_one_turns_batching_off() -> None:
     """And no window is waited for."""
     engine = ScriptedEmbedder()
-    async with batching(engine, rows=1) as batcher:
+    async with batching(engine, max_batch_size=1) as batcher:
         await batcher.embed(embed_job("a", "b", "c"))
     assert engine.batches == [[1], [1], [1]]
 
@@ -189,7 +290,7 @@ async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
 async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
     """The bound counts requests; a refused one costs nothing."""
     engine = ScriptedEmbedder()
-    async with batching(engine, queue=2) as batcher:
+    async with batching(engine, queue_limit=2) as batcher:
         engine.gate.close()
         held = [asyncio.create_task(batcher.embed(embed_job("a"))) for _ in range(2)]
         await asyncio.sleep(0.05)

@@ -16,14 +16,11 @@ from gateway.errors import (
     GatewayError,
     Overloaded,
 )
-from gateway.jobs import Delta, GenerateJob, Grammar
-from gateway.serving.generation_batcher import (
-    GenerationBatcher,
-    GenerationLimits,
-)
+from gateway.jobs import Delta, GenerateJob, Grammar, Stage, Tier
+from gateway.serving.generation_batcher import GenerationBatcher
+from gateway.serving.generation_batches import GenerationLimits
 from gateway.serving.grammars import GrammarCache
 from gateway.serving.lane import Lane
-from gateway.serving.tickets import take_rows
 from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
 
@@ -247,10 +244,63 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_before_any_delta() -
     assert engine.joined == []
 
 
-def test_free_rows_pass_bound_ones_which_keep_their_order() -> None:
-    """First come, first served, each in its own line."""
-    waiting = [True, True, False, True, False]
-    assert take_rows(waiting, room=9, bound_room=1) == [0, 2, 4]
-    assert take_rows(waiting, room=9, bound_room=0) == [2, 4]
-    assert take_rows(waiting, room=2, bound_room=2) == [0, 1]
-    assert take_rows(waiting, room=0, bound_room=2) == []
+async def test_a_priority_row_joins_before_those_that_came_first() -> None:
+    """And a flex one after those that came later, while there is no room for all."""
+    engine = ScriptedWriter()
+    order: list[str] = []
+
+    async def ask(name: str, tier: Tier) -> None:
+        job = generate_job(name)
+        await text(batcher, replace(job, caller=replace(job.caller, tier=tier)))
+        order.append(name)
+
+    async with batching(engine, rows=1) as batcher:
+        engine.gate.close()
+        tiers = {"first": Tier.DEFAULT, "flex": Tier.FLEX, "default": Tier.DEFAULT}
+        asked = [asyncio.create_task(ask(*each)) for each in tiers.items()]
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        asked.append(asyncio.create_task(ask("priority", Tier.PRIORITY)))
+        await asyncio.sleep(0.05)
+        engine.gate.open()
+        await asyncio.gather(*asked)
+    assert order == ["first", "priority", "default", "flex"]
+
+
+async def test_where_the_time_went_is_written_down() -> None:
+    """By stage; the first token's moment and the tokens too."""
+    job = generate_job("hello")
+    async with batching(ScriptedWriter()) as batcher:
+        await deltas(batcher, job)
+    timings = job.caller.timings
+    stages = (Stage.TOKENISE, Stage.QUEUE, Stage.LANE, Stage.PREFILL, Stage.DECODE)
+    assert tuple(timings.seconds) == stages
+    assert all(seconds >= 0 for seconds in timings.seconds.values())
+    assert timings.first_token is not None
+    assert timings.started < timings.first_token
+    assert (timings.model, timings.tokens_in, timings.tokens_out) == ("m", 5, 6)
+
+
+async def test_embeddings_get_their_turn_between_steps() -> None:
+    """An answer under way gives the lane up when another's turn is due, and loses nothing."""
+    engine = ScriptedWriter(max_context=200)
+    steps_before: list[int] = []
+    with TokenPool() as pool:
+        grammars = GrammarCache("m", engine.compile, pool.run)
+        async with Lane() as lane:
+            limits = GenerationLimits(max_batch_size=4, prefill_chunk_tokens=512, queue_limit=9)
+            batcher = GenerationBatcher("m", engine, lane, pool, limits, grammars)
+            async with batcher.running():
+                engine.gate.close()
+                answer = asyncio.create_task(text(batcher, generate_job("a" * 90)))
+                await asyncio.to_thread(engine.gate.reached.wait, 5)
+
+                async def embed() -> None:
+                    async with lane.turn("embedding"):
+                        steps_before.append(len(engine.steps))
+
+                waiting = asyncio.create_task(embed())
+                await asyncio.sleep(0.01)
+                engine.gate.open()
+                await waiting
+                assert await answer == "a" * 90
+    assert steps_before[0] < 20

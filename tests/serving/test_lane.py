@@ -1,4 +1,4 @@
-"""The lane: one thread, one turn at a time, first come first served."""
+"""The lane: one thread, one turn at a time, in fair shares."""
 
 import asyncio
 import threading
@@ -116,16 +116,75 @@ async def test_what_a_cancelled_call_made_is_freed_on_the_lanes_thread() -> None
             assert freed == [await run(threading.current_thread)]
 
 
-async def test_the_lane_knows_that_somebody_waits() -> None:
-    """A long turn asks this between steps."""
+async def test_a_turn_knows_when_it_is_up() -> None:
+    """A long one asks this between steps: not before somebody waits."""
     async with Lane() as lane:
-        async with lane.turn("test"):
-            assert not lane.is_wanted
+        assert lane.is_idle
+        async with lane.turn("test") as turn:
+            assert not lane.is_idle
+            assert not turn.is_contended
+            assert not turn.is_up
             waiting = asyncio.create_task(_one_turn(lane))
             await asyncio.sleep(0)
-            assert lane.is_wanted
+            assert turn.is_contended
+            assert turn.is_up
         await waiting
-        assert not lane.is_wanted
+        assert lane.is_idle
+
+
+async def test_a_kind_behind_its_share_goes_on_though_another_waits() -> None:
+    """After a long embedding pass, decoding may take several steps before the next."""
+    async with Lane() as lane:
+        async with lane.turn("decode"):
+            embedding = asyncio.create_task(_one_turn(lane, "embedding", hold_s=0.05))
+            await asyncio.sleep(0)
+        await embedding
+        async with lane.turn("decode") as turn:
+            waiting = asyncio.create_task(_one_turn(lane, "embedding"))
+            await asyncio.sleep(0)
+            assert turn.is_contended
+            assert not turn.is_up
+            await asyncio.sleep(0.06)
+            assert turn.is_up
+        await waiting
+
+
+async def test_the_kind_that_had_least_is_next_whoever_asked_first() -> None:
+    """Three waiting loads do not come before the first embedding."""
+    order: list[str] = []
+
+    async def take(kind: str, hold_s: float = 0) -> None:
+        async with lane.turn(kind):
+            order.append(kind)
+            await asyncio.sleep(hold_s)
+
+    async with Lane() as lane:
+        async with lane.turn("decode"):
+            waiting = [asyncio.create_task(take("load", 0.01)) for _ in range(3)]
+            await asyncio.sleep(0)
+            waiting.append(asyncio.create_task(take("embedding")))
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting)
+    assert order == ["load", "embedding", "load", "load"]
+
+
+async def test_a_waiter_who_leaves_gives_its_place_up() -> None:
+    """Before its turn, and at the very moment it is given."""
+    async with Lane() as lane:
+        for moment in ("waiting", "given"):
+            async with lane.turn("test"):
+                leaving = asyncio.create_task(_one_turn(lane))
+                staying = asyncio.create_task(_one_turn(lane))
+                await asyncio.sleep(0)
+                if moment == "waiting":
+                    leaving.cancel()
+                    await asyncio.sleep(0)
+            if moment == "given":
+                leaving.cancel()
+            async with asyncio.timeout(5):
+                await staying
+            assert leaving.cancelled()
+            assert lane.is_idle
 
 
 async def test_a_closed_lane_refuses_and_its_farewell_ran_on_its_thread() -> None:
@@ -140,6 +199,6 @@ async def test_a_closed_lane_refuses_and_its_farewell_ran_on_its_thread() -> Non
         await _one_turn(lane)
 
 
-async def _one_turn(lane: Lane) -> None:
-    async with lane.turn("test"):
-        pass
+async def _one_turn(lane: Lane, kind: str = "test", hold_s: float = 0) -> None:
+    async with lane.turn(kind):
+        await asyncio.sleep(hold_s)

@@ -1,0 +1,83 @@
+"""Which inputs share a pass, and how long others are waited for: decisions, no doing."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Collection windows by load, in seconds."""
+
+    low_s: float
+    medium_s: float
+    high_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingLimits:
+    """How much goes into one pass, how long a burst is waited for, and how many may wait.
+
+    With `windows` the window follows the load and `batch_window_s` is not used. No input waits
+    for others longer than `batch_deadline_s`. `cache_size` counts the vectors kept; 0 keeps none.
+    """
+
+    max_batch_size: int
+    max_batch_tokens: int
+    batch_window_s: float
+    min_batch_size: int = 1
+    batch_deadline_s: float = 0.1
+    windows: Windows | None = None
+    queue_limit: int
+    cache_size: int = 0
+
+
+def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int) -> list[int]:
+    """Decide how many of each request's next inputs share the next padded batch.
+
+    `lengths` has, for each request, oldest first, the tokens of its inputs in the order they
+    are to be taken. Requests give one input each in turn, so that a huge one leaves room for
+    small ones. A padded batch costs its longest row times its rows. The oldest request's first
+    input is always taken, so that an over-long one is served alone rather than never.
+    """
+    taken = [0] * len(lengths)
+    rows = longest = 0
+    giving = deque(range(len(lengths)))
+    while giving and rows < max_rows:
+        request = giving.popleft()
+        length = lengths[request][taken[request]]
+        if rows and max(longest, length) * (rows + 1) > max_tokens:
+            continue  # it gives no more this time
+        longest = max(longest, length)
+        rows += 1
+        taken[request] += 1
+        if taken[request] < len(lengths[request]):
+            giving.append(request)
+    return taken
+
+
+def window(load: int, limits: EmbeddingLimits) -> float:
+    """Choose the collection window, in seconds, for so many requests waiting or on their way.
+
+    Below a quarter of a full batch the load is low, from a full batch on it is high.
+    """
+    if limits.windows is None:
+        return limits.batch_window_s
+    if 4 * load < limits.max_batch_size:
+        return limits.windows.low_s
+    return limits.windows.medium_s if load < limits.max_batch_size else limits.windows.high_s
+
+
+def patience(
+    rows: int, age_s: float, window_s: float, limits: EmbeddingLimits, *, is_expecting: bool
+) -> float:
+    """Decide how many more seconds `rows` waiting inputs, the oldest so old, wait for others.
+
+    0 when the batch is full or nobody is on the way: that is the fast path. A batch below the
+    minimum size waits even so, but never beyond the window.
+    """
+    if rows >= limits.max_batch_size or limits.max_batch_size == 1:
+        return 0.0
+    if rows >= limits.min_batch_size and not is_expecting:
+        return 0.0
+    return max(0.0, min(window_s, limits.batch_deadline_s) - age_s)

@@ -1,0 +1,113 @@
+"""Where a request's time went is told: in a header, in the log, in a chunk, in metrics."""
+
+import re
+
+import httpx2
+import orjson
+import pytest
+import structlog
+
+pytestmark = pytest.mark.anyio
+
+CHAT = {"model": "writer", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def stages(answer: httpx2.Response) -> dict[str, float]:
+    """Read a Server-Timing header."""
+    header = answer.headers["server-timing"]
+    assert re.fullmatch(r"[a-z]+;dur=[\d.]+(, [a-z]+;dur=[\d.]+)*", header)
+    return {name: float(ms) for name, ms in re.findall(r"(\w+);dur=([\d.]+)", header)}
+
+
+async def test_an_embedding_tells_its_stages_in_a_header(client: httpx2.AsyncClient) -> None:
+    """From parsing to writing; together they are no more than the total."""
+    answer = await client.post("/v1/embeddings", json={"model": "embed", "input": ["a", "b"]})
+    told = stages(answer)
+    names = ["parse", "tokenise", "queue", "lane", "inference", "serialise", "total"]
+    assert list(told) == names
+    assert sum(told.values()) - told["total"] <= told["total"] + 0.1
+
+
+async def test_an_answer_tells_prefill_and_decode_apart(client: httpx2.AsyncClient) -> None:
+    """A whole one, in its header."""
+    told = stages(await client.post("/v1/chat/completions", json=CHAT))
+    names = ["parse", "tokenise", "queue", "lane", "prefill", "decode", "serialise", "total"]
+    assert list(told) == names
+
+
+async def test_a_grammar_tells_its_compilation(client: httpx2.AsyncClient) -> None:
+    """It may take longer than all the rest."""
+    answer = await client.post("/v1/chat/completions", json={**CHAT, "guided_regex": "a+"})
+    assert "compile" in stages(answer)
+
+
+async def test_a_stream_tells_up_to_its_first_token_and_the_rest_with_its_usage(
+    client: httpx2.AsyncClient,
+) -> None:
+    """A header cannot come after the text; the chunk that `include_usage` asks for can."""
+    asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    answer = await client.post("/v1/chat/completions", json=asked)
+    assert list(stages(answer))[:5] == ["parse", "tokenise", "queue", "lane", "prefill"]
+    *_, last, done = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert done == "data: [DONE]"
+    told = orjson.loads(last.removeprefix("data: "))["timings"]
+    assert told["decode_ms"] >= 0
+    assert told["total_ms"] >= stages(answer)["total"]
+
+
+async def test_completions_tell_the_first_prompts_stages(client: httpx2.AsyncClient) -> None:
+    """Prompts run side by side, and their times do not add up."""
+    asked = {
+        "model": "writer", "prompt": ["abc"] * 9, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    answer = await client.post("/v1/completions", json=asked)
+    *_, last, _ = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    told = orjson.loads(last.removeprefix("data: "))["timings"]
+    total = told.pop("total_ms")
+    assert sum(told.values()) <= total + 0.1
+
+
+async def test_the_access_log_has_the_stages_and_tokens(client: httpx2.AsyncClient) -> None:
+    """One line a request, the model by its id."""
+    with structlog.testing.capture_logs() as lines:
+        await client.post("/v1/chat/completions", json=CHAT)
+        await client.get("/v1/models")
+    chat, models = [line for line in lines if line["event"] == "request"]
+    assert chat["model"] == "writer"
+    assert (chat["tokens_in"], chat["tokens_out"]) == (5, 6)
+    assert {"parse_ms", "tokenise_ms", "queue_ms", "lane_ms", "prefill_ms", "decode_ms"} <= set(
+        chat
+    )
+    assert "model" not in models
+
+
+async def test_a_batch_has_one_debug_line(client: httpx2.AsyncClient) -> None:
+    """Its kind, model, rows and milliseconds."""
+    with structlog.testing.capture_logs() as lines:
+        await client.post("/v1/embeddings", json={"model": "embed", "input": ["a", "bbb"]})
+    (batch,) = [line for line in lines if line["event"] == "batch"]
+    assert batch.pop("ms") >= 0
+    assert {key: batch[key] for key in ("kind", "model", "rows", "padded_tokens")} == {
+        "kind": "embedding", "model": "org/embed", "rows": 2, "padded_tokens": 6,
+    }  # fmt: skip
+
+
+async def test_stages_are_histograms_by_model(client: httpx2.AsyncClient) -> None:
+    """And so are the first token, the time per token, padding, and the lane by kind of work."""
+    await client.post("/v1/embeddings", json={"model": "embed", "input": ["a", "bbb"]})
+    await client.post("/v1/chat/completions", json=CHAT)
+    text = (await client.get("/metrics")).text
+    for series in (
+        'gateway_stage_seconds_count{model="org/embed",stage="inference"}',
+        'gateway_stage_seconds_count{model="writer",stage="prefill"}',
+        'gateway_time_to_first_token_seconds_count{model="writer"}',
+        'gateway_time_per_output_token_seconds_count{model="writer"}',
+        'gateway_batch_padding_ratio_count{model="org/embed"}',
+        'gateway_fast_path_total{model="org/embed"}',
+        'gateway_lane_seconds_total{kind="decode"}',
+        'gateway_lane_wait_seconds_count{kind="embedding"}',
+    ):
+        found = re.search(re.escape(series) + r" ([\d.e+-]+)", text)
+        assert found, series
+        assert float(found[1]) > 0, series

@@ -1,0 +1,82 @@
+"""Fair shares of the lane, with numbers."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.serving.shares import MOST_S, Shares
+
+
+def serve(shares: Shares, waiting: list[str], costs: dict[str, float], turns: int) -> list[str]:
+    """Let kinds that always wait take turns."""
+    served = []
+    for _ in range(turns):
+        kind = waiting[shares.choose(waiting)]
+        shares.begin(kind)
+        shares.end(kind, costs[kind])
+        served.append(kind)
+    return served
+
+
+def test_kinds_of_equal_weight_get_equal_time_however_long_their_turns_are() -> None:
+    """A decode step of 10 ms comes four times for each pass of 40 ms."""
+    served = serve(Shares({}), ["embedding", "decode"], {"embedding": 0.04, "decode": 0.01}, 50)
+    assert served.count("decode") == 4 * served.count("embedding")
+
+
+def test_weights_divide_the_time() -> None:
+    """Twice the weight is twice the time."""
+    shares = Shares({"decode": 2.0})
+    served = serve(shares, ["prefill", "decode"], {"prefill": 0.01, "decode": 0.01}, 30)
+    assert served.count("decode") == 2 * served.count("prefill")
+
+
+def test_idleness_saves_nothing_up() -> None:
+    """Whoever comes after an hour does not get an hour."""
+    shares = Shares({})
+    serve(shares, ["decode"], {"decode": 0.01}, 1000)
+    served = serve(shares, ["decode", "embedding"], {"decode": 0.01, "embedding": 0.01}, 10)
+    assert served.count("embedding") == 5
+
+
+def test_a_turn_of_minutes_counts_as_a_second() -> None:
+    """A model's load must not make the next load wait as long as it took."""
+    shares = Shares({})
+    costs = {"load": 300.0, "decode": 0.1}
+    served = serve(shares, ["load", "decode"], costs, 30)
+    assert served.count("load") == 3
+    assert MOST_S == 1.0
+
+
+def test_a_turn_goes_on_until_it_has_had_what_the_other_had() -> None:
+    """Steps of 1 ms, after a pass of 20 ms: twenty of them."""
+    shares = Shares({})
+    shares.begin("decode")
+    shares.end("decode", 0)
+    shares.begin("embedding")
+    shares.end("embedding", 0.020)
+    shares.begin("decode")
+    assert not shares.is_up("decode", 0.019, ["embedding"])
+    assert shares.is_up("decode", 0.021, ["embedding"])
+    assert shares.is_up("decode", 0.001, ["embedding", "decode"])
+    assert not shares.is_up("decode", 0.001, [])
+
+
+@given(
+    st.lists(st.sampled_from("abcd"), min_size=1, unique=True),
+    st.dictionaries(st.sampled_from("abcd"), st.floats(0.1, 10)),
+    st.data(),
+)
+def test_nobody_starves(waiting: list[str], weights: dict[str, float], data: st.DataObject) -> None:
+    """Between two turns of a kind, each other that waits has one, if its last one cost no more."""
+    costs = {kind: data.draw(st.floats(0.001, 1.0)) for kind in waiting}
+    served = serve(Shares(weights), waiting, costs, 400)
+    paid = {kind: costs[kind] / weights.get(kind, 1.0) for kind in waiting}
+    for kind in waiting:
+        given_s = served.count(kind) * paid[kind]
+        for other in waiting:
+            assert given_s <= served.count(other) * paid[other] + paid[kind] + paid[other] + 1e-9
+
+
+def test_of_equals_the_first_to_wait_is_next() -> None:
+    """A tie is no lottery."""
+    assert Shares({}).choose(["b", "a", "c"]) == 0
