@@ -60,7 +60,7 @@ def started(folder: Path, **settings: str) -> Iterator[str]:
 
 def _address(process: "subprocess.Popen[bytes]", log: Path) -> str:
     for _ in range(1200):
-        if found := re.search(r'"url": "([^"]+)"', log.read_text()):
+        if found := re.search(r'"url":"([^"]+)"', log.read_text()):
             return found[1]
         assert process.poll() is None, log.read_text()
         time.sleep(0.1)

@@ -2,8 +2,9 @@
 
 import logging
 import sys
-from typing import Literal
+from typing import Any, Literal
 
+import orjson
 import structlog
 
 Format = Literal["auto", "json", "console"]
@@ -14,7 +15,9 @@ def configure(level: str = "info", style: Format = "auto") -> None:
     as_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
     # Never a frame's variables: they hold keys and prompts.
     plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer() if as_json else plain
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer(_json) if as_json else plain
+    )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -30,6 +33,11 @@ def configure(level: str = "info", style: Format = "auto") -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+def _json(event: Any, **given: Any) -> str:
+    """Write a line's JSON: a third of the time that json takes; what is no JSON as its repr."""
+    return orjson.dumps(event, default=given["default"], option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def get(name: str) -> structlog.typing.FilteringBoundLogger:

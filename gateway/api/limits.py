@@ -2,7 +2,7 @@
 
 import asyncio
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from gateway.errors import SlowBody, TooLarge
 
@@ -20,12 +20,16 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     size = 0
     try:
         async with asyncio.timeout(timeout_s):
-            async for chunk in request.stream():
+            more = True
+            while more and size <= PATIENCE * max_bytes:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk = message.get("body", b"")
+                more = message.get("more_body", False)
                 size += len(chunk)
                 if size <= max_bytes:
                     body += chunk
-                elif size > PATIENCE * max_bytes:
-                    break
     except TimeoutError:
         raise SlowBody(f"The request body did not arrive within {timeout_s:g} seconds.") from None
     if size > max_bytes:

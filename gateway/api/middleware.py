@@ -6,6 +6,7 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Sequence
+from functools import lru_cache
 from http import HTTPStatus
 
 import orjson
@@ -80,8 +81,8 @@ class Context:
             status = await self._serve(scope, receive, reply)
         seconds = metrics.now() - timings.started
         route = getattr(scope.get("route"), "path", "none")
-        metrics.REQUESTS.labels(route, str(status)).inc()
-        metrics.REQUEST_SECONDS.labels(route).observe(seconds)
+        metrics.of(metrics.REQUESTS, route, str(status)).inc()
+        metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
         timing.record(timings)
         log.info(
             "request",
@@ -204,6 +205,7 @@ class Guard:
             raise Forbidden(f"The origin `{origin}` is not in GATEWAY_CORS_ORIGINS.")
 
 
+@lru_cache
 def is_loopback(host: str) -> bool:
     """Tell whether a Host header names this machine itself."""
     name = _name(host)

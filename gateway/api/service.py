@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -86,19 +87,13 @@ class Service:
             )
         return min(asked, most)
 
-    @contextlib.asynccontextmanager
-    async def embedder(self, spec: EmbeddingSpec) -> AsyncIterator[EmbeddingBatcher]:
+    def embedder(self, spec: EmbeddingSpec) -> AbstractAsyncContextManager[EmbeddingBatcher]:
         """Lease an embedding model."""
-        async with self.models.lease(spec) as batcher:
-            assert isinstance(batcher, EmbeddingBatcher)
-            yield batcher
+        return cast(AbstractAsyncContextManager[EmbeddingBatcher], self.models.lease(spec))
 
-    @contextlib.asynccontextmanager
-    async def writer(self, spec: ChatSpec) -> AsyncIterator[GenerationBatcher]:
+    def writer(self, spec: ChatSpec) -> AbstractAsyncContextManager[GenerationBatcher]:
         """Lease a chat model."""
-        async with self.models.lease(spec) as batcher:
-            assert isinstance(batcher, GenerationBatcher)
-            yield batcher
+        return cast(AbstractAsyncContextManager[GenerationBatcher], self.models.lease(spec))
 
     def embedding_spec(self, name: str) -> tuple[Resolved, EmbeddingSpec]:
         """Find an embedding model; a chat model is refused by name."""

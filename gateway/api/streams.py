@@ -40,11 +40,25 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     Raises ClientDisconnect then, which needs no answer.
     """
+    task = asyncio.current_task()
+    assert task is not None
+    is_over = False
+
+    def leave(_: asyncio.Task[None]) -> None:
+        if not is_over:
+            task.cancel()
+
     gone = asyncio.ensure_future(_gone(receive))
+    gone.add_done_callback(leave)
     try:
-        return await _unless(gone, work)
+        return await work
+    except asyncio.CancelledError:
+        if gone.done() and task.uncancel() == 0:  # nobody else cancelled us
+            raise ClientDisconnect from None
+        raise
     finally:
-        await _cancelled(gone)
+        is_over = True
+        gone.cancel()
 
 
 async def _gone(receive: Receive) -> None:

@@ -34,4 +34,4 @@ def record(timings: Timings) -> None:
     """Count the stages of a request that reached a model."""
     if timings.model is not None:
         for stage, seconds in timings.seconds.items():
-            metrics.STAGE_SECONDS.labels(timings.model, stage).observe(seconds)
+            metrics.of(metrics.STAGE_SECONDS, timings.model, stage).observe(seconds)

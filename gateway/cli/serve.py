@@ -1,6 +1,7 @@
 """serve: the gateway itself, from settings to the last byte of the drain."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -50,6 +51,10 @@ def serve(
         structured_backend=settings.structured_backend,
         compile_timeout_s=settings.structured_compile_timeout_s,
     )
+    # What was imported stays: the garbage collector need not look at a hundred thousand objects again
+    # and again, which took a fifth of the time of small requests.
+    gc.collect()
+    gc.freeze()
     asyncio.run(_serve(Gateway(settings, catalog, engines), settings))
 
 

@@ -21,7 +21,7 @@ class Admission:
     def admitted(self) -> Iterator[None]:
         """Hold a place while entered; raises Overloaded where there is none."""
         if self._requests >= self._limit:
-            metrics.REJECTED.labels(self._model).inc()
+            metrics.of(metrics.REJECTED, self._model).inc()
             raise Overloaded(
                 f"The model `{self._model}` has {self._requests} requests waiting already.",
                 retry_after_s=1,
@@ -34,7 +34,7 @@ class Admission:
 
     def _count(self, change: int) -> None:
         self._requests += change
-        metrics.QUEUE_DEPTH.labels(self._model).set(self._requests)
+        metrics.of(metrics.QUEUE_DEPTH, self._model).set(self._requests)
 
 
 @contextlib.asynccontextmanager

@@ -135,7 +135,7 @@ class ModelCache(Generic[M]):
             async with self._opened(spec) as model:
                 entry.last_used = metrics.now()
                 entry.ready.set_result(model)
-                metrics.MODEL_LOADS.labels(spec.id, "loaded").inc()
+                metrics.of(metrics.MODEL_LOADS, spec.id, "loaded").inc()
                 metrics.MODELS_LOADED.inc()
                 log.info(
                     "model_loaded",
@@ -162,7 +162,7 @@ class ModelCache(Generic[M]):
             self._announce()
 
     def _fail(self, spec: ModelSpec, entry: _Entry[M], error: Exception) -> None:
-        metrics.MODEL_LOADS.labels(spec.id, "failed").inc()
+        metrics.of(metrics.MODEL_LOADS, spec.id, "failed").inc()
         log.error(
             "model_failed",
             model=spec.id,

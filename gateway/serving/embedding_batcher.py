@@ -63,12 +63,14 @@ class EmbeddingBatcher:
         """
         job.caller.timings.model = self._name
         try:
-            with self._admission.admitted(), contextlib.ExitStack() as stack:
-                arrival = arrival or stack.enter_context(self._arrivals.expected())
+            with self._admission.admitted():
                 async with until_deadline(job.caller):
-                    return await self._embed(job, arrival)
+                    if arrival is not None:
+                        return await self._embed(job, arrival)
+                    with self._arrivals.expected() as arrival:
+                        return await self._embed(job, arrival)
         except asyncio.CancelledError:
-            metrics.CANCELLED.labels(self._name).inc()
+            metrics.of(metrics.CANCELLED, self._name).inc()
             raise
 
     async def _embed(self, job: EmbedJob, arrival: Arrival) -> Embedded:
@@ -85,9 +87,9 @@ class EmbeddingBatcher:
         read = sum(each.tokens for each in every)
         truncated = sum(each.was_cut for each in every)
         job.caller.timings.tokens_in = read
-        metrics.TOKENS_IN.labels(self._name).inc(read)
+        metrics.of(metrics.TOKENS_IN, self._name).inc(read)
         if truncated:
-            metrics.TRUNCATED.labels(self._name).inc(truncated)
+            metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
         vectors = np.stack([each.vector for each in every])
         if job.dimensions is not None and job.dimensions < self._engine.dimensions:
             vectors = self._engine.shorten(vectors, job.dimensions)
@@ -187,7 +189,7 @@ class EmbeddingBatcher:
             )
             if more_s <= 0:
                 if is_first:
-                    metrics.FAST_PATH.labels(self._name).inc()
+                    metrics.of(metrics.FAST_PATH, self._name).inc()
                 return
             is_first = False
             await arrivals.changed(more_s)
@@ -242,8 +244,8 @@ class EmbeddingBatcher:
             waited_s = min(turn.waited_s, turn.gained - ticket.arrived)
             ticket.passed(seconds, max(0.0, waited_s))
         padded = len(batch) * max(1, len(batch[-1].tokens))
-        metrics.BATCH_ROWS.labels(self._name).observe(len(batch))
-        metrics.BATCH_PADDING.labels(self._name).observe(
+        metrics.of(metrics.BATCH_ROWS, self._name).observe(len(batch))
+        metrics.of(metrics.BATCH_PADDING, self._name).observe(
             1 - sum(len(each.tokens) for each in batch) / padded
         )
         log.debug(

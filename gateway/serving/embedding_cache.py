@@ -26,8 +26,8 @@ class EmbeddingCache:
     def __init__(self, model: str, size: int) -> None:
         self._size = size
         self._known: OrderedDict[str, Known] = OrderedDict()
-        self._hit = metrics.EMBEDDING_CACHE.labels(model, "hit")
-        self._missed = metrics.EMBEDDING_CACHE.labels(model, "miss")
+        self._hit = metrics.of(metrics.EMBEDDING_CACHE, model, "hit")
+        self._missed = metrics.of(metrics.EMBEDDING_CACHE, model, "miss")
 
     def get(self, text: str, *, truncate: bool) -> Known | None:
         """Give what is known of a text; one that was cut only to who lets it be cut."""

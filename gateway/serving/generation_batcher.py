@@ -85,7 +85,7 @@ class GenerationBatcher:
             self._wait(tickets)
             usage = Usage(prompt_tokens=len(rows[0].prompt))
             timings.tokens_in = usage.prompt_tokens
-            metrics.TOKENS_IN.labels(self._name).inc(usage.prompt_tokens)
+            metrics.of(metrics.TOKENS_IN, self._name).inc(usage.prompt_tokens)
             deltas = self._deltas(job, inbox, len(tickets))
             try:
                 yield Generation(usage, deltas)
@@ -108,7 +108,7 @@ class GenerationBatcher:
     async def _deltas(
         self, job: GenerateJob, inbox: asyncio.Queue[Delta | GatewayError], choices: int
     ) -> AsyncGenerator[Delta, None]:
-        written, timings = metrics.TOKENS_OUT.labels(self._name), job.caller.timings
+        written, timings = metrics.of(metrics.TOKENS_OUT, self._name), job.caller.timings
         while choices:
             async with until_deadline(job.caller):
                 news = await inbox.get()
@@ -118,7 +118,7 @@ class GenerationBatcher:
             written.inc(news.tokens)
             timings.tokens_out += news.tokens
             if news.cached_tokens:
-                metrics.CACHED_TOKENS.labels(self._name).inc(news.cached_tokens)
+                metrics.of(metrics.CACHED_TOKENS, self._name).inc(news.cached_tokens)
             yield news
 
     def _wait(self, tickets: Iterable[Ticket]) -> None:
@@ -131,7 +131,7 @@ class GenerationBatcher:
         unfinished = [ticket for ticket in tickets if not ticket.is_over]
         if not unfinished:
             return
-        metrics.CANCELLED.labels(self._name).inc()
+        metrics.of(metrics.CANCELLED, self._name).inc()
         for ticket in unfinished:
             ticket.is_over = True
             if ticket in self._waiting:
@@ -243,7 +243,7 @@ class GenerationBatcher:
 
     def _deliver(self, kind: str, deltas: Sequence[RowDelta], seconds: float) -> None:
         if kind == "decode":
-            metrics.BATCH_ROWS.labels(self._name).observe(len(self._running))
+            metrics.of(metrics.BATCH_ROWS, self._name).observe(len(self._running))
         log.debug(
             "batch",
             kind=kind,

@@ -113,7 +113,9 @@ class GrammarCache(Generic[T]):
                 code="invalid_json_schema" if grammar.kind == "json_schema" else "invalid_grammar",
             ) from None
         finally:
-            metrics.GRAMMAR_COMPILE_SECONDS.labels(self._model).observe(metrics.now() - started)
+            metrics.of(metrics.GRAMMAR_COMPILE_SECONDS, self._model).observe(
+                metrics.now() - started
+            )
 
     def _release(self, work: "asyncio.Future[T]") -> None:
         self._turn.release()
@@ -134,7 +136,7 @@ class GrammarCache(Generic[T]):
         return entry.failed_at is not None and metrics.now() - entry.failed_at > ERRORS_LAST_S
 
     def _count(self, outcome: str) -> None:
-        metrics.GRAMMARS.labels(self._model, outcome).inc()
+        metrics.of(metrics.GRAMMARS, self._model, outcome).inc()
 
 
 class Worker:

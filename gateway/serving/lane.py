@@ -119,9 +119,9 @@ class Lane:
             seconds = metrics.now() - gained
             self._shares.end(kind, seconds)
             self._hand_on()
-            metrics.LANE_WAIT.labels(kind).observe(gained - asked)
-            metrics.LANE_HOLD.labels(kind).observe(seconds)
-            metrics.LANE_SECONDS.labels(kind).inc(seconds)
+            metrics.of(metrics.LANE_WAIT, kind).observe(gained - asked)
+            metrics.of(metrics.LANE_HOLD, kind).observe(seconds)
+            metrics.of(metrics.LANE_SECONDS, kind).inc(seconds)
 
     async def _gain(self, kind: str) -> None:
         if not self._is_held:

@@ -75,14 +75,14 @@ class Ticket:
         if timings.first_token is None:
             now = timings.first_token = metrics.now()
             timings.add(Stage.PREFILL, now - self.since)
-            metrics.FIRST_TOKEN_SECONDS.labels(model).observe(now - timings.started)
+            metrics.of(metrics.FIRST_TOKEN_SECONDS, model).observe(now - timings.started)
             self.since = now
         if self.is_over:
             seconds = metrics.now() - self.since
             timings.add(Stage.DECODE, seconds)
             if self.tokens > 1:
                 each_s = seconds / (self.tokens - 1)
-                metrics.OUTPUT_TOKEN_SECONDS.labels(model).observe(each_s)
+                metrics.of(metrics.OUTPUT_TOKEN_SECONDS, model).observe(each_s)
 
     def end(self, error: GatewayError) -> None:
         """End the row, unless it has ended, with an error."""

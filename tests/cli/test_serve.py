@@ -52,11 +52,11 @@ def serving(folder: Path, **given: str) -> Iterator[tuple["subprocess.Popen[byte
         )
     try:
         for _ in range(600):
-            if '"event": "ready"' in log.read_text():
+            if '"event":"ready"' in log.read_text():
                 break
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
-        found = re.search(r'"(?:url|bind)": "([^"]+)"', log.read_text())
+        found = re.search(r'"(?:url|bind)":"([^"]+)"', log.read_text())
         assert found, log.read_text()
         yield process, found[1]
     finally:
