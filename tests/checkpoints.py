@@ -22,6 +22,29 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+# Three layers of four look at a window of 96 tokens only.
+SLIDING: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 96,
+    "sliding_window_pattern": 4,
+}
+# One layer of three keeps a state and no KV.
+STATEFUL: dict[str, Any] = {
+    "model_type": "lfm2",
+    "num_hidden_layers": 3,
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 64,
+    "block_ff_dim": 96,
+    "block_multiple_of": 1,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "full_attn_idxs": [0, 2],
+}
 
 
 def teach_thinking(folder: Path, *, opens: bool) -> Path:

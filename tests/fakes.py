@@ -1,7 +1,7 @@
 """Scripted engines: no maths, but a seam to hold, fail and watch every call."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from gateway.jobs import (
     Vectors,
 )
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
+from gateway.serving.ports import GenerationEngine
 
 FAR = 1e12  # a deadline beyond every test
 
@@ -210,9 +211,12 @@ class ScriptedEngines:
         self._load(spec)
         return self.embedder
 
-    def generation(self, spec: ChatSpec, folder: Path) -> ScriptedWriter:
+    def generation(
+        self, spec: ChatSpec, folder: Path
+    ) -> Generator[GenerationEngine | None, None, None]:
         self._load(spec)
-        return self.writer
+        yield None
+        yield self.writer
 
     def _load(self, spec: ModelSpec) -> None:
         self.loads.append(spec.id)

@@ -6,7 +6,7 @@ Imports mlx: whoever needs no model must not import this.
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -14,7 +14,7 @@ from gateway import logs
 from gateway.engine import backend, sources
 from gateway.engine.embedding import load_embedding
 from gateway.engine.grammar.shaping import Shape
-from gateway.engine.loading import load_generation
+from gateway.engine.loading import load_generation_in_steps
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.grammars import Worker
@@ -36,9 +36,11 @@ class MlxEngines:
         *,
         structured_backend: str = "llguidance",
         compile_timeout_s: float = 10.0,
+        prefix_cache_bytes: int = 0,
     ) -> None:
         self._structured_backend = structured_backend
         self._worker = Worker(compile_timeout_s)
+        self._prefix_cache_bytes = prefix_cache_bytes
         self._device = backend.choose_device(requested)
         self._cache_limit_bytes = cache_limit_bytes
         self._hub = hub
@@ -94,10 +96,13 @@ class MlxEngines:
             prompts=spec.prompts,
         )
 
-    def generation(self, spec: ChatSpec, folder: Path) -> GenerationEngine:
-        """Load a chat model."""
+    def generation(
+        self, spec: ChatSpec, folder: Path
+    ) -> Generator[GenerationEngine | None, None, None]:
+        """Load a chat model, a slice a step; the last step gives the engine."""
         backend_name = spec.structured.backend or self._structured_backend
-        return load_generation(
+        own_bytes = spec.batching.prefix_cache_bytes
+        return load_generation_in_steps(
             folder,
             name=spec.id,
             device=self._device,
@@ -110,6 +115,7 @@ class MlxEngines:
                 max_string_chars=spec.structured.max_string_chars,
                 max_array_items=spec.structured.max_array_items,
             ),
+            prefix_cache_bytes=self._prefix_cache_bytes if own_bytes is None else own_bytes,
         )
 
 

@@ -6,7 +6,7 @@ Settings end here: what is built below is given plain arguments.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import Protocol
 
@@ -59,8 +59,10 @@ class Engines(Protocol):
     def embedding(self, spec: EmbeddingSpec, folder: Path) -> EmbeddingEngine:
         """Load, on the lane."""
 
-    def generation(self, spec: ChatSpec, folder: Path) -> GenerationEngine:
-        """Load, on the lane."""
+    def generation(
+        self, spec: ChatSpec, folder: Path
+    ) -> Generator[GenerationEngine | None, None, None]:
+        """Load, on the lane, a slice a step; the last step gives the engine."""
 
 
 class Gateway:
@@ -189,8 +191,7 @@ class Gateway:
     async def _writer(self, spec: ChatSpec, folder: Path) -> AsyncIterator[Batcher]:
         settings = self._settings
         limits = generation_limits(settings, spec)
-        async with self._lane.turn("load") as run:
-            engine = await run(self._engines.generation, spec, folder)
+        engine = await self._loaded(self._engines.generation(spec, folder))
         grammars: GrammarCache[object] = GrammarCache(
             spec.id,
             engine.compile,
@@ -205,6 +206,20 @@ class Gateway:
         finally:
             async with self._lane.turn("load") as run:
                 await run(engine.close)
+
+    async def _loaded(
+        self, steps: Generator[GenerationEngine | None, None, None]
+    ) -> GenerationEngine:
+        """Load in turns of the lane, so that others have theirs between."""
+        engine: GenerationEngine | None = None
+        try:
+            while engine is None:
+                async with self._lane.turn("load") as run:
+                    engine = await run(next, steps)
+        finally:
+            async with self._lane.turn("load") as run:
+                await run(steps.close)  # there, so that a half-read model is freed there
+        return engine
 
     def _fingerprint(self, spec: ModelSpec) -> str:
         """Name all that exact repeats depend on: gateway, revision, device."""

@@ -50,9 +50,10 @@ def serve(
         hub,
         structured_backend=settings.structured_backend,
         compile_timeout_s=settings.structured_compile_timeout_s,
+        prefix_cache_bytes=settings.prefix_cache_bytes,
     )
-    # What was imported stays: the garbage collector need not look at a hundred thousand objects again
-    # and again, which took a fifth of the time of small requests.
+    # What was imported stays: the garbage collector need not look at a hundred thousand objects
+    # again and again, which took a fifth of the time of small requests.
     gc.collect()
     gc.freeze()
     asyncio.run(_serve(Gateway(settings, catalog, engines), settings))

@@ -1,52 +1,14 @@
-"""The two batches a row goes through: a cohort reads prompts, the running rows decode."""
+"""Rows between two decode steps, and what a step has said."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import PromptProcessingBatch
 
 from gateway.engine.rows import Row, TokenScores
 from gateway.engine.sampling import Scores
 from gateway.jobs import FinishReason, RowDelta
-
-
-def take_prompts(lengths: Sequence[int], budget: int) -> int:
-    """Count how many of the oldest prompts are read together.
-
-    A padded chunk costs its longest row times its rows. The first prompt is always taken; one
-    beyond the budget is read alone, in chunks.
-    """
-    longest = 0
-    for rows, length in enumerate(lengths):
-        longest = max(longest, length)
-        if rows and longest * (rows + 1) > budget:
-            return rows
-    return len(lengths)
-
-
-@dataclass(slots=True)
-class Cohort:
-    """Rows whose prompts are read together; all but their last token, `read` of it so far."""
-
-    rows: list[Row]
-    batch: PromptProcessingBatch
-    prompts: list[list[int]]
-    read: int = 0
-
-    @property
-    def length(self) -> int:
-        """Give the longest row's tokens."""
-        return max(len(prompt) for prompt in self.prompts)
-
-    def drop(self, row_id: int) -> None:
-        """Let a row go before its prompt is read."""
-        keep = [i for i, row in enumerate(self.rows) if row.id != row_id]
-        if len(keep) < len(self.rows):
-            self.batch.filter(keep)
-            self.rows = [self.rows[i] for i in keep]
-            self.prompts = [self.prompts[i] for i in keep]
 
 
 @dataclass(slots=True)

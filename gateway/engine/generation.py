@@ -4,21 +4,21 @@ The KV caches and the prompt pass are mlx-lm's batch classes; the decode step is
 a prefill chunk and a decode step are separate calls (mlx-lm's `next()` does both in one).
 """
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.batches import Cohort, Running, take_prompts
+from gateway.engine.batches import Running
 from gateway.engine.chat import ChatTokenizer
 from gateway.engine.decoders import parameters
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.structured import Structured
+from gateway.engine.prefill import Cohort, Prefill
+from gateway.engine.prefixes import Prefixes
 from gateway.engine.rows import Row
 from gateway.engine.sampling import Sampler, adjusted, choose, is_finite, score
 from gateway.errors import BadRequest, ContextLengthExceeded
@@ -44,6 +44,7 @@ class GenerationEngine:
         *,
         max_context: int,
         vocab_size: int,
+        prefix_cache_bytes: int = 0,
     ) -> None:
         self._name = name
         self._model: Any = model
@@ -51,9 +52,8 @@ class GenerationEngine:
         self._structured = structured
         self._vocab_size = vocab_size
         self._max_context = max_context
-        self._waiting: deque[Row] = deque()
-        self._suspects: deque[Row] = deque()
-        self._cohort: Cohort | None = None
+        self._prefixes = Prefixes(make_prompt_cache(self._model), prefix_cache_bytes)
+        self._prefill = Prefill(self._model, self._prefixes)
         self._running: Running | None = None
         self._last_id = 0
         self._steps = 0
@@ -66,7 +66,7 @@ class GenerationEngine:
     @property
     def is_prefilling(self) -> bool:
         """Tell whether a row still has prompt to read."""
-        return bool(self._cohort or self._waiting or self._suspects)
+        return not self._prefill.is_empty
 
     @property
     def is_decoding(self) -> bool:
@@ -109,7 +109,7 @@ class GenerationEngine:
     def join(self, job: RowJob) -> int:
         """Queue a row for prefill and give its id."""
         self._last_id += 1
-        self._waiting.append(
+        self._prefill.add(
             Row(
                 self._last_id,
                 job,
@@ -123,33 +123,18 @@ class GenerationEngine:
 
     def leave(self, row_id: int) -> None:
         """Drop a row, wherever it is; an unknown id is fine."""
-        for queue in (self._waiting, self._suspects):
-            for row in [row for row in queue if row.id == row_id]:
-                queue.remove(row)
-        if self._cohort is not None:
-            self._cohort.drop(row_id)
-            self._cohort = self._cohort if self._cohort.rows else None
+        self._prefill.drop(row_id)
         if self._running is not None:
             self._keep([i for i, row in enumerate(self._running.rows) if row.id != row_id])
 
     def prefill(self, token_budget: int) -> list[RowDelta]:
-        """Read one chunk of the oldest prompts; those read whole start to run."""
-        if self._cohort is None:
-            self._cohort = self._next_cohort(token_budget)
-        if (cohort := self._cohort) is None:
+        """Read one chunk of the prompts whose turn it is; those read whole start to run."""
+        if (cohort := self._prefill.turn(token_budget)) is None:
             return []
         try:
-            chunk = max(1, token_budget // len(cohort.rows))
-            end = min(cohort.read + chunk, cohort.length)
-            if end > cohort.read:
-                cohort.batch.prompt([prompt[cohort.read : end] for prompt in cohort.prompts])
-            cohort.read = end
-            if end < cohort.length:
-                return []
-            self._cohort = None
-            return self._start(cohort)
+            self._prefill.read(cohort, token_budget)
+            return self._start(cohort) if cohort.is_read else []
         except Exception as error:
-            self._cohort = None
             return self._blame(cohort.rows, error)
 
     def decode(self) -> list[RowDelta]:
@@ -168,6 +153,7 @@ class GenerationEngine:
         on = [i for i, each in enumerate(said) if each.is_finite and ends[i] is None]
         deltas = []
         try:
+            self._remember(running, [i for i, end in enumerate(ends) if end is not None])
             self._keep(on)
             self._step()
         except Exception as error:
@@ -186,42 +172,18 @@ class GenerationEngine:
                 mx.eval(self._running.tokens, self._running.finite)
 
     def nbytes(self) -> int:
-        """Count the bytes held on the device: weights and KV."""
+        """Count the bytes held on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
-        caches = self._running.cache if self._running is not None else []
-        if self._cohort is not None:
-            caches = [*caches, *self._cohort.batch.prompt_cache]
-        return weights + sum(int(layer.nbytes) for layer in caches)
+        running = self._running.cache if self._running is not None else []
+        kv = self._prefill.nbytes + sum(int(layer.nbytes) for layer in running)
+        return weights + kv + self._prefixes.nbytes
 
     def close(self) -> None:
         """Let go of every array."""
-        self._waiting.clear()
-        self._suspects.clear()
-        self._cohort = self._running = self._model = None
+        self._prefill.close()
+        self._prefixes.clear()
+        self._running = self._model = None
         mx.clear_cache()
-
-    def _next_cohort(self, budget: int) -> Cohort | None:
-        if self._suspects:
-            rows = [self._suspects.popleft()]
-        elif self._waiting:
-            lengths = [len(row.job.prompt) for row in self._waiting]
-            # mlx-lm cannot pad a row that has nothing to read: a one-token prompt goes alone.
-            alone = lengths[0] == 1
-            room = 1 if alone else take_prompts(lengths, budget)
-            while room > 1 and 1 in lengths[:room]:
-                room = lengths.index(1)
-            rows = [self._waiting.popleft() for _ in range(room)]
-        else:
-            return None
-        prompts = [row.context[:-1] for row in rows]
-        batch = PromptProcessingBatch(
-            self._model,
-            [row.id for row in rows],
-            [make_prompt_cache(self._model) for _ in rows],
-            logits_processors=[[] for _ in rows],
-            prefill_step_size=max(budget, 1),
-        )
-        return Cohort(rows, batch, prompts)
 
     def _start(self, cohort: Cohort) -> list[RowDelta]:
         """Run the last prompt token of each row; a row that may say one token ends here."""
@@ -272,6 +234,12 @@ class GenerationEngine:
         launch(tokens, finite)
         return Running(rows, cache, tokens, finite, scores)
 
+    def _remember(self, running: Running, ended: list[int]) -> None:
+        """Keep what rows have read and said: a conversation's next prompt begins with it."""
+        if not self._prefixes.needs_block_ends:  # few answers end with one
+            for i in ended:
+                self._prefixes.store(running.rows[i].context[:-1], running.cache, i)
+
     def _keep(self, indices: list[int]) -> None:
         if self._running is None or len(indices) == len(self._running.rows):
             return
@@ -281,12 +249,16 @@ class GenerationEngine:
             self._running = None
 
     def _blame(self, rows: list[Row], error: Exception) -> list[RowDelta]:
-        """Read every row again, alone; end the one that was alone already."""
+        """Read every row again, alone; end the one that was alone already.
+
+        Whatever is kept of prompts goes too: it may be what broke them.
+        """
+        self._prefixes.clear()
         if len(rows) == 1 and rows[0].is_suspect:
             return [RowDelta(rows[0].id, error=f"{type(error).__name__}: {error}")]
         for row in rows:
             row.suspect()
-        self._suspects.extend(rows)
+        self._prefill.readmit(rows)
         return []
 
 

@@ -1,15 +1,15 @@
 """A chat model's folder → its engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_config
 
 from gateway.engine.backend import Device
 from gateway.engine.chat import ChatTokenizer, load_chat_tokenizer
-from gateway.engine.decoders import load_decoder
+from gateway.engine.decoders import open_decoder, read_in_slices
 from gateway.engine.generation import GenerationEngine
 from gateway.engine.grammar.compiling import GrammarTokenizer
 from gateway.engine.grammar.indexes import Runner
@@ -17,8 +17,10 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import Structured
 from gateway.engine.weights import Checkpoint
 
+P = ParamSpec("P")
 
-def load_generation(
+
+def load_generation_in_steps(
     folder: Path,
     *,
     name: str,
@@ -29,20 +31,26 @@ def load_generation(
     template_args: Mapping[str, Any],
     shape: Shape | None = None,
     run: Runner | None = None,
-) -> GenerationEngine:
-    """Load a chat model that mlx-lm knows. On the lane.
+    prefix_cache_bytes: int = 0,
+) -> Generator[GenerationEngine | None]:
+    """Load a chat model that mlx-lm knows, a step for each slice of its weights. On the lane.
+
+    Others may have the lane between two steps. They give None, and the last one the engine;
+    whoever stops before that must close the generator, on the lane too.
 
     `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
     tightens the schemas that answers are held to. `run`, where given, makes outlines_core the
-    compiler of grammars, in a process that it ends in time. Raises ModelLoadFailed saying what
-    is wrong.
+    compiler of grammars, in a process that it ends in time. `prefix_cache_bytes` bounds the KV
+    kept of prompts, for others that begin alike; 0 keeps none. Raises ModelLoadFailed saying
+    what is wrong.
     """
     checkpoint = Checkpoint(name, folder)
-    model, config = load_decoder(checkpoint, device=device, dtype=dtype)
+    model, config = open_decoder(checkpoint, device=device, dtype=dtype)
     if not all(hasattr(layer, "merge") for layer in make_prompt_cache(model)):
         raise checkpoint.failed(
             f"mlx-lm cannot batch the KV cache of `{config.get('model_type')}` models"
         )
+    yield from read_in_slices(checkpoint, model)
     chat = load_chat_tokenizer(
         folder,
         name=name,
@@ -51,14 +59,27 @@ def load_generation(
         template_args=template_args,
     )
     vocab_size = int(_text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
-    return GenerationEngine(
+    yield GenerationEngine(
         name,
         model,
         chat,
         _structured(checkpoint, chat, vocab_size, shape or Shape(), run),
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
+        prefix_cache_bytes=prefix_cache_bytes,
     )
+
+
+def _at_once(
+    steps: Callable[P, Generator[GenerationEngine | None]],
+) -> Callable[P, GenerationEngine]:
+    def load(*args: P.args, **kwargs: P.kwargs) -> GenerationEngine:
+        return next(engine for engine in steps(*args, **kwargs) if engine is not None)
+
+    return load
+
+
+load_generation = _at_once(load_generation_in_steps)
 
 
 def _structured(

@@ -104,6 +104,7 @@ class Row:
         self.job = job
         self.sampler = sampler
         self.tokens: list[int] = []
+        self.cached_tokens = 0  # of the prompt: taken from what others had read
         self.is_suspect = False
         self.is_broken = False
         self._speech = speech
@@ -148,6 +149,7 @@ class Row:
     def suspect(self) -> None:
         """Prepare to be read again, alone, after a step that went wrong."""
         self.is_suspect = True
+        self.cached_tokens = 0
         self.sampler.recount(self.tokens)
         if self._grammar is not None:
             matched = self.tokens[len(self.tokens) - self._matched :]
@@ -198,8 +200,7 @@ class Row:
         ]
         # The token, its logprobs and the end go with the last of its parts.
         last = deltas.pop() if deltas else RowDelta(self.id)
-        return [
-            *deltas,
+        deltas.append(
             RowDelta(
                 self.id,
                 last.text,
@@ -209,5 +210,8 @@ class Row:
                 call=last.call,
                 logprobs=placed,
                 reasoning_tokens=int(reasoned),
-            ),
-        ]
+            )
+        )
+        if len(self.tokens) == 1:
+            deltas[0] = replace(deltas[0], cached_tokens=self.cached_tokens)
+        return deltas

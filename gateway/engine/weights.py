@@ -3,8 +3,9 @@
 Pickled weights are never opened: unpickling runs whatever code they hold.
 """
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ class Checkpoint:
     def failed(self, reason: str) -> ModelLoadFailed:
         """Make the error that says why this model cannot be loaded."""
         return ModelLoadFailed(self.name, reason)
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Make whatever goes wrong meanwhile the reason why this model cannot be loaded."""
+        try:
+            yield
+        except Exception as error:
+            raise self.failed(f"{type(error).__name__}: {error}") from error
 
     def inside(self, path: str) -> "Checkpoint":
         """Give the same model's subfolder; a path that leads out of the folder is refused."""
@@ -110,6 +119,20 @@ def fit_weights(
         if names:
             raise checkpoint.failed(f"{what}: {listed(names)}")
     return {n: arrays[n] for n in shapes}
+
+
+def slices(arrays: Iterable[mx.array], most_bytes: int) -> Iterator[list[mx.array]]:
+    """Cut arrays, in their order, into lists of at most so many bytes; a bigger one is alone."""
+    some: list[mx.array] = []
+    room = most_bytes
+    for array in arrays:
+        if some and array.nbytes > room:
+            yield some
+            some, room = [], most_bytes
+        some.append(array)
+        room -= array.nbytes
+    if some:
+        yield some
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:

@@ -92,7 +92,7 @@ class GenerationEngine(Protocol):
         """Tell whether a row is running."""
 
     def nbytes(self) -> int:
-        """Count the bytes held on the device: weights and KV."""
+        """Count the bytes held on the device: weights, KV and prefixes."""
 
     def close(self) -> None:
         """Let go of every array. On the lane only."""

@@ -13,9 +13,12 @@ from mlx_lm import load
 from mlx_lm.generate import generate_step
 
 from gateway.engine.backend import Device
-from gateway.engine.batches import take_prompts
+from gateway.engine.decoders import open_decoder, read_in_slices
 from gateway.engine.generation import GenerationEngine
-from gateway.engine.loading import load_generation
+from gateway.engine.loading import load_generation, load_generation_in_steps
+from gateway.engine.prefill import take_prompts
+from gateway.engine.rows import Row
+from gateway.engine.weights import Checkpoint, slices
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
 from gateway.jobs import CallDelta, GenerateJob, Sampling, TokenLogprob
 from tests.checkpoints import write_chat
@@ -64,12 +67,20 @@ class Answer:
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
 
 
 def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
     more.setdefault("max_tokens", 24)
     messages = [{"role": "user", "content": text}]
     return GenerateJob(caller=caller(), messages=messages, sampling=sampling, **more)
+
+
+def newest(engine: GenerationEngine) -> Row:
+    """Give the row that joined last, before it is read."""
+    row = engine._prefill._line[-1]
+    assert isinstance(row, Row)
+    return row
 
 
 class Run:
@@ -83,7 +94,7 @@ class Run:
         rows = []
         for row in self.engine.plan(job):
             rows.append(self.engine.join(row))
-            self.answers[rows[-1]] = Answer(ids=self.engine._waiting[-1].tokens)
+            self.answers[rows[-1]] = Answer(ids=newest(self.engine).tokens)
         return rows
 
     def step(self, budget: int = 512) -> None:
@@ -94,6 +105,8 @@ class Run:
             assert answer.error is None
             answer.text += delta.text
             answer.deltas.append(delta.text)
+            assert delta.cached_tokens == 0 or answer.tokens == 0, "only the first delta tells"
+            answer.cached_tokens += delta.cached_tokens
             answer.tokens += delta.tokens
             answer.reasoning += delta.reasoning
             answer.calls += [delta.call] if delta.call is not None else []
@@ -198,6 +211,24 @@ def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> N
         engine.prefill(64)
         chunks += 1
     assert chunks == -(-(len(row.prompt) - 1) // 64)
+
+
+def test_a_short_prompt_overtakes_long_ones(
+    engine: GenerationEngine, reference: dict[str, list[int]]
+) -> None:
+    """It waits for one chunk of each before it, not for all of them."""
+    run = Run(engine)
+    long = [run.join(job(TEXTS[4]))[0] for _ in range(3)]
+    for _ in range(4):
+        run.step(64)
+    (short,) = run.join(job(TEXTS[0]))
+    for _ in range(4):
+        run.step(64)
+    assert run.answers[short].tokens > 0
+    assert not any(run.answers[row].tokens for row in long)
+    run.finish(64)
+    assert run.answers[short].ids == reference[TEXTS[0]]
+    assert all(run.answers[row].ids == reference[TEXTS[4]] for row in long)
 
 
 def test_one_token_rows_end_without_a_decode_step(engine: GenerationEngine) -> None:
@@ -328,6 +359,11 @@ def test_whatever_a_template_raises_is_a_bad_request(folder: Path) -> None:
         engine.plan(job("x", template_args={"zero": 0}))
 
 
+def exchange(engine: GenerationEngine, model: Any) -> None:
+    """Give an engine another model to ask, from the next prompt on."""
+    engine._model = engine._prefill._model = model
+
+
 class Faulty:
     """A model that raises whenever one of its inputs is the poisoned token."""
 
@@ -358,7 +394,7 @@ def test_a_step_that_raises_ends_the_guilty_row_only(
     poison = spoken[5]
     engine.leave(row)
     faulty = Faulty(engine._model, poison)
-    engine._model = faulty
+    exchange(engine, faulty)
     run = Run(engine)
     rows = {text: run.join(job(text))[0] for text in TEXTS}
     run.finish()
@@ -400,7 +436,7 @@ def test_a_passing_fault_changes_no_answer(
 ) -> None:
     """In a prefill or a step: every row is read again and goes on where it was."""
     engine = open_engine(folder)
-    engine._model = Passing(engine._model, at)
+    exchange(engine, Passing(engine._model, at))
     told = answers(engine, [job(text) for text in TEXTS] + [job("tell me", SEEDED)], 100)
     for text, answer in zip(TEXTS, told, strict=False):
         assert answer.error is None
@@ -419,7 +455,7 @@ def test_a_row_whose_text_breaks_ends_alone(
     def snap(token: int) -> str:
         raise RuntimeError("snapped")
 
-    engine._waiting[-1]._speech.decoder.push = snap  # type: ignore[method-assign]
+    newest(engine)._speech.decoder.push = snap  # type: ignore[method-assign]
     (fine,) = run.join(job(TEXTS[3]))
     run.finish()
     assert "snapped" in (run.answers[broken].error or "")
@@ -492,6 +528,47 @@ class TestLoading:
         halves = {name: array.astype(mx.bfloat16) for name, array in weights.items()}
         mx.save_safetensors(str(folder / "model.safetensors"), halves)
         assert open_engine(folder).nbytes() == 2 * sum(a.nbytes for a in halves.values())
+
+
+class TestLoadingInSlices:
+    """Others have the lane between two of them."""
+
+    def test_every_step_but_the_last_gives_nothing(
+        self, folder: Path, reference: dict[str, list[int]]
+    ) -> None:
+        """The last one gives the engine."""
+        steps = load_generation_in_steps(
+            folder,
+            name="tiny",
+            device=Device.CPU,
+            dtype=None,
+            max_context=None,
+            chat_template=None,
+            template_args={},
+        )
+        *before, engine = steps
+        assert before == [None]
+        assert engine is not None
+        (answer,) = answers(engine, [job(TEXTS[0])])
+        assert answer.ids == reference[TEXTS[0]]
+
+    def test_a_step_reads_one_slice(self, folder: Path) -> None:
+        """As many as the weights ask for."""
+        checkpoint = Checkpoint("tiny", folder)
+        model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        steps = list(read_in_slices(checkpoint, model, slice_bytes=size // 3))
+        assert 3 <= len(steps) <= 6
+
+    @given(st.lists(st.integers(1, 300), max_size=30), st.integers(1, 200))
+    def test_a_slice_is_within_its_bytes_or_one_array(self, sizes: list[int], most: int) -> None:
+        """In their order, and none left out."""
+        arrays = [mx.zeros((size,), dtype=mx.uint8) for size in sizes]
+        cut = list(slices(arrays, most))
+        assert [id(array) for some in cut for array in some] == [id(array) for array in arrays]
+        for some in cut:
+            assert some
+            assert len(some) == 1 or sum(array.nbytes for array in some) <= most
 
 
 class TestTakePrompts:

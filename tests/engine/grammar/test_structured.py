@@ -17,7 +17,7 @@ from gateway.engine.loading import load_generation
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
-from tests.engine.test_generation import Answer, Passing, Run, job
+from tests.engine.test_generation import Answer, Passing, Run, exchange, job, newest
 
 SCHEMA = {
     "type": "object",
@@ -67,7 +67,7 @@ def join(run: Run, asked: GenerateJob) -> int:
     if row.grammar is not None:
         row = replace(row, compiled=run.engine.compile(row.grammar))
     number = run.engine.join(row)
-    run.answers[number] = Answer(ids=run.engine._waiting[-1].tokens)
+    run.answers[number] = Answer(ids=newest(run.engine).tokens)
     return number
 
 
@@ -126,7 +126,7 @@ def test_a_grammar_survives_a_fault_of_the_engine(engine: GenerationEngine, at: 
     asked = hot("x", 7, grammar=JSON)
     expected = alone(engine, asked).ids
     model = engine._model
-    engine._model = Passing(model, at)
+    exchange(engine, Passing(model, at))
     run = Run(engine)
     number = join(run, asked)
     join(run, job(FREE[0]))
@@ -344,7 +344,7 @@ def test_a_grammar_begins_after_the_thinking(tmp_path: Path, opens: bool) -> Non
     engine = thinker(tmp_path, opens=opens)
     thoughts = "hm { hm</think>" if opens else "<think>hm { hm</think>"
     ids = engine._chat.backend.encode(thoughts, add_special_tokens=False).ids
-    engine._model = Saying(engine._model, ids)
+    exchange(engine, Saying(engine._model, ids))
     answer = alone(engine, hot("x", 1, grammar=JSON))
     assert answer.reasoning == "hm { hm"
     jsonschema.validate(json.loads(answer.text), SCHEMA)
@@ -356,7 +356,7 @@ def test_thinking_can_be_turned_off(tmp_path: Path) -> None:
     engine = thinker(tmp_path, opens=True)
     off = {"enable_thinking": False}
     ids = engine._chat.backend.encode("<think>", add_special_tokens=False).ids
-    engine._model = Saying(engine._model, ids)
+    exchange(engine, Saying(engine._model, ids))
     answer = alone(engine, hot("x", 1, grammar=JSON, template_args=off))
     assert answer.reasoning == ""
     jsonschema.validate(json.loads(answer.text), SCHEMA)
@@ -366,7 +366,7 @@ def test_a_bare_prompt_has_no_marks(tmp_path: Path) -> None:
     """Without a template they are just text."""
     engine = thinker(tmp_path, opens=True)
     ids = engine._chat.backend.encode("<think>hm", add_special_tokens=False).ids
-    engine._model = Saying(engine._model, ids)
+    exchange(engine, Saying(engine._model, ids))
     asked = replace(job("x", max_tokens=len(ids)), messages=(), prompt="Once")
     answer = alone(engine, asked)
     assert (answer.text, answer.reasoning) == ("<think>hm", "")
@@ -376,7 +376,7 @@ def test_thinking_that_is_cut_says_length_and_leaves_no_content(tmp_path: Path) 
     """Half a thought is no answer."""
     engine = thinker(tmp_path, opens=True)
     ids = engine._chat.backend.encode("hm hm hm", add_special_tokens=False).ids
-    engine._model = Saying(engine._model, ids)
+    exchange(engine, Saying(engine._model, ids))
     answer = alone(engine, hot("x", 1, grammar=JSON, max_tokens=3))
     assert (answer.text, answer.finish_reason) == ("", "length")
     assert answer.reasoning

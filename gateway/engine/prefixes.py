@@ -1,0 +1,205 @@
+"""The KV of prompts already read, in blocks, so that what two prompts begin with is read once.
+
+A block is known by the block before it and its own tokens, so prompts share the blocks of all
+that they begin with. Only plain KV can be cut into blocks. A model with sliding windows or
+states has those kept whole, beside the block after which they were so, and its prompts are
+taken up at such blocks only.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, takewhile
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
+
+# Tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
+# than the one pass that a prompt needs anyway. At most so many are read again after a hit.
+BLOCK = 64
+_TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
+_ROOT = 0
+
+Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The plain layers' (keys, values) of one block, or the other layers' caches after one."""
+
+    number: int
+    layers: Sequence[Any]
+    nbytes: int
+
+
+class Prefixes:
+    """The KV of one model's prompts: at most `limit` bytes, without what was longest unused.
+
+    `empty` is the model's prompt cache before anything was read. A limit of 0 keeps nothing.
+    """
+
+    def __init__(self, empty: Sequence[Any], limit: int) -> None:
+        self._limit = limit
+        self._is_plain = [type(layer) is KVCache for layer in empty]
+        self._numbers = count(_ROOT + 1)
+        # Longest unused first. A block is used before the one it follows, by a moment, so the
+        # first of all has no block behind it, and may go.
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._nbytes = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether anything is ever kept."""
+        return self._limit > 0
+
+    @property
+    def needs_block_ends(self) -> bool:
+        """Tell whether a prompt is kept only as it is at the end of a block."""
+        return self.is_on and not all(self._is_plain)
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes held."""
+        return self._nbytes
+
+    def known(self, tokens: Sequence[int]) -> int:
+        """Count the first tokens that need not be read."""
+        return BLOCK * len(self._usable(tokens))
+
+    def take(self, tokens: Sequence[int]) -> tuple[int, list[Any] | None]:
+        """Give the prompt cache of the first tokens and their number; None and 0 for none.
+
+        It is for merging into a batch, which copies it: what is kept is never written to.
+        """
+        path = self._usable(tokens)
+        if not path:
+            return 0, None
+        blocks = [self._kept[key] for key in path]
+        states: Sequence[Any] = ()
+        if self.needs_block_ends:
+            path.append(self._state_key(path))
+            states = self._kept[path[-1]].layers
+        self._use(path)
+        length = BLOCK * len(blocks)
+        pages = zip(*(block.layers for block in blocks), strict=True)
+        plain = iter([_joined(each, length) for each in pages])
+        others = iter(states)
+        return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
+
+    def store(self, tokens: Sequence[int], layers: Sequence[Any], row: int) -> None:
+        """Keep the whole blocks of the tokens that `row` of a batch with these caches has read.
+
+        Where a prompt `needs_block_ends` they must end with a block, or nothing is kept.
+        """
+        whole = len(tokens) - len(tokens) % BLOCK
+        if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
+            return
+        plain, others = self._split(layers)
+        if any(layer.size() < whole for layer in plain):
+            return  # this model leaves a layer's cache unused
+        path = self._path(tokens)
+        self._use(path)
+        starts = range(BLOCK * len(path), whole, BLOCK)
+        paddings = [layer.left_padding.tolist()[row] for layer in plain] if starts else []
+        for start in starts:
+            pages = [
+                _page(layer, row, padding + start)
+                for layer, padding in zip(plain, paddings, strict=True)
+            ]
+            if not self._put((self._after(path), *tokens[start : start + BLOCK]), pages, path):
+                break
+        is_there = bool(path) and len(path) * BLOCK == whole
+        if others and is_there and self._state_key(path) not in self._kept:
+            self._put(self._state_key(path), [layer.extract(row) for layer in others], path)
+        self._use(path)
+
+    def clear(self) -> None:
+        """Let everything go."""
+        self._kept.clear()
+        self._nbytes = 0
+
+    def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Tell the plain layers from the others."""
+        both = list(zip(layers, self._is_plain, strict=True))
+        return [each for each, is_plain in both if is_plain], [
+            each for each, is_plain in both if not is_plain
+        ]
+
+    def _path(self, tokens: Sequence[int]) -> list[Key]:
+        """List the blocks that the tokens begin with, as far as they are here."""
+        path: list[Key] = []
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            key = (self._after(path), *tokens[start : start + BLOCK])
+            if key not in self._kept:
+                break
+            path.append(key)
+        return path
+
+    def _usable(self, tokens: Sequence[int]) -> list[Key]:
+        """List the same, up to the last after which a prompt can be taken up."""
+        path = self._path(tokens)
+        while path and self.needs_block_ends and self._state_key(path) not in self._kept:
+            path.pop()
+        return path
+
+    def _after(self, path: Sequence[Key]) -> int:
+        """Give the number by which what follows a path is known."""
+        return self._kept[path[-1]].number if path else _ROOT
+
+    def _state_key(self, path: Sequence[Key]) -> Key:
+        """Give the key of the other layers' caches after a path: nothing follows them."""
+        return (self._after(path),)
+
+    def _use(self, path: Sequence[Key]) -> None:
+        for key in reversed(path):
+            self._kept.move_to_end(key)
+
+    def _put(self, key: Key, layers: Sequence[Any], path: list[Key]) -> bool:
+        """Keep what is sound and fits beside the path that it lengthens; tell whether."""
+        arrays = [array for layer in layers for array in _arrays(layer)]
+        nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
+        while self._nbytes + nbytes > self._limit:
+            oldest = next(iter(self._kept), None)
+            if oldest is None or oldest in path:
+                return False
+            self._nbytes -= self._kept.pop(oldest).nbytes
+        mx.eval(arrays)  # before it is kept: a fault is that of the row that was read
+        # What is no number in one layer is none in any after it: the last one tells.
+        if layers and not all(mx.isfinite(array).all().item() for array in _arrays(layers[-1])):
+            return False
+        self._kept[key] = _Kept(next(self._numbers), layers, nbytes)
+        self._nbytes += nbytes
+        path.append(key)
+        return True
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens, in whole blocks, that two prompts begin with."""
+    starts = range(0, min(len(one), len(other)) - BLOCK + 1, BLOCK)
+    alike = takewhile(lambda at: one[at : at + BLOCK] == other[at : at + BLOCK], starts)
+    return BLOCK * sum(1 for _ in alike)
+
+
+def _page(layer: Any, row: int, start: int) -> tuple[mx.array, mx.array]:
+    """Copy one block of a row's KV out of a batch: two of (1, heads, BLOCK, size)."""
+    span = slice(start, start + BLOCK)
+    return (
+        mx.contiguous(layer.keys[row : row + 1, :, span]),
+        mx.contiguous(layer.values[row : row + 1, :, span]),
+    )
+
+
+def _joined(pages: Sequence[tuple[mx.array, mx.array]], length: int) -> Any:
+    """Make one layer's cache of its blocks."""
+    cache: Any = KVCache  # untyped in mlx-lm
+    keys = mx.concatenate([keys for keys, _ in pages], axis=2)
+    values = mx.concatenate([values for _, values in pages], axis=2)
+    return cache.from_state((keys, values, length))
+
+
+def _arrays(layer: Any) -> list[mx.array]:
+    """List the arrays of a block's page or of a cache."""
+    leaves: Any = tree_flatten(layer if isinstance(layer, tuple) else layer.state)
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
