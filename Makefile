@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test compat compat-ci lint format setup setup-dev setup-compat setup-cuda pins docs demo-train demo-evaluate clean
+.PHONY: help serve test compat compat-ci lint format setup setup-dev setup-compat setup-cuda pins docs bench demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ pins: setup-dev ## Choose the newest versions and write requirements/
 	$(COMPILE) --group test --group compat -c requirements/dev.txt -o requirements/compat.txt
 	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
 		-o requirements/cuda.txt
+
+bench: setup ## Measure the project's targets (a quarter of an hour; three minutes with ARGS=--quick)
+	$(BIN)/python -m gateway.bench.targets $(ARGS)
 
 demo-train: setup ## Train demo-chat afresh into ./demo-chat (over an hour on two cores)
 	$(BIN)/python -m gateway.demo.train --out demo-chat --minutes 70

@@ -10,7 +10,8 @@ GATEWAY = Path(__file__).parents[1] / "gateway"
 GROUND = {"jobs", "errors", "metrics", "logs"}
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"app", "engine", "registry", "settings", *GROUND},
+    "cli": {"bench", "app", "engine", "registry", "settings", *GROUND},
+    "bench": {"app", "api", "serving", "wire", "engine", "registry", "settings", *GROUND},
     "app": {"api", "serving", "engine", "registry", "settings", *GROUND},
     "api": {"serving", "wire", "registry", *GROUND},
     "serving": {"registry", *GROUND},
@@ -22,18 +23,19 @@ ALLOWED: dict[str, set[str]] = {
     **{room: set() for room in GROUND},
 }
 OUTSIDE: dict[str, set[str]] = {
-    "mlx": {"engine", "demo"},
-    "mlx_lm": {"engine", "demo"},
+    "mlx": {"engine", "demo", "bench"},
+    "mlx_lm": {"engine", "demo", "bench"},
     "outlines": {"engine"},
-    "tokenizers": {"engine", "demo"},
+    "tokenizers": {"engine", "demo", "bench"},
     "huggingface_hub": {"engine", "cli"},
-    "starlette": {"app", "api"},
-    "hypercorn": {"cli"},
+    "starlette": {"app", "api", "bench"},
+    "hypercorn": {"cli", "bench"},
+    "aiohttp": {"bench"},
     "typer": {"cli"},
-    "rich": {"cli"},
+    "rich": {"cli", "bench"},
     "prometheus_client": {"metrics", "api"},
     "pydantic_settings": {"settings"},
-    "yaml": {"registry", "demo"},
+    "yaml": {"registry", "demo", "bench"},
 }
 FILES = sorted(GATEWAY.rglob("*.py"))
 

@@ -19,6 +19,7 @@ from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.grammars import Worker
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.settings import Settings
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -117,6 +118,24 @@ class MlxEngines:
             ),
             prefix_cache_bytes=self._prefix_cache_bytes if own_bytes is None else own_bytes,
         )
+
+
+def mlx_engines(settings: Settings) -> MlxEngines:
+    """Give the engines that settings ask for."""
+    hub = sources.Hub(
+        endpoint=settings.hub_endpoint,
+        cache=settings.hub_cache,
+        timeout_s=settings.hub_timeout_s,
+        may_download=settings.auto_pull,
+    )
+    return MlxEngines(
+        settings.device,
+        settings.mlx_cache_limit_bytes,
+        hub,
+        structured_backend=settings.structured_backend,
+        compile_timeout_s=settings.structured_compile_timeout_s,
+        prefix_cache_bytes=settings.prefix_cache_bytes,
+    )
 
 
 async def _apart(function: Callable[[*Ts], T], *args: *Ts) -> T:

@@ -32,26 +32,13 @@ def serve(
     logs.configure(settings.log_level, settings.log_format)
     catalog = load_catalog(settings.models, variables())
     # From here on mlx is needed; its imports take seconds, and come before the port is open.
-    from gateway.app.engines import MlxEngines
+    from gateway.app.engines import mlx_engines
     from gateway.app.gateway import Gateway
-    from gateway.engine import backend, sources
+    from gateway.engine import backend
 
     if backend.BLAS.hint is not None:
         log.warning("slow_blas", hint=backend.BLAS.hint)
-    hub = sources.Hub(
-        endpoint=settings.hub_endpoint,
-        cache=settings.hub_cache,
-        timeout_s=settings.hub_timeout_s,
-        may_download=settings.auto_pull,
-    )
-    engines = MlxEngines(
-        settings.device,
-        settings.mlx_cache_limit_bytes,
-        hub,
-        structured_backend=settings.structured_backend,
-        compile_timeout_s=settings.structured_compile_timeout_s,
-        prefix_cache_bytes=settings.prefix_cache_bytes,
-    )
+    engines = mlx_engines(settings)
     # What was imported stays: the garbage collector need not look at a hundred thousand objects
     # again and again, which took a fifth of the time of small requests.
     gc.collect()

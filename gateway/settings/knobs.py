@@ -9,6 +9,8 @@ from typing import Any
 from gateway.settings.fields import PREFIX, Settings
 from gateway.settings.reading import ENV_FILE, Origin, provenance, variables
 
+ELSEWHERE = frozenset({"GATEWAY_BENCH_API_KEY"})  # read by a command of its own
+
 
 @dataclass(frozen=True, slots=True)
 class Knob:
@@ -45,7 +47,7 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
 
     `known` are those that models.yaml asks for.
     """
-    valid = {variable(name) for name in Settings.model_fields} | set(known)
+    valid = {variable(name) for name in Settings.model_fields} | ELSEWHERE | set(known)
     lines = []
     for name in sorted(variables(env_file)):
         if name.startswith(PREFIX) and name not in valid:

@@ -1,0 +1,175 @@
+"""Models with random weights: as much work as trained ones, and nothing to download.
+
+Imports mlx. An answer's length is what was asked for, because the end of a turn, like every
+token that is not plain words, has a logit of zero, and some word's is always above it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
+
+import mlx.core as mx  # isort: skip
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model, ModelArgs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from gateway.bench.texts import Texts
+
+VOCABULARY = 16_384
+PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
+ROLES = tuple(f"<|{role}|>" for role in ("system", "user", "assistant"))
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NEAR_FREE = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "max_position_embeddings": 128,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "pad_token_id": 0,
+}
+
+
+def write_chat(folder: Path, **config: Any) -> Path:
+    """Write a llama of 8 layers by 512 with a vocabulary of 16k, as far as `config` says no other.
+
+    It takes 175 MB on disk, and some seconds.
+    """
+    folder.mkdir(parents=True)
+    tokenizer = _byte_pairs()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": PAD,
+            "bos_token": BEGIN,
+            "eos_token": END,
+            "additional_special_tokens": ROLES,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    whole = {**LLAMA, "vocab_size": tokenizer.get_vocab_size(), **config}
+    _write(folder / "config.json", whole)
+    mx.random.seed(0)
+    sizes: Any = ModelArgs  # untyped
+    weights = dict(tree_flatten(Model(sizes.from_dict(whole)).parameters()))
+    weights["lm_head.weight"] *= _is_plain(tokenizer)[:, None]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def write_embedder(folder: Path) -> Path:
+    """Write a BERT of one layer by 32: next to no work, so that what is around it shows.
+
+    models.yaml must say its pooling and whether it normalises.
+    """
+    folder.mkdir(parents=True)
+    tokenizer = _word_pieces()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    whole = {**NEAR_FREE, "vocab_size": tokenizer.get_vocab_size()}
+    _write(folder / "config.json", whole)
+    mx.random.seed(0)
+    weights = {name: mx.random.normal(shape) * 0.1 for name, shape in _bert_shapes(whole)}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def _bert_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name each weight as Hugging Face does; all of the layer's are square here."""
+    size = config["hidden_size"]
+    for name, rows in (
+        ("word", config["vocab_size"]),
+        ("position", config["max_position_embeddings"]),
+        ("token_type", config["type_vocab_size"]),
+    ):
+        yield f"embeddings.{name}_embeddings.weight", (rows, size)
+    yield "embeddings.LayerNorm.weight", (size,)
+    yield "embeddings.LayerNorm.bias", (size,)
+    layer = "encoder.layer.0."
+    parts = [f"attention.self.{part}" for part in ("query", "key", "value")]
+    for dense in (*parts, "attention.output.dense", "intermediate.dense", "output.dense"):
+        yield f"{layer}{dense}.weight", (size, size)
+        yield f"{layer}{dense}.bias", (size,)
+    for norm in ("attention.output.LayerNorm", "output.LayerNorm"):
+        yield f"{layer}{norm}.weight", (size,)
+        yield f"{layer}{norm}.bias", (size,)
+
+
+def _byte_pairs() -> Tokenizer:
+    """Train a byte-level tokenizer on made-up words and on the texts that will be asked."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, BEGIN, END, *ROLES],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    return tokenizer
+
+
+def _word_pieces() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=1000, special_tokens=special, show_progress=False
+    )
+    tokenizer.train_from_iterator((Texts(0, [30])[n] for n in range(1000)), trainer)
+    ends = [(mark, tokenizer.token_to_id(mark)) for mark in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=ends
+    )
+    return tokenizer
+
+
+def _corpus() -> Iterator[str]:
+    """Make up words enough for a vocabulary, each some times, with the words of `Texts`."""
+    random, texts = Random(0), Texts(0, [20])
+    syllables = [f"{c}{v}{e}" for c in "bcdfghklmnprstvz" for v in "aeiou" for e in ("", *"nrst")]
+    words = ["".join(random.choices(syllables, k=random.randint(2, 4))) for _ in range(30_000)]
+    for number in range(6_000):
+        yield " ".join(random.choices(words, k=20))
+        yield texts[number]
+
+
+def _is_plain(tokenizer: Tokenizer) -> mx.array:
+    """Mark with 1 the tokens of letters and spaces: each is text by itself."""
+    size = tokenizer.get_vocab_size()
+    texts = [tokenizer.decode([token], skip_special_tokens=True) for token in range(size)]
+    plain = [text.isascii() and text.replace(" ", "").isalpha() for text in texts]
+    return mx.array(plain, dtype=mx.float32)
+
+
+def _write(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=1), encoding="utf-8")

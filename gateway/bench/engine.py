@@ -1,0 +1,177 @@
+"""The same work in-process, straight on the engine: what the gateway adds is the difference.
+
+Imports mlx. All of it runs on the thread that opens it.
+"""
+
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Protocol
+
+from gateway.api.chat import template_args
+from gateway.app.engines import mlx_engines
+from gateway.bench.workloads import Ask, Wording, Workload
+from gateway.errors import EngineFailed
+from gateway.jobs import Caller, Grammar, RowJob, Sampling
+from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, Resolved
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.settings import Settings
+from gateway.wire import chat as wire
+from gateway.wire.reading import read_request
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_CALLER = Caller(request_id="bench", deadline=math.inf, allowed_s=math.inf)
+now = time.perf_counter
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The batch at which an engine does most, and how much: units a second."""
+
+    batch: int
+    rate: float
+
+
+class Reference(Protocol):
+    """An engine that can be measured at what N clients ask at once."""
+
+    def rate(self, clients: int, seconds: float) -> float:
+        """Give units a second, with the work of that many clients in one batch."""
+
+    def best(self, seconds: float) -> Best | None:
+        """Find the best batch; None where only the clients decide how many there are."""
+
+
+class EmbeddingReference:
+    """Encode and embed: batch after batch."""
+
+    def __init__(self, engine: EmbeddingEngine, wording: Wording, *, truncate: bool) -> None:
+        self._engine = engine
+        self._wording = wording
+        self._truncate = truncate
+        self._numbers = count()
+
+    def embed(self, requests: int) -> int:
+        """Embed the texts of that many requests in one pass; give how many they were."""
+        texts = [text for _ in range(requests) for text in self._wording.inputs(self._next())]
+        rows = self._engine.encode(texts)
+        if self._truncate:
+            rows = [self._engine.truncate(row) for row in rows]
+        return len(self._engine.embed(rows))
+
+    def rate(self, clients: int, seconds: float) -> float:
+        """Give vectors a second at the batch that so many clients make."""
+        self.embed(clients)  # the first pass of a shape allocates
+        vectors, started = 0, now()
+        while (spent := now() - started) < seconds:
+            vectors += self.embed(clients)
+        return vectors / spent
+
+    def best(self, seconds: float) -> Best:
+        """Try each of BATCHES for its share of the time."""
+        requests = [max(1, batch // self._wording.texts_per_request) for batch in BATCHES]
+        found = [
+            Best(each * self._wording.texts_per_request, self.rate(each, seconds / len(requests)))
+            for each in requests
+        ]
+        return max(found, key=lambda best: best.rate)
+
+    def _next(self) -> int:
+        return next(self._numbers)
+
+
+class GenerationReference:
+    """Join, prefill, decode: batch after batch, with the gateway's own engine."""
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        workload: Workload,
+        resolved: Resolved,
+        *,
+        prefill_chunk_tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._workload = workload
+        self._template_args = _template_args(resolved)
+        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._compiled: dict[Grammar, object] = {}
+
+    def answer(self, rows: int) -> int:
+        """Answer that many requests in one batch; give the tokens made."""
+        engine = self._engine
+        for job in [self._row(self._workload.next()) for _ in range(rows)]:
+            engine.join(job)
+        tokens = 0
+        while engine.is_prefilling or engine.is_decoding:
+            read = engine.prefill(self._prefill_chunk_tokens) if engine.is_prefilling else ()
+            for delta in (*read, *engine.decode()):
+                if delta.error is not None:
+                    raise EngineFailed("the model", delta.error)
+                tokens += delta.tokens
+        return tokens
+
+    def rate(self, clients: int, seconds: float) -> float:
+        """Give tokens a second with so many rows."""
+        self.answer(clients)  # the first pass of a shape allocates, a schema is compiled
+        tokens, started = 0, now()
+        while (spent := now() - started) < seconds:
+            tokens += self.answer(clients)
+        return tokens / spent
+
+    def best(self, seconds: float) -> Best | None:
+        """Give none: more rows are more tokens, for as many clients as there are."""
+        return None
+
+    def _row(self, ask: Ask) -> RowJob:
+        request = read_request(ask.body, wire.ChatRequest, wire.FIELDS, strict=False).request
+        job = wire.to_job(
+            request,
+            _CALLER,
+            Sampling(),  # the requests say how they are sampled
+            max_tokens=None,
+            template_args=self._template_args,
+            max_chars=len(ask.body),
+        )
+        [row] = self._engine.plan(job)
+        if (grammar := row.grammar) is None:
+            return row
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._engine.compile(grammar)
+        return replace(row, compiled=self._compiled[grammar])
+
+
+def _template_args(resolved: Resolved) -> dict[str, object]:
+    assert isinstance(resolved.spec, ChatSpec)
+    return template_args(resolved, resolved.spec)
+
+
+@asynccontextmanager
+async def opened(
+    settings: Settings, catalog: Catalog, wording: Wording, workload: Workload
+) -> AsyncIterator[Reference]:
+    """Load the model that the requests name, on this thread, until exit.
+
+    Raises ModelNotFound for a name that models.yaml has not, and what loading raises.
+    """
+    resolved = catalog.resolve(wording.model)
+    spec = resolved.spec
+    engines = mlx_engines(settings)
+    folder = await engines.folder(spec)
+    engines.begin()
+    engine: EmbeddingEngine | GenerationEngine
+    if isinstance(spec, EmbeddingSpec):
+        engine = engines.embedding(spec, folder)
+        truncate = spec.overflow == "truncate"
+        reference: Reference = EmbeddingReference(engine, wording, truncate=truncate)
+    else:
+        engine = next(filter(None, engines.generation(spec, folder)))
+        chunk = spec.batching.prefill_chunk_tokens or settings.prefill_chunk_tokens
+        reference = GenerationReference(engine, workload, resolved, prefill_chunk_tokens=chunk)
+    try:
+        yield reference
+    finally:
+        engine.close()

@@ -1,0 +1,87 @@
+"""Server-sent events: bytes → events → the answer they add up to. No I/O."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from gateway.bench.judging import WrongAnswer
+
+DONE = b"[DONE]"
+
+
+class EventReader:
+    """Cuts what arrives into events, wherever the network has cut it."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """Give the data of each event that is now whole; comments are left out."""
+        # joined first: a \r\n may be cut in two as well
+        *whole, self._rest = (self._rest + received).replace(b"\r\n", b"\n").split(b"\n\n")
+        return [event.removeprefix(b"data:").strip() for event in whole if event[:5] == b"data:"]
+
+
+class Transcript:
+    """A streamed chat answer, event by event."""
+
+    def __init__(self) -> None:
+        self._said: list[str] = []
+        self._likelihoods: list[Any] = []
+        self._finish_reason: str | None = None
+        self._usage: dict[str, Any] | None = None
+        self._pieces = 0
+        self._is_done = False
+
+    def add(self, event: bytes) -> bool:
+        """Take the next event; tell whether it says anything. Raises WrongAnswer."""
+        if event == DONE:
+            self._is_done = True
+            return False
+        try:
+            chunk = orjson.loads(event)
+        except orjson.JSONDecodeError:
+            raise WrongAnswer("event is not JSON") from None
+        if not isinstance(chunk, dict):
+            raise WrongAnswer("event is no object")
+        if error := chunk.get("error"):
+            raise WrongAnswer(f"error event {named(error)}")
+        self._usage = chunk.get("usage") or self._usage
+        try:
+            said = [self._add_choice(choice) for choice in chunk.get("choices") or ()]
+        except (AttributeError, TypeError):
+            raise WrongAnswer("event has another shape") from None
+        self._pieces += any(said)
+        return any(said)
+
+    def _add_choice(self, choice: Any) -> bool:
+        delta = choice.get("delta") or {}
+        text = delta.get("content") or ""
+        self._said.append(text)
+        self._likelihoods += (choice.get("logprobs") or {}).get("content") or ()
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        others = ("reasoning_content", "reasoning", "tool_calls")
+        return bool(text) or any(delta.get(name) for name in others)
+
+    def answer(self) -> dict[str, Any]:
+        """Give what an unstreamed answer would have been; raises WrongAnswer if it is cut short.
+
+        Without `usage`, which some servers don't stream, each piece counts as a token.
+        """
+        if not self._is_done:
+            raise WrongAnswer("stream without [DONE]")
+        choice = {
+            "message": {"content": "".join(self._said)},
+            "finish_reason": self._finish_reason,
+            "logprobs": {"content": self._likelihoods},
+        }
+        return {"choices": [choice], "usage": self._usage or {"completion_tokens": self._pieces}}
+
+
+def named(error: Any) -> str:
+    """Name an OpenAI error object by its code, else its type."""
+    if not isinstance(error, dict):
+        return "of no shape"
+    names: Sequence[Any] = (error.get("code"), error.get("type"))
+    return next((str(name) for name in names if name), "without a code")

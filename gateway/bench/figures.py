@@ -1,0 +1,115 @@
+"""Answers → rates and percentiles. Pure: no clock, no I/O. Times in seconds."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one request: when, how much, or the name of what went wrong.
+
+    `arrivals` are the moments at which a stream said something; a whole answer has none.
+    `units` are its vectors or tokens; of its `prompt` tokens `cached` were not read again.
+    """
+
+    started: float
+    ended: float
+    arrivals: Sequence[float] = ()
+    units: int = 0
+    error: str | None = None
+    prompt: int = 0
+    cached: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, whole."""
+        return self.ended - self.started
+
+    @property
+    def first(self) -> float:
+        """How long a stream's first piece took."""
+        return self.arrivals[0] - self.started
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The stretch of time that counts: clients are busy before it and after it."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.start
+
+    def __contains__(self, moment: object) -> bool:
+        return isinstance(moment, float) and self.start <= moment < self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles, by nearest rank: each is a time that was measured."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a window shows of one kind of work. A spread is None where nothing was measured."""
+
+    requests: int
+    requests_per_s: float
+    units_per_s: float
+    latency: Spread | None
+    first: Spread | None
+    errors: Mapping[str, int] = field(default_factory=dict)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Give the smallest value that `percent` % of the values do not exceed (nearest rank)."""
+    ranked = sorted(values)
+    return ranked[max(0, math.ceil(percent / 100 * len(ranked)) - 1)]
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Give the percentiles of some values, if there are any."""
+    if not values:
+        return None
+    return Spread(*(percentile(values, percent) for percent in (50, 95, 99)))
+
+
+def measure(answers: Sequence[Answer], window: Window) -> Figures:
+    """Count what fell into the window.
+
+    A request counts where it ended; of a stream's tokens the share that arrived inside counts,
+    so that answers longer than the window are seen too. Errors count wherever they fell.
+    """
+    good = [answer for answer in answers if answer.error is None]
+    ended = [answer for answer in good if answer.ended in window]
+    opened = [answer for answer in good if answer.arrivals and answer.arrivals[0] in window]
+    return Figures(
+        requests=len(ended),
+        requests_per_s=len(ended) / window.seconds,
+        units_per_s=sum(_units_inside(answer, window) for answer in good) / window.seconds,
+        latency=spread([answer.seconds for answer in ended]),
+        first=spread([answer.first for answer in opened]),
+        errors=dict(Counter(answer.error for answer in answers if answer.error is not None)),
+    )
+
+
+def _units_inside(answer: Answer, window: Window) -> float:
+    if not answer.arrivals:
+        return answer.units if answer.ended in window else 0
+    inside = sum(moment in window for moment in answer.arrivals)
+    return answer.units * inside / len(answer.arrivals)
+
+
+def median(values: Sequence[float]) -> float:
+    """Give the middle value."""
+    return statistics.median(values)

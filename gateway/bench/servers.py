@@ -1,0 +1,134 @@
+"""Servers for the length of a block: each a process of its own, stopped by its own id."""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import MappingProxyType
+from typing import IO
+
+import aiohttp
+
+START_S, STOP_S = 120, 20
+# OpenBLAS for mlx-lm's server too: gateway.engine loads it before mlx is imported.
+_MLX_LM = "import sys, gateway.engine; from mlx_lm.server import main; sys.exit(main())"
+
+
+class DidNotStart(Exception):
+    """A server that ended, or never answered: its last lines say why."""
+
+
+@asynccontextmanager
+async def gateway(models: Path, **environment: str) -> AsyncIterator[str]:
+    """Serve a models.yaml with these variables and no other GATEWAY_ ones; give the address."""
+    command = ("-m", "gateway", "serve", "--models", str(models), "--port", "0")
+    given = {"GATEWAY_LOG_FORMAT": "json", **environment}
+    # from the models' own folder: whoever measures may have a .env where they stand
+    async with _running(command, _logged_url, given, models.parent) as url:
+        yield url
+
+
+@asynccontextmanager
+async def mlx_lm(model: Path) -> AsyncIterator[str]:
+    """Serve a model with mlx-lm's own server."""
+    port = str(_free_port())
+    command = ("-c", _MLX_LM, "--model", str(model), "--port", port, "--log-level", "WARNING")
+    url = f"http://127.0.0.1:{port}"
+    async with _running(command, lambda _: url) as running:
+        yield running
+
+
+@asynccontextmanager
+async def echo() -> AsyncIterator[str]:
+    """Serve the bare Starlette application of `echo`."""
+    port = str(_free_port())
+    url = f"http://127.0.0.1:{port}"
+    async with _running(("-m", "gateway.bench.echo", port), lambda _: url) as running:
+        yield running
+
+
+@asynccontextmanager
+async def _running(
+    command: Sequence[str],
+    find: Callable[[str], str | None],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    folder: Path | None = None,
+) -> AsyncIterator[str]:
+    """Start Python with a command, wait until it answers, and stop it at the end.
+
+    `find` tells the address from what the process has written, once it can.
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
+    with TemporaryFile() as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            env={**clean, **environment},
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            yield await _ready(process, log, find)
+        finally:
+            await _stop(process)
+
+
+async def _stop(process: Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+async def _ready(process: Process, log: IO[bytes], find: Callable[[str], str | None]) -> str:
+    deadline = time.monotonic() + START_S
+    async with aiohttp.ClientSession() as session:
+        while process.returncode is None and time.monotonic() < deadline:
+            if (url := find(_written(log))) is not None and await _answers(session, url):
+                return url
+            await asyncio.sleep(0.1)
+    raise DidNotStart(_written(log)[-2000:])
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    """Tell whether it is ready: ours says so at /ready, others at least at /health."""
+    for path in ("/ready", "/health"):
+        try:
+            async with session.get(url + path) as response:
+                if response.status != 404:
+                    return response.status == 200
+        except (aiohttp.ClientError, OSError):
+            return False
+    return False
+
+
+def _written(log: IO[bytes]) -> str:
+    # pread leaves the place alone at which the process goes on writing
+    return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
+
+
+def _logged_url(written: str) -> str | None:
+    for line in written.rpartition("\n")[0].splitlines():  # whole lines only
+        if '"serving"' in line:
+            url = json.loads(line).get("url")
+            return None if url is None else str(url)
+    return None
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,94 @@
+"""python -m gateway.bench.targets: measure, print one markdown table; 1 if a target is missed."""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gateway.bench.servers import DidNotStart
+from gateway.bench.targets import beside, chatting, embedding, prefix, small, structured
+from gateway.bench.targets.rig import Rig
+from gateway.bench.targets.verdicts import Verdict, markdown, not_measured
+from gateway.errors import GatewayError
+
+MEASUREMENTS: dict[str, Callable[[Rig], Awaitable[list[Verdict]]]] = {
+    "embeddings": embedding.many,
+    "single": embedding.alone,
+    "near-free": small.small,
+    "burst": embedding.together,
+    "chat": chatting.chat,
+    "long-request": embedding.long,
+    "structured": structured.together,
+    "structured-stream": structured.stream,
+    "beside": beside.beside,
+    "prefix": prefix.prefix,
+    "connections": small.steady,
+}
+ROUNDS = 5
+QUICK = 0.2  # of every duration
+
+
+def main() -> None:
+    """Build the models, measure what was asked for, and tell."""
+    options = _options()
+    print(machine(), file=sys.stderr)
+    with TemporaryDirectory(prefix="mlx-gateway-bench-") as folder:
+        rounds = options.rounds or (1 if options.quick else ROUNDS)
+        rig = Rig.built(Path(folder), rounds=rounds, scale=QUICK if options.quick else 1)
+        verdicts = asyncio.run(_measured(rig, options.only or list(MEASUREMENTS)))
+    print(markdown(verdicts))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(each) for each in verdicts], indent=2))
+    sys.exit(not all(verdict.is_met for verdict in verdicts))
+
+
+def machine() -> str:
+    """Say what this is, and how busy it is before anything is measured."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("mlx-gateway", "mlx", "mlx-lm"))
+    busy, cores = os.getloadavg()[0], os.cpu_count()
+    return f"{platform.platform()}, {cores} cores, load {busy:.1f}; {versions}"
+
+
+async def _measured(rig: Rig, names: Sequence[str]) -> list[Verdict]:
+    """Measure each, and tell of it at once. SIGTERM ends the servers too."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    verdicts: list[Verdict] = []
+    for name in names:
+        started = time.monotonic()
+        try:
+            found = await MEASUREMENTS[name](rig)
+        except (DidNotStart, GatewayError) as error:
+            found = [not_measured(name, str(error))]
+        verdicts += found
+        rows = markdown(found).splitlines()[2:]
+        print(f"{name} ({time.monotonic() - started:.0f} s)", *rows, sep="\n", file=sys.stderr)
+    return verdicts
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m gateway.bench.targets", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short round of each")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"measure each so often ({ROUNDS})")
+    parser.add_argument(
+        "--only", action="append", choices=MEASUREMENTS, help="measure this; may be repeated"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(130)

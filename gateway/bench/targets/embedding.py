@@ -1,0 +1,138 @@
+"""MiniLM: many clients, one client, a burst, a long request; each beside its own engine."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from gateway.bench.figures import Answer, median
+from gateway.bench.kinds import Kind
+from gateway.bench.load import Load, burst, closed_loop
+from gateway.bench.targets.rig import MINILM, Rig, errors, rest
+from gateway.bench.targets.verdicts import Target, Verdict
+
+CLIENTS = 64
+CALLS = 20  # of one side, before it is the other's turn
+MANY = Target("embeddings, 64 clients × 1 text (MiniLM), HTTP / engine at its best batch", 0.9)
+ALONE = Target("single client, one text: HTTP p50 / engine time", at_most=1.1)
+ALONE_EXTRA_S = 0.0015  # or this much more, whichever is larger
+TOGETHER = Target(
+    "10 concurrent one-text calls / 10 sequential: share of the engine's own batch gain", 0.9
+)
+TOGETHER_CALLS = 10
+LONG_S = 0.4
+LONG_TEXTS = 32
+LONG = Target("added latency on a 400 ms request", at_most=0.01)
+
+
+async def many(rig: Rig) -> list[Verdict]:
+    """Closed loop over HTTP, then the engine at the batch that suits it best."""
+    samples, wrong = [], 0
+    wording = rig.wording(MINILM)
+    workload = wording.workload(Kind.EMBEDDINGS)
+    async with rig.embedder(wording) as engine, rig.gateway() as peer:
+        best = engine.best(rig.seconds(7))
+        for _ in range(rig.rounds):
+            [figures] = await closed_loop(
+                peer,
+                [Load(workload, CLIENTS)],
+                warmup_s=rig.seconds(1),
+                duration_s=rig.seconds(5),
+            )
+            wrong += sum(figures.errors.values())
+            await rest()
+            samples.append(figures.units_per_s / engine.rate(best.batch, rig.seconds(4)))
+    note = f"the engine does {best.rate:.0f}/s at {best.batch}"
+    return [MANY.judge(samples, errors=wrong, note=note)]
+
+
+async def alone(rig: Rig) -> list[Verdict]:
+    """One text at a time, some over HTTP and some on the engine in turn."""
+    samples, extras, wrong = [], [], 0
+    wording = rig.wording(MINILM)
+    workload = wording.workload(Kind.EMBEDDINGS)
+    blocks = max(1, round(rig.seconds(5)))
+    async with rig.embedder(wording) as engine, rig.gateway() as peer:
+        for _ in range(rig.rounds):
+            answers, inside = [], []
+            for _ in range(blocks):
+                answers += [await peer.ask(workload.next()) for _ in range(CALLS)]
+                await rest()
+                inside += [_timed(engine.embed, 1) for _ in range(CALLS)]
+                await rest()
+            wrong += errors(answers)
+            over_http = median([answer.seconds for answer in answers])
+            samples.append(over_http / median(inside))
+            extras.append(over_http - median(inside))
+    extra_s = median(extras)
+    verdict = ALONE.judge(samples, errors=wrong, note=f"{extra_s * 1000:+.1f} ms")
+    is_met = verdict.is_met or (extra_s <= ALONE_EXTRA_S and not wrong)
+    return [replace(verdict, target="≤ 1.1, or 1.5 ms more", is_met=is_met)]
+
+
+async def together(rig: Rig) -> list[Verdict]:
+    """What calls at once gain over calls in turn, over HTTP and on the engine."""
+    samples, wrong = [], 0
+    wording = rig.wording(MINILM)
+    workload = wording.workload(Kind.EMBEDDINGS)
+    times = max(2, round(rig.seconds(6)))
+    async with rig.embedder(wording) as engine, rig.gateway() as peer:
+        for _ in range(rig.rounds):
+            shares = []
+            for _ in range(times):
+                in_turn = [await peer.ask(workload.next()) for _ in range(TOGETHER_CALLS)]
+                at_once = await burst(peer, workload, TOGETHER_CALLS)
+                wrong += errors(in_turn) + errors(at_once)
+                await rest()
+                engine_in_turn = sum(_timed(engine.embed, 1) for _ in range(TOGETHER_CALLS))
+                engine_gain = engine_in_turn / _timed(engine.embed, TOGETHER_CALLS)
+                await rest()
+                shares.append(_span(in_turn) / _span(at_once) / engine_gain)
+            samples.append(median(shares))
+    return [TOGETHER.judge(samples, errors=wrong)]
+
+
+async def long(rig: Rig) -> list[Verdict]:
+    """One request of 32 texts, so long that the engine takes 0.4 s for them."""
+    # Both sides embed the same texts: their longest decides how much padding there is.
+    wording = rig.wording(MINILM, words=await _words_for(rig, LONG_S), texts=LONG_TEXTS)
+    workload = wording.workload(Kind.EMBEDDINGS)
+    samples, wrong, spent = [], 0, []
+    pairs = max(3, round(rig.seconds(8)))
+    async with rig.embedder(wording) as engine, rig.gateway() as peer:
+        await peer.ask(workload.next())
+        engine.embed(1)
+        for _ in range(rig.rounds):
+            added = []
+            for _ in range(pairs):
+                answer = await peer.ask(workload.next())
+                await rest()
+                inside = _timed(engine.embed, 1)
+                await rest()
+                wrong += answer.error is not None
+                added.append(answer.seconds / inside - 1)
+                spent.append(inside)
+            samples.append(median(added))
+    return [LONG.judge(samples, errors=wrong, note=f"on {median(spent) * 1000:.0f} ms")]
+
+
+async def _words_for(rig: Rig, seconds: float) -> int:
+    """Find how many words a text has that makes the engine take so long: about linear."""
+    words = 20
+    for _ in range(2):
+        wording = rig.wording(MINILM, words=words, texts=LONG_TEXTS)
+        async with rig.embedder(wording) as engine:
+            engine.embed(1)
+            taken = median([_timed(engine.embed, 1) for _ in range(5)])
+        words = max(2, min(200, round(words * seconds / taken)))
+    return words
+
+
+def _span(answers: Sequence[Answer]) -> float:
+    """Give the seconds from the first request to the last answer."""
+    return max(answer.ended for answer in answers) - min(answer.started for answer in answers)
+
+
+def _timed(work: Callable[[int], int], size: int) -> float:
+    started = time.perf_counter()
+    work(size)
+    return time.perf_counter() - started

@@ -1,0 +1,49 @@
+"""Time to first token of a long prompt whose beginning was read before."""
+
+from gateway.bench.figures import Answer, median
+from gateway.bench.load import Peer
+from gateway.bench.targets.rig import CHAT, Rig, errors
+from gateway.bench.targets.verdicts import Target, Verdict
+from gateway.bench.texts import Texts
+from gateway.bench.workloads import chat
+
+TOKENS = 2000
+WARM = Target("time to first token, 2,000 shared prefix tokens, warm / cold", at_most=0.15)
+
+
+async def prefix(rig: Rig) -> list[Verdict]:
+    """Each time a system prompt that is new, then another question after the same one."""
+    samples, wrong, cached = [], 0, []
+    pairs = max(2, round(rig.seconds(4)))
+    async with rig.gateway() as peer:
+        words = await _words(rig, peer)
+        for _ in range(rig.rounds):
+            cold, warm = [], []
+            for _ in range(pairs):
+                texts = rig.wording(CHAT, prompt_words=words).prompts
+                questions = rig.wording(CHAT, prompt_words=10).prompts
+                cold.append(await _ask(peer, texts, questions, 0))
+                warm.append(await _ask(peer, texts, questions, 1))
+            wrong += errors(cold) + errors(warm)
+            samples.append(_first(warm) / max(_first(cold), 1e-9))
+            cached += [answer.cached / max(answer.prompt, 1) for answer in warm]
+    note = f"{median(cached):.0%} of {warm[0].prompt} prompt tokens cached"
+    return [WARM.judge(samples, errors=wrong, note=note)]
+
+
+async def _ask(peer: Peer, system: Texts, questions: Texts, number: int) -> Answer:
+    ask = chat(CHAT, questions[number], max_tokens=4, system=system[0], is_streamed=True)
+    return await peer.ask(ask)
+
+
+async def _words(rig: Rig, peer: Peer) -> int:
+    """Find how many words make so many tokens."""
+    guess = TOKENS // 2
+    texts = rig.wording(CHAT, prompt_words=guess).prompts
+    answer = await _ask(peer, texts, texts, 0)
+    return max(1, round(guess * TOKENS / max(answer.prompt / 2, 1)))
+
+
+def _first(answers: list[Answer]) -> float:
+    times = [answer.first for answer in answers if answer.arrivals]
+    return median(times) if times else float("inf")

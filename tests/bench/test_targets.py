@@ -1,0 +1,174 @@
+"""The targets' verdicts, by numbers; and the servers, models and references they are made with."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gateway.bench import servers
+from gateway.bench.batch_generator import BatchReference
+from gateway.bench.checkpoints import write_chat, write_embedder
+from gateway.bench.engine import EmbeddingReference, GenerationReference, opened
+from gateway.bench.kinds import Kind
+from gateway.bench.load import Peer
+from gateway.bench.targets.small import read_wrk
+from gateway.bench.targets.verdicts import Target, markdown, not_measured
+from gateway.bench.texts import Texts
+from gateway.bench.workloads import PERSON, Form, Wording, chat, embeddings
+from gateway.registry import load_catalog
+from tests.serving_app import settings
+
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+MODELS = """
+version: 1
+models:
+  chat: {kind: chat, source: "path:chat", preload: true}
+  near-free:
+    {kind: embedding, source: "path:near-free", pooling: mean, normalize: true, preload: true}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write both models, the chat model a tiny one, and their models.yaml."""
+    folder = tmp_path_factory.mktemp("models")
+    write_chat(folder / "chat", **TINY)
+    write_embedder(folder / "near-free")
+    (folder / "models.yaml").write_text(MODELS)
+    return folder
+
+
+def wording(model: str, max_tokens: int = 20) -> Wording:
+    texts = Texts(3, [12])
+    return Wording(
+        model=model, texts=texts, texts_per_request=2, prompts=texts, max_tokens=max_tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "samples", "is_met"),
+    [
+        (Target("w", 0.9), [0.8, 0.95, 0.9], True),
+        (Target("w", 0.9), [0.8, 0.95, 0.85], False),
+        (Target("w", at_most=0.15), [0.1, 0.9, 0.15], True),
+        (Target("w", at_most=0), [0.0], True),
+        (Target("w", at_most=0), [1.0], False),
+    ],
+)
+def test_the_median_decides(target: Target, samples: list[float], is_met: bool) -> None:
+    """Not the best round, nor the worst."""
+    assert target.judge(samples).is_met is is_met
+
+
+def test_a_wrong_answer_meets_no_target() -> None:
+    """However fast it was."""
+    verdict = Target("w", 0.9).judge([1.0], errors=2, note="at 32")
+    assert not verdict.is_met
+    assert verdict.note == "2 errors; at 32"
+
+
+def test_the_table_says_how_far_the_rounds_were_apart() -> None:
+    """In markdown, as docs/performance.md has it."""
+    verdicts = [
+        Target("chat", 0.95).judge([0.971, 0.9333, 1.2], note="a note"),
+        Target("errors", at_most=0).judge([3]),
+        not_measured("prefix", "Traceback\nno port"),
+    ]
+    assert markdown(verdicts).splitlines()[2:] == [
+        "| chat | ≥ 0.95 | 0.971 (0.933–1.2); a note | yes |",
+        "| errors | ≤ 0 | 3 | no |",
+        "| prefix |  | not measured: no port | no |",
+    ]
+
+
+def test_wrk_is_read_with_its_errors() -> None:
+    """Refusals and broken sockets are both counted."""
+    said = """
+  Latency    11.08ms    8.96ms 108.62ms   90.18%
+  3189 requests in 1.00s, 1.02MB read
+  Socket errors: connect 1, read 2, write 0, timeout 4
+  Non-2xx or 3xx responses: 10
+Requests/sec:   3185.86
+"""
+    assert read_wrk(said) == (3185.86, 17)
+    assert read_wrk("Requests/sec:  12.5\n") == (12.5, 0)
+
+
+@pytest.mark.anyio
+async def test_random_models_answer_as_long_as_they_are_asked(folder: Path) -> None:
+    """Through the gateway, a process of its own that is gone at the end."""
+    async with servers.gateway(folder / "models.yaml", GATEWAY_STRUCTURED_ROWS="2") as url:
+        async with Peer(url) as peer:
+            vectors = await peer.ask(embeddings("near-free", ["one text", "another"]))
+            free = await peer.ask(chat("chat", "hello", max_tokens=50, is_streamed=True))
+            bound = await peer.ask(chat("chat", "hello", max_tokens=500, form=Form(PERSON)))
+    assert (vectors.error, vectors.units) == (None, 2)
+    assert (free.error, free.units) == (None, 50)
+    assert bound.error is None
+    async with Peer(url) as peer:
+        assert (await peer.ask(embeddings("near-free", ["x"]))).error == "cannot connect"
+
+
+@pytest.mark.anyio
+async def test_mlx_lms_server_serves_the_same_model(folder: Path) -> None:
+    """As many tokens, so that tokens a second can be compared."""
+    async with servers.mlx_lm(folder / "chat") as url, Peer(url) as peer:
+        answer = await peer.ask(chat("default_model", "hello", max_tokens=30, is_streamed=True))
+    assert (answer.error, answer.units) == (None, 30)
+
+
+@pytest.mark.anyio
+async def test_the_echo_answers_as_much_as_the_gateway() -> None:
+    """A vector of as many numbers as the near-free model has, in the same envelope."""
+    async with servers.echo() as url, Peer(url) as peer:
+        answer = await peer.ask(embeddings("near-free", ["one"]))
+    assert (answer.error, answer.units) == (None, 1)
+
+
+@pytest.mark.anyio
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """In its own words."""
+    (tmp_path / "models.yaml").write_text("version: 1\nmodels: {a: {kind: chta}}\n")
+    with pytest.raises(servers.DidNotStart, match="chta"):
+        async with servers.gateway(tmp_path / "models.yaml"):
+            pass
+
+
+@pytest.mark.anyio
+async def test_engines_count_what_they_make(folder: Path) -> None:
+    """Vectors and tokens, of the requests that the server would get."""
+    chosen, catalog = (
+        settings(models=folder / "models.yaml"),
+        load_catalog(folder / "models.yaml", {}),
+    )
+    words = wording("near-free")
+    async with opened(chosen, catalog, words, words.workload(Kind.EMBEDDINGS)) as embedder:
+        assert isinstance(embedder, EmbeddingReference)
+        assert embedder.embed(3) == 6
+        assert embedder.rate(2, 0.05) > 0
+        assert embedder.best(0.2).batch in (2, 4, 8, 16, 32, 64)
+    words = wording("chat")
+    async with opened(chosen, catalog, words, words.workload(Kind.CHAT)) as writer:
+        assert isinstance(writer, GenerationReference)
+        assert writer.answer(3) == 60
+        assert writer.best(0.1) is None
+
+
+def test_mlx_lms_generator_makes_every_token(folder: Path) -> None:
+    """None of its rows ends before the others."""
+    reference = BatchReference(folder / "chat")
+    assert reference.rate(["hello", "and good bye"], 10) > 0
+
+
+def test_a_random_model_is_a_whole_folder(folder: Path) -> None:
+    """With 16k tokens, and a template of its own."""
+    config = json.loads((folder / "chat" / "config.json").read_text())
+    assert config["vocab_size"] == 16_384
+    assert set(os.listdir(folder / "chat")) == {
+        "chat_template.jinja",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }

@@ -1,0 +1,234 @@
+"""bench, as a command: its table, its JSON, its status; and what it imports."""
+
+import asyncio
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.bench.kinds import EMBEDDER, WRITER
+from tests.fakes import ScriptedEngines, ScriptedWriter
+from tests.serving_app import catalog, served
+
+ROOT = Path(__file__).parents[2]
+MODELS = {
+    "embedder": {"kind": "embedding", "source": "path:.", "aliases": [EMBEDDER]},
+    "writer": {"kind": "chat", "source": "path:.", "aliases": [WRITER]},
+}
+PERSON_SAID: dict[str, Any] = {
+    "text": '{"name":"a","age":1,"is_member":true,"likes":[]}',
+    "tokens": 9,
+    "finish_reason": "stop",
+}
+QUICK = ("--duration", "0.3", "--warmup", "0", "--words", "3", "--prompt-words", "3")
+
+
+def environment() -> dict[str, str]:
+    names = ("GATEWAY_", "OPENAI_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    return {**clean, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+
+
+async def bench(*arguments: str, stderr: int = subprocess.PIPE) -> tuple[int, str, str]:
+    """Run the command beside the server under test; give status, stdout and stderr."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "gateway", "bench", *arguments),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+    )
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), (err or b"").decode()
+
+
+def engines() -> ScriptedEngines:
+    return ScriptedEngines(writer=ScriptedWriter(max_context=1000))
+
+
+@pytest.mark.anyio
+async def test_a_line_for_each_number_of_clients(tmp_path: Path) -> None:
+    """Tabs off a terminal, nothing on stderr, status 0."""
+    async with served(catalog(tmp_path, MODELS), engines()) as client:
+        url = str(client.base_url)
+        status, out, err = await bench("embeddings", "--url", url, "--concurrency", "1,3", *QUICK)
+    assert (status, err) == (0, "")
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert [row[:2] for row in rows] == [
+        ["embeddings (vectors)", "1"],
+        ["embeddings (vectors)", "3"],
+    ]
+    assert all(float(row[2]) > 0 for row in rows)
+    assert [row[-3:] for row in rows] == [["–", "–", "0"]] * 2
+
+
+@pytest.mark.anyio
+async def test_json_says_all_that_was_measured(tmp_path: Path) -> None:
+    """Of a stream also its first token; the seed, so that a run can be repeated."""
+    async with served(catalog(tmp_path, MODELS), engines()) as client:
+        status, out, _ = await bench(
+            *("chat", "--url", str(client.base_url), "--concurrency", "2", "--seed", "7"),
+            *("--json", *QUICK),
+        )
+    assert status == 0
+    told = json.loads(out)
+    assert (told["kind"], told["seed"], told["duration_s"]) == ("chat", 7, 0.3)
+    [result] = told["results"]
+    assert result["clients"] == 2
+    assert result["errors"] == {}
+    assert result["tokens_per_s"] > result["requests_per_s"] > 0
+    for spread in (result["latency_ms"], result["first_token_ms"]):
+        assert 0 < spread["p50"] <= spread["p95"] <= spread["p99"]
+
+
+@pytest.mark.anyio
+async def test_wrong_answers_end_with_1_and_are_named(tmp_path: Path) -> None:
+    """Every kind of mixed work is checked: what the scripted writer says is no JSON."""
+    async with served(catalog(tmp_path, MODELS), engines()) as client:
+        url = str(client.base_url)
+        status, out, err = await bench("mixed", "--url", url, "--concurrency", "1", *QUICK)
+    assert (status, out) == (1, "")
+    assert err == "The first request (structured) failed: answer is not JSON.\n"
+
+
+@pytest.mark.anyio
+async def test_mixed_work_has_a_line_for_each_kind(tmp_path: Path) -> None:
+    """Measured side by side."""
+    writer = ScriptedWriter(max_context=1000, script=[PERSON_SAID])
+    async with served(catalog(tmp_path, MODELS), ScriptedEngines(writer=writer)) as client:
+        url = str(client.base_url)
+        status, out, _ = await bench("mixed", "--url", url, "--concurrency", "2", *QUICK)
+    assert status == 0
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert [row[0].split()[0] for row in rows] == ["embeddings", "chat", "structured"]
+    assert {row[-1] for row in rows} == {"0"}
+
+
+@pytest.mark.anyio
+async def test_errors_under_load_are_counted_by_name(tmp_path: Path) -> None:
+    """One at a time is answered, and three at once are too many."""
+    async with served(catalog(tmp_path, MODELS), engines(), queue_limit=1) as client:
+        url = str(client.base_url)
+        status, out, _ = await bench("embeddings", "--url", url, "--concurrency", "3", *QUICK)
+    assert status == 1
+    row, note = out.splitlines()
+    count = row.split("\t")[-1]
+    assert note == f"embeddings, 3 clients: {count} × 429 rate_limit_exceeded"
+
+
+@pytest.mark.anyio
+async def test_nobody_there_is_told_in_one_line() -> None:
+    """No traceback."""
+    status, out, err = await bench("chat", "--url", "http://127.0.0.1:9", *QUICK)
+    assert (status, out) == (1, "")
+    assert err == "The first request (chat) failed: cannot connect.\n"
+
+
+@pytest.mark.anyio
+async def test_a_key_is_sent_when_given(tmp_path: Path) -> None:
+    """Else the server refuses."""
+    async with served(catalog(tmp_path, MODELS), engines(), api_keys=("k1",)) as client:
+        url = str(client.base_url)
+        arguments = ("embeddings", "--url", url, "--concurrency", "1", *QUICK)
+        without, _, err = await bench(*arguments)
+        with_key, _, _ = await bench(*arguments, "--api-key", "k1")
+    assert (without, with_key) == (1, 0)
+    assert "401" in err
+
+
+@pytest.mark.anyio
+async def test_a_terminal_shows_how_far_it_is(tmp_path: Path) -> None:
+    """On stderr, so that stdout can be kept."""
+    shown, terminal = pty.openpty()
+    async with served(catalog(tmp_path, MODELS), engines()) as client:
+        url = str(client.base_url)
+        status, out, _ = await bench(
+            "embeddings", "--url", url, "--concurrency", "1", *QUICK, stderr=terminal
+        )
+    os.close(terminal)
+    bar = os.read(shown, 65536).decode()
+    os.close(shown)
+    assert status == 0
+    assert len(out.splitlines()) == 1
+    assert " answers, 0 errors" in bar
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("kind", "unit"), [("embeddings", "vectors"), ("chat", "tokens"), ("structured", "tokens")]
+)
+async def test_the_engine_does_the_same_work(tmp_path: Path, kind: str, unit: str) -> None:
+    """The models on board, in this process; the ratio is to what the server did."""
+    writer = ScriptedWriter(max_context=1000, script=[PERSON_SAID])
+    async with served(catalog(tmp_path, MODELS), ScriptedEngines(writer=writer)) as client:
+        status, out, err = await bench(
+            *(kind, "--url", str(client.base_url), "--concurrency", "2", "--json"),
+            *("--engine", "--max-tokens", "8" if kind == "chat" else "200", *QUICK),
+        )
+    assert status == 0, err
+    [result] = json.loads(out)["results"]
+    assert result[f"engine_{unit}_per_s"] > 0
+    assert result["ratio"] == pytest.approx(
+        result[f"{unit}_per_s"] / result[f"engine_{unit}_per_s"]
+    )
+    assert ("engine_best" in result) == (kind == "embeddings")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("juggling",),
+        ("chat", "--concurrency", "0"),
+        ("chat", "--concurrency", "1,x"),
+        ("embeddings", "--words", ""),
+        ("mixed", "--engine"),
+    ],
+)
+async def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
+    """Before anything is asked."""
+    status, out, err = await bench(*arguments)
+    assert (status, out) == (2, "")
+    assert "Usage" in err
+
+
+@pytest.mark.anyio
+async def test_a_name_that_models_yaml_has_not_is_told(tmp_path: Path) -> None:
+    """The engine is loaded by the name that the requests use."""
+    status, _, err = await bench("chat", "--engine", "--model", "gpt-4o-mimi", *QUICK)
+    assert status == 1
+    assert "gpt-4o-mini" in err
+
+
+def test_the_load_needs_no_mlx() -> None:
+    """Only --engine does: the load runs where there is no model."""
+    code = """
+import sys
+from gateway.cli import main
+try:
+    main(["bench", "--help"])
+except SystemExit as ended:
+    assert not ended.code
+light = {"mlx", "aiohttp", "jsonschema", "numpy"} & sys.modules.keys()
+import gateway.bench.rounds, gateway.bench.report, gateway.bench.progress
+heavy = {"mlx", "mlx_lm", "transformers", "outlines"} & sys.modules.keys()
+print(light, heavy, file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "set() set()\n"
