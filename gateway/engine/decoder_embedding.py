@@ -3,7 +3,7 @@
 Attention is causal and padding is on the right, so padding never reaches a real token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +30,7 @@ class Decoder:
             self.vocabulary = int(raw["vocab_size"])
             self.max_tokens = int(raw["max_position_embeddings"])
             self.dimensions = int(raw["hidden_size"])
-            probed = self(mx.zeros((1, 1), dtype=mx.int32), None).shape
+            probed = self._hidden(mx.zeros((1, 1), dtype=mx.int32)).shape
         except KeyError as error:
             raise checkpoint.failed(f"config.json has no {error.args[0]}") from error
         except (TypeError, ValueError, AttributeError) as error:
@@ -38,17 +38,20 @@ class Decoder:
         if probed != (1, 1, self.dimensions):
             raise checkpoint.failed(f"its hidden states have shape {probed}")
 
-    def __call__(self, tokens: mx.array, mask: mx.array | None) -> mx.array:
+    def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
         """Give the hidden states. `mask` is not needed: what follows a token cannot reach it."""
+        yield self._hidden(tokens)
+
+    def parameters(self) -> list[mx.array]:
+        """List every array the decoder holds."""
+        return parameters(self._model)
+
+    def _hidden(self, tokens: mx.array) -> mx.array:
         if self._states is None:
             raise ValueError("the mlx_lm class has no `model` below its head")
         states = self._states(tokens)
         assert isinstance(states, mx.array)
         return states
-
-    def parameters(self) -> list[mx.array]:
-        """List every array the decoder holds."""
-        return parameters(self._model)
 
 
 def _refuse_bidirectional(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> None:

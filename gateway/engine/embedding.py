@@ -1,9 +1,9 @@
 """The maths of one embedding model: load a folder; pad, run, pool, normalise, give numpy."""
 
-import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -33,8 +33,11 @@ class Encoder(Protocol):
     padding_id: int
     max_tokens: int
 
-    def __call__(self, tokens: mx.array, mask: mx.array | None) -> mx.array:
-        """Give (rows, tokens, dimensions); `mask` is true at real tokens, None if all are."""
+    def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
+        """Give (rows, tokens, dimensions) after each layer; the last are the hidden states.
+
+        `mask` is true at real tokens, None if all are.
+        """
 
     def parameters(self) -> list[mx.array]:
         """List every array held."""
@@ -113,29 +116,38 @@ class EmbeddingEngine:
         return vectors
 
     def _run(self, slices: Sequence[Sequence[Sequence[int]]], threads: int) -> Vectors:
-        """Run the slices side by side: each CPU stream is a thread, with a BLAS of its own."""
-        if len(slices) == 1:
-            return np.array(self._forward(slices[0]))
-        streams = backend.cpu_streams(min(threads, len(slices)))
-        outputs = []
-        with backend.single_threaded_blas() if len(streams) > 1 else nullcontext():
-            for index, rows in enumerate(slices):
-                with mx.stream(streams[index % len(streams)]):
-                    outputs.append(self._forward(rows))
-            mx.eval(outputs)
-        return np.concatenate([np.array(output) for output in outputs])
+        """Run the slices side by side: each CPU stream is a thread, with a BLAS of its own.
 
-    def _forward(self, rows: Sequence[Sequence[int]]) -> mx.array:
+        Python builds a layer while the CPU computes the one before. mlx takes in only some
+        fifty operations ahead, so the slices go layer by layer: one built whole would run alone.
+        """
+        streams = [mx.default_stream(mx.default_device())]
+        if len(slices) > 1:
+            streams = backend.cpu_streams(min(threads, len(slices)))
+        passes = [self._forward(rows) for rows in slices]
+        states: list[mx.array] = []
+        with backend.single_threaded_blas() if len(streams) > 1 else nullcontext():
+            for states in in_step(passes, streams):
+                if self._on_cpu:
+                    mx.async_eval(states)  # type: ignore[no-untyped-call]
+            mx.eval(states)
+        return np.concatenate([np.array(vectors) for vectors in states])
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> Iterator[mx.array]:
+        """Give the states after each layer, and at the end the rows' vectors."""
         lengths = [len(row) for row in rows]
-        width = min(bucket(max(lengths)), self._encoder.max_tokens)
+        longest = max(lengths)
+        # A GPU's buffers are reused where shapes recur; a CPU's need not be, so nothing is wasted.
+        width = longest if self._on_cpu else min(bucket(longest), self._encoder.max_tokens)
         padded = np.full((len(rows), width), self._encoder.padding_id, dtype=np.int32)
         for index, row in enumerate(rows):
             padded[index, : len(row)] = row
         counts = mx.array(lengths, dtype=mx.int32)
         mask = None if min(lengths) == width else mx.arange(width)[None] < counts[:, None]
-        hidden = self._encoder(mx.array(padded), mask)
+        for hidden in self._encoder(mx.array(padded), mask):
+            yield hidden
         vectors = pool(hidden, counts, mask, self._recipe.pooling)
-        return unit(vectors) if self._recipe.normalize else vectors
+        yield unit(vectors) if self._recipe.normalize else vectors
 
     def _check(self, rows: Sequence[Sequence[int]]) -> None:
         """Refuse what would read outside the tables: mlx does not check bounds."""
@@ -171,18 +183,42 @@ def bucket(length: int) -> int:
 def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
     """Cut rows, shortest first, into runs worth one pass each: the rows of each run.
 
-    A run costs its rows times its bucketed longest. With work for every thread no run is
-    larger than SLICE_TOKENS; with less, the work is shared out. A row is never divided.
+    A run costs its rows times its longest. There are as few runs as leave none above
+    SLICE_TOKENS, the same number for every thread, and the dearest is as cheap as can be. A row
+    is never divided.
     """
-    total = sum(bucket(length) for length in lengths)
-    budget = min(SLICE_TOKENS, math.ceil(total / threads))
-    runs: list[int] = []
+    costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
+    most = threads
+    while True:
+        cheapest = bisect_left(costs, True, key=lambda cost: len(_runs(lengths, cost)) <= most)
+        if costs[cheapest] <= max(SLICE_TOKENS, lengths[-1]):
+            return _runs(lengths, costs[cheapest])
+        most += threads
+
+
+def _runs(lengths: Sequence[int], cost: int) -> list[int]:
+    """Fill runs of at most `cost` with the rows in order."""
+    runs = [0]
     for length in lengths:
-        if runs and (runs[-1] + 1) * bucket(length) <= budget:
+        if (runs[-1] + 1) * length <= cost:
             runs[-1] += 1
         else:
             runs.append(1)
     return runs
+
+
+def in_step(
+    passes: Sequence[Iterator[mx.array]], streams: Sequence[mx.Stream]
+) -> Iterator[list[mx.array]]:
+    """Advance all passes, equally long, by one layer at a time, each on its stream."""
+    while True:
+        states: list[mx.array] = []
+        for one, stream in zip(passes, cycle(streams), strict=False):
+            with mx.stream(stream):
+                states += islice(one, 1)
+        if not states:
+            return
+        yield states
 
 
 def load_embedding(

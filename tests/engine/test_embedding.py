@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.engine.backend import Device
+from gateway.engine.backend import Device, cpu_streams
 from gateway.engine.embedding import (
     SLICE_TOKENS,
     EmbeddingEngine,
     bucket,
+    in_step,
     load_embedding,
     slice_rows,
 )
@@ -100,7 +102,7 @@ def test_padding_does_not_change_a_vector(name: str) -> None:
     """Two lengths in one padded pass: the shorter row equals itself unpadded."""
     engine = golden(name)
     short, long = [5, 6, 7], list(range(5, 36))
-    padded = engine._forward([short, long])
+    *_, padded = engine._forward([short, long])
     assert np.abs(np.array(padded)[0] - engine.embed([short])[0]).max() <= 1e-5
 
 
@@ -295,13 +297,36 @@ def test_nbytes_counts_the_weights() -> None:
     assert abs(golden("roberta").nbytes() - size) < 0.1 * size
 
 
-def test_lengths_fall_into_few_buckets() -> None:
+def test_lengths_fall_into_few_buckets_on_a_gpu() -> None:
     """By 8 up to 64, then eight steps a doubling at most."""
     assert [bucket(n) for n in (1, 8, 9, 64, 65, 128, 129, 512, 513)] == [
         8, 8, 16, 64, 80, 128, 160, 512, 640,
     ]  # fmt: skip
     assert len({bucket(n) for n in range(1, 513)}) == 20
     assert all(n <= bucket(n) <= max(n + 7, n * 1.25) for n in range(1, 9000))
+
+
+@pytest.mark.parametrize(("device", "width"), [(Device.CPU, 17), (Device.METAL, 24)])
+def test_only_a_gpu_pads_beyond_the_longest_row(device: Device, width: int) -> None:
+    """On a CPU every padding token costs as much as a real one, and shapes need not recur."""
+    engine = load_embedding(GOLDEN / "bert", name="tiny", device=device)
+    first, *_ = engine._forward([list(range(2, 19)), [2, 3]])
+    assert first.shape == (2, width, engine.dimensions)
+
+
+def test_slices_go_layer_by_layer_each_on_its_stream() -> None:
+    """A slice built whole would fill mlx's queue, and the other streams would wait for it."""
+    built: list[tuple[str, mx.Stream]] = []
+
+    def layers(name: str) -> Iterator[mx.array]:
+        for _ in range(2):
+            built.append((name, mx.default_stream(mx.cpu)))
+            yield mx.ones(1)
+
+    one, other = streams = cpu_streams(2)
+    states = list(in_step([layers("a"), layers("b"), layers("c")], streams))
+    assert [len(step) for step in states] == [3, 3]
+    assert built == [("a", one), ("b", other), ("c", one)] * 2
 
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=64), st.integers(1, 16))
@@ -314,13 +339,14 @@ def test_slices_hold_every_row_within_the_budget(lengths: list[int], threads: in
     end = 0
     for run in runs:
         end += run
-        assert run == 1 or run * bucket(lengths[end - 1]) <= SLICE_TOKENS
+        assert run * lengths[end - 1] <= max(SLICE_TOKENS, lengths[-1])
 
 
 def test_slices_share_the_work_among_threads() -> None:
-    """A small batch is divided as well: each thread runs a pass of its own."""
+    """A small batch is divided as well: each thread runs passes of its own, none much dearer."""
     assert slice_rows([30] * 8, threads=1) == [8]
     assert slice_rows([30] * 8, threads=2) == [4, 4]
     assert slice_rows([30] * 64, threads=2) == [16] * 4
     assert slice_rows([256], threads=4) == [1]
     assert slice_rows([8, 8, 8, 200], threads=2) == [3, 1]
+    assert slice_rows([17, 18, 19, 20, 21, 22, 23, 24], threads=2) == [4, 4]

@@ -17,6 +17,7 @@ from gateway.engine.encoders.arithmetic import (
     exp2,
     gelu,
     gelu_tanh,
+    layer_norm_by_products,
 )
 from gateway.engine.encoders.roberta import position_ids
 from gateway.errors import ModelLoadFailed
@@ -56,7 +57,7 @@ def vectors(engine: EmbeddingEngine) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def test_gelu_is_within_a_millionth_of_the_exact_one() -> None:
-    """The rational erf replaces a scalar one; the bound is on GELU itself, in float32."""
+    """The fitted erfc replaces a scalar erf; the bound is on GELU itself, in float32."""
     points = GRID.astype(np.float32).astype(np.float64)
     exact = np.array([0.5 * x * (1 + math.erf(x / math.sqrt(2))) for x in points])
     error = np.abs(np.array(gelu(float32(GRID))) - exact)
@@ -83,6 +84,20 @@ def test_a_value_that_is_not_a_number_stays_one() -> None:
     """Bit tricks must not turn a broken weight into a plausible vector."""
     for function in (gelu, gelu_tanh, exp2):
         assert np.isnan(np.array(function(float32([np.nan])))).all()
+
+
+@pytest.mark.parametrize("mean", [0.0, 50.0])
+def test_layer_norm_equals_mlx_layer_norm(mean: float) -> None:
+    """Averages by a product, whose rounding is no worse, far from zero as well."""
+    rng = np.random.default_rng(0)
+    x, weight, bias = (float32(rng.normal(size=s)) for s in ((7, 384), 384, 384))
+    wide = (x + mean, weight, bias, 1e-12)
+    exact = np.array(wide[0], dtype=np.float64)
+    exact = (exact - exact.mean(1, keepdims=True)) / exact.std(1, keepdims=True)
+    exact = exact * np.array(weight) + np.array(bias)
+    ours, theirs = layer_norm_by_products(384)(*wide), mx.fast.layer_norm(*wide)
+    assert np.abs(np.array(ours) - exact).max() <= 2e-6 * (1 + mean)
+    assert np.abs(np.array(theirs) - exact).max() <= 2e-6 * (1 + mean)
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0])

@@ -4,7 +4,7 @@ Weights and names are Hugging Face's (transformers, models/bert/modeling_bert.py
 pooler and task heads are not used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,11 +40,6 @@ class Config:
     padding_id: int
     epsilon: float
     activation: str
-
-    @property
-    def head_size(self) -> int:
-        """The dimensions of one attention head."""
-        return self.dimensions // self.heads
 
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
@@ -118,7 +113,7 @@ class Bert:
         weights = fit_weights(checkpoint, arrays, weight_shapes(config), IGNORED)
         kept = pick_dtype(device, dtype, weights["embeddings.word_embeddings.weight"].dtype)
         weights = {name: array.astype(kept) for name, array in weights.items()}
-        choice = arithmetic(device, kept, config.activation, config.head_size)
+        choice = arithmetic(device, kept, config.activation, config.dimensions, config.heads)
         self.config = config
         self.dimensions = config.dimensions
         self.vocabulary = config.vocabulary
@@ -131,7 +126,7 @@ class Bert:
             weights["embeddings.position_embeddings.weight"]
             + weights["embeddings.token_type_embeddings.weight"][0]
         )
-        self._norm = make_norm(weights, "embeddings.LayerNorm", config.epsilon)
+        self._norm = make_norm(weights, "embeddings.LayerNorm", choice, config.epsilon)
         self._layers = [
             make_layer(
                 {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name},
@@ -143,17 +138,19 @@ class Bert:
         ]
         mx.eval(self.parameters())
 
-    def __call__(self, tokens: mx.array, mask: mx.array | None) -> mx.array:
-        """Give the last layer's states. `mask` is true at real tokens; None: all are real."""
+    def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
+        """Give the states after the embedding and after each layer."""
         rows, length = tokens.shape
-        x = self._norm(self._words[tokens] + self._position_vectors(tokens))
+        shape = (rows, length, self.dimensions)
         bias = None
         if mask is not None:
             bias = mx.where(mask, 0.0, PADDING_SCORE)[:, None, None, :].astype(self._dtype)
-        x = x.reshape(rows * length, self.dimensions)
+        x = self._words[tokens] + self._position_vectors(tokens)
+        x = self._norm(x.reshape(rows * length, self.dimensions))
+        yield x.reshape(shape)
         for layer in self._layers:
             x = layer(x, bias, rows)
-        return x.reshape(rows, length, self.dimensions)
+            yield x.reshape(shape)
 
     def parameters(self) -> list[mx.array]:
         """List every array the encoder holds."""

@@ -5,7 +5,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from gateway.engine.encoders.arithmetic import Activation, Arithmetic, Attention
+from gateway.engine.encoders.arithmetic import (
+    Activation,
+    Arithmetic,
+    Attention,
+    Normalization,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +32,11 @@ class Norm:
     weight: mx.array
     bias: mx.array
     epsilon: float
+    normalize: Normalization
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Normalise the last axis."""
-        return mx.fast.layer_norm(x, self.weight, self.bias, self.epsilon)
+        """Normalise each row of (rows, dimensions)."""
+        return self.normalize(x, self.weight, self.bias, self.epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +69,11 @@ class Layer:
         return [array for part in parts for array in (part.weight, part.bias)]
 
 
-def make_norm(weights: Mapping[str, mx.array], name: str, epsilon: float) -> Norm:
+def make_norm(
+    weights: Mapping[str, mx.array], name: str, choice: Arithmetic, epsilon: float
+) -> Norm:
     """Make a normalisation of the two weights under a name."""
-    return Norm(weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon)
+    return Norm(weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon, choice.normalize)
 
 
 def make_layer(
@@ -93,10 +101,10 @@ def make_layer(
             first_scale=choice.query_scale,
         ),
         attention_out=dense("attention.output.dense"),
-        attention_norm=make_norm(weights, "attention.output.LayerNorm", epsilon),
+        attention_norm=make_norm(weights, "attention.output.LayerNorm", choice, epsilon),
         up=dense("intermediate.dense"),
         down=dense("output.dense"),
-        norm=make_norm(weights, "output.LayerNorm", epsilon),
+        norm=make_norm(weights, "output.LayerNorm", choice, epsilon),
         heads=heads,
         attend=choice.attend,
         activation=choice.activation,
