@@ -50,6 +50,9 @@ def openblas_candidates(machine: str) -> tuple[str, ...]:
 def _load_openblas() -> tuple[BlasFinding, ctypes.CDLL | None]:
     if not sys.platform.startswith("linux"):
         return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
+    # OpenBLAS's threads spin for 2^26 cycles after each product, some 25 ms on a core that others
+    # want: after 2^16 they sleep, which its next product does not feel.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
     for path in openblas_candidates(platform.machine()):
         try:
             library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
