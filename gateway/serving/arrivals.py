@@ -40,13 +40,11 @@ class Arrivals:
         """Count those on their way."""
         return len(self._since)
 
-    def is_expecting(self, within_s: float) -> bool:
-        """Tell whether a request came in the last seconds and is still on its way.
-
-        One that takes longer, as a slow client's does, is not worth waiting for.
-        """
+    @property
+    def newest_age_s(self) -> float | None:
+        """Tell how long ago the newest of them came; None when there is none."""
         newest = next(reversed(self._since.values()), None)
-        return newest is not None and metrics.now() - newest < within_s
+        return None if newest is None else metrics.now() - newest
 
     async def changed(self, timeout_s: float) -> None:
         """Wait until another one is over, at most so long."""

@@ -179,13 +179,12 @@ class EmbeddingBatcher:
         is_first = True
         while self._lane.is_idle and self._has_work():
             arrivals, limits = self._arrivals, self._limits
-            window_s = window(len(self._waiting) + arrivals.count, limits)
             more_s = patience(
                 sum(ticket.waiting for ticket in self._waiting),
                 metrics.now() - self._waiting[0].arrived,
-                window_s,
+                window(len(self._waiting) + arrivals.count, limits),
                 limits,
-                is_expecting=arrivals.is_expecting(window_s),
+                newest_age_s=arrivals.newest_age_s,
             )
             if more_s <= 0:
                 if is_first:
@@ -240,9 +239,7 @@ class EmbeddingBatcher:
     def _record(self, batch: Sequence[Input], turn: Turn, started: float) -> None:
         seconds = metrics.now() - started
         for ticket in {each.ticket for each in batch}:
-            # The turn may have been asked for before the ticket came.
-            waited_s = min(turn.waited_s, turn.gained - ticket.arrived)
-            ticket.passed(seconds, max(0.0, waited_s))
+            ticket.passed(seconds, turn)
         padded = len(batch) * max(1, len(batch[-1].tokens))
         metrics.of(metrics.BATCH_ROWS, self._name).observe(len(batch))
         metrics.of(metrics.BATCH_PADDING, self._name).observe(
@@ -258,7 +255,7 @@ class EmbeddingBatcher:
         )
 
     def end(self, error: GatewayError) -> None:
-        """Refuse what waits; a pass under way still answers those it is the last for."""
+        """Refuse every request that is not answered."""
         for ticket in self._waiting:
             ticket.refuse(error)
 

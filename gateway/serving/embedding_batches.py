@@ -69,15 +69,25 @@ def window(load: int, limits: EmbeddingLimits) -> float:
 
 
 def patience(
-    rows: int, age_s: float, window_s: float, limits: EmbeddingLimits, *, is_expecting: bool
+    rows: int,
+    age_s: float,
+    window_s: float,
+    limits: EmbeddingLimits,
+    *,
+    newest_age_s: float | None,
 ) -> float:
     """Decide how many more seconds `rows` waiting inputs, the oldest so old, wait for others.
 
-    0 when the batch is full or nobody is on the way: that is the fast path. A batch below the
+    `newest_age_s` tells how long ago the newest request came that is still on its way, None if
+    none is. 0 when the batch is full or nobody is on the way: that is the fast path. One that
+    has been on its way for a window, as a slow client's has, is not waited for. A batch below the
     minimum size waits even so, but never beyond the window.
     """
     if rows >= limits.max_batch_size or limits.max_batch_size == 1:
         return 0.0
-    if rows >= limits.min_batch_size and not is_expecting:
-        return 0.0
-    return max(0.0, min(window_s, limits.batch_deadline_s) - age_s)
+    left_s = min(window_s, limits.batch_deadline_s) - age_s
+    if rows >= limits.min_batch_size:
+        if newest_age_s is None:
+            return 0.0
+        left_s = min(left_s, window_s - newest_age_s)
+    return max(0.0, left_s)

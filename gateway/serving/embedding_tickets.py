@@ -8,6 +8,7 @@ import numpy as np
 from gateway import metrics
 from gateway.errors import GatewayError
 from gateway.jobs import Stage, Timings, TokenIds, Vectors
+from gateway.serving.lane import Turn
 
 
 class EmbedTicket:
@@ -24,6 +25,7 @@ class EmbedTicket:
         self._vectors: Vectors | None = None
         self._inferred_s = 0.0
         self._lane_s = 0.0
+        self._turn: Turn | None = None  # the last one that had inputs of it
 
     @property
     def is_over(self) -> bool:
@@ -50,10 +52,15 @@ class EmbedTicket:
         self._taken += count
         return [Input(self, index, self._rows[index]) for index in taken]
 
-    def passed(self, seconds: float, lane_s: float) -> None:
-        """Count a pass that had inputs of it, and the wait for the lane before."""
+    def passed(self, seconds: float, turn: Turn) -> None:
+        """Count a pass that had inputs of it, and, once a turn, the wait for the lane before.
+
+        The turn may have been asked for before the ticket came.
+        """
         self._inferred_s += seconds
-        self._lane_s += lane_s
+        if turn is not self._turn:
+            self._turn = turn
+            self._lane_s += max(0.0, min(turn.waited_s, turn.gained - self.arrived))
 
     def answer(self, index: int, vector: Vectors) -> None:
         """Take one input's vector, (dimensions,); the last one answers the request."""

@@ -133,14 +133,16 @@ class Lane:
         try:
             await mine.gained
         except asyncio.CancelledError:
-            if mine.gained.done() and not mine.gained.cancelled():
-                self._hand_on()  # it was given to us just as we left
-            else:
+            if mine in self._line:
                 self._line.remove(mine)
+            elif not mine.gained.cancelled():
+                self._hand_on()  # it was given to us just as we left
             raise
 
     def _hand_on(self) -> None:
         """Give the lane, which nobody holds now, to whoever is next."""
+        # Whoever is being cancelled stands in line until they next run.
+        self._line = [each for each in self._line if not each.gained.done()]
         if not self._line:
             self._is_held = False
             return

@@ -69,32 +69,37 @@ class TestPatience:
 
     def test_nobody_on_the_way_is_no_wait(self) -> None:
         """The fast path."""
-        assert patience(1, 0.0, 0.010, LIMITS, is_expecting=False) == 0
+        assert patience(1, 0.0, 0.010, LIMITS, newest_age_s=None) == 0
 
     def test_a_burst_is_waited_for_until_the_oldest_has_waited_the_window(self) -> None:
         """Ten milliseconds from its arrival, not from the last."""
-        assert patience(1, 0.004, 0.010, LIMITS, is_expecting=True) == 0.006
-        assert patience(1, 0.011, 0.010, LIMITS, is_expecting=True) == 0
+        assert patience(1, 0.004, 0.010, LIMITS, newest_age_s=0.0) == 0.006
+        assert patience(1, 0.011, 0.010, LIMITS, newest_age_s=0.0) == 0
+
+    def test_who_is_long_on_the_way_is_waited_for_no_longer_than_a_window(self) -> None:
+        """From when they came: after it, a slow client holds nobody up."""
+        assert patience(1, 0.001, 0.010, LIMITS, newest_age_s=0.008) == 0.010 - 0.008
+        assert patience(1, 0.001, 0.010, LIMITS, newest_age_s=0.011) == 0
 
     def test_a_full_batch_waits_for_nobody(self) -> None:
         """However many come."""
-        assert patience(32, 0.0, 0.010, LIMITS, is_expecting=True) == 0
+        assert patience(32, 0.0, 0.010, LIMITS, newest_age_s=0.0) == 0
 
     def test_below_the_minimum_the_window_is_waited_out(self) -> None:
         """Nobody in sight or not; at the minimum it goes."""
         limits = replace(LIMITS, min_batch_size=4)
-        assert patience(3, 0.004, 0.010, limits, is_expecting=False) == 0.006
-        assert patience(4, 0.004, 0.010, limits, is_expecting=False) == 0
+        assert patience(3, 0.004, 0.010, limits, newest_age_s=None) == 0.006
+        assert patience(4, 0.004, 0.010, limits, newest_age_s=None) == 0
 
     def test_the_deadline_bounds_any_window(self) -> None:
         """A window scaled up does not outgrow it."""
         limits = replace(LIMITS, batch_deadline_s=0.005)
-        assert patience(1, 0.001, 0.500, limits, is_expecting=True) == 0.004
+        assert patience(1, 0.001, 0.500, limits, newest_age_s=0.0) == 0.004
 
     def test_batching_turned_off_waits_for_nobody(self) -> None:
         """Size one, whatever the minimum says."""
         limits = replace(LIMITS, max_batch_size=1, min_batch_size=9)
-        assert patience(0, 0.0, 0.010, limits, is_expecting=True) == 0
+        assert patience(0, 0.0, 0.010, limits, newest_age_s=0.0) == 0
 
 
 def test_the_window_follows_the_load_where_it_is_adaptive() -> None:

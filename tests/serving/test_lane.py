@@ -171,13 +171,14 @@ async def test_the_kind_that_had_least_is_next_whoever_asked_first() -> None:
 async def test_a_waiter_who_leaves_gives_its_place_up() -> None:
     """Before its turn, and at the very moment it is given."""
     async with Lane() as lane:
-        for moment in ("waiting", "given"):
+        for moment in ("waiting", "as the holder ends", "given"):
             async with lane.turn("test"):
                 leaving = asyncio.create_task(_one_turn(lane))
                 staying = asyncio.create_task(_one_turn(lane))
                 await asyncio.sleep(0)
-                if moment == "waiting":
+                if moment != "given":
                     leaving.cancel()
+                if moment == "waiting":
                     await asyncio.sleep(0)
             if moment == "given":
                 leaving.cancel()
