@@ -255,6 +255,17 @@ class RowJob:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """What one call of a chat engine had on the device: rows, their tokens, padding included or
+    not.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RowDelta:
     """What one step gave one row. After a `finish_reason` or an `error` the row is gone.
 

@@ -14,6 +14,7 @@ from gateway.jobs import (
     EmbedJob,
     GenerateJob,
     Grammar,
+    Pass,
     RowDelta,
     RowJob,
     Sampling,
@@ -21,7 +22,7 @@ from gateway.jobs import (
     Vectors,
 )
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
-from gateway.serving.ports import GenerationEngine
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 
 FAR = 1e12  # a deadline beyond every test
 
@@ -96,6 +97,7 @@ class ScriptedWriter:
     left: list[int] = field(default_factory=list)
     fail_at_step: int | None = None
     is_closed: bool = False
+    last_pass: Pass = field(default_factory=Pass)
     script: list[dict[str, Any]] = field(default_factory=list)
     jobs: list[GenerateJob] = field(default_factory=list)
     _waiting: dict[int, RowJob] = field(default_factory=dict)
@@ -138,6 +140,9 @@ class ScriptedWriter:
         self._running.pop(row, None)
 
     def prefill(self, token_budget: int) -> list[RowDelta]:
+        lengths = [len(job.prompt) for job in self._waiting.values()]
+        rows = len(lengths)
+        self.last_pass = Pass(rows, sum(lengths), rows * max(lengths, default=0))
         for row, job in self._waiting.items():
             self._running[row] = list(job.prompt)[: job.max_tokens]
             if job.max_tokens < len(job.prompt):
@@ -147,7 +152,9 @@ class ScriptedWriter:
 
     def decode(self) -> list[RowDelta]:
         self.gate.pass_through()
-        self.steps.append(len(self._running))
+        rows = len(self._running)
+        self.last_pass = Pass(rows, rows, rows)
+        self.steps.append(rows)
         if self.fail_at_step == len(self.steps):
             raise RuntimeError("the step failed")
         return [delta for row in list(self._running) for delta in self._next(row)]
@@ -207,9 +214,12 @@ class ScriptedEngines:
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         return None
 
-    def embedding(self, spec: EmbeddingSpec, folder: Path) -> ScriptedEmbedder:
+    def embedding(
+        self, spec: EmbeddingSpec, folder: Path
+    ) -> Generator[EmbeddingEngine | None, None, None]:
         self._load(spec)
-        return self.embedder
+        yield None
+        yield self.embedder
 
     def generation(
         self, spec: ChatSpec, folder: Path

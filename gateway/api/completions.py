@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from gateway import metrics
 from gateway.api import timing
 from gateway.api.chat import counted, defaults
 from gateway.api.service import Service, noted
 from gateway.api.streams import DONE, EventStream, frame, while_connected
 from gateway.errors import Overloaded
-from gateway.jobs import Delta, GenerateJob, Usage
+from gateway.jobs import Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
 from gateway.serving.admission import until_deadline
 from gateway.serving.generation_batcher import Generation, GenerationBatcher
@@ -78,7 +79,10 @@ class Completions:
                 usage = summed(usage, each)
                 if isinstance(each, Delta):
                     choices[each.index].add(each)
-        return heading.whole(choices, usage)
+        started = metrics.now()
+        body = heading.whole(choices, usage)
+        jobs[0].caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+        return body
 
     async def _events(
         self,

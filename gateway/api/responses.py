@@ -11,11 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from gateway import metrics
 from gateway.api.chat import counted, defaults, template_args
 from gateway.api.service import Service, noted
 from gateway.api.streams import EventStream, frame, while_connected
 from gateway.errors import GatewayError, UnknownUrl
-from gateway.jobs import GenerateJob
+from gateway.jobs import GenerateJob, Stage
 from gateway.registry import ChatSpec
 from gateway.wire import responses as wire
 from gateway.wire.response_events import Answer, Event
@@ -72,7 +73,10 @@ class Responses:
         async with aclosing(self._events(spec, job, answer)) as events:
             async for _ in events:
                 pass
-        return orjson.dumps(answer.whole())
+        started = metrics.now()
+        body = orjson.dumps(answer.whole())
+        job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+        return body
 
     async def _framed(
         self, spec: ChatSpec, job: GenerateJob, answer: Answer

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from gateway import logs
 from gateway.engine import backend, sources
-from gateway.engine.embedding import load_embedding
+from gateway.engine.embedding import load_embedding_in_steps
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.loading import load_generation_in_steps
 from gateway.errors import ModelUnavailable
@@ -84,9 +84,11 @@ class MlxEngines:
             return None
         return min(99, 100 * sources.fetched_bytes(spec, self._hub) // size)
 
-    def embedding(self, spec: EmbeddingSpec, folder: Path) -> EmbeddingEngine:
-        """Load an encoder or a decoder embedder."""
-        return load_embedding(
+    def embedding(
+        self, spec: EmbeddingSpec, folder: Path
+    ) -> Generator[EmbeddingEngine | None, None, None]:
+        """Load an encoder or a decoder embedder, a slice a step; the last step gives the engine."""
+        return load_embedding_in_steps(
             folder,
             name=spec.id,
             device=self._device,

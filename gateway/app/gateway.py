@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
@@ -30,6 +30,7 @@ from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 from gateway.serving.tokens import TokenPool
 from gateway.settings import Settings
 
+T = TypeVar("T")
 log = logs.get("app")
 
 LAST_WORDS_S = 2.0  # to tell those inside that it is over
@@ -56,8 +57,10 @@ class Engines(Protocol):
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Tell how much of a model's download is done; None when none is under way."""
 
-    def embedding(self, spec: EmbeddingSpec, folder: Path) -> EmbeddingEngine:
-        """Load, on the lane."""
+    def embedding(
+        self, spec: EmbeddingSpec, folder: Path
+    ) -> Generator[EmbeddingEngine | None, None, None]:
+        """Load, on the lane, a slice a step; the last step gives the engine."""
 
     def generation(
         self, spec: ChatSpec, folder: Path
@@ -175,8 +178,7 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def _embedder(self, spec: EmbeddingSpec, folder: Path) -> AsyncIterator[Batcher]:
         limits = embedding_limits(self._settings, spec)
-        async with self._lane.turn("load") as run:
-            engine = await run(self._engines.embedding, spec, folder)
+        engine = await self._loaded(self._engines.embedding(spec, folder))
         try:
             batcher = EmbeddingBatcher(
                 spec.id, engine, self._lane, self._pool, limits, self._arrivals
@@ -207,18 +209,17 @@ class Gateway:
             async with self._lane.turn("load") as run:
                 await run(engine.close)
 
-    async def _loaded(
-        self, steps: Generator[GenerationEngine | None, None, None]
-    ) -> GenerationEngine:
+    async def _loaded(self, steps: Generator[T | None, None, None]) -> T:
         """Load in turns of the lane, so that others have theirs between."""
-        engine: GenerationEngine | None = None
+        engine: T | None = None
         try:
             while engine is None:
                 async with self._lane.turn("load") as run:
-                    engine = await run(next, steps)
-        finally:
+                    engine = await run(_next, steps)
+        except BaseException:
             async with self._lane.turn("load") as run:
                 await run(steps.close)  # there, so that a half-read model is freed there
+            raise
         return engine
 
     def _fingerprint(self, spec: ModelSpec) -> str:
@@ -226,3 +227,10 @@ class Gateway:
         source = spec.source
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
+
+
+def _next(steps: Generator[T | None, None, None]) -> T | None:
+    """Take a step; after the last one nothing but the engine is left."""
+    if (engine := next(steps)) is not None:
+        steps.close()
+    return engine

@@ -164,7 +164,7 @@ async def opened(
     engines.begin()
     engine: EmbeddingEngine | GenerationEngine
     if isinstance(spec, EmbeddingSpec):
-        engine = engines.embedding(spec, folder)
+        engine = next(filter(None, engines.embedding(spec, folder)))
         truncate = spec.overflow == "truncate"
         reference: Reference = EmbeddingReference(engine, wording, truncate=truncate)
     else:

@@ -28,6 +28,8 @@ class Transcript:
 
     def __init__(self) -> None:
         self._said: list[str] = []
+        self._reasoned: list[str] = []
+        self._tool_calls: list[Any] = []
         self._likelihoods: list[Any] = []
         self._finish_reason: str | None = None
         self._usage: dict[str, Any] | None = None
@@ -58,21 +60,31 @@ class Transcript:
     def _add_choice(self, choice: Any) -> bool:
         delta = choice.get("delta") or {}
         text = delta.get("content") or ""
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        tool_calls = delta.get("tool_calls") or ()
+        if not (isinstance(text, str) and isinstance(reasoning, str)):
+            raise TypeError
         self._said.append(text)
+        self._reasoned.append(reasoning)
+        self._tool_calls += tool_calls
         self._likelihoods += (choice.get("logprobs") or {}).get("content") or ()
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
-        others = ("reasoning_content", "reasoning", "tool_calls")
-        return bool(text) or any(delta.get(name) for name in others)
+        return bool(text or reasoning or tool_calls)
 
     def answer(self) -> dict[str, Any]:
         """Give what an unstreamed answer would have been; raises WrongAnswer if it is cut short.
 
-        Without `usage`, which some servers don't stream, each piece counts as a token.
+        Its tool calls are as they came, in fragments. Without `usage`, which some servers don't
+        stream, each piece counts as a token.
         """
         if not self._is_done:
             raise WrongAnswer("stream without [DONE]")
         choice = {
-            "message": {"content": "".join(self._said)},
+            "message": {
+                "content": "".join(self._said),
+                "reasoning": "".join(self._reasoned),
+                "tool_calls": self._tool_calls,
+            },
             "finish_reason": self._finish_reason,
             "logprobs": {"content": self._likelihoods},
         }

@@ -3,7 +3,7 @@
 import base64
 import binascii
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jsonschema  # type: ignore[import-untyped]
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import orjson
 
 Judge: TypeAlias = Callable[[Any], int]
+MARKS = 32  # tokens without text: the end of a turn, what begins and ends reasoning or a tool call
 
 
 class WrongAnswer(Exception):
@@ -52,10 +53,33 @@ def _vector(given: Any) -> npt.NDArray[np.float32]:
 
 
 def text(answer: Any) -> int:
-    """Judge a chat answer: it is finished, and told how many tokens it has."""
+    """Judge a chat answer: it is finished, and says something with the tokens that it counts.
+
+    A token may be many letters, and a letter several tokens (each a byte of it), but none is
+    less than a byte, except those that only mark where something begins and ends.
+    """
+    tokens = _finished(answer)
+    said = sum(_sizes(answer["choices"][0]["message"]))
+    if tokens > 0 and not said:
+        raise WrongAnswer("answer is empty")
+    details = answer["usage"].get("completion_tokens_details") or {}
+    if tokens - (details.get("reasoning_tokens") or 0) > said + MARKS:
+        raise WrongAnswer("more tokens than text")
+    return tokens
+
+
+def _finished(answer: Any) -> int:
+    """Give the tokens of an answer that has ended for a reason."""
     if answer["choices"][0]["finish_reason"] not in ("stop", "length", "tool_calls"):
         raise WrongAnswer("no finish_reason")
     return int(answer["usage"]["completion_tokens"])
+
+
+def _sizes(message: Any) -> Iterator[int]:
+    """Give the bytes of all that a message says: its text, its reasoning, its tool calls."""
+    for name in ("content", "reasoning_content", "reasoning"):
+        yield len((message.get(name) or "").encode())
+    yield from (len(orjson.dumps(call)) for call in message.get("tool_calls") or ())
 
 
 def structured(schema: Mapping[str, Any]) -> Judge:
@@ -79,7 +103,7 @@ def logprobs(top: int) -> Judge:
     """Judge an answer whose every token has its logprob and the `top` likeliest."""
 
     def judge(answer: Any) -> int:
-        tokens = text(answer)
+        tokens = _finished(answer)
         content = answer["choices"][0]["logprobs"]["content"]
         if not content:
             raise WrongAnswer("no logprobs")

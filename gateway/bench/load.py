@@ -39,15 +39,23 @@ class Peer:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def __aenter__(self) -> "Peer":
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            headers=self._headers,
-            timeout=self._timeout,
-        )
+        self._session = self._new_session()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
+
+    async def reconnect(self) -> None:
+        """Close every connection, and open new ones when they are needed."""
+        await self._session.close()
+        self._session = self._new_session()
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=self._headers,
+            timeout=self._timeout,
+        )
 
     async def ask(self, ask: Ask) -> Answer:
         """Ask once and judge the answer; whatever goes wrong is the answer's `error`."""
@@ -63,7 +71,7 @@ class Peer:
         except WrongAnswer as wrong:
             return Answer(started, now(), arrivals, error=str(wrong))
         except (aiohttp.ClientError, OSError) as error:
-            return Answer(started, now(), arrivals, error=_named(error))
+            return Answer(started, now(), arrivals, error=named_connection_error(error))
         usage = answer.get("usage") or {}
         details = usage.get("prompt_tokens_details") or {}
         return Answer(
@@ -102,7 +110,7 @@ def _refusal(status: int, body: bytes) -> str:
         return str(status)
 
 
-def _named(error: Exception) -> str:
+def named_connection_error(error: Exception) -> str:
     """Name what happened to a connection. The order matters: some are kinds of others."""
     names: tuple[tuple[type[Exception], str], ...] = (
         (TimeoutError, "timed out"),
@@ -110,6 +118,7 @@ def _named(error: Exception) -> str:
         (aiohttp.ServerDisconnectedError, "disconnected"),
         (aiohttp.ClientPayloadError, "answer cut short"),
         (ConnectionResetError, "disconnected"),
+        (aiohttp.ClientOSError, "disconnected"),
     )
     return next((name for kind, name in names if isinstance(error, kind)), type(error).__name__)
 

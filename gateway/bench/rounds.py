@@ -41,19 +41,26 @@ async def rounds(
 ) -> AsyncIterator[Line]:
     """Measure each number of clients in its turn; mixed work has that many of each kind.
 
-    One request of each kind comes first, so that loading a model is not measured. Raises
+    One request of each kind comes first, so that loading a model is not measured. After the
+    engine, connections are new: while it runs nobody sees a server close the idle ones. Raises
     FirstAskFailed.
     """
     for kind, workload in workloads.items():
         answer = await peer.ask(workload.next())
         if answer.error is not None:
             raise FirstAskFailed(f"The first request ({kind}) failed: {answer.error}.")
-    best = reference.best(duration_s) if reference is not None else None
+    best = None
+    if reference is not None:
+        best = reference.best(duration_s)
+        await peer.reconnect()
     for clients in concurrency:
         loads = [Load(workload, clients) for workload in workloads.values()]
         measured = await closed_loop(
             peer, loads, warmup_s=warmup_s, duration_s=duration_s, told=told
         )
-        rate = reference.rate(clients, duration_s) if reference is not None else None
+        rate = None
+        if reference is not None:
+            rate = reference.rate(clients, duration_s)
+            await peer.reconnect()
         for (kind, workload), figures in zip(workloads.items(), measured, strict=True):
             yield Line(kind, workload.unit, clients, figures, rate, best)

@@ -40,7 +40,7 @@ def serve(
         log.warning("slow_blas", hint=backend.BLAS.hint)
     engines = mlx_engines(settings)
     # What was imported stays: the garbage collector need not look at a hundred thousand objects
-    # again and again, which took a fifth of the time of small requests.
+    # again and again, in the middle of requests.
     gc.collect()
     gc.freeze()
     asyncio.run(_serve(Gateway(settings, catalog, engines), settings))

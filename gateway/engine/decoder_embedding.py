@@ -11,18 +11,21 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import _get_classes
 
 from gateway.engine.backend import Device
-from gateway.engine.decoders import load_decoder, parameters
+from gateway.engine.decoders import open_decoder, parameters
 from gateway.engine.weights import Checkpoint
 
 
 class Decoder:
-    """A decoder without its head: (rows, tokens) ids to hidden states after the last norm."""
+    """A decoder without its head: (rows, tokens) ids to hidden states after the last norm.
+
+    Its weights are still to be read: whoever evaluates its parameters reads them.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
     ) -> None:
         _refuse_bidirectional(checkpoint, raw)
-        model, _ = load_decoder(checkpoint, device=device, dtype=dtype, classes=_headless_classes)
+        model, _ = open_decoder(checkpoint, device=device, dtype=dtype, classes=_headless_classes)
         self._model = model
         self._states = getattr(model, "model", None)
         self.padding_id = 0

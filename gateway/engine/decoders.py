@@ -1,6 +1,6 @@
-"""A decoder that mlx-lm knows, loaded to be fast on this device."""
+"""A decoder that mlx-lm knows, opened to be fast on this device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -8,23 +8,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from gateway.engine.backend import Device, pick_dtype
-from gateway.engine.weights import Checkpoint, slices
-
-SLICE_BYTES = 256 << 20  # read in about a tenth of a second from a disk that gives 2.5 GB/s
-
-
-def load_decoder(
-    checkpoint: Checkpoint,
-    *,
-    device: Device,
-    dtype: str | None,
-    classes: Callable[[dict[str, Any]], tuple[Any, type]] = _get_classes,
-) -> tuple[Any, dict[str, Any]]:
-    """Give mlx-lm's model, evaluated, and its config, as `open_decoder` does."""
-    model, config = open_decoder(checkpoint, device=device, dtype=dtype, classes=classes)
-    for _ in read_in_slices(checkpoint, model):
-        pass
-    return model, config
+from gateway.engine.weights import Checkpoint
 
 
 def open_decoder(
@@ -48,19 +32,6 @@ def open_decoder(
         if (target := pick_dtype(device, dtype, _dtype(model))) != _dtype(model):
             model.set_dtype(target)
     return model, config
-
-
-def read_in_slices(
-    checkpoint: Checkpoint, model: Any, slice_bytes: int = SLICE_BYTES
-) -> Iterator[None]:
-    """Read an open model's weights, a slice a step. On the lane.
-
-    Raises ModelLoadFailed for what the files turn out to lack.
-    """
-    for arrays in slices(parameters(model), slice_bytes):
-        with checkpoint.blamed():
-            mx.eval(arrays)
-        yield
 
 
 def parameters(model: Any) -> list[mx.array]:

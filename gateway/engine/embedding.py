@@ -1,11 +1,10 @@
 """The maths of one embedding model: load a folder; pad, run, pool, normalise, give numpy."""
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -16,13 +15,12 @@ from gateway.engine.backend import Device
 from gateway.engine.decoder_embedding import Decoder
 from gateway.engine.encoders import ENCODERS, load_encoder
 from gateway.engine.pooling import Recipe, pool, read_recipe, shorten, unit
+from gateway.engine.slices import bucket, in_step, slice_rows
 from gateway.engine.tokenizer import TextTokenizer, load_text_tokenizer
-from gateway.engine.weights import Checkpoint, listed
+from gateway.engine.weights import Checkpoint, at_once, listed, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
 
 Vectors = npt.NDArray[np.float32]
-# Beyond some 500 tokens a pass gains nothing on a CPU, and its buffers leave the cache.
-SLICE_TOKENS: Final = 512
 
 
 class Encoder(Protocol):
@@ -171,57 +169,7 @@ class EmbeddingEngine:
             raise EngineFailed(self.name, f"the vector of row {broken} is not finite")
 
 
-def bucket(length: int) -> int:
-    """Round a length up so that few shapes occur: to 8 up to 64, then to at most a quarter more.
-
-    Short texts are the many, and there a step of 8 wastes least; 512 tokens make 20 shapes.
-    """
-    step = 8 if length <= 64 else 1 << (length - 1).bit_length() - 3
-    return -(-length // step) * step
-
-
-def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
-    """Cut rows, shortest first, into runs worth one pass each: the rows of each run.
-
-    A run costs its rows times its longest. There are as few runs as leave none above
-    SLICE_TOKENS, the same number for every thread, and the dearest is as cheap as can be. A row
-    is never divided.
-    """
-    costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
-    most = threads
-    while True:
-        cheapest = bisect_left(costs, True, key=lambda cost: len(_runs(lengths, cost)) <= most)
-        if costs[cheapest] <= max(SLICE_TOKENS, lengths[-1]):
-            return _runs(lengths, costs[cheapest])
-        most += threads
-
-
-def _runs(lengths: Sequence[int], cost: int) -> list[int]:
-    """Fill runs of at most `cost` with the rows in order."""
-    runs = [0]
-    for length in lengths:
-        if (runs[-1] + 1) * length <= cost:
-            runs[-1] += 1
-        else:
-            runs.append(1)
-    return runs
-
-
-def in_step(
-    passes: Sequence[Iterator[mx.array]], streams: Sequence[mx.Stream]
-) -> Iterator[list[mx.array]]:
-    """Advance all passes, equally long, by one layer at a time, each on its stream."""
-    while True:
-        states: list[mx.array] = []
-        for one, stream in zip(passes, cycle(streams), strict=False):
-            with mx.stream(stream):
-                states += islice(one, 1)
-        if not states:
-            return
-        yield states
-
-
-def load_embedding(
+def load_embedding_in_steps(
     folder: Path,
     *,
     name: str,
@@ -231,8 +179,11 @@ def load_embedding(
     normalize: bool | None = None,
     max_context: int | None = None,
     prompts: Mapping[str, str] | None = None,
-) -> EmbeddingEngine:
+) -> Generator[EmbeddingEngine | None]:
     """Load an embedding model from a folder of safetensors; ModelLoadFailed says why not.
+
+    A step for the tokenizer and one for each slice of the weights, as `load_generation_in_steps`
+    has them: the last gives the engine.
 
     `pooling` (mean, cls, last) and `normalize` are needed where the folder has no modules.json,
     and win where it has one. `max_context` can only lower the model's own limit. `prompts`, where
@@ -243,31 +194,34 @@ def load_embedding(
     inner = checkpoint.inside(recipe.transformer)
     limits = _read_transformer_settings(inner)
     tokenizer = load_text_tokenizer(inner, lower_case=bool(limits.get("do_lower_case")))
-    config = inner.read_object("config.json")
-    encoder = _load_encoder(inner, config, device, dtype)
-    max_tokens = _max_tokens(inner, encoder.max_tokens, limits, max_context)
+    yield None
+    encoder = _open_encoder(inner, inner.read_object("config.json"), device, dtype)
+    yield from read_in_slices(inner, encoder.parameters())
     saved = checkpoint.read_object("config_sentence_transformers.json")
-    return EmbeddingEngine(
+    yield EmbeddingEngine(
         name,
         encoder,
         tokenizer,
         recipe,
         device=device,
-        max_tokens=max_tokens,
+        max_tokens=_max_tokens(inner, encoder.max_tokens, limits, max_context),
         prompts=prompts or {key: text or "" for key, text in (saved.get("prompts") or {}).items()},
         default_prompt_name=saved.get("default_prompt_name"),
     )
 
 
-def _load_encoder(
+load_embedding = at_once(load_embedding_in_steps)
+
+
+def _open_encoder(
     checkpoint: Checkpoint, config: Mapping[str, Any], device: Device, dtype: str | None
 ) -> Encoder:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise checkpoint.failed("config.json has no model_type")
-    load = load_encoder if kind in ENCODERS else Decoder
+    opened = load_encoder if kind in ENCODERS else Decoder
     try:
-        return load(checkpoint, config, device, dtype)
+        return opened(checkpoint, config, device, dtype)
     except ValueError as error:
         raise checkpoint.failed(str(error)) from error
 

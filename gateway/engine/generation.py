@@ -22,7 +22,7 @@ from gateway.engine.prefixes import Prefixes
 from gateway.engine.rows import Row
 from gateway.engine.sampling import Sampler, adjusted, choose, is_finite, score
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import GenerateJob, Grammar, RowDelta, RowJob, Sampling
+from gateway.jobs import GenerateJob, Grammar, Pass, RowDelta, RowJob, Sampling
 
 Model = Callable[..., mx.array]
 STEPS_PER_CLEAR = 512  # as often as mlx-lm's generator: freed buffers go back to the system
@@ -55,6 +55,7 @@ class GenerationEngine:
         self._prefixes = Prefixes(make_prompt_cache(self._model), prefix_cache_bytes)
         self._prefill = Prefill(self._model, self._prefixes)
         self._running: Running | None = None
+        self.last_pass = Pass()
         self._last_id = 0
         self._steps = 0
 
@@ -131,8 +132,12 @@ class GenerationEngine:
         """Read one chunk of the prompts whose turn it is; those read whole start to run."""
         if (cohort := self._prefill.turn(token_budget)) is None:
             return []
+        begun, there = cohort.read, sum(cohort.positions)
         try:
             self._prefill.read(cohort, token_budget)
+            rows = len(cohort.rows)
+            tokens = sum(cohort.positions) - there
+            self.last_pass = Pass(rows, tokens, rows * (cohort.read - begun))
             return self._start(cohort) if cohort.is_read else []
         except Exception as error:
             return self._blame(cohort.rows, error)
@@ -151,6 +156,7 @@ class GenerationEngine:
             return self._blame(running.rows, error)
         ends = [each.row.say(each.token) if each.is_finite else None for each in said]
         on = [i for i, each in enumerate(said) if each.is_finite and ends[i] is None]
+        self.last_pass = Pass(len(said), len(said), len(said))
         deltas = []
         try:
             self._remember(running, [i for i, end in enumerate(ends) if end is not None])

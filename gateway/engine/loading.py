@@ -1,23 +1,21 @@
 """A chat model's folder → its engine."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_config
 
 from gateway.engine.backend import Device
 from gateway.engine.chat import ChatTokenizer, load_chat_tokenizer
-from gateway.engine.decoders import open_decoder, read_in_slices
+from gateway.engine.decoders import open_decoder, parameters
 from gateway.engine.generation import GenerationEngine
 from gateway.engine.grammar.compiling import GrammarTokenizer
 from gateway.engine.grammar.indexes import Runner
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import Structured
-from gateway.engine.weights import Checkpoint
-
-P = ParamSpec("P")
+from gateway.engine.weights import Checkpoint, at_once, read_in_slices
 
 
 def load_generation_in_steps(
@@ -33,7 +31,8 @@ def load_generation_in_steps(
     run: Runner | None = None,
     prefix_cache_bytes: int = 0,
 ) -> Generator[GenerationEngine | None]:
-    """Load a chat model that mlx-lm knows, a step for each slice of its weights. On the lane.
+    """Load a chat model that mlx-lm knows, a step for each slice of its weights and for each of
+    its tokenizers, which hold the GIL. On the lane.
 
     Others may have the lane between two steps. They give None, and the last one the engine;
     whoever stops before that must close the generator, on the lane too.
@@ -50,7 +49,7 @@ def load_generation_in_steps(
         raise checkpoint.failed(
             f"mlx-lm cannot batch the KV cache of `{config.get('model_type')}` models"
         )
-    yield from read_in_slices(checkpoint, model)
+    yield from read_in_slices(checkpoint, parameters(model))
     chat = load_chat_tokenizer(
         folder,
         name=name,
@@ -58,28 +57,21 @@ def load_generation_in_steps(
         chat_template=chat_template,
         template_args=template_args,
     )
+    yield None
     vocab_size = int(_text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
+    structured = _structured(checkpoint, chat, vocab_size, shape or Shape(), run)
     yield GenerationEngine(
         name,
         model,
         chat,
-        _structured(checkpoint, chat, vocab_size, shape or Shape(), run),
+        structured,
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
         prefix_cache_bytes=prefix_cache_bytes,
     )
 
 
-def _at_once(
-    steps: Callable[P, Generator[GenerationEngine | None]],
-) -> Callable[P, GenerationEngine]:
-    def load(*args: P.args, **kwargs: P.kwargs) -> GenerationEngine:
-        return next(engine for engine in steps(*args, **kwargs) if engine is not None)
-
-    return load
-
-
-load_generation = _at_once(load_generation_in_steps)
+load_generation = at_once(load_generation_in_steps)
 
 
 def _structured(

@@ -13,7 +13,7 @@ from itertools import count, takewhile
 from typing import Any, TypeAlias
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache
 
 # Tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
@@ -112,7 +112,7 @@ class Prefixes:
                 break
         is_there = bool(path) and len(path) * BLOCK == whole
         if others and is_there and self._state_key(path) not in self._kept:
-            self._put(self._state_key(path), [layer.extract(row) for layer in others], path)
+            self._put(self._state_key(path), [_extracted(layer, row) for layer in others], path)
         self._use(path)
 
     def clear(self) -> None:
@@ -184,11 +184,25 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _page(layer: Any, row: int, start: int) -> tuple[mx.array, mx.array]:
     """Copy one block of a row's KV out of a batch: two of (1, heads, BLOCK, size)."""
-    span = slice(start, start + BLOCK)
-    return (
-        mx.contiguous(layer.keys[row : row + 1, :, span]),
-        mx.contiguous(layer.values[row : row + 1, :, span]),
+    at = slice(row, row + 1), slice(None), slice(start, start + BLOCK)
+    return _copied(layer.keys[at]), _copied(layer.values[at])
+
+
+def _extracted(layer: Any, row: int) -> Any:
+    """Copy a row's cache of another kind out of a batch."""
+    cache = layer.extract(row)  # of some kinds, views of the whole batch's buffers
+    cache.state = tree_map(
+        lambda leaf: _copied(leaf) if isinstance(leaf, mx.array) else leaf, cache.state
     )
+    return cache
+
+
+def _copied(array: mx.array) -> mx.array:
+    """Copy into a buffer of its own size: a view would hold all of what it is cut from.
+
+    mx.contiguous gives the view itself where that holds but 16 KB more.
+    """
+    return mx.concatenate([array[:0], array])
 
 
 def _joined(pages: Sequence[tuple[mx.array, mx.array]], length: int) -> Any:

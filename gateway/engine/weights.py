@@ -1,20 +1,26 @@
 """A model's folder: its JSON files and its safetensors, read or refused with a reason.
 
+Reading takes long, so it goes by steps: others may have the lane between two of them.
+
 Pickled weights are never opened: unpickling runs whatever code they hold.
 """
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, ParamSpec, TypeVar
 
 import mlx.core as mx
 
 from gateway.errors import ModelLoadFailed
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _INDEX = "model.safetensors.index.json"
+# Read in about a tenth of a second from a disk that gives 2.5 GB/s.
+SLICE_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,28 @@ def fit_weights(
         if names:
             raise checkpoint.failed(f"{what}: {listed(names)}")
     return {n: arrays[n] for n in shapes}
+
+
+def read_in_slices(
+    checkpoint: Checkpoint, arrays: Iterable[mx.array], slice_bytes: int = SLICE_BYTES
+) -> Iterator[None]:
+    """Read an open model's arrays, a slice a step. On the lane.
+
+    Raises ModelLoadFailed for what the files turn out to lack.
+    """
+    for some in slices(arrays, slice_bytes):
+        with checkpoint.blamed():
+            mx.eval(some)
+        yield
+
+
+def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
+    """Make of a loading in steps, whose last one gives an engine, one that just gives it."""
+
+    def load(*args: P.args, **kwargs: P.kwargs) -> T:
+        return next(engine for engine in steps(*args, **kwargs) if engine is not None)
+
+    return load
 
 
 def slices(arrays: Iterable[mx.array], most_bytes: int) -> Iterator[list[mx.array]]:

@@ -19,7 +19,10 @@ class Admission:
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """Hold a place while entered; raises Overloaded where there is none."""
+        """Hold a place while entered; raises Overloaded where there is none.
+
+        A request that is cancelled inside has lost its caller, and is counted.
+        """
         if self._requests >= self._limit:
             metrics.of(metrics.REJECTED, self._model).inc()
             raise Overloaded(
@@ -29,6 +32,9 @@ class Admission:
         self._count(1)
         try:
             yield
+        except asyncio.CancelledError:
+            metrics.of(metrics.CANCELLED, self._model).inc()
+            raise
         finally:
             self._count(-1)
 

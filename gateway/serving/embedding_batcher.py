@@ -62,16 +62,12 @@ class EmbeddingBatcher:
         input, DeadlineExceeded, and EngineFailed when the model gave no number.
         """
         job.caller.timings.model = self._name
-        try:
-            with self._admission.admitted():
-                async with until_deadline(job.caller):
-                    if arrival is not None:
-                        return await self._embed(job, arrival)
-                    with self._arrivals.expected() as arrival:
-                        return await self._embed(job, arrival)
-        except asyncio.CancelledError:
-            metrics.of(metrics.CANCELLED, self._name).inc()
-            raise
+        with self._admission.admitted():
+            async with until_deadline(job.caller):
+                if arrival is not None:
+                    return await self._embed(job, arrival)
+                with self._arrivals.expected() as arrival:
+                    return await self._embed(job, arrival)
 
     async def _embed(self, job: EmbedJob, arrival: Arrival) -> Embedded:
         texts = self._texts(job)

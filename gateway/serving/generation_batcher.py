@@ -8,12 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from dataclasses import dataclass, replace
 
 from gateway import logs, metrics
-from gateway.errors import (
-    EngineFailed,
-    GatewayError,
-    Unavailable,
-)
-from gateway.jobs import Delta, GenerateJob, RowDelta, RowJob, Stage, Usage
+from gateway.errors import EngineFailed, GatewayError, Unavailable
+from gateway.jobs import Delta, GenerateJob, Pass, RowDelta, RowJob, Stage, Usage
 from gateway.serving.admission import Admission, until_deadline
 from gateway.serving.generation_batches import GenerationLimits, rank, take_rows
 from gateway.serving.grammars import GrammarCache
@@ -131,7 +127,6 @@ class GenerationBatcher:
         unfinished = [ticket for ticket in tickets if not ticket.is_over]
         if not unfinished:
             return
-        metrics.of(metrics.CANCELLED, self._name).inc()
         for ticket in unfinished:
             ticket.is_over = True
             if ticket in self._waiting:
@@ -215,9 +210,10 @@ class GenerationBatcher:
         while engine.is_prefilling:
             started = metrics.now()
             deltas = engine.prefill(self._limits.prefill_chunk_tokens)
-            moves.tell(self._deliver, "prefill", deltas, metrics.now() - started)
+            moves.tell(self._deliver, engine.last_pass, "prefill", deltas, metrics.now() - started)
             if self._news.is_set() or turn.is_up or not turn.is_contended:
-                return
+                break
+        self._settle(turn)
 
     def _take_steps(self, moves: Moves, turn: Turn) -> None:
         """One turn, on the lane's thread: some steps, until another's turn is due or rows leave."""
@@ -225,14 +221,18 @@ class GenerationBatcher:
         self._move(moves)
         for _ in range(STEPS_PER_TURN):
             if not engine.is_decoding:
-                return
+                break
             started = metrics.now()
             deltas = engine.decode()
-            moves.tell(self._deliver, "decode", deltas, metrics.now() - started)
+            moves.tell(self._deliver, engine.last_pass, "decode", deltas, metrics.now() - started)
             if self._news.is_set() or turn.is_up:
                 break
+        self._settle(turn)
+
+    def _settle(self, turn: Turn) -> None:
+        """What was begun is ours: it must not run in another's turn."""
         if turn.is_contended:
-            engine.settle()  # the step under way is ours: it must not run in another's turn
+            self._engine.settle()
 
     def _joined(self, ticket: Ticket, row: int) -> None:
         ticket.row = row
@@ -241,14 +241,18 @@ class GenerationBatcher:
         else:
             self._running[row] = ticket
 
-    def _deliver(self, kind: str, deltas: Sequence[RowDelta], seconds: float) -> None:
+    def _deliver(self, did: Pass, kind: str, deltas: Sequence[RowDelta], seconds: float) -> None:
         if kind == "decode":
-            metrics.of(metrics.BATCH_ROWS, self._name).observe(len(self._running))
+            metrics.of(metrics.BATCH_ROWS, self._name).observe(did.rows)
+        elif did.padded_tokens:
+            waste = 1 - did.tokens / did.padded_tokens
+            metrics.of(metrics.BATCH_PADDING, self._name).observe(waste)
         log.debug(
             "batch",
             kind=kind,
             model=self._name,
-            rows=len(self._running),
+            rows=did.rows,
+            padded_tokens=did.padded_tokens,
             ms=round(1000 * seconds, 2),
         )
         for delta in deltas:

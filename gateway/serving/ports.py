@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from gateway.jobs import GenerateJob, Grammar, RowDelta, RowJob, TokenIds, Vectors
+from gateway.jobs import GenerateJob, Grammar, Pass, RowDelta, RowJob, TokenIds, Vectors
 
 
 class EmbeddingEngine(Protocol):
@@ -79,6 +79,10 @@ class GenerationEngine(Protocol):
 
     def decode(self) -> list[RowDelta]:
         """Give every running row its next token. On the lane only."""
+
+    @property
+    def last_pass(self) -> Pass:
+        """Tell what the last call of `prefill` or `decode` did. On the lane only."""
 
     def settle(self) -> None:
         """Wait until the device has done what was begun. On the lane only."""

@@ -28,9 +28,8 @@ class Ticket:
     row: int | None = None
     is_over: bool = False
     tokens: int = 0
-    since: float = field(
-        default_factory=metrics.now
-    )  # when it came, joined, or had its first token
+    # When it came, joined, or had its first token.
+    since: float = field(default_factory=metrics.now)
 
     @property
     def is_bound(self) -> bool:

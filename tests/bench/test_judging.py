@@ -60,6 +60,71 @@ def test_an_answer_ends_for_a_reason() -> None:
         judged(judging.text, {"choices": [{"finish_reason": "stop"}]})
 
 
+@pytest.mark.parametrize("content", ["", None])
+def test_tokens_say_something(content: Any) -> None:
+    """None of them may say nothing."""
+    with pytest.raises(WrongAnswer, match="answer is empty"):
+        judged(judging.text, said(content))
+    empty = {**said(content), "usage": {"completion_tokens": 0}}
+    assert judged(judging.text, empty) == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "a"},
+        {"content": None, "reasoning_content": "a"},
+        {"content": "", "reasoning": "a"},
+        {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    ],
+)
+def test_reasoning_and_tool_calls_say_something_too(message: dict[str, Any]) -> None:
+    """A message may be nothing else."""
+    assert judged(judging.text, said("", message=message)) == 3
+
+
+def test_there_are_no_more_tokens_than_bytes() -> None:
+    """A token may be a byte of a letter; some marks, and reasoning that is not shown, are none."""
+
+    def answer(content: str, tokens: int, **details: int) -> dict[str, Any]:
+        usage = {"completion_tokens": tokens, "completion_tokens_details": details or None}
+        return {**said(content), "usage": usage}
+
+    assert judged(judging.text, answer("🌍" * 50, 200)) == 200
+    assert judged(judging.text, answer("several words a token " * 10, 1)) == 1
+    assert judged(judging.text, answer("yes", 900, reasoning_tokens=896)) == 900
+    with pytest.raises(WrongAnswer, match="more tokens than text"):
+        judged(judging.text, answer("yes", 900))
+
+
+def test_a_stream_that_says_nothing_has_no_tokens() -> None:
+    """Whatever its usage claims."""
+    transcript = Transcript()
+    for event in (
+        b'{"choices": [{"delta": {"role": "assistant", "content": ""}}]}',
+        b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}',
+        b'{"choices": [], "usage": {"completion_tokens": 64}}',
+        b"[DONE]",
+    ):
+        assert not transcript.add(event)
+    with pytest.raises(WrongAnswer, match="answer is empty"):
+        judged(judging.text, transcript.answer())
+
+
+def test_a_stream_of_tool_calls_says_something() -> None:
+    """In fragments."""
+    transcript = Transcript()
+    for event in (
+        b'{"choices": [{"delta": {"tool_calls": [{"function": {"name": "f"}}]}}]}',
+        b'{"choices": [{"delta": {"tool_calls": [{"function": {"arguments": "{}"}}]}}]}',
+        b'{"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}',
+        b'{"choices": [], "usage": {"completion_tokens": 20}}',
+        b"[DONE]",
+    ):
+        transcript.add(event)
+    assert judged(judging.text, transcript.answer()) == 20
+
+
 def test_structured_answers_keep_to_their_schema() -> None:
     """Parsed, and checked."""
     judge = judging.structured({"type": "object", "required": ["a"]})
@@ -67,7 +132,7 @@ def test_structured_answers_keep_to_their_schema() -> None:
     for content, name in (("{", "not JSON"), ("[]", "not match"), ("{}", "not match")):
         with pytest.raises(WrongAnswer, match=name):
             judged(judge, said(content))
-    with pytest.raises(WrongAnswer, match="not JSON"):
+    with pytest.raises(WrongAnswer, match="empty"):
         judged(judge, said(None))
 
 
@@ -136,6 +201,7 @@ def test_without_usage_each_piece_is_a_token() -> None:
         (b"{", "event is not JSON"),
         (b"[]", "event is no object"),
         (b'{"choices": [7]}', "event has another shape"),
+        (b'{"choices": [{"delta": {"content": 7}}]}', "event has another shape"),
         (b'{"error": {"code": "engine_failed"}}', "error event engine_failed"),
         (b'{"error": {"type": "server_error", "code": null}}', "error event server_error"),
         (b'{"error": "oh"}', "error event of no shape"),

@@ -1,18 +1,22 @@
 """The load tool against a gateway of scripted engines, and against servers that answer wrongly."""
 
 import asyncio
+import threading
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import orjson
 import pytest
 
+from gateway.bench.engine import Best
 from gateway.bench.figures import Answer
 from gateway.bench.kinds import Kind
-from gateway.bench.load import Load, Peer, burst, closed_loop
+from gateway.bench.load import Load, Peer, burst, closed_loop, named_connection_error
 from gateway.bench.rounds import FirstAskFailed, Line, rounds
 from gateway.bench.texts import Texts
 from gateway.bench.workloads import Wording, Workload, chat, embeddings
@@ -230,6 +234,84 @@ async def test_rounds_go_through_the_numbers_of_clients(tmp_path: Path) -> None:
         (Kind.EMBEDDINGS, 2),
         (Kind.CHAT, 2),
     ]
+
+
+class BusyEngine:
+    """A reference that holds the loop, as an engine does."""
+
+    def rate(self, clients: int, seconds: float) -> float:
+        time.sleep(seconds)
+        return float(clients)
+
+    def best(self, seconds: float) -> Best | None:
+        time.sleep(seconds)
+        return None
+
+
+@contextmanager
+def impatient(answer: bytes, keep_alive_s: float) -> Iterator[str]:
+    """Serve an answer from a thread; connections are closed when idle for so long."""
+    bound: list[str] = []
+    ready = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), keep_alive_s)
+                length = head.lower().partition(b"content-length:")[2].split()[0]
+                await reader.readexactly(int(length))
+                writer.write(answer)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        bound.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        ready.set()
+        async with server:
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=[run()])
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield bound[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
+
+
+async def test_connections_are_new_after_the_engine_held_the_loop() -> None:
+    """The server has closed the idle ones meanwhile, and nobody saw it."""
+    answer = http({"data": [{"embedding": [1.0]}]})
+    workloads = {Kind.EMBEDDINGS: Workload("vectors", lambda n: embeddings("any", [str(n)]))}
+    with impatient(answer, keep_alive_s=0.1) as url:
+        async with Peer(url) as peer:
+            lines = [
+                line
+                async for line in rounds(
+                    peer, workloads, [2, 2], warmup_s=0, duration_s=0.4, reference=BusyEngine()
+                )
+            ]
+    assert [dict(line.figures.errors) for line in lines] == [{}, {}]
+    assert all(line.figures.requests > 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (aiohttp.ClientOSError(104, "Connection reset by peer"), "disconnected"),
+        (aiohttp.ClientConnectionResetError("Cannot write to closing transport"), "disconnected"),
+        (TimeoutError(), "timed out"),
+        (aiohttp.InvalidURL("x"), "InvalidURL"),
+    ],
+)
+async def test_lost_connections_have_plain_names(error: Exception, name: str) -> None:
+    """Whichever class aiohttp has for them."""
+    assert named_connection_error(error) == name
 
 
 def test_texts_are_the_same_again_and_no_two_alike() -> None:

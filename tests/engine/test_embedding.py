@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from gateway.engine.backend import Device, cpu_streams
 from gateway.engine.embedding import (
-    SLICE_TOKENS,
     EmbeddingEngine,
-    bucket,
-    in_step,
+    _open_encoder,
     load_embedding,
-    slice_rows,
+    load_embedding_in_steps,
 )
+from gateway.engine.slices import SLICE_TOKENS, bucket, in_step, slice_rows
+from gateway.engine.weights import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -114,6 +114,33 @@ def test_vectors_come_back_in_the_order_asked() -> None:
     for row, vector in zip(asked, vectors, strict=True):
         assert np.abs(engine.embed([row])[0] - vector).max() <= 1e-5
     assert engine.embed([]).shape == (0, engine.dimensions)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_step_of_loading_but_the_last_gives_nothing(name: str) -> None:
+    """The last one gives the engine."""
+    *before, engine = load_embedding_in_steps(GOLDEN / name, name="tiny", device=Device.CPU)
+    assert before == [None, None]  # the tokenizer, the weights
+    assert engine is not None
+    assert np.array_equal(engine.embed([[5, 6, 7]]), golden(name).embed([[5, 6, 7]]))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_step_of_loading_reads_one_slice(name: str) -> None:
+    """What is not read yet takes no memory, and at the end nothing is left to be read."""
+    checkpoint = Checkpoint("tiny", GOLDEN / name)
+    config = checkpoint.read_object("config.json")
+    encoder = _open_encoder(checkpoint, config, Device.CPU, None)
+    sizes = [array.nbytes for array in encoder.parameters()]
+    most = max(*sizes, sum(sizes) // 4)
+    held = [mx.get_active_memory()]
+    mx.clear_cache()
+    for _ in read_in_slices(checkpoint, encoder.parameters(), most):
+        held.append(mx.get_active_memory())
+        assert held[-1] - held[-2] <= most * 1.2  # a buffer is often a little too big
+        mx.clear_cache()
+    assert len(held) > 2
+    assert held[-1] - held[0] >= sum(sizes) * 0.99  # but for constants that reading used up
 
 
 def test_a_row_the_model_cannot_read_is_refused() -> None:

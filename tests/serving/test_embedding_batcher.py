@@ -154,6 +154,30 @@ async def test_where_the_time_went_is_written_down() -> None:
     assert (timings.model, timings.tokens_in) == ("m", 2)
 
 
+async def test_a_wait_for_the_lane_is_counted_once_however_many_passes_follow() -> None:
+    """A turn may have several, while others wait for the lane."""
+    engine = ScriptedEmbedder()
+    with TokenPool() as pool:
+        async with Lane(weights={"embedding": 1000.0}) as lane:
+            limits = replace(LIMITS, max_batch_size=1)
+            async with EmbeddingBatcher("m", engine, lane, pool, limits).running() as batcher:
+                job = embed_job(*"abcdefghij")
+                async with lane.turn("decode"):
+                    asked = asyncio.create_task(batcher.embed(job))
+                    await asyncio.sleep(0.05)
+                    others = [asyncio.create_task(_a_turn(lane)) for _ in range(3)]
+                    await asyncio.sleep(0)
+                await asyncio.gather(asked, *others)
+    seconds = job.caller.timings.seconds
+    assert 0.02 < seconds[Stage.LANE] < 0.2
+    assert sum(seconds.values()) <= metrics.now() - job.caller.timings.started
+
+
+async def _a_turn(lane: Lane) -> None:
+    async with lane.turn("decode"):
+        pass
+
+
 async def test_a_text_seen_before_is_answered_from_the_cache() -> None:
     """Only what is new is embedded; the answer is whole, and counts every token."""
     engine = ScriptedEmbedder()

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+import structlog
 
 from gateway import metrics
 from gateway.errors import (
@@ -186,6 +187,38 @@ async def test_a_deadline_ends_an_answer_under_way() -> None:
             await deltas(batcher, generate_job("a" * 9, deadline=metrics.now() + 0.1))
         engine.gate.open()
         await until(lambda: engine.left)
+
+
+async def test_only_a_caller_who_leaves_counts_as_cancelled() -> None:
+    """Neither a deadline nor a failure is the caller's doing."""
+    counted = metrics.of(metrics.CANCELLED, "m")._value
+    engine = ScriptedWriter(fail_at_step=4)
+    async with batching(engine) as batcher:
+        before = counted.get()
+        with pytest.raises(EngineFailed):
+            await deltas(batcher, generate_job("abcdef", n=2))
+        engine.gate.close()
+        with pytest.raises(DeadlineExceeded):
+            await deltas(batcher, generate_job("a", deadline=metrics.now() + 0.05))
+        assert counted.get() == before
+        leaving = asyncio.create_task(text(batcher, generate_job("b")))
+        await asyncio.sleep(0.02)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert counted.get() == before + 1
+        engine.gate.open()
+
+
+async def test_a_batch_tells_the_rows_and_tokens_it_had() -> None:
+    """Not those that wait or are still being read."""
+    with structlog.testing.capture_logs() as lines:
+        async with batching(ScriptedWriter()) as batcher:
+            await asyncio.gather(*(text(batcher, generate_job("x" * n)) for n in (2, 5)))
+    batches = [line for line in lines if line["event"] == "batch"]
+    told = [(each["kind"], each["rows"], each["padded_tokens"]) for each in batches]
+    assert told[0] in {("prefill", 2, 10), ("prefill", 1, 2), ("prefill", 1, 5)}
+    assert told[-1][:2] == ("decode", 1)
+    assert all(rows <= 2 for _, rows, _ in told)
 
 
 async def test_an_engine_that_raises_fails_its_rows_and_serves_the_next() -> None:

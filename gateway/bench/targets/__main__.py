@@ -8,19 +8,22 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeAlias
 
 from gateway.bench.servers import DidNotStart
-from gateway.bench.targets import beside, chatting, embedding, prefix, small, structured
+from gateway.bench.targets import beside, chatting, embedding, prefix, recording, small, structured
 from gateway.bench.targets.rig import Rig
 from gateway.bench.targets.verdicts import Verdict, markdown, not_measured
 from gateway.errors import GatewayError
 
-MEASUREMENTS: dict[str, Callable[[Rig], Awaitable[list[Verdict]]]] = {
+Measurement: TypeAlias = Callable[[Rig], Awaitable[list[Verdict]]]
+MEASUREMENTS: dict[str, Measurement] = {
     "embeddings": embedding.many,
     "single": embedding.alone,
     "near-free": small.small,
@@ -31,6 +34,7 @@ MEASUREMENTS: dict[str, Callable[[Rig], Awaitable[list[Verdict]]]] = {
     "structured-stream": structured.stream,
     "beside": beside.beside,
     "prefix": prefix.prefix,
+    "recording": recording.recording,
     "connections": small.steady,
 }
 ROUNDS = 5
@@ -44,7 +48,8 @@ def main() -> None:
     with TemporaryDirectory(prefix="mlx-gateway-bench-") as folder:
         rounds = options.rounds or (1 if options.quick else ROUNDS)
         rig = Rig.built(Path(folder), rounds=rounds, scale=QUICK if options.quick else 1)
-        verdicts = asyncio.run(_measured(rig, options.only or list(MEASUREMENTS)))
+        names = options.only or MEASUREMENTS
+        verdicts = asyncio.run(measured(rig, {name: MEASUREMENTS[name] for name in names}))
     print(markdown(verdicts))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(each) for each in verdicts], indent=2))
@@ -58,18 +63,21 @@ def machine() -> str:
     return f"{platform.platform()}, {cores} cores, load {busy:.1f}; {versions}"
 
 
-async def _measured(rig: Rig, names: Sequence[str]) -> list[Verdict]:
-    """Measure each, and tell of it at once. SIGTERM ends the servers too."""
+async def measured(rig: Rig, measurements: Mapping[str, Measurement]) -> list[Verdict]:
+    """Make each measurement, and tell of it at once. SIGTERM ends the servers too."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     verdicts: list[Verdict] = []
-    for name in names:
+    for name, measure in measurements.items():
         started = time.monotonic()
         try:
-            found = await MEASUREMENTS[name](rig)
+            found = await measure(rig)
         except (DidNotStart, GatewayError) as error:
             found = [not_measured(name, str(error))]
+        except Exception as error:  # a fault of one measurement: the others are still worth having
+            traceback.print_exc()
+            found = [not_measured(name, f"{type(error).__name__}: {error}")]
         verdicts += found
         rows = markdown(found).splitlines()[2:]
         print(f"{name} ({time.monotonic() - started:.0f} s)", *rows, sep="\n", file=sys.stderr)

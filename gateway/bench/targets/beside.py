@@ -1,9 +1,13 @@
 """Embeddings beside chat, and chat beside embeddings: one lane, and nobody starves."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from gateway.bench.figures import Figures
 from gateway.bench.load import Load, Peer, closed_loop
 from gateway.bench.targets.rig import MINILM, Rig, rest
-from gateway.bench.targets.verdicts import Target, Verdict
+from gateway.bench.targets.verdicts import Target, Verdict, ratio
 
 STREAMS, TOKENS = 8, 192
 EMBEDDERS = 4
@@ -16,27 +20,72 @@ CHAT_SHARE = Target(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What each got: embeddings `idle` and chat `alone`; `waiting` embeddings with the `busy`
+    streams beside them; `chat` with the embeddings that were `asking` beside it.
+    """
+
+    idle: Figures
+    alone: Figures
+    busy: Figures
+    waiting: Figures
+    chat: Figures
+    asking: Figures
+
+    @property
+    def wrong(self) -> int:
+        """Every wrong answer, of what is beside too: it would leave more to the other."""
+        every = (self.idle, self.alone, self.busy, self.waiting, self.chat, self.asking)
+        return sum(sum(figures.errors.values()) for figures in every)
+
+    @property
+    def wait(self) -> float | None:
+        """Compare the p95 beside chat with what it may be; None unless there was chat."""
+        if self.idle.latency is None or not (self.busy.units_per_s and self.alone.units_per_s):
+            return None
+        return _p95(self.waiting) / (_p95(self.idle) + self._step_s)
+
+    @property
+    def share(self) -> float | None:
+        """Compare chat beside embeddings with chat alone; None unless there were embeddings."""
+        if not self.asking.units_per_s:
+            return None
+        return ratio(self.chat.units_per_s, self.alone.units_per_s)
+
+    @property
+    def _step_s(self) -> float:
+        return STREAMS / self.alone.units_per_s
+
+    def __str__(self) -> str:
+        idle, step = _p95(self.idle) * 1000, self._step_s * 1000
+        return f"{_p95(self.waiting) * 1000:.0f} / ({idle:.0f} + {step:.0f}) ms"
+
+
 async def beside(rig: Rig) -> list[Verdict]:
     """Each alone, then each beside the other."""
-    waits, shares, notes = [], [], []
-    wrong = 0
+    rounds = []
     async with rig.gateway() as peer:
         for _ in range(rig.rounds):
             [idle] = await _loop(rig, peer, _embedders(rig, 1))
             [alone] = await _loop(rig, peer, _streams(rig))
-            step_s = STREAMS / max(alone.units_per_s, 1e-9)
-            _, waiting = await _loop(rig, peer, _streams(rig), _embedders(rig, 1))
-            chat, _ = await _loop(rig, peer, _streams(rig), _embedders(rig, EMBEDDERS))
-            wrong += sum(sum(figures.errors.values()) for figures in (idle, alone, waiting, chat))
-            waits.append(_p95(waiting) / (_p95(idle) + step_s))
-            shares.append(chat.units_per_s / max(alone.units_per_s, 1e-9))
-            notes.append(
-                f"{_p95(waiting) * 1000:.0f} / ({_p95(idle) * 1000:.0f} + {step_s * 1000:.0f}) ms"
-            )
-    middle = notes[sorted(range(len(waits)), key=waits.__getitem__)[len(waits) // 2]]
+            busy, waiting = await _loop(rig, peer, _streams(rig), _embedders(rig, 1))
+            chat, asking = await _loop(rig, peer, _streams(rig), _embedders(rig, EMBEDDERS))
+            rounds.append(Round(idle, alone, busy, waiting, chat, asking))
+    return judged(rounds)
+
+
+def judged(rounds: Sequence[Round]) -> list[Verdict]:
+    """Judge both targets; the middle round says its milliseconds."""
+    wrong = sum(each.wrong for each in rounds)
+    told = sorted((each.wait, str(each)) for each in rounds if each.wait is not None)
     return [
-        P95.judge(waits, errors=wrong, note=middle),
-        CHAT_SHARE.judge(shares, errors=wrong),
+        P95.judge(
+            [each.wait for each in rounds],
+            errors=wrong,
+            note=told[len(told) // 2][1] if told else "",
+        ),
+        CHAT_SHARE.judge([each.share for each in rounds], errors=wrong),
     ]
 
 
@@ -56,4 +105,4 @@ async def _loop(rig: Rig, peer: Peer, *loads: Load) -> list[Figures]:
 
 def _p95(figures: Figures) -> float:
     """Give the p95; where no request ended at all, it is as long as one likes."""
-    return figures.latency.p95 if figures.latency is not None else float("inf")
+    return figures.latency.p95 if figures.latency is not None else math.inf

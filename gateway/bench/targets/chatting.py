@@ -1,9 +1,14 @@
 """Chat tokens a second: the gateway, mlx-lm's batch generator in-process, mlx-lm's server."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 from gateway.bench.batch_generator import BatchReference
+from gateway.bench.figures import Answer
+from gateway.bench.kinds import Kind
 from gateway.bench.load import burst
 from gateway.bench.targets.rig import CHAT, Rig, errors, rate, rest
-from gateway.bench.targets.verdicts import Target, Verdict
+from gateway.bench.targets.verdicts import Target, Verdict, ratio
 
 TOKENS = 96
 INSIDE = {
@@ -17,36 +22,61 @@ SERVER = {
 MLX_LM_NAME = "default_model"  # what its server calls the one it was started with
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The answers of both servers to the same prompts, and tokens/s of the batch generator."""
+
+    own: Sequence[Answer]
+    inside: float
+    other: Sequence[Answer]
+
+
 async def chat(rig: Rig) -> list[Verdict]:
-    """So many streams begin at once and are as long; all three in turn, in each round."""
+    """So many streams begin at once and are as long; all three in turn, in each round.
+
+    Each of the three answers the same prompts, greedily, with as many tokens; the servers stream
+    them.
+    """
     tokens = max(16, round(rig.seconds(TOKENS)))
     verdicts = []
     inside = BatchReference(rig.folder / CHAT)
     async with rig.gateway() as ours, rig.mlx_lm() as theirs:
         for streams in INSIDE:
-            to_inside, to_server, rates = [], [], []
-            wrong = lost = 0
-            for number in range(rig.rounds + 1):
-                own = await burst(ours, rig.chats(tokens), streams)
-                await rest()
+            rounds = []
+            for _ in range(rig.rounds + 1):
                 wording = rig.wording(CHAT, max_tokens=tokens)
-                prompts = [wording.prompts[n] for n in range(streams)]
-                reference = inside.rate(prompts, tokens)
+                own = await burst(ours, wording.workload(Kind.CHAT), streams)
                 await rest()
-                other = await burst(theirs, rig.chats(tokens, MLX_LM_NAME), streams)
+                reference = inside.rate([wording.prompts[n] for n in range(streams)], tokens)
                 await rest()
-                wrong += errors(own)
-                lost += errors(other)
-                if number == 0:  # each of the three makes its shapes
-                    continue
-                to_inside.append(rate(own) / reference)
-                to_server.append(rate(own) / max(rate(other), 1e-9))
-                rates.append((rate(own), reference, rate(other)))
-            middle = sorted(rates)[len(rates) // 2]
-            note = f"{middle[0]:.0f} / {middle[1]:.0f} tokens/s"
-            verdicts.append(INSIDE[streams].judge(to_inside, errors=wrong, note=note))
-            note = f"{middle[0]:.0f} / {middle[2]:.0f} tokens/s"
-            if lost:
-                note += f"; it lost {lost} of {streams * (rig.rounds + 1)} requests"
-            verdicts.append(SERVER[streams].judge(to_server, errors=wrong, note=note))
+                named = replace(wording, model=MLX_LM_NAME)
+                other = await burst(theirs, named.workload(Kind.CHAT), streams)
+                await rest()
+                rounds.append(Round(own, reference, other))
+            verdicts += judged(streams, rounds)
     return verdicts
+
+
+def judged(streams: int, rounds: Sequence[Round]) -> list[Verdict]:
+    """Judge both targets. In the first round each of the three makes its shapes: its rates don't
+    count, its errors do.
+
+    What mlx-lm's server loses is told; where it answered nothing there is no comparison.
+    """
+    wrong = sum(errors(each.own) for each in rounds)
+    lost = sum(errors(each.other) for each in rounds)
+    rates = [(rate(each.own), each.inside, rate(each.other)) for each in rounds[1:]]
+    own, inside, other = sorted(rates)[len(rates) // 2]
+    told = f"{own:.0f} / {other:.0f} tokens/s"
+    if lost:
+        told += f"; it lost {lost} of {streams * len(rounds)} requests"
+    return [
+        INSIDE[streams].judge(
+            [ratio(own, inside) for own, inside, _ in rates],
+            errors=wrong,
+            note=f"{own:.0f} / {inside:.0f} tokens/s",
+        ),
+        SERVER[streams].judge(
+            [ratio(own, other) for own, _, other in rates], errors=wrong, note=told
+        ),
+    ]

@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from gateway.bench import servers
 from gateway.bench.figures import Answer, median
 from gateway.bench.kinds import Kind
-from gateway.bench.load import Load, burst, closed_loop
+from gateway.bench.load import Load, Peer, burst, closed_loop
 from gateway.bench.targets.rig import MINILM, Rig, errors, rest
 from gateway.bench.targets.verdicts import Target, Verdict
 
@@ -14,7 +15,7 @@ CLIENTS = 64
 CALLS = 20  # of one side, before it is the other's turn
 MANY = Target("embeddings, 64 clients × 1 text (MiniLM), HTTP / engine at its best batch", 0.9)
 ALONE = Target("single client, one text: HTTP p50 / engine time", at_most=1.1)
-ALONE_EXTRA_S = 0.0015  # or this much more, whichever is larger
+HTTP_S = 0.0015  # or this much more, whichever is larger
 TOGETHER = Target(
     "10 concurrent one-text calls / 10 sequential: share of the engine's own batch gain", 0.9
 )
@@ -46,12 +47,21 @@ async def many(rig: Rig) -> list[Verdict]:
 
 
 async def alone(rig: Rig) -> list[Verdict]:
-    """One text at a time, some over HTTP and some on the engine in turn."""
-    samples, extras, wrong = [], [], 0
+    """One text at a time, some over HTTP and some on the engine in turn.
+
+    Then a bare echo is asked, each time after a request like those: the caches are as cold as
+    the pass leaves them. What the echo takes is no work of the gateway's.
+    """
+    samples, extras, bare, wrong = [], [], [], 0
     wording = rig.wording(MINILM)
     workload = wording.workload(Kind.EMBEDDINGS)
     blocks = max(1, round(rig.seconds(5)))
-    async with rig.embedder(wording) as engine, rig.gateway() as peer:
+    async with (
+        rig.embedder(wording) as engine,
+        rig.gateway() as peer,
+        servers.echo() as url,
+        Peer(url) as echo,
+    ):
         for _ in range(rig.rounds):
             answers, inside = [], []
             for _ in range(blocks):
@@ -59,18 +69,30 @@ async def alone(rig: Rig) -> list[Verdict]:
                 await rest()
                 inside += [_timed(engine.embed, 1) for _ in range(CALLS)]
                 await rest()
+                for _ in range(CALLS):
+                    answer = await peer.ask(workload.next())
+                    echoed = await echo.ask(workload.next())
+                    wrong += errors([answer, echoed])
+                    bare.append(echoed.seconds)
+                await rest()
             wrong += errors(answers)
             over_http = median([answer.seconds for answer in answers])
             samples.append(over_http / median(inside))
             extras.append(over_http - median(inside))
     extra_s = median(extras)
-    verdict = ALONE.judge(samples, errors=wrong, note=f"{extra_s * 1000:+.1f} ms")
-    is_met = verdict.is_met or (extra_s <= ALONE_EXTRA_S and not wrong)
+    floor_ms = median(bare) * 1000
+    note = f"{extra_s * 1000:+.1f} ms; a bare echo between passes takes {floor_ms:.1f} ms"
+    verdict = ALONE.judge(samples, errors=wrong, note=note)
+    is_met = verdict.is_met or (extra_s <= HTTP_S and not wrong)
     return [replace(verdict, target="≤ 1.1, or 1.5 ms more", is_met=is_met)]
 
 
 async def together(rig: Rig) -> list[Verdict]:
-    """What calls at once gain over calls in turn, over HTTP and on the engine."""
+    """What calls at once gain over calls in turn, over HTTP and on the engine.
+
+    A call in turn counts for no more than the engine's own single call and HTTP_S: else a
+    gateway that is slow alone would seem to gain by it.
+    """
     samples, wrong = [], 0
     wording = rig.wording(MINILM)
     workload = wording.workload(Kind.EMBEDDINGS)
@@ -83,12 +105,25 @@ async def together(rig: Rig) -> list[Verdict]:
                 at_once = await burst(peer, workload, TOGETHER_CALLS)
                 wrong += errors(in_turn) + errors(at_once)
                 await rest()
-                engine_in_turn = sum(_timed(engine.embed, 1) for _ in range(TOGETHER_CALLS))
-                engine_gain = engine_in_turn / _timed(engine.embed, TOGETHER_CALLS)
+                singles = [_timed(engine.embed, 1) for _ in range(TOGETHER_CALLS)]
+                batch_s = _timed(engine.embed, TOGETHER_CALLS)
                 await rest()
-                shares.append(_span(in_turn) / _span(at_once) / engine_gain)
+                calls = [answer.seconds for answer in in_turn]
+                shares.append(gain(calls, _span(at_once), singles, batch_s))
             samples.append(median(shares))
     return [TOGETHER.judge(samples, errors=wrong)]
+
+
+def gain(
+    in_turn: Sequence[float], at_once_s: float, singles: Sequence[float], batch_s: float
+) -> float:
+    """Give what calls at once gain over HTTP, as a share of what a batch gains on the engine.
+
+    `in_turn` and `singles` are the seconds of as many calls, over HTTP and on the engine;
+    `at_once_s` and `batch_s` those of all of them together.
+    """
+    most = median(singles) + HTTP_S
+    return sum(min(call, most) for call in in_turn) / at_once_s / (sum(singles) / batch_s)
 
 
 async def long(rig: Rig) -> list[Verdict]:

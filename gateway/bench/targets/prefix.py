@@ -3,7 +3,7 @@
 from gateway.bench.figures import Answer, median
 from gateway.bench.load import Peer
 from gateway.bench.targets.rig import CHAT, Rig, errors
-from gateway.bench.targets.verdicts import Target, Verdict
+from gateway.bench.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.texts import Texts
 from gateway.bench.workloads import chat
 
@@ -25,7 +25,7 @@ async def prefix(rig: Rig) -> list[Verdict]:
                 cold.append(await _ask(peer, texts, questions, 0))
                 warm.append(await _ask(peer, texts, questions, 1))
             wrong += errors(cold) + errors(warm)
-            samples.append(_first(warm) / max(_first(cold), 1e-9))
+            samples.append(ratio(_first(warm), _first(cold)))
             cached += [answer.cached / max(answer.prompt, 1) for answer in warm]
     note = f"{median(cached):.0%} of {warm[0].prompt} prompt tokens cached"
     return [WARM.judge(samples, errors=wrong, note=note)]
@@ -44,6 +44,6 @@ async def _words(rig: Rig, peer: Peer) -> int:
     return max(1, round(guess * TOKENS / max(answer.prompt / 2, 1)))
 
 
-def _first(answers: list[Answer]) -> float:
+def _first(answers: list[Answer]) -> float | None:
     times = [answer.first for answer in answers if answer.arrivals]
-    return median(times) if times else float("inf")
+    return median(times) if times else None

@@ -89,9 +89,9 @@ class Rig:
         """Give embeddings requests."""
         return self.wording(model, words=words, texts=texts).workload(Kind.EMBEDDINGS)
 
-    def chats(self, max_tokens: int, model: str = CHAT) -> Workload:
+    def chats(self, max_tokens: int) -> Workload:
         """Give streamed chat requests."""
-        return self.wording(model, max_tokens=max_tokens).workload(Kind.CHAT)
+        return self.wording(CHAT, max_tokens=max_tokens).workload(Kind.CHAT)
 
     @asynccontextmanager
     async def gateway(self, **environment: str) -> AsyncIterator[Peer]:

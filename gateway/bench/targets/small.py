@@ -11,7 +11,7 @@ from gateway.bench import servers
 from gateway.bench.figures import Figures
 from gateway.bench.load import Load, Peer, closed_loop
 from gateway.bench.targets.rig import MINILM, NEAR_FREE, Rig, rest
-from gateway.bench.targets.verdicts import Target, Verdict
+from gateway.bench.targets.verdicts import Target, Verdict, ratio
 
 CONNECTIONS = 32
 SMALL = Target("near-free model, small requests/s / a bare Starlette and Hypercorn echo", 0.6)
@@ -40,7 +40,7 @@ async def small(rig: Rig) -> list[Verdict]:
             bare, bare_wrong = await _requests_per_s(rig, echo, number)
             await rest()
             wrong += own_wrong + bare_wrong
-            samples.append(own / bare)
+            samples.append(ratio(own, bare))
             rates.append(own)
     tool = "wrk" if shutil.which("wrk") else "no wrk here: our own clients"
     note = f"{sorted(rates)[len(rates) // 2]:.0f}/s; {tool}"

@@ -4,7 +4,7 @@ from typing import Any
 
 from gateway.bench.load import burst
 from gateway.bench.targets.rig import CHAT, Rig, errors, rate, rest
-from gateway.bench.targets.verdicts import Target, Verdict
+from gateway.bench.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.workloads import PERSON, Ask, Form, Workload, chat
 
 REQUESTS = 18
@@ -44,7 +44,7 @@ async def together(rig: Rig) -> list[Verdict]:
             await rest()
             wrong += errors(in_turn) + errors(at_once)
             if number:  # before the first, the schema is compiled
-                samples.append(rate(at_once) / max(rate(in_turn), 1e-9))
+                samples.append(ratio(rate(at_once), rate(in_turn)))
     return [TOGETHER.judge(samples, errors=wrong)]
 
 
@@ -60,7 +60,7 @@ async def stream(rig: Rig) -> list[Verdict]:
             await rest()
             wrong += errors([bound, free])
             if number:
-                samples.append(rate([bound]) / max(rate([free]), 1e-9))
+                samples.append(ratio(rate([bound]), rate([free])))
                 lengths.append(bound.units)
     return [STREAM.judge(samples, errors=wrong, note=f"{lengths[0]} tokens")]
 

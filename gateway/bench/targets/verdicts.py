@@ -26,28 +26,34 @@ class Target:
     at_least: float | None = None
     at_most: float | None = None
 
-    def judge(self, samples: Sequence[float], *, errors: int = 0, note: str = "") -> Verdict:
-        """Compare the median; with wrong answers no target is met."""
-        value = median(samples)
+    def judge(self, samples: Sequence[float | None], *, errors: int = 0, note: str = "") -> Verdict:
+        """Compare the median; with wrong answers no target is met.
+
+        A sample of None had nothing to compare with: one of them, and nothing was measured.
+        """
+        said = [f"{errors} errors"] if errors else []
+        said += [note] if note else []
+        measured = [sample for sample in samples if sample is not None]
+        if len(measured) < len(samples) or not measured:
+            why = "; ".join(["not measured: what it is compared with did nothing", *said])
+            return Verdict(self.work, self._written(), None, (), is_met=False, note=why)
+        value = median(measured)
         is_met = (
             not errors
             and (self.at_least is None or value >= self.at_least)
             and (self.at_most is None or value <= self.at_most)
         )
-        said = [f"{errors} errors"] if errors else []
-        return Verdict(
-            self.work,
-            self._written(),
-            value,
-            tuple(samples),
-            is_met,
-            "; ".join([*said, note] if note else said),
-        )
+        return Verdict(self.work, self._written(), value, tuple(measured), is_met, "; ".join(said))
 
     def _written(self) -> str:
         low = [f"≥ {self.at_least:g}"] if self.at_least is not None else []
         high = [f"≤ {self.at_most:g}"] if self.at_most is not None else []
         return ", ".join(low + high)
+
+
+def ratio(own: float | None, reference: float | None) -> float | None:
+    """Compare with a reference; None where that did nothing at all, or own is not known."""
+    return own / reference if own is not None and reference else None
 
 
 def not_measured(work: str, reason: str) -> Verdict:

@@ -102,7 +102,10 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 class Bert:
-    """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states."""
+    """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
+
+    Its weights are still to be read: whoever evaluates its parameters reads them.
+    """
 
     prefix = "bert."
 
@@ -136,7 +139,6 @@ class Bert:
             )
             for prefix in (f"encoder.layer.{index}." for index in range(config.layers))
         ]
-        mx.eval(self.parameters())
 
     def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
         """Give the states after the embedding and after each layer."""

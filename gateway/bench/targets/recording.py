@@ -1,0 +1,74 @@
+"""What telling where a request's time went takes of it: header, log fields, metrics."""
+
+import time
+
+from gateway import metrics
+from gateway.api import timing
+from gateway.bench.figures import median
+from gateway.bench.targets.rig import MINILM, Rig, errors, rest
+from gateway.bench.targets.verdicts import Target, Verdict
+from gateway.jobs import Stage, Timings
+
+RECORDING = Target("recording / one-text request (MiniLM) over HTTP, p50", at_most=0.01)
+REQUESTS = 40
+TIMES = 5_000  # a recording is some microseconds
+TOKENS = 17  # of a text of 15 words
+STAGES = Stage.PARSE, Stage.TOKENISE, Stage.QUEUE, Stage.LANE, Stage.INFERENCE, Stage.SERIALISE
+
+
+async def recording(rig: Rig) -> list[Verdict]:
+    """Ask over HTTP, then record as many times as a loop makes exact, in this process.
+
+    The line of the access log is written with or without what is recorded: it is not counted.
+    """
+    samples, spent, wrong = [], [], 0
+    workload = rig.embeddings(MINILM)
+    requests = max(10, round(rig.seconds(REQUESTS)))
+    async with rig.gateway() as peer:
+        for _ in range(rig.rounds):
+            answers = [await peer.ask(workload.next()) for _ in range(requests)]
+            await rest()
+            wrong += errors(answers)
+            recorded_s = timed(TIMES)
+            over_http_s = median([answer.seconds for answer in answers])
+            samples.append(recorded_s / over_http_s)
+            spent.append((recorded_s, over_http_s))
+    recorded_s, over_http_s = (median(each) for each in zip(*spent, strict=True))
+    note = f"{recorded_s * 1e6:.0f} of {over_http_s * 1e6:.0f} µs"
+    return [RECORDING.judge(samples, errors=wrong, note=note)]
+
+
+def timed(times: int) -> float:
+    """Give the seconds of one recording, the mean of so many."""
+    record_request()  # the first finds the series
+    started = time.perf_counter()
+    for _ in range(times):
+        record_request()
+    return (time.perf_counter() - started) / times
+
+
+def record_request() -> None:
+    """Time, tell and count, as an embeddings request of one text does on its way."""
+    timings = Timings(model=MINILM, tokens_in=TOKENS)
+    for stage in STAGES:
+        began = metrics.now()
+        timings.add(stage, metrics.now() - began)
+    _count_batch()
+    timing.server_timing(timings)
+    metrics.of(metrics.REQUESTS, "/v1/embeddings", "200").inc()
+    metrics.of(metrics.REQUEST_SECONDS, "/v1/embeddings").observe(metrics.now() - timings.started)
+    timing.record(timings)
+    timing.logged(timings)
+
+
+def _count_batch() -> None:
+    """Count what queue, lane and batch count for it."""
+    for depth in (1, 0):
+        metrics.of(metrics.QUEUE_DEPTH, MINILM).set(depth)
+    metrics.of(metrics.FAST_PATH, MINILM).inc()
+    metrics.of(metrics.TOKENS_IN, MINILM).inc(TOKENS)
+    metrics.of(metrics.BATCH_ROWS, MINILM).observe(1)
+    metrics.of(metrics.BATCH_PADDING, MINILM).observe(0)
+    metrics.of(metrics.LANE_WAIT, "embedding").observe(0)
+    metrics.of(metrics.LANE_HOLD, "embedding").observe(0.01)
+    metrics.of(metrics.LANE_SECONDS, "embedding").inc(0.01)

@@ -1,0 +1,55 @@
+"""A model is loaded in turns of the lane, whatever its kind."""
+
+import asyncio
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gateway.registry import EmbeddingSpec
+from gateway.serving.ports import EmbeddingEngine
+from tests.fakes import ScriptedEngines
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+MODELS = {
+    "chat": {"kind": "chat", "source": "path:."},
+    "embedder": {"kind": "embedding", "source": "path:."},
+}
+CHAT = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
+EMBEDDING = {"model": "embedder", "input": "Hello"}
+
+
+@dataclass
+class Watching(ScriptedEngines):
+    """Counts the chats let in before the last step of loading the embedder."""
+
+    chats_between: int = 0
+
+    def embedding(
+        self, spec: EmbeddingSpec, folder: Path
+    ) -> Generator[EmbeddingEngine | None, None, None]:
+        self._load(spec)
+        before = len(self.writer.joined)
+        yield None
+        self.chats_between = len(self.writer.joined) - before
+        yield self.embedder
+
+
+async def test_a_chat_that_waits_is_let_in_between_two_steps_of_a_load(tmp_path: Path) -> None:
+    """An embedding model's load too holds the lane for one step at a time."""
+    engines = Watching()
+    async with served(catalog(tmp_path, MODELS), engines) as client:
+        await client.post("/v1/chat/completions", json=CHAT)
+        engines.load_gate.close()
+        embedded = asyncio.create_task(client.post("/v1/embeddings", json=EMBEDDING))
+        await asyncio.to_thread(engines.load_gate.reached.wait, 20)
+        chatted = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        while len(engines.writer.jobs) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # its job is read: now it waits for the lane
+        engines.load_gate.open()
+        answers = await asyncio.gather(embedded, chatted)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert engines.chats_between == 1

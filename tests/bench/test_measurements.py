@@ -1,0 +1,219 @@
+"""What the targets make of what was measured: of references that failed, and of slow ones."""
+
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+
+from gateway.bench.engine import EmbeddingReference
+from gateway.bench.figures import Answer, Figures, Spread
+from gateway.bench.load import Peer
+from gateway.bench.targets import beside, chatting, embedding, recording
+from gateway.bench.targets.__main__ import measured
+from gateway.bench.targets.rig import MINILM, Rig
+from gateway.bench.targets.verdicts import Target, Verdict, ratio
+from gateway.bench.workloads import Wording, embeddings
+from tests.fakes import ScriptedEmbedder, ScriptedEngines
+from tests.serving_app import catalog, served
+
+GOOD = Figures(10, 10.0, 100.0, Spread(0.02, 0.03, 0.04), None)
+LOST = Figures(0, 0.0, 0.0, None, None, {"429 rate_limit_exceeded": 800})
+SILENT = replace(LOST, errors={})
+BESIDE = beside.Round(GOOD, GOOD, GOOD, GOOD, GOOD, GOOD)
+SAID, REFUSED = Answer(0.0, 1.0, (0.5,), 96), Answer(0.0, 1.0, error="404 model_not_found")
+
+
+def rig(folder: Path, rounds: int = 1) -> Rig:
+    return Rig(folder, rounds, 0.1)
+
+
+def test_nothing_is_measured_against_nothing() -> None:
+    """Not even where all the other rounds had something."""
+    assert ratio(1.0, 0.0) is None
+    assert ratio(None, 1.0) is None
+    verdict = Target("w", 0.9).judge([1.0, None, 1.0], note="a note")
+    assert (verdict.value, verdict.is_met) == (None, False)
+    assert verdict.note == "not measured: what it is compared with did nothing; a note"
+    assert not Target("w", at_most=1).judge([]).is_met
+
+
+def test_both_kinds_beside_each_other_may_meet_their_targets() -> None:
+    """With the milliseconds of the middle round."""
+    waits, shares = beside.judged([BESIDE, BESIDE, BESIDE])
+    assert waits.is_met
+    assert waits.note == "30 / (30 + 80) ms"
+    assert shares.is_met
+
+
+@pytest.mark.parametrize("load", ["idle", "alone", "busy", "waiting", "chat", "asking"])
+def test_an_error_of_either_load_meets_no_target(load: str) -> None:
+    """What is refused beside it leaves more to the other."""
+    figures = replace(GOOD, errors={"429 rate_limit_exceeded": 2})
+    for verdict in beside.judged([BESIDE, replace(BESIDE, **{load: figures})]):
+        assert not verdict.is_met
+        assert verdict.note.startswith("2 errors")
+
+
+@pytest.mark.parametrize("lost", [LOST, SILENT])
+def test_what_had_nothing_beside_it_is_not_measured(lost: Figures) -> None:
+    """Nor what was never measured alone."""
+    for load in ("busy", "idle", "alone"):
+        waits, _ = beside.judged([BESIDE, replace(BESIDE, **{load: lost})])
+        assert (waits.value, waits.is_met) == (None, False)
+    for load in ("asking", "alone"):
+        _, shares = beside.judged([BESIDE, replace(BESIDE, **{load: lost})])
+        assert (shares.value, shares.is_met) == (None, False)
+
+
+def test_embeddings_that_never_end_beside_chat_waited_for_ever() -> None:
+    """That is measured, and too long."""
+    waits, _ = beside.judged([replace(BESIDE, waiting=SILENT)])
+    assert waits.value == float("inf")
+    assert not waits.is_met
+
+
+def test_a_server_that_answers_nothing_is_not_outdone() -> None:
+    """Nothing is compared with mlx-lm's server then; the generator's figure stays."""
+    rounds = [chatting.Round([SAID] * 8, 96.0, [REFUSED] * 8) for _ in range(3)]
+    inside, server = chatting.judged(8, rounds)
+    assert inside.is_met
+    assert (server.value, server.is_met) == (None, False)
+    assert server.note.startswith("not measured")
+    assert server.note.endswith("it lost 24 of 24 requests")
+
+
+def test_what_a_server_loses_is_told() -> None:
+    """The rest is compared."""
+    rounds = [chatting.Round([SAID] * 8, 96.0, [*[SAID] * 4, *[REFUSED] * 4])] * 2
+    _, server = chatting.judged(8, rounds)
+    assert (server.value, server.is_met) == (2.0, True)
+    assert server.note == "768 / 384 tokens/s; it lost 8 of 16 requests"
+
+
+def test_our_own_wrong_answer_meets_no_target() -> None:
+    """In the first round too, which is not timed."""
+    first = chatting.Round([REFUSED, *[SAID] * 7], 96.0, [SAID] * 8)
+    verdicts = chatting.judged(8, [first, replace(first, own=[SAID] * 8)])
+    assert [verdict.is_met for verdict in verdicts] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("call", "at_once", "share"),
+    [
+        (6.0, 23.0, 1.04),  # 1 ms of overhead a call
+        (16.0, 23.0, 1.13),  # each call waits a window out: no gain of the burst
+        (16.0, 53.0, 0.49),  # and the burst is ten passes
+    ],
+)
+def test_slow_calls_in_turn_are_no_gain(call: float, at_once: float, share: float) -> None:
+    """They count as the engine's own 5 ms and what HTTP may take, 1.5 ms; ten take it 20 ms."""
+    found = embedding.gain([call / 1e3] * 10, at_once / 1e3, [0.005] * 10, 0.02)
+    assert found == pytest.approx(share, abs=0.005)
+
+
+@pytest.mark.anyio
+async def test_a_measurement_that_fails_is_one_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others keep their verdicts."""
+
+    async def good(rig: Rig) -> list[Verdict]:
+        return [Target("good", 0.9).judge([rig.rounds])]
+
+    async def bad(rig: Rig) -> list[Verdict]:
+        raise ZeroDivisionError("division by zero")
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        verdicts = await measured(rig(tmp_path), {"one": good, "two": bad, "three": good})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [verdict.is_met for verdict in verdicts] == [True, False, True]
+    assert verdicts[1].work == "two"
+    assert verdicts[1].note == "not measured: ZeroDivisionError: division by zero"
+    assert "Traceback" in capsys.readouterr().err
+
+
+MODELS = {MINILM: {"kind": "embedding", "source": "path:."}}
+
+
+class Scripted(Rig):
+    """A rig whose gateway has scripted engines."""
+
+    __slots__ = ()
+
+    @asynccontextmanager
+    async def gateway(self, **environment: str) -> AsyncIterator[Peer]:
+        engines = ScriptedEngines(ScriptedEmbedder(max_tokens=1000))
+        async with served(catalog(self.folder, MODELS), engines) as client:
+            async with Peer(str(client.base_url)) as peer:
+                yield peer
+
+    @asynccontextmanager
+    async def embedder(self, wording: Wording) -> AsyncIterator[EmbeddingReference]:
+        yield EmbeddingReference(ScriptedEmbedder(), wording, truncate=False)
+
+
+def counted() -> dict[tuple[str, str], float]:
+    """Give every sample of every metric, but those of the process itself."""
+    return {
+        (sample.name, str(sorted(sample.labels.items()))): sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name.startswith("gateway_")
+    }
+
+
+@pytest.mark.anyio
+async def test_recording_counts_what_a_request_counts(tmp_path: Path) -> None:
+    """Each metric that a request of one text changes, as often, with the same labels."""
+
+    def changed(before: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+        # of a histogram and of seconds only how many
+        return {
+            key: value - before.get(key, 0.0)
+            for key, value in counted().items()
+            if key[0].endswith(("_total", "_count"))
+            and key[0] != "gateway_lane_seconds_total"
+            and value != before.get(key, 0.0)
+        }
+
+    async with Scripted(tmp_path, 1, 1).gateway() as peer:
+        assert (await peer.ask(embeddings(MINILM, ["the first loads"]))).error is None
+        before = counted()
+        assert (await peer.ask(embeddings(MINILM, ["x" * (recording.TOKENS)]))).error is None
+        asked = changed(before)
+    before = counted()
+    recording.record_request()
+    assert changed(before) == asked
+
+
+@pytest.mark.anyio
+async def test_recording_is_told_in_microseconds(tmp_path: Path) -> None:
+    """Of a request over HTTP."""
+    [verdict] = await recording.recording(Scripted(tmp_path, 1, 0.1))
+    assert verdict.value is not None
+    assert 0 < verdict.value < 1
+    assert verdict.note.endswith(" µs")
+
+
+@pytest.mark.anyio
+async def test_one_client_is_told_beside_an_echo(tmp_path: Path) -> None:
+    """Asked between its passes: what Hypercorn itself takes."""
+    [verdict] = await embedding.alone(Scripted(tmp_path, 1, 0.1))
+    assert verdict.value is not None
+    assert "errors" not in verdict.note
+    assert re.search(r"; a bare echo between passes takes \d+\.\d ms$", verdict.note)
+
+
+@pytest.mark.anyio
+async def test_a_burst_is_measured_beside_its_engine(tmp_path: Path) -> None:
+    """Every answer right."""
+    [verdict] = await embedding.together(Scripted(tmp_path, 1, 0.1))
+    assert verdict.value is not None
+    assert verdict.note == ""
