@@ -47,15 +47,30 @@ def openblas_candidates(machine: str) -> tuple[str, ...]:
     )
 
 
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable that has no value, while entered: OpenBLAS reads it as it is loaded.
+
+    Its threads spin for 2^26 cycles after each product, some 25 ms on a core that others want.
+    After 2^16 they sleep, which its next product does not feel. Child processes are spared it.
+    """
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 def _load_openblas() -> tuple[BlasFinding, ctypes.CDLL | None]:
     if not sys.platform.startswith("linux"):
         return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
-    # OpenBLAS's threads spin for 2^26 cycles after each product, some 25 ms on a core that others
-    # want: after 2^16 they sleep, which its next product does not feel.
-    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
     for path in openblas_candidates(platform.machine()):
         try:
-            library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            with _environment("OPENBLAS_THREAD_TIMEOUT", "16"):
+                library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
             _ = library.cblas_sgemm, library.openblas_set_num_threads
         except (OSError, AttributeError):
             continue
