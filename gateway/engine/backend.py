@@ -52,7 +52,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
     """Set a variable that has no value, while entered: OpenBLAS reads it as it is loaded.
 
     Its threads spin for 2^26 cycles after each product, some 25 ms on a core that others want.
-    After 2^16 they sleep, which its next product does not feel. Child processes are spared it.
+    After 2^20 they sleep, later than the next product of a pass. Child processes are spared it.
     """
     if name in os.environ:
         yield
@@ -69,7 +69,7 @@ def _load_openblas() -> tuple[BlasFinding, ctypes.CDLL | None]:
         return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
     for path in openblas_candidates(platform.machine()):
         try:
-            with _environment("OPENBLAS_THREAD_TIMEOUT", "16"):
+            with _environment("OPENBLAS_THREAD_TIMEOUT", "20"):
                 library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
             _ = library.cblas_sgemm, library.openblas_set_num_threads
         except (OSError, AttributeError):
