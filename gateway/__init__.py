@@ -16,7 +16,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
     demo               the chat model that ships with it, and how it was trained; apart
 
 An embeddings request: middleware gives it an id; api/embeddings reads an EmbedJob; the cache
-leases the model; the batcher tokenises off the loop and queues a ticket; when it gains the lane it
+leases the model; the batcher tokenises and queues a ticket; when it gains the lane it
 takes inputs of every ticket in turn until the batch is full, and the engine does one forward pass;
 each ticket gets its rows, and the way back is the way in.
 

@@ -1,4 +1,4 @@
-"""Tokenising and rendering, off the loop and off the lane: a small pool of threads."""
+"""Tokenising and rendering, off the lane: on a small pool of threads, but for a short text."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 THREADS = 2
-# So much is tokenised where it is: a short text takes 20 µs, and the way to a thread and back, 300.
+# One text so short is tokenised on the loop: it takes 20 µs, and the way to a thread and back 300.
 SHORT_CHARS = 1000
 
 _Asked = tuple[Sequence[str], asyncio.Future[list[TokenIds]]]
@@ -40,7 +40,7 @@ class TokenPool:
 
 class Tokeniser:
     """Texts of many requests → few calls of `encode`, while the lane runs a pass: those that come
-    while both of the pool's threads are busy share the next call. Short ones are not sent there.
+    while both of the pool's threads are busy share the next call. A short one alone goes nowhere.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Tokeniser:
 
     async def tokenise(self, texts: Sequence[str]) -> list[TokenIds]:
         """Give each text's token ids, special tokens included."""
-        if sum(map(len, texts)) <= SHORT_CHARS:
+        if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS:
             return list(self._encode(texts))
         rows: asyncio.Future[list[TokenIds]] = asyncio.get_running_loop().create_future()
         self._waiting.append((texts, rows))
