@@ -25,6 +25,13 @@ class Running:
     finite: mx.array
     scores: list[tuple[Scores, list[Row]]]
 
+    @property
+    def may_go_on(self) -> bool:
+        """Tell whether the next pass may begin before these tokens are read: none is the last
+        its row may say, and no row has met a fault, which must be found in its own pass.
+        """
+        return not any(row.is_at_last or row.was_suspect for row in self.rows)
+
     def keep(self, indices: list[int]) -> None:
         """Drop the rows not named, and the padding that only they needed."""
         self.rows = [self.rows[i] for i in indices]

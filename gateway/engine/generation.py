@@ -25,6 +25,7 @@ from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import GenerateJob, Grammar, Pass, RowDelta, RowJob, Sampling
 
 Model = Callable[..., mx.array]
+_launch: Any = mx.async_eval  # untyped in mlx's stubs
 STEPS_PER_CLEAR = 512  # as often as mlx-lm's generator: freed buffers go back to the system
 
 
@@ -145,11 +146,15 @@ class GenerationEngine:
     def decode(self) -> list[RowDelta]:
         """Take the tokens of the step under way, launch the next, then tell the texts.
 
-        The device works on the next step while the texts are made and delivered.
+        The next pass needs no token here: it is launched before they are read, so that the
+        device never waits for Python. What a row said last, it is run on in vain at most once.
         """
         if (running := self._running) is None:
             return []
         try:
+            logits = None
+            if running.may_go_on:
+                logits = self._passed(running.tokens, running.cache)
             said = running.read()
         except Exception as error:
             self._running = None
@@ -161,7 +166,7 @@ class GenerationEngine:
         try:
             self._remember(running, [i for i, end in enumerate(ends) if end is not None])
             self._keep(on)
-            self._step()
+            self._step(logits if logits is None or len(on) == len(said) else logits[mx.array(on)])
         except Exception as error:
             self._running = None
             deltas = self._blame([said[i].row for i in on], error)
@@ -194,7 +199,8 @@ class GenerationEngine:
     def _start(self, cohort: Cohort) -> list[RowDelta]:
         """Run the last prompt token of each row; a row that may say one token ends here."""
         inputs = mx.array([row.context[-1] for row in cohort.rows])
-        started = self._forward(cohort.rows, cohort.batch.prompt_cache, inputs)
+        cache = cohort.batch.prompt_cache
+        started = self._chosen(cohort.rows, cache, self._passed(inputs, cache))
         last = [row.is_at_last for row in cohort.rows]
         deltas: list[RowDelta] = []
         if any(last) or cohort.rows[0].is_suspect:
@@ -212,23 +218,29 @@ class GenerationEngine:
             self._running.extend(started)
         return deltas
 
-    def _step(self) -> None:
-        """Launch the pass that reads the tokens just taken and chooses the next."""
+    def _step(self, logits: mx.array | None) -> None:
+        """Choose the next tokens from the pass that has read the last, launched by now or here."""
         if (running := self._running) is None:
             return
-        self._running = self._forward(running.rows, running.cache, running.tokens)
+        if logits is None:
+            logits = self._passed(running.tokens, running.cache)
+        self._running = self._chosen(running.rows, running.cache, logits)
         self._steps += 1
         if self._steps % STEPS_PER_CLEAR == 0:
             mx.clear_cache()
 
-    def _forward(self, rows: list[Row], cache: list[Any], inputs: mx.array) -> Running:
-        launch: Any = mx.async_eval  # untyped in mlx's stubs
+    def _passed(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """Launch the pass that reads tokens, (rows,); give its logits, (rows, vocabulary)."""
+        logits: mx.array = self._model(tokens[:, None], cache=cache)[:, -1, :]
+        _launch(logits)
+        return logits
+
+    def _chosen(self, rows: list[Row], cache: list[Any], logits: mx.array) -> Running:
+        """Launch the choice of the next tokens, whose masks are made while the pass runs."""
         samplers = [row.sampler for row in rows]
-        logits = self._model(inputs[:, None], cache=cache)[:, -1, :]
         finite = is_finite(logits)
         logits = adjusted(samplers, logits)
         if bound := [i for i, row in enumerate(rows) if row.matcher is not None]:
-            launch(logits)  # the device works while the masks are made
             logits = self._structured.masked(logits, rows, bound)
         tokens = choose(samplers, logits, [len(row.tokens) for row in rows])
         scores = []
@@ -236,8 +248,8 @@ class GenerationEngine:
             k = max(rows[i].job.logprobs or 0 for i in wanted)
             some = score(logits, tokens, wanted, k)
             scores.append((some, [rows[i] for i in wanted]))
-            launch(some.chosen, some.ids, some.logprobs)
-        launch(tokens, finite)
+            _launch(some.chosen, some.ids, some.logprobs)
+        _launch(tokens, finite)
         return Running(rows, cache, tokens, finite, scores)
 
     def _remember(self, running: Running, ended: list[int]) -> None:

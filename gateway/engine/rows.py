@@ -106,6 +106,7 @@ class Row:
         self.tokens: list[int] = []
         self.cached_tokens = 0  # of the prompt: taken from what others had read
         self.is_suspect = False
+        self.was_suspect = False
         self.is_broken = False
         self._speech = speech
         self._eos_ids = eos_ids
@@ -148,7 +149,7 @@ class Row:
 
     def suspect(self) -> None:
         """Prepare to be read again, alone, after a step that went wrong."""
-        self.is_suspect = True
+        self.is_suspect = self.was_suspect = True
         self.cached_tokens = 0
         self.sampler.recount(self.tokens)
         if self._grammar is not None:
