@@ -15,7 +15,7 @@ from gateway.engine.backend import Device
 from gateway.engine.decoder_embedding import Decoder
 from gateway.engine.encoders import ENCODERS, load_encoder
 from gateway.engine.pooling import Recipe, pool, read_recipe, shorten, unit
-from gateway.engine.slices import bucket, in_step, slice_rows
+from gateway.engine.slices import bucket, in_step, slice_rows, worthwhile_threads
 from gateway.engine.tokenizer import TextTokenizer, load_text_tokenizer
 from gateway.engine.weights import Checkpoint, at_once, listed, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
@@ -65,6 +65,9 @@ class EmbeddingEngine:
         self._encoder = encoder
         self._recipe = recipe
         self._on_cpu = device is Device.CPU
+        # Every token is multiplied by them all, but for the table it is looked up in.
+        table = encoder.vocabulary * encoder.dimensions
+        self._weights = sum(array.size for array in encoder.parameters()) - table
 
     @property
     def vocab_size(self) -> int:
@@ -104,7 +107,7 @@ class EmbeddingEngine:
         self._check(rows)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         lengths = [len(rows[index]) for index in order]
-        threads = backend.cpu_threads() if self._on_cpu else 1
+        threads = self._threads(sum(lengths))
         counts = slice_rows(lengths, threads) if self._on_cpu else [len(rows)]
         waiting = iter(order)
         slices = [[rows[index] for index in islice(waiting, count)] for count in counts]
@@ -112,6 +115,12 @@ class EmbeddingEngine:
         vectors[order] = self._run(slices, threads)
         self._check_finite(vectors)
         return vectors
+
+    def _threads(self, tokens: int) -> int:
+        """Choose how many threads share a pass; a GPU does that by itself."""
+        if not self._on_cpu:
+            return 1
+        return worthwhile_threads(tokens, self._weights, backend.cpu_threads())
 
     def _run(self, slices: Sequence[Sequence[Sequence[int]]], threads: int) -> Vectors:
         """Run the slices side by side: each CPU stream is a thread, with a BLAS of its own.

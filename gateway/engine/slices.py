@@ -9,6 +9,8 @@ import mlx.core as mx
 
 # Beyond some 500 tokens a pass gains nothing on a CPU, and its buffers leave the cache.
 SLICE_TOKENS: Final = 512
+# Multiply-adds below which a second thread costs more than it computes: to start it takes 0.4 ms.
+WORTH_A_THREAD: Final = 30_000_000
 
 
 def bucket(length: int) -> int:
@@ -18,6 +20,11 @@ def bucket(length: int) -> int:
     """
     step = 8 if length <= 64 else 1 << (length - 1).bit_length() - 3
     return -(-length // step) * step
+
+
+def worthwhile_threads(tokens: int, weights: int, threads: int) -> int:
+    """Choose how many threads share a pass of so many tokens, each times so many weights."""
+    return max(1, min(threads, tokens * weights // WORTH_A_THREAD))
 
 
 def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:

@@ -18,7 +18,7 @@ from gateway.engine.embedding import (
     load_embedding,
     load_embedding_in_steps,
 )
-from gateway.engine.slices import SLICE_TOKENS, bucket, in_step, slice_rows
+from gateway.engine.slices import SLICE_TOKENS, bucket, in_step, slice_rows, worthwhile_threads
 from gateway.engine.weights import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
 
@@ -377,3 +377,12 @@ def test_slices_share_the_work_among_threads() -> None:
     assert slice_rows([256], threads=4) == [1]
     assert slice_rows([8, 8, 8, 200], threads=2) == [3, 1]
     assert slice_rows([17, 18, 19, 20, 21, 22, 23, 24], threads=2) == [4, 4]
+
+
+def test_a_small_pass_is_not_shared_between_threads() -> None:
+    """MiniLM's 11 million weights make it worth while from some five tokens on."""
+    assert worthwhile_threads(tokens=1000, weights=8_000, threads=2) == 1
+    assert worthwhile_threads(tokens=2, weights=10_800_000, threads=2) == 1
+    assert worthwhile_threads(tokens=8, weights=10_800_000, threads=2) == 2
+    assert worthwhile_threads(tokens=8, weights=10_800_000, threads=1) == 1
+    assert worthwhile_threads(tokens=9, weights=10_800_000, threads=8) == 3

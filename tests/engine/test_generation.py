@@ -243,6 +243,51 @@ def test_one_token_rows_end_without_a_decode_step(engine: GenerationEngine) -> N
     assert all(answer.finish_reason == "length" for answer in told)
 
 
+class Counting:
+    """A model that counts the tokens of each pass of the decode step."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.rows: list[int] = []
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        if tokens.shape[1] == 1:
+            self.rows.append(tokens.shape[0])
+        return self._model(tokens, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_no_row_is_run_on_after_the_last_token_it_may_say(folder: Path) -> None:
+    """That it is the last is known before it is: a pass each for five tokens, and for two."""
+    engine = open_engine(folder)
+    counting = Counting(engine._model)
+    exchange(engine, counting)
+    told = answers(engine, [job("Hello", max_tokens=5), job("Hello", max_tokens=2)])
+    assert [answer.tokens for answer in told] == [5, 2]
+    assert counting.rows == [2, 2, 1, 1, 1]
+
+
+def test_a_row_that_ends_sooner_is_run_on_once_at_most(
+    folder: Path, reference: dict[str, list[int]]
+) -> None:
+    """The next pass is launched before its last token is known; its neighbour hears nothing."""
+    engine = open_engine(folder)
+    (eos,) = engine._chat.eos_ids
+    silent = Sampling(temperature=0, logit_bias={eos: 1000.0})
+    counting = Counting(engine._model)
+    exchange(engine, counting)
+    (alone,) = answers(engine, [job("Hello", silent)])
+    assert (alone.ids, alone.finish_reason) == ([eos], "stop")
+    assert counting.rows == [1, 1]
+    counting.rows.clear()
+    told = answers(engine, [job("Hello", silent), job(TEXTS[0])])
+    assert told[0].ids == [eos]
+    assert told[1].ids == reference[TEXTS[0]]
+    assert counting.rows[:3] == [2, 2, 1]
+
+
 SEEDED = Sampling(
     temperature=1.3, top_p=0.95, top_k=50, min_p=0.001, seed=-7, frequency_penalty=0.4
 )
