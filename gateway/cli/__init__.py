@@ -1,7 +1,7 @@
 """The command line: each file here is a command, its function named after the file.
 
-Commands import what they need when they run: `--help`, `check`, `config` and `schema` never
-import mlx. Exit status: 1 for a models.yaml that cannot be served, 2 for wrong usage or settings.
+Commands import what they need when they run: only `serve` and `bench --engine` import mlx. Exit
+status: 1 for what cannot be served, fetched or answered, 2 for wrong usage or settings.
 """
 
 import sys

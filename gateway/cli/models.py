@@ -1,68 +1,49 @@
-"""`mlx-gateway models`: what models.yaml offers, and whether its files are on this machine."""
+"""`mlx-gateway models`: what models.yaml offers, and what of it is on this machine."""
 
-import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.cli._table import show
-from gateway.registry import (
-    HubSource,
-    PackageSource,
-    PathSource,
-    Source,
-    load_catalog,
-    package_folder,
-)
+from gateway.cli._hub import hub_of
+from gateway.cli._table import show, size
+from gateway.errors import GatewayError
+from gateway.registry import HubSource, ModelSpec, load_catalog
 from gateway.settings import load_settings, variables
+
+if TYPE_CHECKING:
+    from gateway.engine.sources import Hub
 
 
 def models(
     models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
 ) -> None:
-    """List each model: id, kind, aliases, source and whether it is on disk."""
+    """List each model: id, kind, aliases, source, whether it is on disk, and its size there."""
     settings = load_settings({"models": models})
     catalog = load_catalog(settings.models, variables())
+    hub = hub_of(settings, may_download=False)
     rows = [
         (
             spec.id,
             spec.kind,
             ", ".join(alias.name for alias in spec.aliases),
             str(spec.source),
-            "yes" if on_disk(spec.source, settings.hub_cache) else "no",
+            *_on_disk(spec, hub),
         )
         for spec in catalog.specs
     ]
-    show(("Id", "Kind", "Aliases", "Source", "On disk"), rows)
+    show(("Id", "Kind", "Aliases", "Source", "On disk", "Size"), rows)
 
 
-def on_disk(source: Source, hub_cache: Path | None) -> bool:
-    """Tell whether a model's configuration and every file of its weights are here."""
-    folder = _folder(source, hub_cache)
-    if folder is None or not (folder / "config.json").is_file():
-        return False
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return any(folder.glob("*.safetensors"))
+def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
+    """Tell whether a model is here, wholly or in part, and how much of it."""
+    from gateway.engine import sources
+
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return all((folder / shard).is_file() for shard in shards)
-
-
-def _folder(source: Source, hub_cache: Path | None) -> Path | None:
-    match source:
-        case PathSource(path):
-            return path
-        case PackageSource(module, inside):
-            root = package_folder(module)
-            return root / inside if root else None
-        case HubSource(repo, revision):
-            from huggingface_hub import try_to_load_from_cache
-
-            found = try_to_load_from_cache(
-                repo, "config.json", cache_dir=hub_cache, revision=revision
-            )
-            return Path(found).parent if isinstance(found, str) else None
+        folder = sources.on_disk(spec, hub)
+    except GatewayError:
+        folder = None
+    if folder is not None and sources.has_weights(folder):
+        return "yes", size(sources.stored_bytes(folder))
+    fetched = sources.fetched_bytes(spec, hub) if isinstance(spec.source, HubSource) else 0
+    return ("in part", size(fetched)) if fetched else ("no", "")

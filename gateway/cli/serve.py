@@ -1,6 +1,8 @@
 """serve: the gateway itself, from settings to the last byte of the drain."""
 
 import asyncio
+import contextlib
+import faulthandler
 import gc
 import os
 import signal
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway import logs
+from gateway.errors import GatewayError
 from gateway.registry import load_catalog
 from gateway.settings import Settings, SettingsInvalid, load_settings, variables
 
@@ -30,6 +33,7 @@ def serve(
     """Serve the models of models.yaml."""
     settings = load_settings({"models": models, "host": host, "port": port})
     logs.configure(settings.log_level, settings.log_format)
+    faulthandler.enable()  # a crash of native code tells where
     catalog = load_catalog(settings.models, variables())
     # From here on mlx is needed; its imports take seconds, and come before the port is open.
     from gateway.app.engines import mlx_engines
@@ -43,10 +47,11 @@ def serve(
     # again and again, in the middle of requests.
     gc.collect()
     gc.freeze()
-    asyncio.run(_serve(Gateway(settings, catalog, engines), settings))
+    asyncio.run(run(Gateway(settings, catalog, engines), settings))
 
 
-async def _serve(gateway: "Gateway", settings: Settings) -> None:
+async def run(gateway: "Gateway", settings: Settings) -> None:
+    """Serve until a signal says stop, then drain."""
     from hypercorn.asyncio import serve as hypercorn_serve
     from hypercorn.config import Config
 
@@ -54,6 +59,10 @@ async def _serve(gateway: "Gateway", settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, stop)
+
+    hangup = asyncio.Event()
+    loop.add_signal_handler(signal.SIGHUP, hangup.set)
+    reloading = asyncio.create_task(_reload_at(hangup, gateway), name="reload")
 
     async def until_drained() -> None:
         await stop.wait()
@@ -66,12 +75,26 @@ async def _serve(gateway: "Gateway", settings: Settings) -> None:
     config.keyfile = str(settings.tls_key) if settings.tls_key else None
     config.backlog = BACKLOG
     config.keep_alive_timeout = settings.keep_alive_timeout_s
+    config.h11_max_incomplete_size = settings.read_header_bytes
+    config.h2_max_header_list_size = settings.read_header_bytes
     config.read_timeout = None  # it would also cut long answers short
     config.graceful_timeout = 1
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = None
-    await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)  # type: ignore[arg-type]
+    try:
+        await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)  # type: ignore[arg-type]
+    finally:
+        reloading.cancel()
+
+
+async def _reload_at(hangup: asyncio.Event, gateway: "Gateway") -> None:
+    """Read models.yaml again at each SIGHUP; one that is wrong is logged, and changes nothing."""
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        with contextlib.suppress(GatewayError):
+            await gateway.reload()
 
 
 def _stop(stop: asyncio.Event) -> None:

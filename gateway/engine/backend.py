@@ -1,90 +1,22 @@
-"""Device, dtype and BLAS: chosen once, and before mlx is imported.
+"""Device, dtype and memory limits: chosen once, on the thread that will use mlx.
 
-On Linux the mlx wheel carries reference BLAS, fifty times slower than OpenBLAS. Loading
-OpenBLAS with global symbols first puts it in front. Whoever wants mlx imports this first.
+The package has seen to it that OpenBLAS is there before mlx is.
 """
 
 import ctypes
 import os
-import platform
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-_MLX_WAS_IMPORTED: Final = "mlx.core" in sys.modules
+import mlx.core as mx
 
-
-@dataclass(frozen=True, slots=True)
-class BlasFinding:
-    """What was found, for the log. `hint` says what to do when mlx is left with a slow BLAS."""
-
-    loaded: bool
-    hint: str | None = None
-
-
-_SLOW = (
-    "mlx on this CPU multiplies matrices with reference BLAS, about 50 times slower than with "
-    "OpenBLAS. "
-)
-_INSTALL = "Install OpenBLAS (Debian, Ubuntu: `apt-get install libopenblas0`) and start again."
-_LATE = "mlx was imported before gateway.engine, so OpenBLAS came too late: import it first."
-
-
-def openblas_candidates(machine: str) -> tuple[str, ...]:
-    """List where OpenBLAS may be, the loader's own choice first.
-
-    Only a copy with unprefixed symbols serves: Debian's. Those inside the numpy and scipy
-    wheels rename every function.
-    """
-    return (
-        "libopenblas.so.0",
-        f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0",
-        "/usr/lib64/libopenblasp.so.0",
-    )
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable that has no value, while entered: OpenBLAS reads it as it is loaded.
-
-    Its threads spin for 2^26 cycles after each product, some 25 ms on a core that others want.
-    After 2^20 they sleep, later than the next product of a pass. Child processes are spared it.
-    """
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
-def _load_openblas() -> tuple[BlasFinding, ctypes.CDLL | None]:
-    if not sys.platform.startswith("linux"):
-        return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
-    for path in openblas_candidates(platform.machine()):
-        try:
-            with _environment("OPENBLAS_THREAD_TIMEOUT", "20"):
-                library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-            _ = library.cblas_sgemm, library.openblas_set_num_threads
-        except (OSError, AttributeError):
-            continue
-        if _MLX_WAS_IMPORTED:
-            return BlasFinding(loaded=False, hint=_SLOW + _LATE), None
-        return BlasFinding(loaded=True), library
-    return BlasFinding(loaded=False, hint=_SLOW + _INSTALL), None
-
-
-_FOUND: Final = _load_openblas()
-BLAS: Final = _FOUND[0]
-_OPENBLAS: Final = _FOUND[1]
-
-import mlx.core as mx  # noqa: E402  (after OpenBLAS, see above)
+from gateway.engine.blas import BLAS as BLAS
+from gateway.engine.blas import OPENBLAS
 
 
 class Device(StrEnum):
@@ -127,25 +59,49 @@ def pick_dtype(device: Device, requested: str | None, checkpoint: mx.Dtype) -> m
     return mx.float32 if device is Device.CPU else checkpoint
 
 
-def configure(device: Device, cache_limit_bytes: int | None = None) -> None:
+def configure(
+    device: Device, cache_limit_bytes: int | None = None, wired_limit_bytes: int | None = None
+) -> None:
     """Set the default device and the memory limits. Once, on the thread that will use mlx.
 
     The thread matters: mlx keeps its default device and streams per thread.
     """
     mx.set_default_device(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
     if device is Device.CPU:
-        _keep_freed_memory()
+        _keep_freed_memory()  # mlx's allocator for the CPU has no cache, and wires nothing
         return
-    info = mx.device_info()
-    # https://github.com/ml-explore/mlx-lm: mlx_lm.generate.wired_limit asks for the same number.
-    # Wired memory is Metal's; CUDA devices report no such size.
-    if recommended := int(info.get("max_recommended_working_set_size", 0)):
-        mx.set_wired_limit(recommended)
+    limits = memory_limits(device, mx.device_info(), cache_limit_bytes, wired_limit_bytes)
+    if limits.wired is not None:
+        mx.set_wired_limit(limits.wired)
+    if limits.cache is not None:
+        mx.set_cache_limit(limits.cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What mlx is told of memory, bytes; None leaves its own choice."""
+
+    cache: int | None
+    wired: int | None
+
+
+def memory_limits(
+    device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
+) -> Limits:
+    """Choose the limits of a GPU, of which `info` is mlx's device_info, from what was asked for."""
+    # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
+    # Wired memory is Metal's, and more than recommended is an error. Without a wish it is all of
+    # that, as in mlx_lm.generate.wired_limit.
+    most = info.get("max_recommended_working_set_size")
+    if device is not Device.METAL or not isinstance(most, int):
+        wired = None
+    else:
+        wired = most if wired is None else min(wired, most)
     # A buffer given back to Metal while in flight can panic the kernel (mlx #3346, #3186):
     # the cache may hold all memory, and is cleared only between bursts, after a synchronise.
-    limit = cache_limit_bytes or int(info.get("memory_size", 0))
-    if limit:
-        mx.set_cache_limit(limit)
+    if cache is None and isinstance(memory := info.get("memory_size"), int):
+        cache = memory
+    return Limits(cache, wired)
 
 
 def leave() -> None:
@@ -171,8 +127,8 @@ def _keep_freed_memory() -> None:
 
 def cpu_threads() -> int:
     """Count the cores OpenBLAS uses, or those this process may use."""
-    if _OPENBLAS is not None:
-        return max(1, int(_OPENBLAS.openblas_get_num_threads()))
+    if OPENBLAS is not None:
+        return max(1, int(OPENBLAS.openblas_get_num_threads()))
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -192,12 +148,12 @@ def cpu_streams(count: int) -> list[mx.Stream]:
 @contextmanager
 def single_threaded_blas() -> Iterator[None]:
     """Keep OpenBLAS to one thread per call, while several streams call it side by side."""
-    if _OPENBLAS is None:
+    if OPENBLAS is None:
         yield
         return
     threads = cpu_threads()
-    _OPENBLAS.openblas_set_num_threads(1)
+    OPENBLAS.openblas_set_num_threads(1)
     try:
         yield
     finally:
-        _OPENBLAS.openblas_set_num_threads(threads)
+        OPENBLAS.openblas_set_num_threads(threads)

@@ -6,7 +6,6 @@ a prefill chunk and a decode step are separate calls (mlx-lm's `next()` does bot
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +16,12 @@ from gateway.engine.chat import ChatTokenizer
 from gateway.engine.decoders import parameters
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.structured import Structured
+from gateway.engine.planning import planned
 from gateway.engine.prefill import Cohort, Prefill
 from gateway.engine.prefixes import Prefixes
 from gateway.engine.rows import Row
 from gateway.engine.sampling import Sampler, adjusted, choose, is_finite, score
-from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import GenerateJob, Grammar, Pass, RowDelta, RowJob, Sampling
+from gateway.jobs import GenerateJob, Grammar, Pass, RowDelta, RowJob
 
 Model = Callable[..., mx.array]
 _launch: Any = mx.async_eval  # untyped in mlx's stubs
@@ -75,31 +74,15 @@ class GenerationEngine:
         """Tell whether a row is running."""
         return self._running is not None
 
+    @property
+    def rows(self) -> int:
+        """Count the rows inside, reading or running. Safe on any thread."""
+        running = self._running
+        return len(self._prefill) + (0 if running is None else len(running.rows))
+
     def plan(self, job: GenerateJob) -> list[RowJob]:
         """Render, encode and measure: one row a choice. Safe on any thread."""
-        prompt = self._chat.encode(job)
-        is_bare = job.prompt is not None
-        noun = "prompt" if is_bare else "messages"
-        room = self._max_context - len(prompt)
-        if room < 1:
-            raise ContextLengthExceeded(self._max_context, len(prompt), param=noun, noun=noun)
-        if not prompt:
-            raise BadRequest("The prompt is empty.", param=noun)
-        if not all(0 <= token < self._vocab_size for token in prompt):
-            raise BadRequest(f"Token ids are 0 to {self._vocab_size - 1}.", param=noun)
-        row = RowJob(
-            prompt=prompt,
-            max_tokens=room if job.max_tokens is None else min(job.max_tokens, room),
-            sampling=job.sampling,
-            stop=job.stop,
-            logprobs=job.logprobs,
-            calling=job.calling,
-            grammar=self._structured.grammar(job),
-            is_bare=is_bare,
-            is_thinking=not is_bare and self._chat.is_thinking(prompt),
-            may_think=not is_bare and self._chat.may_think(prompt),
-        )
-        return [replace(row, sampling=_nth(job.sampling, i)) for i in range(job.n)]
+        return planned(job, self._chat, self._structured, self._max_context, self._vocab_size)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Make a grammar ready for rows; slow, and safe on any thread.
@@ -128,6 +111,22 @@ class GenerationEngine:
         self._prefill.drop(row_id)
         if self._running is not None:
             self._keep([i for i, row in enumerate(self._running.rows) if row.id != row_id])
+
+    def curtail(self, row_id: int, max_tokens: int) -> None:
+        """Let a running row say no more than so many tokens; an unknown id is fine."""
+        for row in self._running.rows if self._running is not None else []:
+            if row.id == row_id:
+                row.curtail(max_tokens)
+
+    def forget(self) -> None:
+        """Let go of what is kept of prompts."""
+        self._prefixes.clear()
+        mx.clear_cache()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Count the bytes kept of prompts that others may begin with."""
+        return self._prefixes.nbytes
 
     def prefill(self, token_budget: int) -> list[RowDelta]:
         """Read one chunk of the prompts whose turn it is; those read whole start to run."""
@@ -278,10 +277,3 @@ class GenerationEngine:
             row.suspect()
         self._prefill.readmit(rows)
         return []
-
-
-def _nth(sampling: Sampling, index: int) -> Sampling:
-    """Give choice `index` a seed of its own; the first keeps the caller's."""
-    if sampling.seed is None or index == 0:
-        return sampling
-    return replace(sampling, seed=sampling.seed + index)

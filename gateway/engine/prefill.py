@@ -72,6 +72,10 @@ class Prefill:
         self._prefixes = prefixes
         self._line: deque[Row | Cohort] = deque()
 
+    def __len__(self) -> int:
+        """Count those in line; what is being read this moment is not."""
+        return len(self._line)
+
     @property
     def is_empty(self) -> bool:
         """Tell whether no row has prompt left to read."""

@@ -147,6 +147,10 @@ class Row:
         broke = self.is_broken or (self._matcher is not None and self._matcher.error is not None)
         return self._speech.stops.is_stopped or said_its_call or broke
 
+    def curtail(self, max_tokens: int) -> None:
+        """Let it say no more than so many tokens."""
+        self.job = replace(self.job, max_tokens=min(max_tokens, self.job.max_tokens))
+
     def suspect(self) -> None:
         """Prepare to be read again, alone, after a step that went wrong."""
         self.is_suspect = self.was_suspect = True

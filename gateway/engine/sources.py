@@ -3,11 +3,13 @@
 Plain blocking functions: run them on a thread, never on the loop or the lane.
 """
 
+import contextlib
+import json
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -17,10 +19,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import disable_progress_bars, logging  # type: ignore[attr-defined]
 
+from gateway.engine.downloads import HubFile, check, fetch, require_room, room_needed
 from gateway.errors import ModelLoadFailed, ModelUnavailable
 from gateway.registry import HubSource, ModelSpec, PackageSource, package_folder
 
+logging.set_verbosity_error()  # what goes wrong is told in our own words, and in our own log
 # Weights as safetensors only: a pickle is never even fetched.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
@@ -51,6 +56,26 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
     return source.path
 
 
+def has_weights(folder: Path) -> bool:
+    """Tell whether a folder has a configuration and every file of its weights."""
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all((folder / shard).is_file() for shard in shards)
+
+
+def stored_bytes(folder: Path) -> int:
+    """Count the bytes of a model's files in its folder."""
+    files = {file for pattern in FILES for file in folder.rglob(pattern)}
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def ask_hub(spec: ModelSpec, hub: Hub) -> int:
     """Ask the hub for the model, within `timeout_s`, before a download: its size in bytes.
 
@@ -63,41 +88,76 @@ def ask_hub(spec: ModelSpec, hub: Hub) -> int:
             spec.id, f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
         )
     try:
-        found = HfApi(endpoint=hub.endpoint).model_info(
-            source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
-        )
+        return sum(file.size for file in _listing(source, hub)[1])
     except Exception as error:
         raise ModelUnavailable(spec.id, _cause(source, error)) from error
-    files = found.siblings or []
-    return sum(f.size or 0 for f in files if any(fnmatch(f.rfilename, each) for each in FILES))
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
     """Count what is on disk of a model, half-fetched files included."""
     source = spec.source
     assert isinstance(source, HubSource)
-    cache = hub.cache if hub.cache is not None else Path(constants.HF_HUB_CACHE)
-    blobs = cache / repo_folder_name(repo_id=source.repo, repo_type="model") / "blobs"
-    return sum(file.stat().st_size for file in blobs.glob("*")) if blobs.is_dir() else 0
+    total = 0
+    for file in _blobs(source, hub).glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile, being whole
+            total += file.stat().st_size
+    return total
 
 
 def download(spec: ModelSpec, hub: Hub) -> Path:
-    """Fetch the model's files, or what is missing of them, and give their folder."""
+    """Fetch the model's files, or what is missing of them, check them all and give their folder.
+
+    Raises ModelUnavailable naming the model and the cause; what was fetched by then is kept.
+    """
     source = spec.source
     assert isinstance(source, HubSource)
+    disable_progress_bars()  # whoever shows progress asks for fetched_bytes
     try:
-        return Path(
-            snapshot_download(
-                source.repo,
-                revision=source.revision,
-                endpoint=hub.endpoint,
-                cache_dir=hub.cache,
-                etag_timeout=hub.timeout_s,
-                allow_patterns=FILES,
-            )
-        )
+        return _downloaded(source, hub)
     except Exception as error:
         raise ModelUnavailable(spec.id, _cause(source, error)) from error
+
+
+def _downloaded(source: HubSource, hub: Hub) -> Path:
+    commit, files = _listing(source, hub)
+    blobs = _blobs(source, hub)
+    require_room(room_needed(files, blobs), blobs)
+    for file in files:
+        if file.sha256 is not None:
+            url = hf_hub_url(source.repo, file.name, revision=commit, endpoint=hub.endpoint)
+            fetch(url, file, blobs)
+    folder = Path(
+        snapshot_download(
+            source.repo,
+            revision=source.revision,
+            endpoint=hub.endpoint,
+            cache_dir=hub.cache,
+            etag_timeout=hub.timeout_s,
+            allow_patterns=FILES,
+        )
+    )
+    if folder.name != commit:  # the branch moved meanwhile
+        return _downloaded(source, hub)
+    check(folder, files)
+    return folder
+
+
+def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
+    """Ask the hub for the commit behind a revision, and for what it says of the wanted files."""
+    found = HfApi(endpoint=hub.endpoint).model_info(
+        source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
+    )
+    files = [
+        HubFile(each.rfilename, each.size, each.lfs.sha256 if each.lfs else None)
+        for each in found.siblings or []
+        if each.size is not None and any(fnmatch(each.rfilename, name) for name in FILES)
+    ]
+    return found.sha or "", files
+
+
+def _blobs(source: HubSource, hub: Hub) -> Path:
+    cache = hub.cache if hub.cache is not None else Path(constants.HF_HUB_CACHE)
+    return cache / repo_folder_name(repo_id=source.repo, repo_type="model") / "blobs"
 
 
 def _cached(source: HubSource, hub: Hub) -> Path | None:
@@ -113,7 +173,7 @@ def _cached(source: HubSource, hub: Hub) -> Path | None:
         )
     except (LocalEntryNotFoundError, FileNotFoundError, HfHubHTTPError):
         return None
-    return folder if any(folder.glob("*.safetensors")) else None
+    return folder if has_weights(folder) else None
 
 
 def _packaged(model: str, source: PackageSource) -> Path:
@@ -136,16 +196,18 @@ def _cause(source: HubSource, error: Exception) -> str:
         case GatedRepoError():
             return f"{source.repo} is gated: accept its terms on the hub and set HF_TOKEN."
         case RepositoryNotFoundError():
-            return f"the hub has no public repository {source.repo}."
+            return f"the hub has no public repository {source.repo}; a private one needs HF_TOKEN."
         case RevisionNotFoundError():
             return f"{source.repo} has no revision {source.revision}."
+        case HfHubHTTPError() if error.response.status_code in (401, 403):
+            return f"the hub lets nobody read {source.repo} without a valid key in HF_TOKEN."
         case OfflineModeIsEnabled():
             return f"{source.repo} is not on this disk, and HF_HUB_OFFLINE forbids fetching it."
         case OSError() if error.errno is not None:
             return f"{source.repo} could not be stored: {error.strerror or error}."
         case _:
-            return f"{source.repo} could not be fetched from the hub: {_first_line(error)}"
+            return f"{source.repo} could not be fetched from the hub: {_first_line(error)}."
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

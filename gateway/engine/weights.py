@@ -21,6 +21,17 @@ T = TypeVar("T")
 _INDEX = "model.safetensors.index.json"
 # Read in about a tenth of a second from a disk that gives 2.5 GB/s.
 SLICE_BYTES: Final = 256 << 20
+# The format's own bound: whatever a broken file's first bytes say, no more is read for a header.
+HEADER_BYTES: Final = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An array in a safetensors file: its dtype as the file names it, `BF16` for one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,42 @@ class Checkpoint:
             assert isinstance(loaded, dict)  # what mx.load gives for safetensors
             arrays.update(loaded)
         return arrays
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Read the headers of the safetensors: every array by name, none of its bytes.
+
+        Raises ModelLoadFailed for a file that is not whole.
+        """
+        return {
+            name: tensor
+            for file in self._weight_files()
+            for name, tensor in self._header(file).items()
+        }
+
+    def _header(self, file: str) -> dict[str, Tensor]:
+        """Read one file's header: https://huggingface.co/docs/safetensors/index#format."""
+        path = self.folder / file
+        try:
+            with path.open("rb") as content:
+                length = int.from_bytes(content.read(8), "little")
+                there = path.stat().st_size
+                if length > min(there, HEADER_BYTES):
+                    raise ValueError("its header is cut off, or none")
+                arrays = json.loads(content.read(length))
+            arrays.pop("__metadata__", None)
+            tensors = {
+                name: Tensor(each["dtype"], tuple(each["shape"]), end - start)
+                for name, each in arrays.items()
+                for start, end in [each["data_offsets"]]
+            }
+            wanted = 8 + length + max(each["data_offsets"][1] for each in arrays.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
+        if there < wanted:
+            raise self.failed(
+                f"{file} is not a whole safetensors file: it has {there:,} of {wanted:,} bytes"
+            )
+        return tensors
 
     def _weight_files(self) -> list[str]:
         if (self.folder / "model.safetensors").is_file():

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import main
-from gateway.cli.models import on_disk
-from gateway.registry import HubSource, PackageSource, PathSource
 
 GOOD = "version: 1\nmodels:\n  m: {kind: chat, source: 'hub:org/name', aliases: [n]}\n"
+NOWHERE = {"GATEWAY_PORT": "0", "GATEWAY_HUB_ENDPOINT": "http://127.0.0.1:9"}
 HEAVY = ("mlx", "mlx_lm", "outlines", "transformers", "torch")
 
 
@@ -121,49 +120,68 @@ def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_models_lists_what_is_served(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Id, kind, aliases, source and whether the files are here."""
+    """Id, kind, aliases, source, whether the files are here and how many bytes they have."""
     (here / "w").mkdir()
     (here / "w" / "config.json").write_text("{}")
-    (here / "w" / "model.safetensors").write_bytes(b"")
+    (here / "w" / "model.safetensors").write_bytes(bytes(3_499_998))
+    (here / "w" / "notes.md").write_text("no file of a model")
     (here / "models.yaml").write_text(GOOD + "  p: {kind: embedding, source: 'path:w'}\n")
     assert run("models") == 0
     m, p = capsys.readouterr().out.splitlines()
-    assert m.split("\t") == ["m", "chat", "n", "hub:org/name", "no"]
-    assert p.split("\t") == ["p", "embedding", "", f"path:{(here / 'w').resolve()}", "yes"]
+    assert m.split("\t") == ["m", "chat", "n", "hub:org/name", "no", ""]
+    folder = f"path:{(here / 'w').resolve()}"
+    assert p.split("\t") == ["p", "embedding", "", folder, "yes", "4 MB"]
 
 
-def test_a_hub_model_is_on_disk_when_all_its_shards_are(here: Path) -> None:
+def listed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Give what `models` says of each: on disk or not, and its size."""
+    assert run("models") == 0
+    return [" ".join(line.split("\t")[4:]) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_hub_model_is_on_disk_when_all_its_shards_are(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A download that was cut short is not yet a model."""
-    source = HubSource("org/name", "abc")
-    snapshot = here / "models--org--name" / "snapshots" / "abc"
-    assert not on_disk(source, here)
+    commit = "a" * 40
+    (here / "models.yaml").write_text(GOOD.replace("org/name", f"org/name@{commit}"))
+    monkeypatch.setenv("GATEWAY_HUB_CACHE", str(here))
+    repo = here / "models--org--name"
+    snapshot = repo / "snapshots" / commit
+    assert listed(capsys) == ["no "]
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "blobs" / "b.part").write_bytes(bytes(5_000_000))
+    assert listed(capsys) == ["in part 5 MB"]
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
-    assert not on_disk(source, here)
-    shards = {"a": "1.safetensors", "b": "2.safetensors"}
     index = snapshot / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": shards}))
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
     (snapshot / "1.safetensors").write_bytes(b"")
-    assert not on_disk(source, here)
+    assert listed(capsys) == ["in part 5 MB"]
     (snapshot / "2.safetensors").write_bytes(b"")
-    assert on_disk(source, here)
+    assert listed(capsys) == ["yes 62 bytes"]
     index.write_text("[]")
-    assert not on_disk(source, here)
+    assert listed(capsys) == ["in part 5 MB"]
 
 
-def test_what_is_nowhere_is_not_on_disk(here: Path) -> None:
-    """Neither a folder nor a package that is missing is an error here."""
-    assert not on_disk(PathSource(here / "none"), None)
-    assert not on_disk(PackageSource("not_here_weights", "x"), None)
-    assert not on_disk(PackageSource("gateway", "api"), None)
+def test_what_is_nowhere_is_not_on_disk(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither an empty folder nor a package that is missing is an error here."""
+    sources = ("path:.", "package:not_here_weights/x", "package:gateway/api")
+    entries = (f"  m{i}: {{kind: chat, source: '{each}'}}\n" for i, each in enumerate(sources))
+    (here / "models.yaml").write_text("version: 1\nmodels:\n" + "".join(entries))
+    assert listed(capsys) == ["no "] * 3
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["serve", "--help"], ["check"], ["config"], ["schema"], ["models"]]
+    "arguments",
+    [
+        *(["--help"], ["serve", "--help"], ["check"], ["config"], ["schema"], ["models"]),
+        *(["pull", "own"], ["doctor"]),
+    ],
 )
 def test_commands_that_only_look_import_no_mlx(here: Path, arguments: list[str]) -> None:
     """They answer at once, and where mlx doesn't work they still say what is wrong."""
-    (here / "models.yaml").write_text(GOOD)
+    (here / "models.yaml").write_text(GOOD + "  own: {kind: chat, source: 'path:.'}\n")
     code = f"""
 import sys
 from gateway.cli import main
@@ -180,7 +198,7 @@ print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "PYTHONPATH": root, "NO_COLOR": "1"},
+        env={**os.environ, "PYTHONPATH": root, "NO_COLOR": "1", **NOWHERE},
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "[]"

@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +13,7 @@ import httpx2
 import pytest
 
 from tests.checkpoints import write_chat
+from tests.processes import command, environment, started
 
 MODELS = """
 version: 1
@@ -31,37 +29,13 @@ LONG = {
 }
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "gateway", *arguments]
-
-
-def environment(**given: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
-    return {**clean, "PYTHONPATH": str(Path(__file__).parents[2]), **given}
-
-
 @contextmanager
 def serving(folder: Path, **given: str) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
     """Serve a tiny model from a folder; give the process and where it listens."""
     write_chat(folder / "tiny")
     (folder / "models.yaml").write_text(MODELS)
-    log = folder / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command("serve"), cwd=folder, env=environment(**given), stderr=output
-        )
-    try:
-        for _ in range(600):
-            if '"event":"ready"' in log.read_text():
-                break
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
-        found = re.search(r'"(?:url|bind)":"([^"]+)"', log.read_text())
-        assert found, log.read_text()
-        yield process, found[1]
-    finally:
-        process.kill()
-        process.wait(10)
+    with started(command("serve"), folder, **given) as served:
+        yield served.process, served.url
 
 
 def test_a_broken_file_is_refused_in_checks_own_words(tmp_path: Path) -> None:
@@ -87,7 +61,7 @@ def test_a_broken_file_is_refused_in_checks_own_words(tmp_path: Path) -> None:
 
 def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
     """No traceback."""
-    with serving(tmp_path, GATEWAY_PORT="0") as (_, url):
+    with serving(tmp_path) as (_, url):
         port = url.rpartition(":")[2]
         done = subprocess.run(
             command("serve", "--port", port),
@@ -104,7 +78,7 @@ def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
 
 def test_sigterm_finishes_the_answer_under_way_and_refuses_the_next(tmp_path: Path) -> None:
     """Then the process ends with status 0."""
-    with serving(tmp_path, GATEWAY_PORT="0") as (process, url):
+    with serving(tmp_path) as (process, url):
         with (
             httpx2.Client(base_url=url, timeout=30) as client,
             client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 200}) as it,
@@ -128,7 +102,7 @@ def test_sigterm_finishes_the_answer_under_way_and_refuses_the_next(tmp_path: Pa
 
 def test_what_the_drain_does_not_finish_is_told_so(tmp_path: Path) -> None:
     """An error event, and then the end; the process still ends with status 0."""
-    with serving(tmp_path, GATEWAY_PORT="0", GATEWAY_DRAIN_S="0.5") as (process, url):
+    with serving(tmp_path, GATEWAY_DRAIN_S="0.5") as (process, url):
         with (
             httpx2.Client(base_url=url, timeout=30) as client,
             client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 3000}) as it,
@@ -143,7 +117,7 @@ def test_what_the_drain_does_not_finish_is_told_so(tmp_path: Path) -> None:
 
 def test_a_second_signal_ends_it_now(tmp_path: Path) -> None:
     """However much is under way."""
-    with serving(tmp_path, GATEWAY_PORT="0") as (process, url):
+    with serving(tmp_path) as (process, url):
         with (
             httpx2.Client(base_url=url, timeout=30) as client,
             client.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 3000}) as it,

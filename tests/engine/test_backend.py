@@ -5,7 +5,7 @@ import threading
 import mlx.core as mx
 import pytest
 
-from gateway.engine import backend
+from gateway.engine import backend, blas
 from gateway.engine.backend import Device, choose_device, configure, pick_dtype
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="OpenBLAS is interposed on Linux only")
@@ -54,7 +54,7 @@ def test_importing_any_engine_module_loads_blas_before_mlx() -> None:
 
 def test_candidates_end_with_paths_of_the_architecture() -> None:
     """The loader's own search comes first, then Debian's folder for this machine."""
-    first, second, *_ = backend.openblas_candidates("aarch64")
+    first, second, *_ = blas.openblas_candidates("aarch64")
     assert first == "libopenblas.so.0"
     assert second == "/usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0"
 

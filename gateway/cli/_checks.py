@@ -1,0 +1,155 @@
+"""What doctor looks at, one function each: the machine's facts → a finding, and what to do."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gateway.cli._table import size
+
+State = Literal["ok", "warn", "fail"]
+
+_PROBE_S = 120  # a cold import of mlx from a slow disk
+
+
+class MlxBroken(Exception):
+    """mlx does not work here: what it said, or how it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A check's outcome. fail: it cannot serve; warn: it can, slower or with less."""
+
+    check: str
+    state: State
+    said: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a process with mlx found: bytes that models may hold, and each one's, or its problem."""
+
+    device: str
+    limit_bytes: int
+    sizes: Mapping[str, int | str | None]
+
+
+def probe(models: Path) -> Probe:
+    """Compute a little in a process of its own; raises MlxBroken."""
+    command = [sys.executable, "-m", "gateway.cli._probe", str(models)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROBE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise MlxBroken(f"it did not answer in {_PROBE_S} seconds") from None
+    if done.returncode < 0:
+        raise MlxBroken(f"it was ended by {signal.Signals(-done.returncode).name}")
+    if done.returncode > 0:
+        raise MlxBroken((done.stderr.strip() or "it said nothing").splitlines()[-1])
+    return Probe(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def blas(device: str, hint: str | None) -> Finding:
+    """Say whether matrices are multiplied fast on the CPU."""
+    if device != "cpu":
+        return Finding("blas", "ok", f"not needed on {device}.")
+    return Finding("blas", "warn", hint) if hint else Finding("blas", "ok", "a fast one is there.")
+
+
+def compiler(device: str, found: str | None) -> Finding:
+    """On the CPU mx.compile calls g++, and without it silently fuses nothing."""
+    if device != "cpu" or found:
+        return Finding("compiler", "ok", found or f"not needed on {device}.")
+    said = "there is no g++, so mlx runs unfused and slower. Install it: `apt-get install g++`."
+    return Finding("compiler", "warn", said)
+
+
+def packages(installed: Iterable[str]) -> Finding:
+    """MLX's CPU and CUDA builds put files in each other's place."""
+    builds = sorted(name for name in installed if name.startswith(("mlx-cpu", "mlx-cuda")))
+    if "mlx-cpu" in builds and len(builds) > 1:
+        said = f"{' and '.join(builds)} are both installed. Keep one: `pip uninstall mlx-cpu`."
+        return Finding("packages", "warn", said)
+    return Finding("packages", "ok", f"{' and '.join(builds) or 'mlx'}, and nothing beside it.")
+
+
+def memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
+    """Compare what models may hold with what the largest of them would."""
+    name = max(sizes, key=lambda each: sizes[each], default=None)
+    may = f"models may hold {size(limit_bytes)}"
+    if name is None or sizes[name] <= limit_bytes:
+        return Finding("memory", "ok", f"{may}.")
+    said = f"{name} would hold {size(sizes[name])}, and {may}. Use a smaller one."
+    return Finding("memory", "warn", said)
+
+
+def hub(missing: Sequence[str], *, may_download: bool, refusal: str | None) -> Finding:
+    """Say how models come that are not on disk; `refusal` is what the hub said of the first."""
+    if not missing:
+        return Finding("hub", "ok", "nothing is to be fetched.")
+    first = f"{missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
+    pull = f"`mlx-gateway pull {missing[0]}`"
+    if not may_download:
+        said = f"{first}: not on disk, and GATEWAY_AUTO_PULL is off. Run {pull}."
+        return Finding("hub", "warn", said)
+    if refusal is not None:
+        return Finding("hub", "warn", f"{refusal} When that is mended: {pull}.")
+    return Finding("hub", "ok", f"{first}: fetched at the first request, or by {pull}.")
+
+
+def port(bind: str) -> Finding:
+    """Listen where the gateway would, for a moment."""
+    if bind.startswith("fd://"):
+        return Finding("port", "ok", f"{bind} is inherited.")
+    if bind.startswith("unix:"):
+        folder = Path(bind.removeprefix("unix:")).absolute().parent
+        if os.access(folder, os.W_OK):
+            return Finding("port", "ok", f"{bind} can be made.")
+        return Finding("port", "fail", f"nothing can be made in {folder}. Set GATEWAY_BIND.")
+    host, _, number = bind.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host.strip("[]"), int(number)), family=family):
+            return Finding("port", "ok", f"{bind} is free.")
+    except OSError as error:
+        said = (error.strerror or str(error)).partition(" (")[0]
+        return Finding("port", "fail", f"{bind}: {said}. {_another(error.errno)}")
+
+
+def _another(number: int | None) -> str:
+    match number:
+        case errno.EADDRINUSE:
+            return "Is a gateway running already? Else set GATEWAY_PORT to a free one."
+        case errno.EACCES:
+            return "Set GATEWAY_PORT to one above 1023."
+        case _:
+            return "Set GATEWAY_HOST to an address of this machine."
+
+
+def temporary(folder: Path, device: str) -> Finding:
+    """On the CPU mlx keeps compiled code where anybody who may write there can put theirs."""
+    if not os.access(folder, os.W_OK):
+        return Finding("tmpdir", "fail", f"{folder} cannot be written to. Set TMPDIR.")
+    if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+        said = f"nothing in {folder} may run, and mlx compiles there. Set TMPDIR elsewhere."
+        return Finding("tmpdir", "warn", said)
+    if device == "cpu" and folder.stat().st_mode & 0o002:
+        said = f"others may write to {folder}, where mlx compiles. Set TMPDIR to a folder of yours."
+        return Finding("tmpdir", "warn", said)
+    return Finding("tmpdir", "ok", f"{folder}.")
+
+
+def files(limit: int) -> Finding:
+    """Each connection is an open file."""
+    if limit < 1024:
+        said = f"{limit} files may be open, so fewer clients. Raise it: `ulimit -n 4096`."
+        return Finding("files", "warn", said)
+    return Finding("files", "ok", f"{limit} may be open.")

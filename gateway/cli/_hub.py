@@ -1,0 +1,20 @@
+"""The hub that the settings name, for commands that look at models without mlx."""
+
+from typing import TYPE_CHECKING
+
+from gateway.settings import Settings
+
+if TYPE_CHECKING:
+    from gateway.engine.sources import Hub
+
+
+def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
+    """Give the hub; `pull` may download whatever GATEWAY_AUTO_PULL says."""
+    from gateway.engine.sources import Hub
+
+    return Hub(
+        endpoint=settings.hub_endpoint,
+        cache=settings.hub_cache,
+        timeout_s=settings.hub_timeout_s,
+        may_download=may_download,
+    )

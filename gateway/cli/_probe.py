@@ -1,0 +1,49 @@
+"""What only mlx can tell doctor, as JSON: run as a process of its own, since mlx may end it.
+
+    python -m gateway.cli._probe [models.yaml]
+
+With the settings as doctor reads them; models that are not on disk are left out.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from gateway.app.engines import MlxEngines, mlx_engines
+from gateway.app.gateway import CACHE_SHARE
+from gateway.cli._hub import hub_of
+from gateway.engine import sources
+from gateway.engine.probe import multiply
+from gateway.errors import GatewayError
+from gateway.registry import ModelSpec, read_models
+from gateway.settings import Settings, load_settings, variables
+
+
+def main() -> None:
+    """Compute a little on the device, and size each model for it."""
+    settings = load_settings({"models": Path(sys.argv[1]) if sys.argv[1:] else None})
+    engines = mlx_engines(settings)
+    engines.begin()
+    multiply()
+    specs = read_models(settings.models, variables()).catalog.specs
+    sizes = {spec.id: _size(spec, engines, settings) for spec in specs}
+    limit_bytes = settings.cache_max_bytes or int(CACHE_SHARE * engines.memory_bytes)
+    print(json.dumps({"device": engines.device, "limit_bytes": limit_bytes, "sizes": sizes}))
+    engines.end()
+
+
+def _size(spec: ModelSpec, engines: MlxEngines, settings: Settings) -> int | str | None:
+    """Give the bytes a model would hold, or what is wrong with it; None where it is not here."""
+    try:
+        folder = sources.on_disk(spec, hub_of(settings, may_download=False))
+        if folder is None:
+            return None
+        size = asyncio.run(engines.size(spec, folder))
+    except GatewayError as error:
+        return str(error)
+    return size.weights + size.kv
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""`mlx-gateway doctor`: can this machine serve, and what would make it serve better."""
+
+import resource
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator, Mapping
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.cli import _checks as checks
+from gateway.cli._checks import Finding
+from gateway.cli._hub import hub_of
+from gateway.cli._table import show
+from gateway.errors import GatewayError
+from gateway.registry import Catalog, ModelSpec, read_models
+from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
+
+if TYPE_CHECKING:
+    from gateway.engine.sources import Hub
+
+
+def doctor(
+    models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
+) -> None:
+    """Check settings, models and machine: a line each, with what to do.
+
+    Ends with status 1 when it cannot serve.
+    """
+    found = list(_findings(models))
+    show(("Check", "State", "What to do"), [(f.check, f.state, f.said) for f in found])
+    if any(each.state == "fail" for each in found):
+        raise SystemExit(1)
+
+
+def _findings(models: Path | None) -> Iterator[Finding]:
+    yield checks.packages(each.name for each in distributions())
+    yield checks.files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    try:
+        settings = load_settings({"models": models})
+    except SettingsInvalid as error:  # all else hangs on them
+        yield from (Finding("settings", "fail", each) for each in error.problems)
+        return
+    reading = read_models(settings.models, variables())
+    notes = strays(reading.variables)
+    yield from (Finding("settings", "warn", f"{note}.") for note in notes)
+    if not notes:
+        yield Finding("settings", "ok", "each is known and within its bounds.")
+    yield from (checks.port(bind) for bind in settings.binds)
+    sizes = yield from _of_mlx(settings)
+    if reading.problems:
+        yield from (Finding("models", "fail", problem) for problem in reading.problems)
+    else:
+        yield from _of_models(reading.catalog, sizes, settings)
+
+
+def _of_mlx(settings: Settings) -> Generator[Finding, None, Mapping[str, int | str | None]]:
+    """Look at what computes, and give the models' sizes or problems, where it works."""
+    from gateway.engine.blas import BLAS
+
+    try:
+        probe = checks.probe(settings.models)
+    except checks.MlxBroken as error:
+        advice = "Install mlx for this machine afresh, or set GATEWAY_DEVICE=cpu."
+        yield Finding("device", "fail", f"mlx does not work: {error}. {advice}")
+        return {}
+    yield Finding("device", "ok", f"mlx computes on {probe.device}.")
+    yield checks.blas(probe.device, BLAS.hint)
+    yield checks.compiler(probe.device, shutil.which("g++"))
+    yield checks.temporary(Path(tempfile.gettempdir()), probe.device)
+    sizes = {name: size for name, size in probe.sizes.items() if isinstance(size, int)}
+    yield checks.memory(probe.limit_bytes, sizes)
+    return probe.sizes
+
+
+def _of_models(
+    catalog: Catalog, sizes: Mapping[str, int | str | None], settings: Settings
+) -> Iterator[Finding]:
+    from gateway.engine import sources
+
+    hub = hub_of(settings, may_download=settings.auto_pull)
+    problems = {name: said for name, said in sizes.items() if isinstance(said, str)}
+    missing: list[ModelSpec] = []
+    for spec in catalog.specs:
+        try:
+            if sources.on_disk(spec, hub) is None:
+                missing.append(spec)
+        except GatewayError as error:
+            problems[spec.id] = str(error)
+    yield from (Finding("models", "warn", said) for said in problems.values())
+    whole = len(catalog) - len(problems) - len(missing)
+    yield Finding("models", "ok", f"{whole} of {len(catalog)} are on disk.")
+    refusal = _refusal(missing[0], hub) if missing and hub.may_download else None
+    ids = [spec.id for spec in missing]
+    yield checks.hub(ids, may_download=hub.may_download, refusal=refusal)
+
+
+def _refusal(spec: ModelSpec, hub: "Hub") -> str | None:
+    from gateway.engine import sources
+
+    try:
+        sources.ask_hub(spec, hub)
+    except GatewayError as error:
+        return str(error)
+    return None

@@ -1,0 +1,75 @@
+"""`mlx-gateway pull`: a model's files from the hub, before the first request asks for them."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gateway.cli._hub import hub_of
+from gateway.cli._table import size
+from gateway.errors import GatewayError
+from gateway.registry import HubSource, load_catalog
+from gateway.settings import load_settings, variables
+
+REFRESH_S = 0.2
+
+
+def pull(
+    model: Annotated[str, typer.Argument(help="The model's id, or an alias.")],
+    models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
+) -> None:
+    """Download a model, or what is missing of it, and check each file by size and hash.
+
+    Ended early, it goes on from there the next time.
+    """
+    from gateway.engine import sources
+
+    settings = load_settings({"models": models})
+    catalog = load_catalog(settings.models, variables())
+    hub = hub_of(settings, may_download=True)
+    try:
+        spec = catalog.resolve(model).spec
+        if isinstance(spec.source, HubSource):
+            total = sources.ask_hub(spec, hub)
+            with _progress(spec.id, total, lambda: sources.fetched_bytes(spec, hub)):
+                folder = sources.download(spec, hub)
+        else:
+            found = sources.on_disk(spec, hub)
+            assert found is not None, "only the hub's models can be missing without an error"
+            folder = found
+    except GatewayError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from None
+    print(f"{spec.id}: {size(sources.stored_bytes(folder))} in {folder}")
+
+
+@contextmanager
+def _progress(name: str, total: int, fetched: Callable[[], int]) -> Iterator[None]:
+    """Show on a terminal's stderr how much is fetched of `total` bytes; anywhere else, nothing."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as SpeedColumn
+
+    columns = "{task.description}", BarColumn(), DownloadColumn(), SpeedColumn()
+    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    task, done = bar.add_task(name, total=total), threading.Event()
+
+    def draw() -> None:
+        while not done.wait(REFRESH_S):
+            bar.update(task, completed=min(total, fetched()))
+
+    drawing = threading.Thread(target=draw, daemon=True)
+    with bar:
+        drawing.start()
+        try:
+            yield
+        finally:
+            done.set()
+            drawing.join()

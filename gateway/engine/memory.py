@@ -1,0 +1,72 @@
+"""How much memory there is to compute in, the device's or the machine's, and how much is used."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+
+from gateway.engine.backend import Device
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def memory_bytes(device: Device) -> int:
+    """Count the bytes that models may be computed in, before anything is taken.
+
+    On Metal the working set it recommends, on CUDA the device's memory, on a CPU the machine's
+    or, where that is less, what the control group of this process may have.
+    """
+    info = mx.device_info() if device is not Device.CPU else {}
+    # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
+    for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if offered := int(info.get(key, 0)):
+            return offered
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *cgroup_limits(_CGROUPS, _MEMBERSHIP)])
+
+
+def active_bytes() -> int:
+    """Count the bytes of arrays there are now. Safe on any thread."""
+    return mx.get_active_memory()
+
+
+def cached_bytes() -> int:
+    """Count the bytes that were freed and are kept for reuse. Safe on any thread."""
+    return mx.get_cache_memory()
+
+
+def cgroup_limits(groups: Path, membership: Path) -> list[int]:
+    """Read the limits, in bytes, of a process's control group and of those around it.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max) and
+    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (memory.limit_in_bytes).
+    """
+    found = [_number(file) for file in _limit_files(groups, membership)]
+    return [limit for limit in found if limit is not None]
+
+
+def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
+    """Name every file that may hold a limit: inside a container a group's path is often /."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = groups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = groups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = root / path.lstrip("/")
+        yield from (folder / name for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no such group here, or "max"
+        return None

@@ -1,0 +1,189 @@
+"""doctor: a line for each check: ok, warn or fail, and what to do; its status."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.cli import _checks as checks
+from tests.checkpoints import write_chat
+
+ROOT = Path(__file__).parents[2]
+GOOD = "version: 1\nmodels:\n  mine: {kind: chat, source: 'path:tiny'}\n"
+GB = 10**9
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """Give a folder with one model and a place for temporary files that is ours alone."""
+    write_chat(tmp_path / "tiny")
+    (tmp_path / "models.yaml").write_text(GOOD)
+    (tmp_path / "tmp").mkdir(mode=0o700)
+    return tmp_path
+
+
+def doctor(here: Path, **given: str) -> tuple[int, dict[str, str]]:
+    """Run it; give its status, and the state and words of each check."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
+    own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(here / "tmp"), "GATEWAY_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "doctor"],
+        cwd=here,
+        env={**clean, **own, **given},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stderr == ""
+    found: dict[str, str] = {}
+    for check, state, said in (line.split("\t") for line in done.stdout.splitlines()):
+        found[check] = "\n".join([*filter(None, [found.get(check)]), f"{state} {said}"])
+    return done.returncode, found
+
+
+def test_a_machine_that_can_serve_ends_with_0(here: Path) -> None:
+    """Every check has its line, and no line fails."""
+    status, found = doctor(here)
+    assert status == 0
+    first = ["packages", "files", "settings", "port", "device", "blas", "compiler", "tmpdir"]
+    assert list(found) == [*first, "memory", "models", "hub"]
+    assert not [said for said in found.values() if said.startswith("fail")]
+    assert found["device"].startswith("ok mlx computes on ")
+    assert found["models"] == "ok 1 of 1 are on disk."
+    assert found["tmpdir"] == f"ok {here / 'tmp'}."
+
+
+def test_a_port_in_use_fails(here: Path) -> None:
+    """And says what may be the matter."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        status, found = doctor(here, GATEWAY_PORT=str(number))
+    assert status == 1
+    assert found["port"].startswith(f"fail 127.0.0.1:{number}: Address already in use.")
+    assert "GATEWAY_PORT" in found["port"]
+
+
+def test_a_broken_models_file_fails_in_checks_own_words(here: Path) -> None:
+    """What the machine can do is told all the same."""
+    (here / "models.yaml").write_text(GOOD.replace("chat", "chta"))
+    status, found = doctor(here)
+    assert status == 1
+    assert found["models"].startswith("fail models.yaml:3: mine: kind 'chta' is not")
+    assert found["device"].startswith("ok")
+
+
+def test_wrong_settings_fail_each(here: Path) -> None:
+    """The rest hangs on them."""
+    status, found = doctor(here, GATEWAY_PORT="99999")
+    assert status == 1
+    assert found["settings"].startswith("fail GATEWAY_PORT=99999: should be less than")
+    assert "device" not in found
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise ImportError('libmlx.so: not for this machine')", "ImportError: libmlx.so"),
+        ("import os; os.kill(os.getpid(), 4)", "it was ended by SIGILL"),
+    ],
+)
+def test_an_mlx_that_does_not_work_fails(here: Path, code: str, said: str) -> None:
+    """Even one whose import ends the process."""
+    (here / "other" / "mlx").mkdir(parents=True)
+    (here / "other" / "mlx" / "__init__.py").touch()
+    (here / "other" / "mlx" / "core.py").write_text(code)
+    status, found = doctor(here, PYTHONPATH=f"{here / 'other'}:{ROOT}")
+    assert status == 1
+    assert found["device"].startswith(f"fail mlx does not work: {said}")
+    assert "blas" not in found
+
+
+def test_a_model_that_cannot_be_had_is_a_warning(here: Path) -> None:
+    """The others are served: one has no weights, another's hub is not there."""
+    entries = (
+        "  half: {kind: chat, source: 'path:tmp'}\n  far: {kind: chat, source: 'hub:org/far'}\n"
+    )
+    (here / "models.yaml").write_text(GOOD + entries)
+    given = {"GATEWAY_HUB_ENDPOINT": "http://127.0.0.1:9", "GATEWAY_HUB_CACHE": str(here / "c")}
+    status, found = doctor(here, **given, GATEWAY_PROT="1")
+    assert status == 0
+    assert found["settings"].startswith("warn GATEWAY_PROT is set, and nothing reads it; did you")
+    half, whole = found["models"].splitlines()
+    assert half.startswith("warn The model `half` failed to load: ")
+    assert whole == "ok 1 of 3 are on disk."
+    assert found["hub"].startswith("warn The model `far` cannot be loaded: org/far could not be")
+    assert found["hub"].endswith("When that is mended: `mlx-gateway pull far`.")
+
+
+def test_a_model_beyond_the_memory_that_is_set_is_a_warning(here: Path) -> None:
+    """By what it holds once loaded, which is not what it has on disk."""
+    status, found = doctor(here, GATEWAY_CACHE_MAX_BYTES="1000")
+    assert status == 0
+    assert found["memory"].startswith("warn mine would hold ")
+    assert found["memory"].endswith(", and models may hold 1 kB. Use a smaller one.")
+
+
+def test_a_slow_cpu_is_told_what_to_install() -> None:
+    """A GPU needs neither OpenBLAS nor g++."""
+    assert checks.blas("cpu", "Install it.") == checks.Finding("blas", "warn", "Install it.")
+    assert checks.blas("metal", "Install it.").state == "ok"
+    assert "apt-get install g++" in checks.compiler("cpu", None).said
+    assert checks.compiler("cpu", "/usr/bin/g++").state == "ok"
+    assert checks.compiler("cuda", None).state == "ok"
+
+
+def test_two_builds_of_mlx_are_one_too_many() -> None:
+    """Their files lie in the same places."""
+    found = checks.packages(["mlx", "mlx-cpu", "mlx-cuda-12", "mlx-lm", "numpy"])
+    assert found.state == "warn"
+    assert found.said.startswith("mlx-cpu and mlx-cuda-12 are both installed.")
+    assert checks.packages(["mlx", "mlx-cuda-12", "mlx-lm"]).state == "ok"
+    assert checks.packages(["mlx", "mlx-metal"]).state == "ok"
+
+
+def test_a_model_beyond_memory_is_named() -> None:
+    """The largest."""
+    sizes = {"small": 1 * GB, "large": 5 * GB}
+    assert checks.memory(5 * GB, sizes).state == "ok"
+    assert checks.memory(4 * GB, sizes).said.startswith("large would hold 5.0 GB, and models may")
+    assert checks.memory(4 * GB, {}).state == "ok"
+
+
+def test_binds_of_every_kind_are_tried(tmp_path: Path) -> None:
+    """A folder that is not there, an address of another machine, a name of none."""
+    assert checks.port(f"unix:{tmp_path}/gw.sock").state == "ok"
+    assert checks.port(f"unix:{tmp_path}/none/gw.sock").state == "fail"
+    assert checks.port("fd://3").state == "ok"
+    assert "GATEWAY_HOST" in checks.port("192.0.2.1:0").said
+    assert checks.port("nobody.invalid:0").state == "fail"
+
+
+def test_a_shared_folder_for_compiled_code_is_a_warning(tmp_path: Path) -> None:
+    """What lies there is run; a GPU compiles elsewhere."""
+    tmp_path.chmod(0o1777)
+    assert checks.temporary(tmp_path, "cpu").state == "warn"
+    assert checks.temporary(tmp_path, "metal").state == "ok"
+    tmp_path.chmod(0o700)
+    assert checks.temporary(tmp_path, "cpu").state == "ok"
+    assert checks.temporary(tmp_path / "none", "cpu").state == "fail"
+
+
+def test_few_open_files_are_few_clients() -> None:
+    """macOS begins with 256."""
+    assert checks.files(256).state == "warn"
+    assert checks.files(65_536).state == "ok"
+
+
+def test_models_that_are_not_here_are_told_how_to_come() -> None:
+    """By the first request, or by hand."""
+    assert checks.hub([], may_download=False, refusal=None).state == "ok"
+    found = checks.hub(["a", "b"], may_download=True, refusal=None)
+    said = "a and 1 more: fetched at the first request, or by `mlx-gateway pull a`."
+    assert found == checks.Finding("hub", "ok", said)
+    found = checks.hub(["a"], may_download=False, refusal=None)
+    assert found.state == "warn"
+    assert "GATEWAY_AUTO_PULL is off" in found.said

@@ -1,0 +1,191 @@
+"""pull: what it fetches, how it goes on after a kill, and what it says when it cannot."""
+
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_downloads import MB, WEIGHTS, write_weights
+from tests.fake_hub import COMMIT, FakeHub, sha256
+
+MODELS = f"""
+version: 1
+models:
+  mine: {{kind: chat, source: "hub:org/big@{COMMIT}", aliases: [ours]}}
+  own: {{kind: chat, source: "path:repo"}}
+  gone: {{kind: chat, source: "package:not_here_weights"}}
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    """Serve one repository; models.yaml names it."""
+    repo = tmp_path / "repo"
+    repo.mkdir()
+    (repo / "config.json").write_text("{}")
+    write_weights(repo / "model.safetensors")
+    (tmp_path / "models.yaml").write_text(MODELS)
+    with FakeHub({"org/big": repo}).serving() as hub:
+        yield hub
+
+
+Pull = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def pull(hub: FakeHub, tmp_path: Path) -> Iterator[Pull]:
+    """Give what starts the command, in a process of its own."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
+    settings = {"GATEWAY_HUB_ENDPOINT": hub.url, "GATEWAY_HUB_CACHE": "cache", "NO_COLOR": "1"}
+    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "GATEWAY_AUTO_PULL": "false"}
+
+    started: list[subprocess.Popen[str]] = []
+
+    def start(
+        model: str,
+        *,
+        stderr: int = subprocess.PIPE,
+        before: Callable[[], None] | None = None,
+        **given: str,
+    ) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway", "pull", model],
+            cwd=tmp_path,
+            env={**clean, **settings, **own, **given},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            preexec_fn=before,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def snapshot(folder: Path) -> Path:
+    return folder / "cache" / "models--org--big" / "snapshots" / COMMIT
+
+
+def test_a_model_is_fetched_by_any_of_its_names(pull: Pull, tmp_path: Path) -> None:
+    """Whatever GATEWAY_AUTO_PULL says; off a terminal nothing but its folder is printed."""
+    assert ended(pull("ours")) == (0, f"mine: 25 MB in {snapshot(tmp_path)}\n", "")
+
+
+def test_a_killed_download_goes_on_where_it_was(pull: Pull, hub: FakeHub, tmp_path: Path) -> None:
+    """By the next one, which asks for the rest alone."""
+    hub.gate.clear()
+    process = pull("mine")
+    assert hub.half_sent.wait(30)
+    blobs = snapshot(tmp_path).parents[1] / "blobs"
+    part = blobs / f"{sha256(tmp_path / 'repo' / 'model.safetensors')}.part"
+    while part.stat().st_size < 10 * MB:
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    ended(process)
+    hub.gate.set()
+    assert not snapshot(tmp_path).exists()
+    status, _, err = ended(pull("mine"))
+    assert (status, err) == (0, "")
+    assert hub.ranges == ["", f"bytes={10 * MB}-"]
+    weights = snapshot(tmp_path) / "model.safetensors"
+    assert sha256(weights) == sha256(tmp_path / "repo" / "model.safetensors")
+
+
+def test_what_went_bad_on_disk_is_mended(pull: Pull, tmp_path: Path) -> None:
+    """A pull of a model that is here checks it."""
+    assert ended(pull("mine"))[0] == 0
+    weights = snapshot(tmp_path) / "model.safetensors"
+    good = sha256(weights)
+    weights.resolve().write_bytes(bytes(WEIGHTS))
+    assert ended(pull("mine"))[0] == 0
+    assert sha256(weights) == good
+
+
+def test_a_model_that_is_no_hubs_needs_nothing(pull: Pull, tmp_path: Path) -> None:
+    """Or is missing, which is told."""
+    assert ended(pull("own")) == (0, f"own: 25 MB in {tmp_path / 'repo'}\n", "")
+    status, out, err = ended(pull("gone"))
+    assert (status, out) == (1, "")
+    assert err.endswith("not installed. Run: pip install --no-deps not-here-weights\n")
+
+
+def test_a_name_nobody_has_is_told_with_the_nearest(pull: Pull) -> None:
+    """Status 1, no traceback."""
+    status, out, err = ended(pull("mime"))
+    assert (status, out) == (1, "")
+    assert err.endswith("Did you mean `mine`?\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (404, "the hub has no public repository org/big; a private one needs HF_TOKEN."),
+        (401, "the hub lets nobody read org/big without a valid key in HF_TOKEN."),
+        (500, "org/big could not be fetched from the hub: Server error '500"),
+    ],
+)
+def test_what_the_hub_answers_is_told(pull: Pull, hub: FakeHub, status: int, said: str) -> None:
+    """In one line."""
+    if status == 404:
+        hub.repos.clear()
+    else:
+        hub.status = status
+    ending, out, err = ended(pull("mine"))
+    assert (ending, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"The model `mine` cannot be loaded: {said}")
+
+
+def test_no_network_is_told_at_once(pull: Pull) -> None:
+    """A port where nobody listens is as good as none."""
+    status, _, err = ended(pull("mine", GATEWAY_HUB_ENDPOINT="http://127.0.0.1:9"))
+    assert status == 1
+    assert "could not be fetched from the hub: [Errno" in err
+
+
+def test_a_disk_that_takes_no_more_is_told(pull: Pull, tmp_path: Path) -> None:
+    """The limit on a file's size stands for a disk's; nothing is taken for a model."""
+
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12 * MB, 12 * MB))
+
+    status, _, err = ended(pull("mine", before=lower))
+    assert status == 1
+    assert err == (
+        "The model `mine` cannot be loaded: org/big could not be stored: File too large.\n"
+    )
+    assert not snapshot(tmp_path).exists()
+
+
+def test_a_terminal_shows_how_far_it_is(pull: Pull, hub: FakeHub) -> None:
+    """On stderr, so that stdout can be kept."""
+    shown, terminal = pty.openpty()
+    hub.gate.clear()
+    process = pull("mine", stderr=terminal, TERM="xterm", COLUMNS="100")
+    os.close(terminal)
+    drawn = ""
+    while "10.5/25.2 MB" not in drawn:  # the first of the chunks that are written
+        drawn += os.read(shown, 65536).decode()
+    hub.gate.set()
+    while True:
+        try:
+            os.read(shown, 65536)
+        except OSError:  # its other side is closed
+            break
+    os.close(shown)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out.count("\n")) == (0, 1)

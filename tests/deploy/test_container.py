@@ -1,0 +1,95 @@
+"""The Dockerfile: what it builds from, whose rights it runs with, and that its probe is true."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio.to_thread
+import pytest
+
+from tests.fakes import ScriptedEngines
+from tests.serving_app import catalog, served
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "container"
+JOINED = (FOLDER / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+STEPS = [line.split(None, 1) for line in JOINED.splitlines() if line and line[0] != "#"]
+IGNORED = (FOLDER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+
+
+def said(instruction: str) -> list[str]:
+    return [rest for name, rest in STEPS if name == instruction]
+
+
+def probe() -> list[str]:
+    command: list[str] = json.loads(said("HEALTHCHECK")[0].partition(" CMD ")[2])
+    return command
+
+
+def test_images_are_named_by_version() -> None:
+    """Not by whatever is the latest; the Python is one that the package supports."""
+    images = [rest.split()[0] for rest in said("FROM")]
+    assert len(set(images)) == 1
+    assert re.fullmatch(r"python:3\.1[1-9]-slim-\w+", images[0])
+
+
+def test_openblas_is_installed() -> None:
+    """The one with unprefixed symbols, and a compiler for mlx."""
+    installed = next(run for run in said("RUN") if "apt-get install" in run)
+    assert {"libopenblas0-pthread", "g++"} <= set(installed.split())
+
+
+def test_it_does_not_run_as_root() -> None:
+    """From the last USER on, by number, so that an orchestrator can see it."""
+    [user] = said("USER")
+    assert int(user) > 0
+    assert f"--uid {user}" in " ".join(said("RUN"))
+    after = [name for name, _ in STEPS[STEPS.index(["USER", user]) :]]
+    assert not {"RUN", "COPY", "ADD"} & set(after)
+
+
+def test_commands_have_no_shell_between() -> None:
+    """A shell would keep SIGTERM to itself, and nothing would drain."""
+    assert json.loads(said("ENTRYPOINT")[0]) == ["mlx-gateway"]
+    assert json.loads(said("CMD")[0]) == ["serve"]
+    assert probe()[0] == "python"
+
+
+def test_what_is_copied_exists_and_is_not_ignored() -> None:
+    """The context holds nothing else: no .env, no .git."""
+    copied = [each for rest in said("COPY") if "--from" not in rest for each in rest.split()[:-1]]
+    assert copied
+    for each in copied:
+        assert (ROOT / each).exists(), each
+    allowed = {line.removeprefix("!") for line in IGNORED if line.startswith("!")}
+    assert "*" in IGNORED
+    assert set(copied) == allowed
+
+
+def test_pins_are_installed_with_their_hashes() -> None:
+    """Nothing newer slips in."""
+    installs = [run for run in said("RUN") if "pip install" in run]
+    assert "--require-hashes" in installs[0]
+    assert all("--no-deps" in run for run in installs)
+
+
+@pytest.mark.anyio
+async def test_the_probe_tells_a_living_gateway_from_none(tmp_path: Path) -> None:
+    """It asks /health with what the image has: Python alone."""
+    models = {"writer": {"kind": "chat", "source": "path:."}}
+    async with served(catalog(tmp_path, models), ScriptedEngines()) as client:
+        port = client.base_url.port
+        assert await anyio.to_thread.run_sync(ended, port) == 0
+    assert await anyio.to_thread.run_sync(ended, port) != 0
+
+
+def ended(port: int | None) -> int:
+    """Run the probe, as the image would, and give its status."""
+    command = [sys.executable, *probe()[1:]]
+    environment = {**os.environ, "GATEWAY_PORT": str(port)}
+    return subprocess.run(
+        command, env=environment, stderr=subprocess.DEVNULL, check=False
+    ).returncode

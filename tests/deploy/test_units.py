@@ -1,0 +1,110 @@
+"""The systemd unit and the launchd list: what their supervisors read, and what keeps promises."""
+
+import plistlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gateway.app.gateway import LAST_WORDS_S
+from gateway.settings import Settings
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+UNIT = DEPLOY / "systemd" / "mlx-gateway.service"
+PLIST = DEPLOY / "launchd" / "mlx-gateway.plist"
+DRAIN_S = Settings.model_fields["drain_s"].default + LAST_WORDS_S
+
+analyze = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+
+
+def options() -> dict[str, list[str]]:
+    """Read the unit's options; some are given more than once."""
+    lines = [line for line in UNIT.read_text().splitlines() if "=" in line and line[0] != "#"]
+    found: dict[str, list[str]] = {}
+    for name, _, value in (line.partition("=") for line in lines):
+        found.setdefault(name, []).append(value)
+    return found
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """Give the unit with a program that is on this machine."""
+    program = "/opt/mlx-gateway/.venv/bin/mlx-gateway serve"
+    text = UNIT.read_text()
+    assert f"ExecStart={program}\n" in text
+    copy = tmp_path / UNIT.name
+    copy.write_text(text.replace(program, "/bin/true"))
+    return copy
+
+
+@analyze
+def test_systemd_understands_every_line(unit: Path) -> None:
+    """Not even a warning."""
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@analyze
+def test_systemd_finds_little_exposed(unit: Path) -> None:
+    """At most 2.0 of 10, where an open service has 9.6."""
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_systemd_outwaits_the_drain_and_restarts_what_hung() -> None:
+    """And starts nothing again that was wrongly set."""
+    unit = options()
+    assert float(unit["TimeoutStopSec"][0]) > DRAIN_S
+    assert unit["Restart"] == ["on-failure"]
+    assert unit["RestartForceExitStatus"] == ["70"]
+    assert unit["RestartPreventExitStatus"] == ["2"]
+    assert unit["ExecReload"] == ["kill -HUP $MAINPID"]
+    assert unit["EnvironmentFile"][0].endswith("/gateway.env")
+
+
+def test_systemd_shuts_the_gateway_in() -> None:
+    """Others must not put code where mlx keeps what it compiles."""
+    unit = options()
+    for name in ("DynamicUser", "PrivateTmp", "NoNewPrivileges", "ProtectHome"):
+        assert unit[name] == ["yes"], name
+    assert unit["ProtectSystem"] == ["strict"]
+    assert unit["CapabilityBoundingSet"] == [""]
+    # All that it writes is models.
+    assert unit["Environment"] == ["HF_HOME=%C/mlx-gateway"]
+    assert unit["CacheDirectory"] == ["mlx-gateway"]
+
+
+def test_launchd_outwaits_the_drain_and_restarts_what_hung() -> None:
+    """Its own patience is 20 seconds, and its own limit on open files 256."""
+    with PLIST.open("rb") as file:
+        job = plistlib.load(file)
+    assert job["Label"] == PLIST.stem
+    assert job["ProgramArguments"] == [
+        f"{job['WorkingDirectory']}/.venv/bin/mlx-gateway",
+        "serve",
+    ]
+    assert job["RunAtLoad"] is True
+    assert job["KeepAlive"] == {"SuccessfulExit": False}
+    assert job["ExitTimeOut"] > DRAIN_S
+    assert job["SoftResourceLimits"]["NumberOfFiles"] >= 4096
+    assert job["Umask"] == 0o077
+
+
+@pytest.mark.parametrize(
+    "file",
+    [UNIT, PLIST, DEPLOY / "container" / "Dockerfile", DEPLOY / "gateway.env.example"],
+    ids=lambda file: file.name,
+)
+def test_each_file_begins_with_how_to_use_it(file: Path) -> None:
+    """The files that it names are there."""
+    head = file.read_text().partition("\n\n")[0]
+    assert head.count("\n") >= 2
+    for word in head.replace('"', " ").split():
+        if word.startswith("deploy/"):
+            assert (DEPLOY.parent / word).exists(), word

@@ -1,0 +1,221 @@
+"""Downloads that are cut, wrong, doubled or too big: resumed, refused, never half a model."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gateway.engine.downloads import HubFile, require_room, room_needed
+from gateway.engine.sources import Hub, download, fetched_bytes, on_disk
+from gateway.errors import ModelUnavailable
+from gateway.registry import ModelSpec
+from gateway.registry.specs import ChatSpec
+from tests.fake_hub import COMMIT, FakeHub, sha256
+
+MB = 1024 * 1024
+WEIGHTS = 24 * MB  # more than two of the chunks in which huggingface_hub writes
+
+
+def write_weights(file: Path, size: int = WEIGHTS) -> bytes:
+    """Write a safetensors file of one tensor, of random bytes."""
+    shape = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    header = json.dumps({"w": shape}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + os.urandom(size))
+    return file.read_bytes()
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    write_weights(folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def hub(repo: Path) -> Iterator[FakeHub]:
+    with FakeHub({"org/big": repo}).serving() as hub:
+        yield hub
+
+
+@pytest.fixture
+def place(hub: FakeHub, tmp_path: Path) -> Hub:
+    return Hub(endpoint=hub.url, cache=tmp_path / "cache")
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    entry = {"id": "mine", "kind": "chat", "source": f"hub:org/big@{COMMIT}"}
+    return ChatSpec.model_validate(entry, context={"folder": Path()})
+
+
+def blobs(place: Hub) -> Path:
+    assert place.cache is not None
+    return place.cache / "models--org--big" / "blobs"
+
+
+def part(place: Hub, repo: Path) -> Path:
+    """Name the file of weights that are half fetched."""
+    return blobs(place) / f"{sha256(repo / 'model.safetensors')}.part"
+
+
+def test_a_broken_connection_is_resumed_where_it_broke(
+    hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path
+) -> None:
+    """What has come is not asked for again."""
+    hub.cuts = [21 * MB]
+    folder = download(spec, place)
+    assert hub.ranges == ["", f"bytes={20 * MB}-"]
+    same = (folder / "model.safetensors").read_bytes() == (repo / "model.safetensors").read_bytes()
+    assert same
+
+
+def test_an_earlier_process_half_is_finished(
+    hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path
+) -> None:
+    """It counts as fetched, and not as a model."""
+    half = (repo / "model.safetensors").read_bytes()[: 7 * MB]
+    blobs(place).mkdir(parents=True)
+    part(place, repo).write_bytes(half)
+    assert fetched_bytes(spec, place) == 7 * MB
+    assert on_disk(spec, place) is None
+    download(spec, place)
+    assert hub.ranges == [f"bytes={7 * MB}-"]
+    assert on_disk(spec, place) is not None
+    assert not list(blobs(place).glob("*.part"))
+
+
+@pytest.mark.parametrize("size", [7 * MB, WEIGHTS + 9 * MB])
+def test_a_half_with_other_bytes_is_dropped(
+    hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path, size: int
+) -> None:
+    """One that is too long at once, another when its end has come; then it is fetched whole."""
+    blobs(place).mkdir(parents=True)
+    part(place, repo).write_bytes(bytes(size))
+    if size < WEIGHTS:
+        with pytest.raises(ModelUnavailable, match="other bytes than the hub's hash says"):
+            download(spec, place)
+    assert on_disk(spec, place) is None
+    assert (download(spec, place) / "model.safetensors").stat().st_size > WEIGHTS
+    assert hub.ranges[-1] == ""
+
+
+def test_what_went_bad_on_disk_is_fetched_again(
+    hub: FakeHub, place: Hub, spec: ModelSpec, repo: Path
+) -> None:
+    """Weights by their hash, the small files by their size."""
+    folder = download(spec, place)
+    weights = folder / "model.safetensors"
+    blob = weights.resolve()
+    blob.write_bytes(bytes(blob.stat().st_size))
+    download(spec, place)
+    assert weights.read_bytes() == (repo / "model.safetensors").read_bytes()
+    (folder / "config.json").resolve().write_text("{}{}{}")
+    with pytest.raises(ModelUnavailable, match=r"config\.json has other bytes than the hub's 2"):
+        download(spec, place)
+    download(spec, place)
+    assert (folder / "config.json").read_text() == "{}"
+
+
+def test_weights_that_the_hub_has_in_half_are_named(
+    place: Hub, spec: ModelSpec, repo: Path
+) -> None:
+    """Their hash is right and their header says more."""
+    file = repo / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: 2 * MB])
+    with pytest.raises(ModelUnavailable, match=r"model\.safetensors is not a whole safetensors"):
+        download(spec, place)
+
+
+def test_two_downloads_at_once_fetch_once(hub: FakeHub, place: Hub, spec: ModelSpec) -> None:
+    """As when `pull` runs beside the gateway."""
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: download(spec, place), range(2))
+    assert first == second
+    assert hub.ranges == [""]
+
+
+def test_a_model_without_room_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+    """What is there of it is not needed again."""
+    big = HubFile("a.safetensors", 2**60, sha256="a")
+    (tmp_path / "a.part").write_bytes(bytes(100))
+    needed = room_needed([big, HubFile("config.json", 2**60)], tmp_path)
+    assert needed == 2**60 - 100
+    with pytest.raises(OSError, match=f"{needed:,} bytes are to be fetched") as refused:
+        require_room(needed, tmp_path / "not" / "yet")
+    assert refused.value.errno == errno.ENOSPC
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a disk that the weights just fit on."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = ("-t", "tmpfs", "-o", f"size={WEIGHTS + 6 * MB}", "tmpfs", str(folder))
+    if not shutil.which("mount") or subprocess.run(["mount", *options], check=False).returncode:
+        pytest.skip("only root may mount a small disk, on Linux")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_up_meanwhile_is_told_and_given_back(
+    hub: FakeHub, spec: ModelSpec, small_disk: Path
+) -> None:
+    """No half is left on it; once there is room, the model is fetched."""
+    place = Hub(endpoint=hub.url, cache=small_disk / "cache")
+    hub.gate.clear()
+    failed: list[str] = []
+
+    def fetch() -> None:
+        with pytest.raises(ModelUnavailable) as caught:
+            download(spec, place)
+        failed.append(caught.value.reason)
+
+    fetching = threading.Thread(target=fetch)
+    fetching.start()
+    assert hub.half_sent.wait(30)
+    other = small_disk / "other"
+    other.write_bytes(bytes(18 * MB))
+    hub.gate.set()
+    fetching.join(30)
+    assert failed == ["org/big could not be stored: No space left on device."]
+    assert fetched_bytes(spec, place) == 0
+    assert on_disk(spec, place) is None
+    with pytest.raises(ModelUnavailable, match=r"bytes are to be fetched, and .* has room for"):
+        download(spec, place)
+    other.unlink()
+    assert on_disk(spec, place) is None
+    assert download(spec, place).is_dir()
+
+
+def test_a_hub_that_fails_in_the_middle_is_told_by_its_status(
+    hub: FakeHub, place: Hub, spec: ModelSpec
+) -> None:
+    """It had listed the files."""
+    hub.status, hub.status_only = 500, "/resolve/"
+    with pytest.raises(ModelUnavailable, match=r"org/big could not be fetched from the hub.*500"):
+        download(spec, place)
+    assert on_disk(spec, place) is None
+
+
+def test_a_refusal_names_the_key_that_is_missing(hub: FakeHub, place: Hub, spec: ModelSpec) -> None:
+    """The hub tells nobody whether a private repository is there."""
+    hub.status = 401
+    with pytest.raises(ModelUnavailable, match="HF_TOKEN"):
+        download(spec, place)
+
+
+def test_listing_and_fetching_import_no_mlx() -> None:
+    """`pull` works where mlx doesn't."""
+    code = "import sys, gateway.engine.sources; print('mlx' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

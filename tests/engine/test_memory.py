@@ -1,0 +1,69 @@
+"""How much memory there is: the least of what machine and control groups allow."""
+
+from pathlib import Path
+
+import pytest
+
+from gateway.engine.backend import Device, Limits, memory_limits
+from gateway.engine.memory import cgroup_limits, memory_bytes
+
+LIMITS = {
+    "memory.max": "max\n",
+    "a/memory.max": "100\n",
+    "a/b/memory.max": "200\n",
+    "memory/memory.limit_in_bytes": "1000\n",
+    "memory/job/memory.limit_in_bytes": "900\n",
+}
+
+
+def test_the_cpu_s_memory_is_the_machine_s_at_most() -> None:
+    """And there is some."""
+    assert 1 << 20 < memory_bytes(Device.CPU) < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits"),
+    [
+        ("0::/a/b\n", [200, 100]),
+        ("0::/\n", []),
+        ("0::/gone/away\n", []),
+        ("9:cpu:/x\n4:memory:/job\n0::/\n", [900, 1000]),
+        ("4:cpu,memory:/elsewhere\n", [1000]),
+        ("1:name=systemd:/\n", []),
+    ],
+)
+def test_limits_are_those_of_the_group_and_of_all_around_it(
+    tmp_path: Path, membership: str, limits: list[int]
+) -> None:
+    """Of both versions; `max` is none, and so is a group that cannot be seen from here."""
+    for name, text in LIMITS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "membership").write_text(membership)
+    assert cgroup_limits(tmp_path, tmp_path / "membership") == limits
+
+
+def test_where_there_are_no_control_groups_there_are_no_limits(tmp_path: Path) -> None:
+    """macOS, for one."""
+    assert cgroup_limits(tmp_path, tmp_path / "nothing") == []
+
+
+MAC = {"max_recommended_working_set_size": 75, "memory_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("device", "info", "cache", "wired", "limits"),
+    [
+        (Device.METAL, MAC, None, None, Limits(cache=100, wired=75)),
+        (Device.METAL, MAC, 0, 0, Limits(cache=0, wired=0)),
+        (Device.METAL, MAC, 40, 50, Limits(cache=40, wired=50)),
+        (Device.METAL, MAC, None, 90, Limits(cache=100, wired=75)),
+        (Device.CUDA, {"total_memory": 100}, None, 50, Limits(cache=None, wired=None)),
+        (Device.CUDA, {"total_memory": 100}, 40, None, Limits(cache=40, wired=None)),
+    ],
+)
+def test_memory_is_wired_on_metal_alone_and_within_bounds(
+    device: Device, info: dict[str, int], cache: int | None, wired: int | None, limits: Limits
+) -> None:
+    """What was asked for, else all that is recommended; the cache may hold all there is."""
+    assert memory_limits(device, info, cache, wired) == limits

@@ -1,0 +1,59 @@
+"""A gateway in a process of its own, as an operator runs it."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def command(*arguments: str) -> list[str]:
+    """Give the command line of `mlx-gateway`."""
+    return [sys.executable, "-m", "gateway", *arguments]
+
+
+def environment(**given: str) -> dict[str, str]:
+    """Give this process's environment, with these of the gateway's variables and no others."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
+    return {**clean, "PYTHONPATH": str(ROOT), **given}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A process that serves at `url`, its port or its unix socket, and logs to `log`."""
+
+    process: "subprocess.Popen[bytes]"
+    url: str
+    log: Path
+
+    def rss_bytes(self) -> int:
+        """Count the memory it holds."""
+        asked = ["ps", "-o", "rss=", "-p", str(self.process.pid)]
+        return 1024 * int(subprocess.run(asked, capture_output=True, check=True).stdout)
+
+
+@contextmanager
+def started(arguments: list[str], folder: Path, **given: str) -> Iterator[Served]:
+    """Start a server in a folder and wait until it is ready; it is killed at the end."""
+    log = folder / "log"
+    given = {"GATEWAY_PORT": "0", "GATEWAY_LOG_FORMAT": "json", **given}
+    with log.open("wb") as output:
+        process = subprocess.Popen(arguments, cwd=folder, env=environment(**given), stderr=output)
+    try:
+        for _ in range(600):
+            if '"event":"ready"' in log.read_text():
+                break
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        found = re.search(r'"(?:url|bind)":"([^"]+)"', log.read_text())
+        assert found, log.read_text()
+        yield Served(process, found[1], log)
+    finally:
+        process.kill()
+        process.wait(10)
