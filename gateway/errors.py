@@ -3,6 +3,7 @@
 Raised where it is seen, turned into JSON in one place (api/middleware).
 """
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import ClassVar
 
@@ -155,6 +156,14 @@ class TooLarge(GatewayError):
     code = "request_too_large"
 
 
+class HeadTooLarge(GatewayError):
+    """A path, query and headers beyond the limit, together."""
+
+    status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+    type = "invalid_request_error"
+    code = "request_header_fields_too_large"
+
+
 class SlowBody(GatewayError):
     """A body that took too long to arrive."""
 
@@ -165,6 +174,14 @@ class SlowBody(GatewayError):
 
 class Overloaded(GatewayError):
     """The queue is full: 429, which every client knows to wait on."""
+
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class RateLimited(GatewayError):
+    """The caller has had what it may have in a minute."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"
@@ -196,6 +213,32 @@ class ModelUnavailable(Unavailable):
         self.reason = reason
 
 
+class NoRoom(Unavailable):
+    """The model has to wait for others, which are in use: ask again."""
+
+    code = "no_room"
+
+    def __init__(self, model: str, users: Sequence[str]) -> None:
+        in_use = ", ".join(f"`{user}`" for user in users) or "others"
+        super().__init__(
+            f"There is no room for the model `{model}` while {in_use} are in use. Try again "
+            "shortly.",
+            retry_after_s=5,
+        )
+
+
+class InsufficientMemory(GatewayError):
+    """The model can never be loaded beside what has to stay: the message says the bytes."""
+
+    status = HTTPStatus.INSUFFICIENT_STORAGE
+    code = "insufficient_memory"
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(
+            f"The model `{model}` does not fit in memory: {reason}", should_retry=False
+        )
+
+
 class ModelLoadFailed(GatewayError):
     """The model's files are here and wrong: the message names the file or key."""
 
@@ -214,6 +257,7 @@ class EngineFailed(GatewayError):
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"The model `{model}` failed on this request: {reason}")
+        self.reason = reason
 
 
 class DeadlineExceeded(GatewayError):
@@ -226,6 +270,12 @@ class DeadlineExceeded(GatewayError):
         super().__init__(
             f"The request did not finish within {seconds:g} seconds.", should_retry=False
         )
+
+
+class ModelsFileInvalid(BadRequest):
+    """models.yaml cannot be taken over as it is now: the message has its problems, one a line."""
+
+    code = "models_file_invalid"
 
 
 class RegistryInvalid(Exception):

@@ -26,6 +26,7 @@ class Stage(StrEnum):
     """Where a request's time goes."""
 
     PARSE = "parse"
+    LOAD = "load"
     TOKENISE = "tokenise"
     COMPILE = "compile"
     QUEUE = "queue"
@@ -41,7 +42,8 @@ class Timings:
     """Where one request's time went, written by whoever spends it; all in seconds.
 
     An embedding is inferred, an answer prefilled (until its first token, at `first_token`) and
-    decoded. `started` and `first_token` are readings of the monotonic clock.
+    decoded. `started` and `first_token` are readings of the monotonic clock. `beside` are those
+    of jobs that run beside the one that is timed, for the same request.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -50,6 +52,12 @@ class Timings:
     first_token: float | None = None
     tokens_in: int = 0
     tokens_out: int = 0
+    beside: list["Timings"] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Count all the request's tokens so far, read and written."""
+        return self.tokens_in + self.tokens_out + sum(each.tokens for each in self.beside)
 
     def add(self, stage: Stage, seconds: float) -> None:
         """Count seconds spent in a stage."""
@@ -235,7 +243,8 @@ class Delta:
 class RowJob:
     """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits.
 
-    `max_tokens` is at least 1 and, with the prompt, within the model's context. `is_bare` tells
+    `max_tokens` is at least 1 and, with the prompt, within the model's context; `is_open` tells
+    that the caller has set no bound. `is_bare` tells
     that no template made the prompt, so that the model's marks are just text. `is_thinking`
     tells that the prompt ends inside a block of thinking, `may_think` that the model may open one
     first: the grammar begins after it. `compiled` is what the engine made of `grammar`.
@@ -248,6 +257,7 @@ class RowJob:
     logprobs: int | None = None
     calling: Calling | None = None
     grammar: Grammar | None = None
+    is_open: bool = False
     is_bare: bool = False
     is_thinking: bool = False
     may_think: bool = False

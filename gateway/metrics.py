@@ -1,10 +1,15 @@
 """Every instrument, declared once. Floors above count; the maths never does."""
 
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 now = time.perf_counter
@@ -25,7 +30,11 @@ REQUEST_SECONDS = Histogram(
     "gateway_request_seconds", "From first byte in to last byte out.", ["route"], buckets=_SECONDS
 )
 REJECTED = Counter("gateway_rejected", "Requests refused by a full queue.", ["model"])
-CANCELLED = Counter("gateway_cancelled", "Requests whose caller left.", ["model"])
+CANCELLED = Counter(
+    "gateway_cancelled",
+    "Requests whose caller left, by where they stood then.",
+    ["model", "stage"],
+)
 TOKENS_IN = Counter("gateway_prompt_tokens", "Tokens read.", ["model"])
 TOKENS_OUT = Counter("gateway_completion_tokens", "Tokens written.", ["model"])
 TRUNCATED = Counter("gateway_truncated_inputs", "Embedding inputs cut to the limit.", ["model"])
@@ -61,6 +70,7 @@ CACHED_TOKENS = Counter(
     "gateway_cached_prompt_tokens", "Prompt tokens whose KV was at hand.", ["model"]
 )
 QUEUE_DEPTH = Gauge("gateway_queue_depth", "Requests waiting or running.", ["model"])
+QUEUE_TOKENS = Gauge("gateway_queue_tokens", "Tokens of requests waiting or running.", ["model"])
 MODELS_LOADED = Gauge("gateway_models_loaded", "Models held in the cache.")
 MODEL_LOADS = Counter("gateway_model_loads", "Loads by outcome.", ["model", "outcome"])
 LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Waited for a turn.", ["kind"], buckets=_SECONDS)
@@ -70,3 +80,58 @@ GRAMMARS = Counter("gateway_grammars", "Grammars asked for, by outcome.", ["mode
 GRAMMAR_COMPILE_SECONDS = Histogram(
     "gateway_grammar_compile_seconds", "Compiled a grammar.", ["model"], buckets=_SECONDS
 )
+
+
+Reading: TypeAlias = Metric
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A gauge that nobody keeps: it is read from what it is of when metrics are asked for."""
+
+    name: str
+    text: str
+
+    def read(self, value: float) -> Reading:
+        """Give its one value."""
+        return GaugeMetricFamily(self.name, self.text, value=value)
+
+    def read_by_model(self, values: Mapping[str, float]) -> Reading:
+        """Give its value for each model."""
+        reading = GaugeMetricFamily(self.name, self.text, labels=["model"])
+        for model, value in values.items():
+            reading.add_metric([model], value)
+        return reading
+
+
+ROWS = Level("gateway_rows", "Answers in the batch, being read for or written.")
+TICKETS = Level("gateway_tickets", "Rows, or requests of embeddings, that wait for a batch.")
+LEASES = Level("gateway_leases", "Requests that use a model, or wait for it to be loaded.")
+TASKS = Level("gateway_tasks", "Tasks of the event loop.")
+BUDGET_HELD = Level("gateway_budget_held_bytes", "Bytes that models and their rows may hold now.")
+BUDGET_LIMIT = Level("gateway_budget_limit_bytes", "Bytes that they may hold at the most.")
+DEVICE_ACTIVE = Level("gateway_device_active_bytes", "Bytes of arrays there are.")
+DEVICE_CACHED = Level("gateway_device_cached_bytes", "Bytes that were freed and are kept for reuse.")
+
+
+class _Shown(Collector):
+    def __init__(self, read: Callable[[], Iterable[Reading]]) -> None:
+        self._read = read
+
+    def describe(self) -> Sequence[Reading]:
+        """Claim no names: a process may have several gateways, one after the other or at once."""
+        return ()
+
+    def collect(self) -> Iterable[Reading]:
+        return self._read()
+
+
+@contextmanager
+def shown(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
+    """Show, while entered, what `read` gives each time metrics are asked for."""
+    collector = _Shown(read)
+    REGISTRY.register(collector)
+    try:
+        yield
+    finally:
+        REGISTRY.unregister(collector)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gateway.app.opening import Size
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import (
     Caller,
@@ -100,9 +101,12 @@ class ScriptedWriter:
     last_pass: Pass = field(default_factory=Pass)
     script: list[dict[str, Any]] = field(default_factory=list)
     jobs: list[GenerateJob] = field(default_factory=list)
+    kept_bytes: int = 0
+    curtailed: dict[int, int] = field(default_factory=dict)
     _waiting: dict[int, RowJob] = field(default_factory=dict)
     _running: dict[int, list[int]] = field(default_factory=dict)
     _places: dict[int, int] = field(default_factory=dict)
+    _prompts: dict[int, TokenIds] = field(default_factory=dict)
 
     def plan(self, job: GenerateJob) -> list[RowJob]:
         self.jobs.append(job)
@@ -120,6 +124,7 @@ class ScriptedWriter:
             sampling=job.sampling,
             stop=job.stop,
             grammar=job.grammar,
+            is_open=job.max_tokens is None,
         )
         return [row] * job.n
 
@@ -132,12 +137,21 @@ class ScriptedWriter:
         row = len(self.joined) + 1
         self.joined.append(row)
         self._waiting[row] = job
+        self._prompts[row] = job.prompt
         return row
 
     def leave(self, row: int) -> None:
         self.left.append(row)
         self._waiting.pop(row, None)
         self._running.pop(row, None)
+
+    def curtail(self, row: int, max_tokens: int) -> None:
+        self.curtailed[row] = max_tokens
+        said = len(self._prompts[row]) - len(self._running[row])
+        self._running[row] = [*self._running[row][: max_tokens - said], -1]
+
+    def forget(self) -> None:
+        self.kept_bytes = 0
 
     def prefill(self, token_budget: int) -> list[RowDelta]:
         lengths = [len(job.prompt) for job in self._waiting.values()]
@@ -175,6 +189,10 @@ class ScriptedWriter:
         return [RowDelta(row, chr(said.pop(0)), 1)]
 
     @property
+    def rows(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    @property
     def is_prefilling(self) -> bool:
         return bool(self._waiting)
 
@@ -202,7 +220,11 @@ class ScriptedEngines:
     loads: list[str] = field(default_factory=list)
     failing: dict[str, Exception] = field(default_factory=dict)
     load_gate: Gate = field(default_factory=Gate)
+    sizes: dict[str, int] = field(default_factory=dict)
     device: str = "scripted"
+    memory_bytes: int = 1 << 30
+    active_bytes: int = 12
+    cached_bytes: int = 34
 
     def begin(self) -> None: ...
 
@@ -210,6 +232,9 @@ class ScriptedEngines:
 
     async def folder(self, spec: ModelSpec) -> Path:
         return Path()
+
+    async def size(self, spec: ModelSpec, folder: Path) -> Size:
+        return Size(self.sizes.get(spec.id, 1))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         return None

@@ -19,6 +19,7 @@ from gateway.registry import (
     PackageSource,
     PathSource,
     json_schema,
+    load_alike,
     load_catalog,
     package_folder,
     parse_source,
@@ -120,6 +121,35 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
     with pytest.raises(ModelNotFound) as caught:
         catalog.resolve("zzz")
     assert "Did you mean" not in caught.value.message
+
+
+def test_a_loaded_model_outlives_a_change_of_names_and_keeping() -> None:
+    """What it was loaded with decides: the rest is read from the file in force."""
+    old = chat("a", "x")
+    kept = old.model_copy(update={"aliases": (), "pinned": True, "ttl_s": 9, "preload": True})
+    assert Catalog([chat("b"), kept]).current(old) is kept
+    assert Catalog([old.model_copy(update={"max_context": 9})]).current(old) is None
+    assert Catalog([chat("b")]).current(old) is None
+
+
+def test_a_model_of_another_kind_is_another_model() -> None:
+    """Though it has the same id."""
+    folder = {"folder": Path()}
+    given = {"id": "a", "kind": "embedding", "source": "path:."}
+    embedder = EmbeddingSpec.model_validate(given, context=folder)
+    written = ChatSpec.model_validate({**given, "kind": "chat"}, context=folder)
+    assert not load_alike(embedder, written)
+    assert not load_alike(written, embedder)
+    assert load_alike(written, written.model_copy(update={"preload": True}))
+
+
+def test_two_readings_of_the_file_are_compared() -> None:
+    """Models that load as before are in none of the lists."""
+    changed = chat("c").model_copy(update={"dtype": "float16"})
+    changes = Catalog([chat("a", "new"), changed, chat("d")]).changes_since(
+        Catalog([chat("a"), chat("b"), chat("c")])
+    )
+    assert changes.by_kind() == {"added": ["d"], "changed": ["c"], "removed": ["b"]}
 
 
 def test_nearest_gives_nothing_when_nothing_is_near() -> None:

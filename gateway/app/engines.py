@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from gateway import logs
-from gateway.engine import backend, sources
+from gateway.app.opening import Size
+from gateway.engine import backend, sizes, sources
 from gateway.engine.embedding import load_embedding_in_steps
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.loading import load_generation_in_steps
+from gateway.engine.memory import active_bytes, cached_bytes, memory_bytes
+from gateway.engine.pooling import read_recipe
+from gateway.engine.weights import Checkpoint
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.grammars import Worker
@@ -35,6 +39,8 @@ class MlxEngines:
         cache_limit_bytes: int | None,
         hub: sources.Hub,
         *,
+        wired_limit_bytes: int | None = None,
+        kv_allowance_tokens: int = 4096,
         structured_backend: str = "llguidance",
         compile_timeout_s: float = 10.0,
         prefix_cache_bytes: int = 0,
@@ -44,6 +50,8 @@ class MlxEngines:
         self._prefix_cache_bytes = prefix_cache_bytes
         self._device = backend.choose_device(requested)
         self._cache_limit_bytes = cache_limit_bytes
+        self._wired_limit_bytes = wired_limit_bytes
+        self._kv_allowance_tokens = kv_allowance_tokens
         self._hub = hub
         self._sizes: dict[str, int] = {}
 
@@ -52,9 +60,24 @@ class MlxEngines:
         """Name the device."""
         return self._device.value
 
+    @property
+    def memory_bytes(self) -> int:
+        """Count the bytes of memory that the device offers this process."""
+        return memory_bytes(self._device)
+
+    @property
+    def active_bytes(self) -> int:
+        """Count the bytes of arrays there are now."""
+        return active_bytes()
+
+    @property
+    def cached_bytes(self) -> int:
+        """Count the bytes that were freed and are kept for reuse."""
+        return cached_bytes()
+
     def begin(self) -> None:
         """Set device and memory limits, which MLX keeps for each thread."""
-        backend.configure(self._device, self._cache_limit_bytes)
+        backend.configure(self._device, self._cache_limit_bytes, self._wired_limit_bytes)
 
     def end(self) -> None:
         """Give up the thread's streams: without this about half of all exits abort on CPU."""
@@ -83,6 +106,22 @@ class MlxEngines:
         if not (size := self._sizes.get(spec.id)):
             return None
         return min(99, 100 * sources.fetched_bytes(spec, self._hub) // size)
+
+    async def size(self, spec: ModelSpec, folder: Path) -> Size:
+        """Tell a model's size from its files' headers; raises ModelLoadFailed for what is wrong."""
+        return await _apart(self._size, spec, folder)
+
+    def _size(self, spec: ModelSpec, folder: Path) -> Size:
+        checkpoint, dtype = Checkpoint(spec.id, folder), _dtype(spec)
+        if isinstance(spec, EmbeddingSpec):
+            inner = read_recipe(checkpoint, spec.pooling, spec.normalize).transformer
+            return Size(sizes.weights_bytes(checkpoint.inside(inner), self._device, dtype))
+        tokens = min(self._kv_allowance_tokens, spec.max_context or self._kv_allowance_tokens)
+        return Size(
+            sizes.weights_bytes(checkpoint, self._device, dtype),
+            sizes.kv_bytes(checkpoint, self._device, dtype, tokens),
+            sizes.kv_bytes(checkpoint, self._device, dtype, 1),
+        )
 
     def embedding(
         self, spec: EmbeddingSpec, folder: Path
@@ -134,6 +173,8 @@ def mlx_engines(settings: Settings) -> MlxEngines:
         settings.device,
         settings.mlx_cache_limit_bytes,
         hub,
+        wired_limit_bytes=settings.mlx_wired_limit_bytes,
+        kv_allowance_tokens=settings.kv_allowance_tokens,
         structured_backend=settings.structured_backend,
         compile_timeout_s=settings.structured_compile_timeout_s,
         prefix_cache_bytes=settings.prefix_cache_bytes,

@@ -1,6 +1,7 @@
 """The registry: models.yaml → ModelSpec by id and alias.
 
 sources    where a model's files come from: hub, folder, installed package
+sections   the parts of a spec: names, and what overrides settings
 specs      what the file may say of each model, with types and bounds
 catalog    an immutable snapshot that finds a model by id or alias
 expansion  ${VAR:-default} in any value
@@ -9,9 +10,10 @@ modelfile  the file → catalog, or every problem with its line
 schema     the file's JSON Schema, for editors
 """
 
-from gateway.registry.catalog import Catalog, Resolved
+from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike
 from gateway.registry.modelfile import Reading, load_catalog, read_models
 from gateway.registry.schema import json_schema
+from gateway.registry.sections import Alias, ChatBatching, EmbeddingBatching, Sampling
 from gateway.registry.sources import (
     HubSource,
     PackageSource,
@@ -20,19 +22,12 @@ from gateway.registry.sources import (
     package_folder,
     parse_source,
 )
-from gateway.registry.specs import (
-    Alias,
-    ChatBatching,
-    ChatSpec,
-    EmbeddingBatching,
-    EmbeddingSpec,
-    ModelSpec,
-    Sampling,
-)
+from gateway.registry.specs import ChatSpec, EmbeddingSpec, ModelSpec
 
 __all__ = [
     "Alias",
     "Catalog",
+    "Changes",
     "ChatBatching",
     "ChatSpec",
     "EmbeddingBatching",
@@ -46,6 +41,7 @@ __all__ = [
     "Sampling",
     "Source",
     "json_schema",
+    "load_alike",
     "load_catalog",
     "package_folder",
     "parse_source",

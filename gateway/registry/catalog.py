@@ -6,7 +6,11 @@ from types import MappingProxyType
 
 from gateway.errors import ModelNotFound
 from gateway.registry.names import nearest
-from gateway.registry.specs import Alias, ModelSpec
+from gateway.registry.sections import Alias
+from gateway.registry.specs import ModelSpec
+
+UNLOADED = frozenset({"aliases", "preload", "pinned", "ttl_s"})
+"""Keys that a loaded model does not depend on: how it is named, and kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,19 @@ class Resolved:
     def name(self) -> str:
         """The name that was asked for."""
         return self.alias.name if self.alias else self.spec.id
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The ids of models that are new, load otherwise than before, or are there no more."""
+
+    added: tuple[str, ...]
+    changed: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    def by_kind(self) -> dict[str, list[str]]:
+        """Give the three lists by name."""
+        return {key: list(getattr(self, key)) for key in ("added", "changed", "removed")}
 
 
 class Catalog:
@@ -42,6 +59,23 @@ class Catalog:
             return resolved
         raise ModelNotFound(name, nearest=nearest(name, self._by_name))
 
+    def current(self, spec: ModelSpec) -> ModelSpec | None:
+        """Give the spec that a model loaded for this one serves; None: it would load otherwise.
+
+        They may be of two readings of the file, and differ in names and keeping alone.
+        """
+        return next((each for each in self.specs if load_alike(each, spec)), None)
+
+    def changes_since(self, older: "Catalog") -> Changes:
+        """Tell what differs from an older reading of the file."""
+        now, before = ({spec.id: spec for spec in each.specs} for each in (self, older))
+        kept = [name for name in now if name in before]
+        return Changes(
+            added=tuple(name for name in now if name not in before),
+            changed=tuple(name for name in kept if not load_alike(now[name], before[name])),
+            removed=tuple(name for name in before if name not in now),
+        )
+
     def names(self) -> tuple[str, ...]:
         """List ids and aliases: each id is followed by its aliases, in the file's order."""
         return tuple(self._by_name)
@@ -51,3 +85,11 @@ class Catalog:
 
     def __len__(self) -> int:
         return len(self.specs)
+
+
+def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
+    """Tell whether a model loaded for one spec serves the other as well."""
+    if one is other or one.id != other.id:
+        return one is other
+    fields = type(one).model_fields.keys() - UNLOADED  # `kind` is among them
+    return all(getattr(one, field) == getattr(other, field, None) for field in fields)

@@ -8,9 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     WithJsonSchema,
@@ -20,6 +18,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gateway.registry.names import did_you_mean, nearest
+from gateway.registry.sections import (
+    Alias,
+    ChatBatching,
+    EmbeddingBatching,
+    Name,
+    Sampling,
+    Section,
+    Structured,
+)
 from gateway.registry.sources import SOURCE_PATTERN, Source, parse_source
 
 
@@ -79,110 +86,6 @@ def _sizes(value: object) -> object:
     raise ValueError("write true, false or sizes such as [256, 512]")
 
 
-Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s,]+$")]
-
-
-class Section(BaseModel):
-    """A mapping of models.yaml: unknown keys are errors, an empty value is an absent one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_is_absent(cls, data: object) -> object:
-        if isinstance(data, Mapping):
-            return {key: value for key, value in data.items() if value is not None}
-        return data
-
-
-class Alias(Section):
-    """A further name for a model, with what asking by that name implies."""
-
-    name: Name = Field(description="The name that clients send.")
-    prompt_name: str | None = Field(
-        default=None, description="The prompt put before every text asked for by this name."
-    )
-    thinking: bool | None = Field(
-        default=None, description="Whether the model thinks aloud when asked by this name."
-    )
-
-
-class EmbeddingBatching(Section):
-    """How waiting inputs share a forward pass; each falls back to the setting of its name."""
-
-    max_batch_size: int | None = Field(
-        default=None, ge=1, le=4096, description="Inputs in one pass; 1 turns batching off."
-    )
-    max_batch_tokens: int | None = Field(
-        default=None, ge=1, le=4_194_304, description="Padded tokens in one pass."
-    )
-    batch_window_ms: float | None = Field(
-        default=None,
-        ge=0,
-        le=1000,
-        description="How long an idle lane waits for a burst, milliseconds.",
-    )
-    adaptive_window: bool | None = Field(
-        default=None, description="Let the load choose the window."
-    )
-    min_batch_size: int | None = Field(
-        default=None, ge=1, le=4096, description="Fewer inputs wait the window out."
-    )
-    batch_deadline_ms: float | None = Field(
-        default=None, ge=0, le=10_000, description="Longest an input waits for a burst."
-    )
-    cache_size: int | None = Field(
-        default=None, ge=0, le=10_000_000, description="Vectors kept by text; 0 is none."
-    )
-
-
-class ChatBatching(Section):
-    """How answers share decoding steps; each falls back to the setting of its name."""
-
-    max_batch_size: int | None = Field(
-        default=None, ge=1, le=1024, description="Answers decoded together; 1 turns batching off."
-    )
-    prefill_chunk_tokens: int | None = Field(
-        default=None, ge=16, le=65_536, description="Prompt tokens read in one turn."
-    )
-    prefix_cache_bytes: int | None = Field(
-        default=None, ge=0, description="KV kept of prompts that others may begin with; 0 is none."
-    )
-
-
-class Structured(Section):
-    """How answers are held to a grammar; what is absent falls back to the settings."""
-
-    backend: Literal["llguidance", "outlines_core"] | None = Field(
-        default=None, description="Who compiles grammars."
-    )
-    rows: int | None = Field(
-        default=None, ge=1, le=1024, description="Grammar-bound answers decoded together."
-    )
-    max_string_chars: int | None = Field(
-        default=None, ge=1, description="Longest string where a schema sets no bound."
-    )
-    max_array_items: int | None = Field(
-        default=None, ge=1, description="Longest array where a schema sets no bound."
-    )
-    schema_in_prompt: bool = Field(
-        default=False,
-        description="Hold a json_object answer to a JSON Schema that ends the last message.",
-    )
-
-
-class Sampling(Section):
-    """Defaults for what a request leaves out."""
-
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy.")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus probability.")
-    top_k: int | None = Field(default=None, ge=0, description="Best tokens kept; 0 keeps all.")
-    min_p: float | None = Field(
-        default=None, ge=0, le=1, description="Floor relative to the best token."
-    )
-    max_tokens: int | None = Field(default=None, ge=1, description="Longest answer, tokens.")
-
-
 class _Spec(Section):
     """What every model has."""
 
@@ -196,6 +99,14 @@ class _Spec(Section):
         tuple[Alias, ...], BeforeValidator(_aliases, json_schema_input_type=str | list[str | Alias])
     ] = Field(default=(), description="Further names: text (commas separate several) or {name, …}.")
     preload: bool = Field(default=False, description="Load at start, before the gateway is ready.")
+    pinned: bool = Field(
+        default=False, description="Once loaded, stay: never evicted, and never idle too long."
+    )
+    ttl_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Idle seconds after which it is unloaded; absent, GATEWAY_MODEL_TTL_S.",
+    )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto", description="Weights' type; auto is the checkpoint's, float32 on CPU."
     )
@@ -204,6 +115,9 @@ class _Spec(Section):
     )
     queue_limit: int | None = Field(
         default=None, ge=1, description="Jobs that may wait for this model; beyond it, 429."
+    )
+    queue_max_tokens: int | None = Field(
+        default=None, ge=1, description="Their prompts' and texts' tokens; beyond it, 429."
     )
 
 

@@ -1,225 +1,272 @@
-"""Lease a model by name: load once, keep while used, let the least recently used idle one go."""
+"""Lease a model by name: load once, keep while used, let go of what is idle, unwanted or old."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from gateway import logs, metrics
-from gateway.errors import GatewayError, ModelLoading, ModelUnavailable, Unavailable
-from gateway.registry import ModelSpec
+from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, Unavailable
+from gateway.jobs import Caller
+from gateway.registry import Catalog, ModelSpec, load_alike
+from gateway.serving.admission import waiting_for
+from gateway.serving.budget import Budget
+from gateway.serving.entries import Entry
+from gateway.serving.failures import Failures, fresh
+from gateway.serving.room import Room
 
 M = TypeVar("M")
-K = TypeVar("K")
 log = logs.get("cache")
 
-FAILURE_REMEMBERED_S = 30.0
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[M]):
+    """A model in memory, and the bytes it holds there."""
+
+    model: M
+    nbytes: int
 
 
-def pick_evicted(last_used: Mapping[K, float], leases: Mapping[K, int]) -> K | None:
-    """Give the idle model that was used longest ago; None when every one is leased."""
-    idle = [model for model in last_used if leases[model] == 0]
-    return min(idle, key=lambda model: last_used[model], default=None)
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[M]):
+    """A model whose files are here: the bytes it will hold; `opened` loads it, and frees it."""
+
+    nbytes: int
+    opened: Callable[[], AbstractAsyncContextManager[Loaded[M]]]
 
 
-class _Entry(Generic[M]):
-    """A model from the moment its load begins to the moment its memory is back.
+class Loader(Protocol[M]):
+    """Where models come from."""
 
-    A doomed one is in use while others wait for its room: it gets no new leases, and is unwanted
-    when the last one ends.
+    async def prepared(self, spec: ModelSpec) -> Prepared[M]:
+        """Find or fetch a model's files, and tell its size."""
+
+    def fetched_percent(self, spec: ModelSpec) -> int | None:
+        """Tell how much of a model's download is done; None when none is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a model is: unloaded, loading, loaded, or failed when it was last to be loaded.
+
+    `nbytes` is what it holds of the budget, `last_used` a Unix time.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.is_doomed = False
-        self.ready: asyncio.Future[M] = asyncio.get_running_loop().create_future()
-        self.unwanted = asyncio.Event()
-        self.leases = 0
-        self.last_used = 0.0
-        self.keeper: asyncio.Task[None] | None = None
-
-    @property
-    def is_loaded(self) -> bool:
-        return self.ready.done() and not self.ready.cancelled() and not self.ready.exception()
+    state: str
+    nbytes: int | None = None
+    last_used: int | None = None
+    failure: str | None = None
 
 
 class ModelCache(Generic[M]):
-    """At most `max_models` at once. `opened` loads a model on enter and frees it on exit.
+    """At most `max_models` at once, and no more bytes than the budget has.
 
-    A context manager: leaving it lets every model go.
+    `catalog` gives the one in force: a model that it would load otherwise, or not at all, serves
+    its leases to their end and goes. A context manager: leaving it lets every model go.
     """
 
     def __init__(
         self,
-        opened: Callable[[ModelSpec], AbstractAsyncContextManager[M]],
+        loader: Loader[M],
+        catalog: Callable[[], Catalog],
+        budget: Budget,
         *,
         max_models: int,
         load_wait_s: float,
-        fetched_percent: Callable[[ModelSpec], int | None] = lambda _: None,
+        ttl_s: float | None = None,
     ) -> None:
-        self._opened = opened
-        self._max_models = max_models
+        self._loader = loader
+        self._catalog = catalog
         self._load_wait_s = load_wait_s
-        self._fetched_percent = fetched_percent
-        self._entries: list[_Entry[M]] = []  # in the order they are served
-        self._failures: dict[str, tuple[float, GatewayError]] = {}
-        self._changed = asyncio.Event()
+        self._ttl_s = ttl_s
+        self._entries: list[Entry[M]] = []
+        self._failures = Failures()
+        self.room: Room[M] = Room(
+            budget, max_models=max_models, wait_s=load_wait_s, is_pinned=self._is_pinned
+        )
 
     @contextlib.asynccontextmanager
-    async def lease(self, spec: ModelSpec) -> AsyncIterator[M]:
+    async def lease(self, spec: ModelSpec, caller: Caller | None = None) -> AsyncIterator[M]:
         """Give the loaded model, loading it first if need be. A leased model is never evicted.
 
-        Raises what loading raised, or ModelLoading when it takes longer than `load_wait_s`.
+        Raises what loading raised, ModelLoading when it takes longer than `load_wait_s`, and
+        DeadlineExceeded when the caller will not wait so long.
         """
         entry = self._entry(spec)
-        entry.leases += 1
+        entry.enter()
         try:
-            yield await self._loaded(spec, entry)
+            yield await self._loaded(entry, caller)
         finally:
-            entry.leases -= 1
-            entry.last_used = metrics.now()
-            if entry.leases == 0:
-                if entry.is_doomed:
-                    entry.unwanted.set()
-                self._announce()
+            entry.leave()
+            self._rest(entry)
+
+    async def load(self, spec: ModelSpec) -> None:
+        """Load a model, though it failed a moment ago; raises as `lease` does."""
+        self._failures.forget(spec.id)
+        async with self.lease(spec):
+            pass
+
+    async def unload(self, spec: ModelSpec) -> bool:
+        """Let a model go, pinned or not, as soon as nobody uses it.
+
+        Tells whether its memory was back within `load_wait_s`. Whoever asks for it meanwhile
+        loads it anew.
+        """
+        self._failures.forget(spec.id)
+        leaving = [entry for entry in self._entries if entry.spec.id == spec.id]
+        for entry in leaving:
+            entry.is_dismissed = True
+            self._rest(entry)
+        keepers = [entry.keeper for entry in leaving if entry.keeper is not None]
+        if keepers:
+            _, keepers_left = await asyncio.wait(keepers, timeout=self._load_wait_s)
+            return not keepers_left
+        return True
+
+    def reconsider(self) -> None:
+        """See what a new catalog changes: idle models may have to go, failures may be mended."""
+        self._failures.clear()
+        for entry in self._entries:
+            # The catalog's own object, where it serves it still: they compare at a glance.
+            entry.spec = self._catalog().current(entry.spec) or entry.spec
+            self._rest(entry)
+
+    @property
+    def entries(self) -> Sequence[Entry[M]]:
+        """List the models there are, from when they are asked for to when they are freed."""
+        return tuple(self._entries)
 
     def loaded(self) -> list[M]:
         """List the models that are loaded now."""
         return [entry.ready.result() for entry in self._wanted() if entry.is_loaded]
 
     def states(self) -> dict[str, str]:
-        """Tell, by id, which models are `loading`, `loaded` or recently `failed`."""
-        states = dict.fromkeys(self._recent_failures(), "failed")
-        for entry in self._wanted():
-            states[entry.name] = "loaded" if entry.is_loaded else "loading"
-        return states
+        """Tell, by id, which models are `loading`, `loaded` or `failed` when last loaded."""
+        failed = dict.fromkeys(self._failures.models(), "failed")
+        return failed | {entry.spec.id: _state(entry) for entry in self._wanted()}
 
-    def _wanted(self) -> list[_Entry[M]]:
+    def status(self, spec: ModelSpec) -> Status:
+        """Tell how a model is."""
+        entries = [entry for entry in self._wanted() if entry.spec.id == spec.id]
+        if not entries:
+            failure = self._failures.of(spec.id)
+            return Status("failed", failure=str(failure)) if failure else Status("unloaded")
+        entry = entries[-1]
+        if not entry.is_loaded:
+            return Status("loading")
+        used_s_ago = 0 if entry.leases else metrics.now() - entry.last_used
+        return Status("loaded", entry.nbytes, int(time.time() - used_s_ago))
+
+    def _wanted(self) -> list[Entry[M]]:
         return [entry for entry in self._entries if not entry.unwanted.is_set()]
 
-    def _entry(self, spec: ModelSpec) -> _Entry[M]:
-        for entry in self._wanted():
-            if entry.name == spec.id and not entry.is_doomed:
+    def _is_pinned(self, entry: Entry[M]) -> bool:
+        current = self._catalog().current(entry.spec)
+        return current is not None and current.pinned and not entry.is_dismissed
+
+    def _entry(self, spec: ModelSpec) -> Entry[M]:
+        namesakes = [entry for entry in self._entries if entry.spec.id == spec.id]
+        for entry in namesakes:
+            if entry.is_open and load_alike(entry.spec, spec):
                 return entry
-        if (failure := self._recent_failures().get(spec.id)) is not None:
-            raise _fresh(failure) from None
-        entry = _Entry(spec.id)
+        self._failures.check(spec.id)
+        for entry in namesakes:
+            entry.is_dismissed = entry.is_dismissed or entry.is_doomed
+        entry = Entry(spec)
         self._entries.append(entry)
-        entry.keeper = asyncio.create_task(self._keep(spec, entry), name=f"keep {spec.id}")
+        entry.keeper = asyncio.create_task(self._keep(entry), name=f"keep {spec.id}")
         return entry
 
-    def _recent_failures(self) -> dict[str, GatewayError]:
-        now = metrics.now()
-        self._failures = {k: v for k, v in self._failures.items() if v[0] > now}
-        return {name: error for name, (_, error) in self._failures.items()}
+    def _rest(self, entry: Entry[M]) -> None:
+        """Decide what becomes of a model that nobody uses: it goes, or stays for its time."""
+        if entry.leases:
+            return
+        current = self._catalog().current(entry.spec)
+        if entry.is_doomed or entry.is_dismissed or current is None:
+            entry.unwanted.set()
+        elif entry.is_loaded:
+            ttl_s = self._ttl_s if current.ttl_s is None else current.ttl_s
+            entry.rest(None if current.pinned else ttl_s)
+        self.room.announce()
 
-    async def _loaded(self, spec: ModelSpec, entry: _Entry[M]) -> M:
+    async def _loaded(self, entry: Entry[M], caller: Caller | None) -> M:
         if not entry.ready.done():
-            await asyncio.wait([entry.ready], timeout=self._load_wait_s)
+            waiting = waiting_for(entry.spec.id, caller) if caller else contextlib.nullcontext()
+            async with waiting:
+                await asyncio.wait([entry.ready], timeout=self._load_wait_s)
         if not entry.ready.done():
-            percent = self._fetched_percent(spec)
-            stage = "loading" if percent is None else f"being downloaded ({percent} %)"
             raise ModelLoading(
-                f"The model `{spec.id}` is still {stage}. Try again shortly.", retry_after_s=5
+                f"The model `{entry.spec.id}` is still {self._stage(entry)}. Try again shortly.",
+                retry_after_s=5,
             )
         if isinstance(error := entry.ready.exception(), GatewayError):
-            raise _fresh(error) from None
+            raise fresh(error) from None
         return entry.ready.result()
 
-    async def _keep(self, spec: ModelSpec, entry: _Entry[M]) -> None:
-        """Hold one model for its whole life here: room, load, use, free."""
+    def _stage(self, entry: Entry[M]) -> str:
+        if entry.is_waiting:
+            return "waiting for room"
+        percent = self._loader.fetched_percent(entry.spec)
+        return "loading" if percent is None else f"being downloaded ({percent} %)"
+
+    async def _keep(self, entry: Entry[M]) -> None:
+        """Hold one model for its whole life here: files, room, load, use, free."""
         started = metrics.now()
         try:
-            await self._make_room(entry)
-            async with self._opened(spec) as model:
-                entry.last_used = metrics.now()
-                entry.ready.set_result(model)
-                metrics.of(metrics.MODEL_LOADS, spec.id, "loaded").inc()
-                metrics.MODELS_LOADED.inc()
-                log.info(
-                    "model_loaded",
-                    model=spec.id,
-                    seconds=round(metrics.now() - started, 2),
-                )
-                self._announce()
-                try:
+            prepared = await self._loader.prepared(entry.spec)
+            if entry.unwanted.is_set():
+                return  # it was let go of while it was fetched
+            async with (
+                self.room.taken(entry, prepared.nbytes) as share,
+                prepared.opened() as loaded,
+            ):
+                share.state(loaded.nbytes)
+                with self._welcomed(entry, loaded, metrics.now() - started):
                     await entry.unwanted.wait()
-                finally:
-                    metrics.MODELS_LOADED.dec()
-            log.info("model_evicted", model=spec.id)
+            log.info("model_evicted", model=entry.spec.id)
         except asyncio.CancelledError:
-            self._fail(
-                spec,
-                entry,
-                Unavailable("The gateway is shutting down.", retry_after_s=1),
-            )
+            self._fail(entry, Unavailable("The gateway is shutting down.", retry_after_s=1))
             raise
+        except GatewayError as error:
+            self._fail(entry, error)
         except Exception as error:
-            self._fail(spec, entry, error)
+            said = f"{type(error).__name__}: {error}"
+            self._fail(entry, ModelLoadFailed(entry.spec.id, said), unforeseen=error)
         finally:
             self._entries.remove(entry)
-            self._announce()
+            self.room.announce()
 
-    def _fail(self, spec: ModelSpec, entry: _Entry[M], error: Exception) -> None:
-        metrics.of(metrics.MODEL_LOADS, spec.id, "failed").inc()
-        log.error(
-            "model_failed",
-            model=spec.id,
-            error=str(error),
-            exc_info=_unless_told(error),
-        )
-        if isinstance(error, ModelUnavailable):
-            self._failures[spec.id] = (metrics.now() + FAILURE_REMEMBERED_S, error)
+    @contextlib.contextmanager
+    def _welcomed(self, entry: Entry[M], loaded: Loaded[M], seconds: float) -> Iterator[None]:
+        """Give a model to those who wait for it, and count it."""
+        model = entry.spec.id
+        entry.last_used = metrics.now()
+        entry.ready.set_result(loaded.model)
+        self._failures.forget(model)
+        self._rest(entry)
+        self.room.announce()  # a loaded model may have to give way
+        metrics.of(metrics.MODEL_LOADS, model, "loaded").inc()
+        log.info("model_loaded", model=model, seconds=round(seconds, 2), bytes=loaded.nbytes)
+        metrics.MODELS_LOADED.inc()
+        try:
+            yield
+        finally:
+            metrics.MODELS_LOADED.dec()
+
+    def _fail(
+        self, entry: Entry[M], error: GatewayError, unforeseen: Exception | None = None
+    ) -> None:
+        """Tell those who wait; only what was not foreseen needs its traceback in the log."""
+        model = entry.spec.id
+        metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
+        log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
+        self._failures.remember(model, error)
         if not entry.ready.done():
             entry.ready.set_exception(error)
             entry.ready.exception()  # nobody may be waiting any more, and that is fine
-
-    async def _make_room(self, mine: _Entry[M]) -> None:
-        """Wait until fewer than `max_models` of those before mine are left.
-
-        Those are loaded, or will be sooner; they hold memory until their keepers end.
-        """
-        while len(before := self._before(mine)) >= self._max_models:
-            self._send_away([entry for entry in before if not entry.unwanted.is_set()])
-            await self._changed.wait()
-        self._spare()
-
-    def _before(self, mine: _Entry[M]) -> list[_Entry[M]]:
-        return self._entries[: self._entries.index(mine)]
-
-    def _send_away(self, staying: Sequence[_Entry[M]]) -> None:
-        """Let go as many as are too many: the idle now, those in use when their leases end."""
-        too_many = len(staying) - self._max_models + 1
-        loaded = [entry for entry in staying if entry.is_loaded]
-        while too_many > 0:
-            victim = pick_evicted(
-                {entry: entry.last_used for entry in loaded},
-                {entry: entry.leases for entry in loaded},
-            )
-            if victim is None:
-                break
-            victim.unwanted.set()
-            loaded.remove(victim)
-            too_many -= 1
-        loaded.sort(key=lambda entry: (not entry.is_doomed, entry.last_used))
-        for entry in loaded[: max(0, too_many)]:
-            entry.is_doomed = True
-
-    def _spare(self) -> None:
-        """Give doomed models back to new leases, for room was found; whoever still waits for
-        some dooms them again. One that is being loaded afresh already has to go.
-        """
-        afresh = {entry.name for entry in self._entries if not entry.is_doomed}
-        for entry in self._wanted():
-            if entry.is_doomed and entry.name not in afresh:
-                entry.is_doomed = False
-        self._announce()
-
-    def _announce(self) -> None:
-        """Wake whoever waits for room; a fresh event serves the next change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def __aenter__(self) -> "ModelCache[M]":
         return self
@@ -227,6 +274,7 @@ class ModelCache(Generic[M]):
     async def __aexit__(self, *_: object) -> None:
         entries = list(self._entries)
         for entry in entries:
+            entry.rest(None)
             entry.unwanted.set()
             if not entry.ready.done() and entry.keeper is not None:
                 entry.keeper.cancel()
@@ -234,13 +282,5 @@ class ModelCache(Generic[M]):
             await asyncio.wait(keepers)
 
 
-def _fresh(error: GatewayError) -> GatewayError:
-    """Copy an error that many are told: one object would gather the frames of every raise."""
-    fresh = type(error).__new__(type(error), *error.args)
-    vars(fresh).update(vars(error))
-    return fresh
-
-
-def _unless_told(error: Exception) -> bool:
-    """Tell whether the log needs the traceback: our own errors say all in their message."""
-    return not isinstance(error, GatewayError)
+def _state(entry: Entry[M]) -> str:
+    return "loaded" if entry.is_loaded else "loading"

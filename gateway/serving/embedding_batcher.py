@@ -15,7 +15,7 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.jobs import Embedded, EmbedJob, Stage, TokenIds, Vectors
-from gateway.serving.admission import Admission, until_deadline
+from gateway.serving.admission import Admission, Place, until_deadline
 from gateway.serving.arrivals import Arrival, Arrivals
 from gateway.serving.embedding_batches import EmbeddingLimits, patience, take_batch, window
 from gateway.serving.embedding_cache import EmbeddingCache, Known
@@ -47,7 +47,7 @@ class EmbeddingBatcher:
         self._arrivals = arrivals or Arrivals()
         self._cache = EmbeddingCache(name, limits.cache_size)
         self._waiting: list[EmbedTicket] = []
-        self._admission = Admission(name, limits.queue_limit)
+        self._admission = Admission(name, limits.queue_limit, limits.queue_max_tokens)
         self._arrived = asyncio.Event()
 
     @property
@@ -55,30 +55,36 @@ class EmbeddingBatcher:
         """Give the engine, for what it says of the model."""
         return self._engine
 
+    @property
+    def tickets(self) -> int:
+        """Count the requests with inputs that wait."""
+        return sum(ticket.is_waiting for ticket in self._waiting)
+
     async def embed(self, job: EmbedJob, arrival: Arrival | None = None) -> Embedded:
         """Give a vector for every input, in order. `arrival` is over when the inputs wait.
 
-        Raises Overloaded when too many requests wait, ContextLengthExceeded for an over-long
+        Raises Overloaded when too much waits, ContextLengthExceeded for an over-long
         input, DeadlineExceeded, and EngineFailed when the model gave no number.
         """
         job.caller.timings.model = self._name
-        with self._admission.admitted():
+        with self._admission.admitted() as place:
             async with until_deadline(job.caller):
                 if arrival is not None:
-                    return await self._embed(job, arrival)
+                    return await self._embed(job, place, arrival)
                 with self._arrivals.expected() as arrival:
-                    return await self._embed(job, arrival)
+                    return await self._embed(job, place, arrival)
 
-    async def _embed(self, job: EmbedJob, arrival: Arrival) -> Embedded:
+    async def _embed(self, job: EmbedJob, place: Place, arrival: Arrival) -> Embedded:
         texts = self._texts(job)
         known = [self._cache.get(text, truncate=job.truncate) for text in texts]
         known = known or [None] * len(job.token_rows)
-        if missing := [place for place, each in enumerate(known) if each is None]:
-            fresh = await self._fresh(job, [texts[place] for place in missing if texts], arrival)
-            for place, each in zip(missing, fresh, strict=True):
-                known[place] = each
+        if missing := [index for index, each in enumerate(known) if each is None]:
+            asked = [texts[index] for index in missing if texts]
+            fresh = await self._fresh(job, asked, place, arrival)
+            for index, each in zip(missing, fresh, strict=True):
+                known[index] = each
                 if texts:
-                    self._cache.put(texts[place], each)
+                    self._cache.put(texts[index], each)
         every = [each for each in known if each is not None]
         read = sum(each.tokens for each in every)
         truncated = sum(each.was_cut for each in every)
@@ -104,9 +110,12 @@ class EmbeddingBatcher:
             )
         return [self._engine.prompts[name] + text for text in job.texts]
 
-    async def _fresh(self, job: EmbedJob, texts: Sequence[str], arrival: Arrival) -> list[Known]:
+    async def _fresh(
+        self, job: EmbedJob, texts: Sequence[str], place: Place, arrival: Arrival
+    ) -> list[Known]:
         """Embed texts, or the job's token ids where there are none."""
         rows, cut = self._fitted(await self._tokenised(job, texts), truncate=job.truncate)
+        place.hold(sum(map(len, rows)))
         ticket = EmbedTicket(rows, job.caller.timings)
         self._waiting.append(ticket)
         self._arrived.set()
@@ -114,11 +123,12 @@ class EmbeddingBatcher:
         try:
             vectors = await ticket.answered
         finally:
+            place.stage = ticket.stage
             ticket.answered.cancel()
         ticket.told()
         return [
-            Known(vector, len(row), place in cut)
-            for place, (row, vector) in enumerate(zip(rows, vectors, strict=True))
+            Known(vector, len(row), index in cut)
+            for index, (row, vector) in enumerate(zip(rows, vectors, strict=True))
         ]
 
     async def _tokenised(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
@@ -215,6 +225,7 @@ class EmbeddingBatcher:
         return sorted(chosen, key=lambda each: len(each.tokens))
 
     async def _together(self, turn: Turn, batch: list[Input]) -> None:
+        turn.announce((self._name, len(batch).bit_length(), len(batch[-1].tokens).bit_length()))
         try:
             _answer(batch, await turn(self._engine.embed, [each.tokens for each in batch]))
         except Exception as error:

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gateway.serving.admission import NO_BOUND
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
@@ -29,6 +31,7 @@ class EmbeddingLimits:
     batch_deadline_s: float = 0.1
     windows: Windows | None = None
     queue_limit: int
+    queue_max_tokens: int = NO_BOUND
     cache_size: int = 0
 
 

@@ -33,6 +33,11 @@ class EmbedTicket:
         return self.answered.done()
 
     @property
+    def stage(self) -> Stage:
+        """Tell what is done with it, or was last."""
+        return Stage.INFERENCE if self._taken else Stage.QUEUE
+
+    @property
     def is_waiting(self) -> bool:
         """Tell whether inputs of it wait for a batch."""
         return not self.is_over and self._taken < len(self._order)

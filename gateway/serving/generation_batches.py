@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.jobs import Tier
+from gateway.serving.admission import NO_BOUND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,7 @@ class GenerationLimits:
     structured_rows: int = 1
     prefill_chunk_tokens: int
     queue_limit: int
+    queue_max_tokens: int = NO_BOUND
     tier_head_start_s: float = 5.0
 
 

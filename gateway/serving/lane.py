@@ -8,17 +8,34 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
 
-from gateway import metrics
+from gateway import logs, metrics
 from gateway.errors import Unavailable
 from gateway.serving.shares import Shares
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+log = logs.get("lane")
+
+LOAD = "load"  # the kind of turn whose calls may take long
+
+
+@dataclass(slots=True, eq=False)
+class Beat:
+    """A sign of life: what the lane's thread does, and how long that took at most so far; None
+    where nobody knows, as for a load and the first call of a shape, which compiles.
+
+    A new one is made for every call, and for every step of a call of many: one that stays has
+    not moved.
+    """
+
+    kind: str
+    usual_s: float | None = 0.0
+    shape: Hashable = None
 
 
 class _Work:
@@ -27,9 +44,10 @@ class _Work:
     The result is not in the future: one that nobody takes is dropped on the lane's thread.
     """
 
-    __slots__ = ("args", "function", "loop", "over", "result")
+    __slots__ = ("args", "beat", "function", "loop", "over", "result")
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, beat: Beat, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.beat = beat
         self.function = function
         self.args = args
         self.loop = asyncio.get_running_loop()
@@ -40,10 +58,16 @@ class _Work:
         """Run on the lane's thread; settle the future on its own loop."""
         try:
             self.result = self.function(*self.args)
-        except BaseException as error:  # whoever waits decides what it means
-            self._settle(self.over.set_exception, error)
+        except StopIteration as error:  # the one exception that no future takes
+            self.fail(RuntimeError(f"{self.function} raised {error!r}"))
+        except Exception as error:  # whoever waits decides what it means
+            self.fail(error)
         else:
             self._settle(self.over.set_result, None)
+
+    def fail(self, error: Exception) -> None:
+        """Tell whoever waits that there is no result."""
+        self._settle(self.over.set_exception, error)
 
     def take(self) -> Any:
         """Give the result, and keep it no longer."""
@@ -92,11 +116,15 @@ class Lane:
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name="lane", daemon=True)
         self._is_open = False
+        self._has_ended = asyncio.Event()
+        self._usual_s: dict[Hashable, float] = {}  # by shape; forgotten at every load
+        self.beat: Beat | None = None  # written by the thread alone; None while it has no work
+        self.has_died = False
 
     @property
     def is_alive(self) -> bool:
         """Tell whether the thread can still do work."""
-        return self._is_open and self._thread.is_alive()
+        return self._is_open and not self.has_died
 
     @property
     def is_idle(self) -> bool:
@@ -106,14 +134,12 @@ class Lane:
     @contextlib.asynccontextmanager
     async def turn(self, kind: str) -> AsyncIterator["Turn"]:
         """Wait in line, then hold the lane; `kind` names the work for shares and metrics."""
-        if not self.is_alive:
-            raise _closed()
+        self._check()
         asked = metrics.now()
         await self._gain(kind)
         gained = metrics.now()
         try:
-            if not self.is_alive:
-                raise _closed()
+            self._check()
             yield Turn(self, kind, gained, gained - asked)
         finally:
             seconds = metrics.now() - gained
@@ -154,8 +180,10 @@ class Lane:
         # A copy: the line may change meanwhile, on the loop's thread.
         return self._shares.is_up(kind, seconds, [each.kind for each in tuple(self._line)])
 
-    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        work = _Work(function, args)
+    async def _run(self, beat: Beat, function: Callable[..., Any], *args: Any) -> Any:
+        self._check()
+        work = _Work(beat, function, args)
+        asked = metrics.now()
         self._work.put(work)
         try:
             await asyncio.shield(work.over)
@@ -167,26 +195,53 @@ class Lane:
                     await asyncio.wait([work.over])
             if not work.over.cancelled():
                 work.over.exception()  # nobody is left to hear of it
-            self._work.put(_Work(work.drop, ()))
+            self._work.put(_Work(beat, work.drop, ()))
             raise
+        self._learn(beat.shape, metrics.now() - asked)
         return work.take()
+
+    def _learn(self, shape: Hashable, seconds: float) -> None:
+        if shape is not None:
+            self._usual_s[shape] = max(seconds, self._usual_s.get(shape, 0.0))
+
+    def _check(self) -> None:
+        if not self.is_alive:
+            state = "engine has stopped" if self.has_died else "gateway is shutting down"
+            raise Unavailable(f"The {state}.", retry_after_s=1)
 
     def _live(self) -> None:
         while (work := self._work.get()) is not None:
-            work.do()
+            self.beat = work.beat
+            try:
+                work.do()
+            except BaseException:  # SystemExit, say: what ends a thread ends this one
+                self.has_died = True  # before whoever waits asks for more
+                log.critical("lane_died", kind=work.beat.kind, exc_info=True)
+                work.fail(Unavailable("The engine has stopped.", retry_after_s=1))
+                break
+            self.beat = None
             del work  # hold no array while waiting
-        self._farewell()
+        self.beat = Beat("farewell")
+        try:
+            self._farewell()
+        finally:
+            self.beat = None
+            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
+                self._loop.call_soon_threadsafe(self._has_ended.set)
 
     async def __aenter__(self) -> "Lane":
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
         self._is_open = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        async with self.turn("close"):
-            self._is_open = False
-            self._work.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await self._gain("close")
+        self._is_open = False
+        self._work.put(None)
+        self._hand_on()  # whoever waits is refused
+        await self._has_ended.wait()  # on no other thread: one that joins cannot be left behind
+        self._thread.join()
 
 
 class Turn:
@@ -200,10 +255,27 @@ class Turn:
         self._kind = kind
         self.gained = gained
         self.waited_s = waited_s
+        self._shape: Hashable = None
+        self._usual_s: float | None = 0.0
+        if kind == LOAD:
+            self._usual_s = None
+            lane._usual_s.clear()
 
     def __call__(self, function: Callable[[*Ts], T], *args: *Ts) -> Awaitable[T]:
         """Call it on the lane's thread."""
-        return self._lane._run(function, *args)
+        return self._lane._run(self._beat(), function, *args)
+
+    def announce(self, shape: Hashable) -> None:
+        """Say what the next calls compute on: calls of a shape are measured by those before."""
+        self._shape = shape
+        self._usual_s = self._lane._usual_s.get(shape)
+
+    def beat(self) -> None:
+        """Show life between the steps of one call. On the lane's thread."""
+        self._lane.beat = self._beat()
+
+    def _beat(self) -> Beat:
+        return Beat(self._kind, self._usual_s, self._shape)
 
     @property
     def is_contended(self) -> bool:
@@ -217,7 +289,3 @@ class Turn:
         """
         lane = self._lane
         return bool(lane._line) and lane._is_up(self._kind, metrics.now() - self.gained)
-
-
-def _closed() -> Unavailable:
-    return Unavailable("The gateway is shutting down.", retry_after_s=1)

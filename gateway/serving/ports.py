@@ -55,6 +55,10 @@ class GenerationEngine(Protocol):
     def max_context(self) -> int:
         """Give the most tokens a prompt and its answer may have together."""
 
+    @property
+    def rows(self) -> int:
+        """Count the rows inside, reading or running. Safe on any thread."""
+
     def plan(self, job: GenerateJob) -> list[RowJob]:
         """Render, encode and measure: one row a choice. Safe on any thread.
 
@@ -73,6 +77,16 @@ class GenerationEngine(Protocol):
 
     def leave(self, row: int) -> None:
         """Drop a row, wherever it is; an unknown id is fine. On the lane only."""
+
+    def curtail(self, row: int, max_tokens: int) -> None:
+        """Let a running row say no more than so many tokens. On the lane only."""
+
+    def forget(self) -> None:
+        """Let go of what is kept of prompts. On the lane only."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Count the bytes kept of prompts that others may begin with."""
 
     def prefill(self, token_budget: int) -> list[RowDelta]:
         """Read at most about `token_budget` padded prompt tokens. On the lane only."""

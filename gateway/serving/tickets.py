@@ -1,14 +1,15 @@
 """Rows on their way: a ticket for each, and the moves of a turn."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import TypeVarTuple
 
 from gateway import metrics
 from gateway.errors import EngineFailed, GatewayError
 from gateway.jobs import Delta, RowDelta, RowJob, Stage, Timings
 from gateway.serving.lane import Turn
+from gateway.serving.row_memory import MARGIN
 
 Ts = TypeVarTuple("Ts")
 
@@ -28,8 +29,38 @@ class Ticket:
     row: int | None = None
     is_over: bool = False
     tokens: int = 0
+    length: int = 0  # in tokens, prompt and answer: what its memory is counted by
     # When it came, joined, or had its first token.
     since: float = field(default_factory=metrics.now)
+
+    @property
+    def stage(self) -> Stage:
+        """Tell what is done with it, or was last."""
+        if self.row is None:
+            return Stage.QUEUE
+        return Stage.DECODE if self.tokens else Stage.PREFILL
+
+    @property
+    def is_waiting(self) -> bool:
+        """Tell whether it has yet to join."""
+        return self.row is None and not self.is_over
+
+    @property
+    def whole(self) -> int:
+        """Count the tokens of its prompt and of the longest answer that it may give."""
+        return len(self.job.prompt) + self.job.max_tokens
+
+    @property
+    def needs_more(self) -> bool:
+        """Tell whether it soon has more tokens than it is counted by."""
+        said = len(self.job.prompt) + self.tokens
+        return self.length < self.whole and said + MARGIN >= self.length
+
+    def curtail(self) -> int:
+        """Have it end where its memory does; give how many tokens that is."""
+        most = self.length - len(self.job.prompt)
+        self.job = replace(self.job, max_tokens=most)
+        return most
 
     @property
     def is_bound(self) -> bool:
@@ -90,13 +121,23 @@ class Ticket:
             self.inbox.put_nowait(error)
 
 
+def size(*rows: Iterable[Ticket]) -> tuple[int, int]:
+    """Give the order of magnitude, in powers of two, of rows and of the longest one's tokens."""
+    lengths = [len(row.job.prompt) + row.tokens for some in rows for row in some]
+    return len(lengths).bit_length(), max(lengths, default=0).bit_length()
+
+
 @dataclass(slots=True)
 class Moves:
-    """What changed since the last turn: rows to let in, rows to drop; told on the loop."""
+    """What changed since the last turn: rows to let in, to drop, to end sooner; whether memory is
+    so short that what is kept of prompts must go. Told on the loop.
+    """
 
     loop: asyncio.AbstractEventLoop
     joining: list[Ticket] = field(default_factory=list)
     leaving: list[int] = field(default_factory=list)
+    curtailed: list[tuple[int, int]] = field(default_factory=list)
+    forgets: bool = False
 
     def tell(self, function: Callable[[*Ts], None], *news: *Ts) -> None:
         """Call it on the loop's thread, from the lane's."""

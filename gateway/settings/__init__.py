@@ -1,6 +1,9 @@
 """Settings: the environment, .env and flags → one frozen object.
 
     binds     what is listened on
+    memory    the knobs of models in memory
+    limits    the knobs of what a request, and a caller in a minute, may cost
+    watch     the knobs of stalls and of what may wait
     fields    every knob: type, bound, default, one line of meaning
     reading   where values come from, and what is said of a wrong one
     knobs     the settings as lists: for `config`, and for the README's table

@@ -16,6 +16,9 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gateway.settings.binds import is_local, is_socket, with_port
+from gateway.settings.limits import LimitSettings
+from gateway.settings.memory import MemorySettings
+from gateway.settings.watch import WatchSettings
 
 PREFIX = "GATEWAY_"
 
@@ -50,7 +53,7 @@ Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 
 
-class Settings(BaseSettings):
+class Settings(MemorySettings, LimitSettings, WatchSettings, BaseSettings):
     """Every knob of the gateway; a field's variable is GATEWAY_ and its name in capitals."""
 
     model_config = SettingsConfigDict(
@@ -107,39 +110,11 @@ class Settings(BaseSettings):
     log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(_lower)] = Field(
         default="auto", description="auto is console on a terminal and JSON elsewhere."
     )
-
-    # What it takes
-    max_body_bytes: int = Field(
-        default=64 * 1024 * 1024,
-        ge=1024,
-        le=2**31,
-        description="Largest request body; beyond it, 413.",
-    )
-    body_timeout_s: float = Field(
-        default=30, gt=0, le=3600, description="Time a body may take to arrive."
-    )
-    max_input_chars: int = Field(
-        default=1_000_000, ge=1, description="Longest text that is tokenised; beyond it, 400."
-    )
-    strict_fields: bool = Field(default=False, description="Answer 400 to unknown request fields.")
+    log_prompts: bool = Field(default=False, description="Log what callers ask, in full.")
 
     # Models
     device: Annotated[Literal["auto", "cpu", "gpu"], BeforeValidator(_lower)] = Field(
         default="auto", description="Where MLX computes; auto is the GPU where there is one."
-    )
-    cache_max_models: int = Field(
-        default=3,
-        ge=1,
-        le=64,
-        description="Models loaded at once; the least recently used idle one leaves.",
-    )
-    mlx_cache_limit_bytes: int | None = Field(
-        default=None,
-        ge=0,
-        description="Freed memory MLX keeps for reuse; MLX's own limit when unset.",
-    )
-    load_wait_s: float = Field(
-        default=20, ge=0, le=3600, description="How long a request waits for its model; then 503."
     )
     auto_pull: bool = Field(default=True, description="Download a hub model at its first request.")
     hub_endpoint: str | None = Field(

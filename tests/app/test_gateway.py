@@ -114,25 +114,6 @@ async def test_a_hub_that_does_not_answer_is_a_503_in_time_and_remembered(tmp_pa
         assert len(hub.asked) <= 2
 
 
-async def test_a_broken_model_is_told_by_name_while_the_others_go_on(tmp_path: Path) -> None:
-    """And mending the file needs no restart."""
-    write_chat(tmp_path / "good")
-    weights = write_chat(tmp_path / "bad") / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:500])
-    models = catalog(
-        tmp_path, {name: {"kind": "chat", "source": f"path:{name}"} for name in ("good", "bad")}
-    )
-    async with served(models, engines()) as client:
-        answer = await client.post("/v1/chat/completions", json=chat("bad"))
-        assert answer.status_code == 500
-        assert answer.json()["error"]["code"] == "model_load_failed"
-        assert "model.safetensors" in answer.json()["error"]["message"]
-        await ask(client, "good")
-        weights.write_bytes(whole)
-        await ask(client, "bad")
-
-
 async def test_a_download_that_hangs_does_not_keep_the_gateway_from_ending(tmp_path: Path) -> None:
     """Nor the process: its thread is waited for by nobody."""
     with FakeHub({"org/tiny": write_chat(tmp_path / "repo")}).serving() as hub:

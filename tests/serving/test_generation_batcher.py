@@ -191,7 +191,7 @@ async def test_a_deadline_ends_an_answer_under_way() -> None:
 
 async def test_only_a_caller_who_leaves_counts_as_cancelled() -> None:
     """Neither a deadline nor a failure is the caller's doing."""
-    counted = metrics.of(metrics.CANCELLED, "m")._value
+    counted = metrics.of(metrics.CANCELLED, "m", Stage.QUEUE)._value
     engine = ScriptedWriter(fail_at_step=4)
     async with batching(engine) as batcher:
         before = counted.get()

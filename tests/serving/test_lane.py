@@ -200,6 +200,38 @@ async def test_a_closed_lane_refuses_and_its_farewell_ran_on_its_thread() -> Non
         await _one_turn(lane)
 
 
+async def test_what_ends_a_thread_ends_the_lane_and_is_told() -> None:
+    """To whoever called, to those in line, and to those who come; and it closes as ever."""
+    farewells: list[threading.Thread] = []
+    async with Lane(farewell=lambda: farewells.append(threading.current_thread())) as lane:
+        async with lane.turn("test") as run:
+            waiting = asyncio.create_task(_one_turn(lane))
+            await asyncio.sleep(0)
+            with pytest.raises(Unavailable, match="stopped"):
+                await run(_exit)
+            with pytest.raises(Unavailable, match="stopped"):
+                await run(int)
+        for late in (waiting, asyncio.create_task(_one_turn(lane))):
+            with pytest.raises(Unavailable, match="stopped"):
+                await late
+        assert lane.has_died
+        assert not lane.is_alive
+    assert len(farewells) == 1
+
+
+async def test_an_exception_that_no_future_takes_is_told_too() -> None:
+    """StopIteration, of a load that ends without an engine: nobody is left waiting for ever."""
+    async with Lane() as lane, asyncio.timeout(5):
+        async with lane.turn("test") as run:
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await run(next, iter(()))
+            assert await run(int, "3") == 3
+
+
+def _exit() -> None:
+    raise SystemExit
+
+
 async def _one_turn(lane: Lane, kind: str = "test", hold_s: float = 0) -> None:
     async with lane.turn(kind):
         await asyncio.sleep(hold_s)

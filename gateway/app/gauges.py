@@ -1,0 +1,47 @@
+"""What must come back to zero, and the memory held: read when somebody asks for metrics."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from gateway import metrics
+from gateway.app.opening import Batcher, Engines
+from gateway.serving.budget import Budget
+from gateway.serving.cache import ModelCache
+from gateway.serving.generation_batcher import GenerationBatcher
+
+
+class Gauges:
+    """One gateway's. Nothing is counted while requests are served."""
+
+    def __init__(self, models: ModelCache[Batcher], budget: Budget, engines: Engines) -> None:
+        self._models = models
+        self._budget = budget
+        self._engines = engines
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Have them among the metrics while entered, on the loop that is to be looked at."""
+        loop = asyncio.get_running_loop()
+        with metrics.shown(lambda: self._read(loop)):
+            yield
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> Iterator[metrics.Reading]:
+        rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
+        for entry in self._models.entries:  # an id may have two: one leaves, one replaces it
+            model = entry.spec.id
+            leases[model] += entry.leases
+            if entry.is_loaded:
+                batcher = entry.ready.result()
+                tickets[model] += batcher.tickets
+                if isinstance(batcher, GenerationBatcher):
+                    rows[model] += batcher.rows
+        yield metrics.ROWS.read_by_model(rows)
+        yield metrics.TICKETS.read_by_model(tickets)
+        yield metrics.LEASES.read_by_model(leases)
+        yield metrics.TASKS.read(len(asyncio.all_tasks(loop)))
+        yield metrics.BUDGET_HELD.read(self._budget.limit_bytes - self._budget.free_bytes)
+        yield metrics.BUDGET_LIMIT.read(self._budget.limit_bytes)
+        yield metrics.DEVICE_ACTIVE.read(self._engines.active_bytes)
+        yield metrics.DEVICE_CACHED.read(self._engines.cached_bytes)

@@ -1,0 +1,207 @@
+"""A spec becomes a loaded model: its files, its engine, its batcher; freed in reverse order."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from gateway.app.limits import embedding_limits, generation_limits
+from gateway.app.warming import warm_embedder, warm_writer
+from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
+from gateway.serving.arrivals import Arrivals
+from gateway.serving.budget import Budget
+from gateway.serving.cache import Loaded, Prepared
+from gateway.serving.embedding_batcher import EmbeddingBatcher
+from gateway.serving.generation_batcher import GenerationBatcher
+from gateway.serving.grammars import GrammarCache
+from gateway.serving.lane import Lane
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.serving.row_memory import RowCosts, RowMemory
+from gateway.serving.tokens import TokenPool
+from gateway.settings import Settings
+
+Batcher = EmbeddingBatcher | GenerationBatcher
+E = TypeVar("E", EmbeddingEngine, GenerationEngine)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a model will hold, bytes: its weights as they will be in memory, the KV of the first
+    tokens that it should always have room for, and that of each token.
+    """
+
+    weights: int
+    kv: int = 0
+    kv_token: int = 0
+
+
+class Engines(Protocol):
+    """Where engines come from: the real ones, or a test's scripted ones."""
+
+    @property
+    def device(self) -> str:
+        """Name the device for `system_fingerprint`."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Count the bytes of memory that the device offers this process."""
+
+    @property
+    def active_bytes(self) -> int:
+        """Count the bytes of arrays there are now."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Count the bytes that were freed and are kept for reuse."""
+
+    def begin(self) -> None:
+        """Prepare the lane's thread, on it."""
+
+    def end(self) -> None:
+        """Leave the lane's thread, on it, as its last act."""
+
+    async def folder(self, spec: ModelSpec) -> Path:
+        """Find or fetch a model's files, off the lane."""
+
+    async def size(self, spec: ModelSpec, folder: Path) -> Size:
+        """Tell a model's size from its files' headers, off the lane."""
+
+    def fetched_percent(self, spec: ModelSpec) -> int | None:
+        """Tell how much of a model's download is done; None when none is under way."""
+
+    def embedding(
+        self, spec: EmbeddingSpec, folder: Path
+    ) -> Generator[EmbeddingEngine | None, None, None]:
+        """Load, on the lane, a slice a step; the last step gives the engine."""
+
+    def generation(
+        self, spec: ChatSpec, folder: Path
+    ) -> Generator[GenerationEngine | None, None, None]:
+        """Load, on the lane, a slice a step; the last step gives the engine."""
+
+
+class Opener:
+    """Loads models for the cache."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engines: Engines,
+        lane: Lane,
+        pool: TokenPool,
+        arrivals: Arrivals,
+        budget: Budget,
+        clear: Callable[[int], None],
+    ) -> None:
+        self._budget = budget
+        self._clear = clear
+        self._settings = settings
+        self._engines = engines
+        self._lane = lane
+        self._pool = pool
+        self._arrivals = arrivals
+
+    async def prepared(self, spec: ModelSpec) -> Prepared[Batcher]:
+        """Find or fetch a model's files, and tell its size."""
+        folder = await self._engines.folder(spec)
+        size = await self._engines.size(spec, folder)
+        return Prepared(size.weights + size.kv, partial(self._opened, spec, folder, size))
+
+    def fetched_percent(self, spec: ModelSpec) -> int | None:
+        """Tell how much of a model's download is done; None when none is under way."""
+        return self._engines.fetched_percent(spec)
+
+    @contextlib.asynccontextmanager
+    async def _opened(
+        self, spec: ModelSpec, folder: Path, size: Size
+    ) -> AsyncIterator[Loaded[Batcher]]:
+        opened: AbstractAsyncContextManager[tuple[Batcher, int]]
+        if isinstance(spec, EmbeddingSpec):
+            opened = self._embedder(spec, folder)
+        else:
+            opened = self._writer(spec, folder, size)
+        async with opened as (batcher, nbytes):
+            yield Loaded(batcher, nbytes + size.kv)
+
+    @contextlib.asynccontextmanager
+    async def _embedder(
+        self, spec: EmbeddingSpec, folder: Path
+    ) -> AsyncIterator[tuple[Batcher, int]]:
+        limits = embedding_limits(self._settings, spec)
+        steps = self._engines.embedding(spec, folder)
+        async with self._engine(steps, partial(warm_embedder, spec.id)) as (engine, nbytes):
+            batcher = EmbeddingBatcher(
+                spec.id, engine, self._lane, self._pool, limits, self._arrivals
+            )
+            async with batcher.running():
+                yield batcher, nbytes
+
+    @contextlib.asynccontextmanager
+    async def _writer(
+        self, spec: ChatSpec, folder: Path, size: Size
+    ) -> AsyncIterator[tuple[Batcher, int]]:
+        settings = self._settings
+        limits = generation_limits(settings, spec)
+        steps = self._engines.generation(spec, folder)
+        async with self._engine(steps, partial(warm_writer, spec.id)) as (engine, nbytes):
+            grammars: GrammarCache[object] = GrammarCache(
+                spec.id,
+                engine.compile,
+                self._pool.run,
+                size=settings.structured_cache_size,
+                timeout_s=settings.structured_compile_timeout_s,
+            )
+            memory = RowMemory(self._budget, self._costs(nbytes, size), self._clear)
+            batcher = GenerationBatcher(
+                spec.id, engine, self._lane, self._pool, limits, grammars, memory
+            )
+            async with batcher.running():
+                yield batcher, nbytes
+
+    def _costs(self, nbytes: int, size: Size) -> RowCosts:
+        return RowCosts(
+            token=size.kv_token,
+            included=size.kv,
+            most=self._budget.limit_bytes - nbytes,
+            answer_tokens=self._settings.kv_answer_tokens,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _engine(
+        self, steps: Generator[E | None, None, None], warm: Callable[[E], None]
+    ) -> AsyncIterator[tuple[E, int]]:
+        """Hold an engine, loaded, measured and warm."""
+        engine = await self._loaded(steps)
+        try:
+            async with self._lane.turn("load") as run:
+                nbytes = await run(engine.nbytes)
+                if self._settings.warm_up:
+                    await run(warm, engine)
+            yield engine, nbytes
+        finally:
+            async with self._lane.turn("load") as run:
+                await run(engine.close)
+
+    async def _loaded(self, steps: Generator[T | None, None, None]) -> T:
+        """Load in turns of the lane, so that others have theirs between."""
+        engine: T | None = None
+        try:
+            while engine is None:
+                async with self._lane.turn("load") as run:
+                    engine = await run(_next, steps)
+        except BaseException:
+            async with self._lane.turn("load") as run:
+                await run(steps.close)  # there, so that a half-read model is freed there
+            raise
+        return engine
+
+
+def _next(steps: Generator[T | None, None, None]) -> T | None:
+    """Take a step; after the last one nothing but the engine is left."""
+    if (engine := next(steps)) is not None:
+        steps.close()
+    return engine

@@ -1,0 +1,98 @@
+"""How many bytes models and their rows may hold, who holds them, and who gives way."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A loaded model, as the choice of who leaves sees it. `is_doomed`: it was chosen before."""
+
+    nbytes: int
+    last_used: float
+    is_idle: bool = True
+    is_doomed: bool = False
+
+
+def pick_leaving(held: Mapping[K, Held], *, places: int, nbytes: int) -> list[K]:
+    """Choose who leaves so that `places` and `nbytes` become free, as far as these have them.
+
+    The idle before those in use, those chosen before ahead of others, and among equals the one
+    that was used longest ago.
+    """
+    leaving: list[K] = []
+    for each in sorted(held, key=lambda each: _rank(held[each])):
+        if places <= 0 and nbytes <= 0:
+            break
+        leaving.append(each)
+        places -= 1
+        nbytes -= held[each].nbytes
+    return leaving
+
+
+def _rank(held: Held) -> tuple[bool, bool, float]:
+    return not held.is_idle, not held.is_doomed, held.last_used
+
+
+class Budget:
+    """Bytes to share out. A model's weights have one share, and a batcher's rows may have another:
+
+    share = budget.share()
+    if not share.resize(nbytes): ...  # not free now: wait, or ask `Room.clear` to make room
+    share.release()
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._held_bytes = 0
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def free_bytes(self) -> int:
+        """Count what nobody holds; below 0 when models turned out larger than they seemed."""
+        return self.limit_bytes - self._held_bytes
+
+    def share(self) -> "Share":
+        """Give a share, which holds nothing yet."""
+        return Share(self)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have a function called whenever bytes come back."""
+        self._listeners.append(listener)
+
+    def ignore(self, listener: Callable[[], None]) -> None:
+        """Call it no more."""
+        self._listeners.remove(listener)
+
+    def _moved(self, by: int) -> None:
+        self._held_bytes += by
+        if by < 0:
+            for listener in tuple(self._listeners):
+                listener()
+
+
+class Share:
+    """The bytes that one holder has of a budget."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.nbytes = 0
+
+    def resize(self, nbytes: int) -> bool:
+        """Hold so many bytes from now on; False, and nothing changes, where they are not free."""
+        if nbytes - self.nbytes > max(0, self._budget.free_bytes):
+            return False
+        self.state(nbytes)
+        return True
+
+    def state(self, nbytes: int) -> None:
+        """Hold so many bytes, free or not: they are in memory already."""
+        change, self.nbytes = nbytes - self.nbytes, nbytes
+        self._budget._moved(change)
+
+    def release(self) -> None:
+        """Hold nothing any more."""
+        self.state(0)

@@ -1,0 +1,95 @@
+"""A turn of a chat model, as it is worked on the lane's thread: in steps, while it may."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from gateway import metrics
+from gateway.errors import EngineFailed
+from gateway.jobs import Pass, RowDelta
+from gateway.serving.lane import Turn
+from gateway.serving.ports import GenerationEngine
+from gateway.serving.tickets import Moves, Ticket
+
+STEPS_PER_TURN = 16  # when nobody else waits: one hop to the lane's thread costs 0.1 ms
+
+Deliver = Callable[[Pass, str, Sequence[RowDelta], float], None]
+
+
+class Steps:
+    """What one turn does. `joined`, `deliver` and `kept`, the bytes kept of prompts, are called on
+    the loop; `news` ends a turn.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: GenerationEngine,
+        news: threading.Event,
+        *,
+        chunk_tokens: int,
+        joined: Callable[[Ticket, int], None],
+        deliver: Deliver,
+        kept: Callable[[int], None],
+    ) -> None:
+        self._name = name
+        self._engine = engine
+        self._news = news
+        self._chunk_tokens = chunk_tokens
+        self._joined = joined
+        self._deliver = deliver
+        self._kept = kept
+
+    def read(self, moves: Moves, turn: Turn) -> None:
+        """Read a chunk of the prompts, or more while others wait for the lane and our share is
+        not used up.
+        """
+        engine = self._engine
+        self._move(moves)
+        while engine.is_prefilling:
+            started = metrics.now()
+            deltas = engine.prefill(self._chunk_tokens)
+            self._told(moves, turn, "prefill", deltas, started)
+            if self._news.is_set() or turn.is_up or not turn.is_contended:
+                break
+        self._settle(moves, turn)
+
+    def write(self, moves: Moves, turn: Turn) -> None:
+        """Give the running rows some tokens, until another's turn is due or rows leave."""
+        engine = self._engine
+        self._move(moves)
+        for _ in range(STEPS_PER_TURN):
+            if not engine.is_decoding:
+                break
+            started = metrics.now()
+            deltas = engine.decode()
+            self._told(moves, turn, "decode", deltas, started)
+            if self._news.is_set() or turn.is_up:
+                break
+        self._settle(moves, turn)
+
+    def _move(self, moves: Moves) -> None:
+        for row in moves.leaving:
+            self._engine.leave(row)
+        for row, max_tokens in moves.curtailed:
+            self._engine.curtail(row, max_tokens)
+        if moves.forgets:
+            self._engine.forget()
+        for ticket in moves.joining:
+            try:
+                row = self._engine.join(ticket.job)
+            except Exception as error:  # its own: the others have done nothing
+                moves.tell(ticket.end, EngineFailed(self._name, str(error)))
+            else:
+                moves.tell(self._joined, ticket, row)
+
+    def _told(
+        self, moves: Moves, turn: Turn, kind: str, deltas: Sequence[RowDelta], started: float
+    ) -> None:
+        turn.beat()
+        moves.tell(self._deliver, self._engine.last_pass, kind, deltas, metrics.now() - started)
+
+    def _settle(self, moves: Moves, turn: Turn) -> None:
+        """What was begun is ours: it must not run in another's turn."""
+        moves.tell(self._kept, self._engine.kept_bytes)
+        if turn.is_contended:
+            self._engine.settle()

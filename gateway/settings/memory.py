@@ -1,0 +1,60 @@
+"""The knobs of memory: which models are in it, for how long, and how much of it they may have."""
+
+from pydantic import BaseModel, Field, SecretStr
+
+
+class MemorySettings(BaseModel):
+    """What `Settings` has of models in memory."""
+
+    cache_max_models: int = Field(
+        default=3,
+        ge=1,
+        le=64,
+        description="Models loaded at once; the least recently used idle one leaves.",
+    )
+    cache_max_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Memory that loaded models may hold, with what their first tokens need.",
+        json_schema_extra={"default_text": "three quarters of what the device offers"},
+    )
+    kv_allowance_tokens: int = Field(
+        default=4096,
+        ge=0,
+        le=16_777_216,
+        description="Tokens whose KV is counted to a chat model's size before it is loaded.",
+    )
+    kv_answer_tokens: int = Field(
+        default=4096,
+        ge=1,
+        le=16_777_216,
+        description="Answer tokens whose KV a request without max_tokens is sure of; it goes on "
+        "while there is memory, and ends there.",
+    )
+    load_wait_s: float = Field(
+        default=20,
+        ge=0,
+        le=3600,
+        description="How long a request waits for its model, and a model for room; then 503.",
+    )
+    model_ttl_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Idle seconds after which a model is unloaded; never when unset.",
+    )
+    warm_up: bool = Field(
+        default=True, description="Run one small pass at load, so that no request is the first."
+    )
+    mlx_cache_limit_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Freed memory MLX keeps for reuse; all of the device's when unset.",
+    )
+    mlx_wired_limit_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Memory Metal keeps resident; the device's recommended working set when unset.",
+    )
+    admin_key: SecretStr | None = Field(
+        default=None, description="Bearer key of the /admin routes; without one there are none."
+    )

@@ -1,0 +1,52 @@
+"""The pass at load: once, on the lane, before any request's; what it shows is told by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.errors import EngineFailed
+from gateway.jobs import Vectors
+from tests.fakes import ScriptedEmbedder, ScriptedEngines
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+MODELS = {
+    "chat": {"kind": "chat", "source": "path:."},
+    "embedder": {"kind": "embedding", "source": "path:."},
+}
+CHAT = {"model": "chat", "messages": [{"role": "user", "content": "Hi"}]}
+EMBEDDING = {"model": "embedder", "input": "Hi"}
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+async def test_a_model_is_warm_before_its_first_request(tmp_path: Path, warm_up: bool) -> None:
+    """One small pass; none where it is turned off."""
+    engines = ScriptedEngines()
+    async with served(catalog(tmp_path, MODELS), engines, warm_up=warm_up) as client:
+        assert (await client.post("/v1/embeddings", json=EMBEDDING)).status_code == 200
+        answer = (await client.post("/v1/chat/completions", json=CHAT)).json()
+    assert answer["choices"][0]["message"]["content"] == "Hi"
+    assert len(engines.embedder.batches) == 1 + warm_up
+    assert len(engines.writer.joined) == 1 + warm_up
+
+
+class Broken(ScriptedEmbedder):
+    def embed(self, rows: Any) -> Vectors:
+        raise EngineFailed("embedder", "the vector of row 0 is not finite")
+
+
+async def test_a_pass_that_fails_is_a_failed_load(tmp_path: Path) -> None:
+    """Its engine is closed; the other model is served."""
+    engines = ScriptedEngines(embedder=Broken())
+    async with served(catalog(tmp_path, MODELS), engines, warm_up=True) as client:
+        answer = await client.post("/v1/embeddings", json=EMBEDDING)
+        assert answer.status_code == 500
+        assert answer.json()["error"] == {
+            "message": "The model `embedder` failed to load: the vector of row 0 is not finite",
+            "type": "server_error",
+            "param": None,
+            "code": "model_load_failed",
+        }
+        assert engines.embedder.is_closed
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200

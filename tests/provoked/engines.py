@@ -1,0 +1,105 @@
+"""Scripted engines that can be held at every stage, and break as their text tells them to."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gateway.jobs import GenerateJob, Grammar, RowDelta, RowJob, Stage, TokenIds, Vectors
+from gateway.registry import ModelSpec
+from tests.fakes import Gate, ScriptedEmbedder, ScriptedEngines, ScriptedWriter
+
+POISON = "☠"  # a row that is to say it ends with an error; an input that has it raises
+NO_ENTRY = "⛔"  # a row with this cannot join
+EXIT = "⏻"  # the call with this ends its thread
+HANG = "⌛"  # the call with this never ends
+FAR_AWAY = "far-away"  # a model whose files never come
+
+
+def gates() -> dict[Stage, Gate]:
+    return {stage: Gate() for stage in Stage}
+
+
+@dataclass
+class HeldEmbedder(ScriptedEmbedder):
+    """Tokenising and the pass have a gate each."""
+
+    poison: str | None = POISON
+    pass_s: float = 0.0
+    gates: dict[Stage, Gate] = field(default_factory=gates)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        self.gates[Stage.TOKENISE].pass_through()
+        return super().encode(texts)
+
+    def embed(self, rows: Sequence[TokenIds]) -> Vectors:
+        if any(ord(EXIT) in row for row in rows):
+            raise SystemExit
+        if any(ord(HANG) in row for row in rows):
+            threading.Event().wait()
+        self.gates[Stage.INFERENCE].pass_through()
+        time.sleep(self.pass_s)
+        return super().embed(rows)
+
+
+@dataclass
+class HeldWriter(ScriptedWriter):
+    """Every stage has a gate; that of decoding closes by itself before step `hold_at_step`."""
+
+    max_context: int = 10_000
+    hold_at_step: int | None = None
+    step_s: float = 0.0
+    gates: dict[Stage, Gate] = field(default_factory=gates)
+
+    def plan(self, job: GenerateJob) -> list[RowJob]:
+        self.gates[Stage.TOKENISE].pass_through()
+        return super().plan(job)
+
+    def compile(self, grammar: Grammar) -> object:
+        self.gates[Stage.COMPILE].pass_through()
+        return super().compile(grammar)
+
+    def join(self, job: RowJob) -> int:
+        if ord(NO_ENTRY) in job.prompt:
+            raise RuntimeError("no entry")
+        return super().join(job)
+
+    def prefill(self, token_budget: int) -> list[RowDelta]:
+        self.gates[Stage.PREFILL].pass_through()
+        return super().prefill(token_budget)
+
+    def decode(self) -> list[RowDelta]:
+        if any(ord(EXIT) in said for said in self._running.values()):
+            raise SystemExit
+        if len(self.steps) == self.hold_at_step:
+            self.gates[Stage.DECODE].close()
+        self.gates[Stage.DECODE].pass_through()
+        time.sleep(self.step_s)
+        return super().decode()
+
+    def _next(self, row: int) -> list[RowDelta]:
+        if self._running[row][:1] == [ord(POISON)]:
+            del self._running[row]
+            return [RowDelta(row, error="poisoned")]
+        return super()._next(row)
+
+
+@dataclass
+class HeldEngines(ScriptedEngines):
+    """Both of them."""
+
+    embedder: HeldEmbedder = field(default_factory=HeldEmbedder)
+    writer: HeldWriter = field(default_factory=HeldWriter)
+
+    async def folder(self, spec: ModelSpec) -> Path:
+        if spec.id == FAR_AWAY:
+            await asyncio.Event().wait()
+        return await super().folder(spec)
+
+    def open(self) -> None:
+        """Let everything go on."""
+        self.load_gate.open()
+        for gate in (*self.embedder.gates.values(), *self.writer.gates.values()):
+            gate.open()

@@ -1,0 +1,87 @@
+"""A deadline holds wherever a request stands: it is told, and what it held is free again."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.jobs import Stage
+from tests.fakes import Gate
+from tests.provoked.conftest import chat, embed
+from tests.provoked.engines import HeldEngines
+from tests.provoked.test_leaving import SCHEMA, ask, reached, until
+
+pytestmark = pytest.mark.anyio
+
+SOON = {"x-gateway-timeout-s": "0.3"}
+
+
+async def hurried(client: httpx2.AsyncClient, body: dict[str, Any]) -> httpx2.Response:
+    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
+    return await client.post(path, json=body, headers=SOON)
+
+
+def is_told(answer: httpx2.Response) -> None:
+    assert answer.status_code == 504, answer.text
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "stage", [Stage.LOAD, Stage.TOKENISE, Stage.COMPILE, Stage.QUEUE, Stage.PREFILL, Stage.DECODE]
+)
+async def test_a_chat_that_takes_too_long(
+    client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage, stream: bool
+) -> None:
+    """504, streamed or not, while nothing has been sent; and the next one is answered."""
+    writer = engines.writer
+    if stage is not Stage.LOAD:
+        await ask(client, chat("loads it"))
+    gate = engines.load_gate if stage is Stage.LOAD else writer.gates[stage]
+    ahead: asyncio.Task[Any] | None = None
+    if stage is Stage.QUEUE:
+        gate = writer.gates[Stage.DECODE]
+        gate.close()
+        ahead = asyncio.create_task(ask(client, chat("ahead")))
+        await reached(gate)
+    gate.close()
+    more = {"response_format": SCHEMA} if stage is Stage.COMPILE else {}
+    is_told(await hurried(client, chat("a" * 90, stream=stream, **more)))
+    gate.open()
+    await until(lambda: writer.rows == 0)
+    if ahead is not None:
+        assert (await ahead).status_code == 200
+    answer = await ask(client, chat("next"))
+    assert answer.json()["choices"][0]["message"]["content"] == "next"
+
+
+@pytest.mark.parametrize("stage", [Stage.LOAD, Stage.TOKENISE, Stage.INFERENCE])
+async def test_an_embedding_that_takes_too_long(
+    client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage
+) -> None:
+    """504; and the next one is answered."""
+    if stage is not Stage.LOAD:
+        await ask(client, embed("loads it"))
+    gate: Gate = engines.load_gate if stage is Stage.LOAD else engines.embedder.gates[stage]
+    gate.close()
+    is_told(await hurried(client, embed("a", "b")))
+    gate.open()
+    assert (await ask(client, embed("next"))).status_code == 200
+
+
+async def test_a_stream_that_takes_too_long_after_its_first_token(
+    client: httpx2.AsyncClient, engines: HeldEngines
+) -> None:
+    """An error event, and no [DONE]."""
+    engines.writer.hold_at_step = 5
+    body, later = chat("a" * 90, stream=True), {"x-gateway-timeout-s": "1"}
+    async with client.stream("POST", "/v1/chat/completions", json=body, headers=later) as answer:
+        assert answer.status_code == 200
+        told = [line async for line in answer.aiter_lines() if line]
+    engines.open()
+    assert "data: [DONE]" not in told
+    assert json.loads(told[-1].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    await until(lambda: engines.writer.rows == 0)

@@ -1,0 +1,148 @@
+"""What breaks in an engine fails the request it concerns, and no other."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import mlx.core as mx
+import pytest
+
+from gateway.app.engines import MlxEngines
+from gateway.engine.sources import Hub
+from gateway.jobs import Stage
+from tests.checkpoints import write_chat
+from tests.provoked.conftest import chat, embed
+from tests.provoked.engines import EXIT, NO_ENTRY, POISON, HeldEngines
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+
+
+async def ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> httpx2.Response:
+    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
+    return await client.post(path, json=body)
+
+
+def is_told(answer: httpx2.Response) -> None:
+    """It is a 500 that names the request."""
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "engine_failed"
+    assert answer.headers["x-request-id"]
+
+
+async def test_an_input_that_breaks_its_pass_fails_alone(
+    client: httpx2.AsyncClient, engines: HeldEngines
+) -> None:
+    """Those in the same pass get the vectors they would have had."""
+    gate = engines.embedder.gates[Stage.INFERENCE]
+    gate.close()
+    first = asyncio.create_task(ask(client, embed("x")))
+    await asyncio.to_thread(gate.reached.wait, 5)
+    bodies = [embed("a", "bb"), embed("fine", POISON), embed("ccc")]
+    asked = [asyncio.create_task(ask(client, body)) for body in bodies]
+    await asyncio.sleep(0.2)
+    gate.open()
+    good, bad, other = await asyncio.gather(*asked)
+    assert (await first).status_code == 200
+    is_told(bad)
+    assert [each["embedding"][0] for each in good.json()["data"]] == [1, 2]
+    assert [each["embedding"][0] for each in other.json()["data"]] == [3]
+    assert 5 in [len(batch) for batch in engines.embedder.batches]  # they did share it
+
+
+@pytest.mark.parametrize("text", [f"ab{POISON}", NO_ENTRY])
+async def test_a_row_that_fails_does_so_alone(models: Any, engines: HeldEngines, text: str) -> None:
+    """As it is written, or as it joins; its neighbours' answers are theirs."""
+    async with served(models, engines) as client:
+        gate = engines.writer.gates[Stage.DECODE]
+        gate.close()
+        texts = ["neighbour", text, "another"]
+        asked = [asyncio.create_task(ask(client, chat(each))) for each in texts]
+        await asyncio.to_thread(gate.reached.wait, 5)
+        await asyncio.sleep(0.1)
+        gate.open()
+        good, bad, other = await asyncio.gather(*asked)
+        is_told(bad)
+        for answer, said in ((good, "neighbour"), (other, "another")):
+            assert answer.json()["choices"][0]["message"]["content"] == said
+
+
+async def test_a_stream_that_fails_after_its_first_token_says_so(
+    client: httpx2.AsyncClient,
+) -> None:
+    """In an error event; nobody is told that it is done."""
+    body = chat(f"ab{POISON}", stream=True)
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"]
+        told = [line async for line in answer.aiter_lines() if line]
+    assert json.loads(told[-1].removeprefix("data: "))["error"]["code"] == "engine_failed"
+    assert "data: [DONE]" not in told
+
+
+async def test_a_whole_batch_that_fails_leaves_those_who_wait(
+    client: httpx2.AsyncClient, engines: HeldEngines
+) -> None:
+    """They had no part in it."""
+    gate = engines.writer.gates[Stage.DECODE]
+    engines.writer.fail_at_step = 2
+    gate.close()
+    running = asyncio.create_task(ask(client, chat("running")))
+    await asyncio.to_thread(gate.reached.wait, 5)
+    waiting = asyncio.create_task(ask(client, chat("waiting")))
+    await asyncio.sleep(0.1)
+    gate.open()
+    is_told(await running)
+    assert (await waiting).json()["choices"][0]["message"]["content"] == "waiting"
+
+
+async def test_a_row_of_no_numbers_on_real_mlx_leaves_its_neighbours_answers_as_they_were(
+    tmp_path: Path,
+) -> None:
+    """One token's weights are broken; whoever has it in the prompt fails, in whatever company."""
+    weights = write_chat(tmp_path / "tiny") / "model.safetensors"
+    arrays = mx.load(str(weights))
+    assert isinstance(arrays, dict)
+    tokens = json.loads((tmp_path / "tiny" / "tokenizer.json").read_text())["model"]["vocab"]
+    arrays["model.embed_tokens.weight"][tokens["Z"]] = float("nan")
+    mx.save_safetensors(str(weights), arrays)
+    models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:tiny"}})
+    greedy = {"temperature": 0, "max_tokens": 24}
+    texts = ["Hello there!", "What is it?", "One more, please."]
+    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    async with served(models, engines) as client:
+        alone = [(await ask(client, chat(text, **greedy))).json() for text in texts]
+        said = [answer["choices"][0]["message"]["content"] for answer in alone]
+        mixed = [chat(text, **greedy) for text in (texts[0], "Z", *texts[1:], "ZZ")]
+        answers = await asyncio.gather(*(ask(client, body) for body in mixed))
+    is_told(answers[1])
+    is_told(answers[4])
+    assert "`writer`" in answers[1].json()["error"]["message"]
+    beside = [answers[i].json()["choices"][0]["message"]["content"] for i in (0, 2, 3)]
+    assert beside == said
+
+
+@pytest.mark.parametrize("body", [embed(EXIT), chat(EXIT)], ids=["embedding", "chat"])
+async def test_a_lane_that_dies_is_told_to_everybody_at_once(
+    client: httpx2.AsyncClient, engines: HeldEngines, body: dict[str, Any]
+) -> None:
+    """Those inside and those who come; the loop goes on, and says that the lane is dead."""
+    gate = engines.embedder.gates[Stage.INFERENCE]
+    gate.close()
+    held = [asyncio.create_task(ask(client, embed("x")))]
+    await asyncio.to_thread(gate.reached.wait, 5)
+    held += [asyncio.create_task(ask(client, each)) for each in (chat("ab"), body, chat("c" * 90))]
+    await asyncio.sleep(0.2)
+    gate.open()
+    async with asyncio.timeout(10):
+        answers = await asyncio.gather(*held)
+        assert {answer.status_code for answer in answers} <= {200, 503}
+        assert answers[2].status_code == 503
+        assert answers[3].status_code == 503
+        for path, status in (("/health", "dead"), ("/ready", "dead")):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()["status"]) == (503, status)
+        for late in (chat("d"), embed("e", "f")):
+            assert (await ask(client, late)).status_code == 503

@@ -1,0 +1,133 @@
+"""A client that leaves frees what it held within a step, wherever it stood, and is counted."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway import metrics
+from gateway.jobs import Stage
+from tests.fakes import Gate
+from tests.provoked.conftest import chat, embed
+from tests.provoked.engines import HeldEngines
+
+pytestmark = pytest.mark.anyio
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def counted(model: str, stage: str) -> float:
+    return float(metrics.of(metrics.CANCELLED, model, stage)._value.get())
+
+
+async def leave(asking: "asyncio.Task[Any]") -> None:
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+
+
+async def ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> httpx2.Response:
+    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
+    async with client.stream("POST", path, json=body) as answer:
+        await answer.aread()
+        return answer
+
+
+async def reached(gate: Gate) -> None:
+    assert await asyncio.to_thread(gate.reached.wait, 5)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "stage", [Stage.TOKENISE, Stage.COMPILE, Stage.QUEUE, Stage.PREFILL, Stage.DECODE]
+)
+async def test_a_chat_whose_client_leaves(
+    client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage, stream: bool
+) -> None:
+    """It takes part in one more step at most, and the next one is answered."""
+    writer, before = engines.writer, counted("writer", stage)
+    assert (await ask(client, chat("loads it"))).status_code == 200
+    ahead: asyncio.Task[Any] | None = None
+    if stage is Stage.QUEUE:
+        writer.gates[Stage.DECODE].close()
+        ahead = asyncio.create_task(ask(client, chat("ahead")))
+        await reached(writer.gates[Stage.DECODE])
+    elif stage is Stage.DECODE:  # a few tokens are out, and the next is being made
+        writer.hold_at_step = len(writer.steps) + 5
+        writer.gates[stage].reached.clear()
+    else:
+        writer.gates[stage].close()
+    more = {"response_format": SCHEMA} if stage is Stage.COMPILE else {}
+    leaving = asyncio.create_task(ask(client, chat("a" * 90, stream=stream, **more)))
+    if stage is Stage.QUEUE:
+        await until(lambda: len(writer.jobs) == 3)
+        await asyncio.sleep(0.05)
+    else:
+        await until(lambda: stage is not Stage.DECODE or len(writer.steps) == writer.hold_at_step)
+        await reached(writer.gates[stage])
+    joined, steps = len(writer.joined), len(writer.steps)
+    await leave(leaving)
+    await until(lambda: counted("writer", stage) == before + 1)
+    engines.open()
+    await until(lambda: writer.rows == 0)
+    if ahead is not None:
+        assert (await ahead).json()["choices"][0]["message"]["content"] == "ahead"
+    else:
+        assert len(writer.steps) <= steps + 1
+    assert len(writer.joined) == joined
+    answer = await ask(client, chat("next"))
+    assert answer.json()["choices"][0]["message"]["content"] == "next"
+
+
+@pytest.mark.parametrize("stage", [Stage.TOKENISE, Stage.QUEUE, Stage.INFERENCE])
+async def test_an_embedding_whose_client_leaves(
+    client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage
+) -> None:
+    """It is in no further pass, and the next one is answered."""
+    embedder, before = engines.embedder, counted("embedder", stage)
+    assert (await ask(client, embed("loads it"))).status_code == 200
+    held = Stage.INFERENCE if stage is Stage.QUEUE else stage
+    embedder.gates[held].close()
+    ahead: asyncio.Task[Any] | None = None
+    if stage is Stage.QUEUE:
+        ahead = asyncio.create_task(ask(client, embed("ahead")))
+        await reached(embedder.gates[held])
+    leaving = asyncio.create_task(ask(client, embed("a", "b")))
+    if stage is Stage.QUEUE:
+        await asyncio.sleep(0.2)
+    else:
+        await reached(embedder.gates[held])
+    passes = len(embedder.batches)
+    await leave(leaving)
+    await until(lambda: counted("embedder", stage) == before + 1)
+    engines.open()
+    if ahead is not None:
+        assert (await ahead).status_code == 200
+    assert (await ask(client, embed("next"))).json()["data"][0]["embedding"][0] == 4
+    assert len(embedder.batches) == passes + (2 if stage is not Stage.TOKENISE else 1)
+    assert [1, 1] not in embedder.batches[passes + 1 :]
+
+
+@pytest.mark.parametrize("body", [chat("a"), chat("b", stream=True), embed("c")])
+async def test_a_client_who_leaves_while_its_model_loads(
+    client: httpx2.AsyncClient, engines: HeldEngines, body: dict[str, Any]
+) -> None:
+    """The load goes on, for the next one."""
+    before = counted(body["model"], Stage.LOAD)
+    engines.load_gate.close()
+    leaving = asyncio.create_task(ask(client, body))
+    await reached(engines.load_gate)
+    await leave(leaving)
+    await until(lambda: counted(body["model"], Stage.LOAD) == before + 1)
+    engines.open()
+    assert (await ask(client, body)).status_code == 200
+    assert engines.loads == [body["model"]]

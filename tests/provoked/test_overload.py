@@ -1,0 +1,109 @@
+"""More clients than the queue holds: each is answered or told to come back; then all is well."""
+
+import asyncio
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.jobs import Stage
+from gateway.registry import Catalog
+from tests.processes import Served, started
+from tests.provoked.conftest import chat
+from tests.provoked.engines import HeldEngines
+from tests.serving_app import served
+
+pytestmark = pytest.mark.anyio
+
+MODELS = """
+version: 1
+models:
+  writer: {kind: chat, source: "path:.", preload: true}
+  embedder: {kind: embedding, source: "path:.", preload: true}
+"""
+CHAT = "/v1/chat/completions"
+MOST_GROWTH_BYTES = 200_000_000
+
+
+def body(number: int) -> dict[str, Any]:
+    """Ask for something that only this client asked for."""
+    if number % 2:
+        return chat(f"client {number} " + "x" * 30, stream=number % 4 == 1)
+    return {"model": "embedder", "input": ["y" * (number % 90 + 1)]}
+
+
+def is_right(number: int, text: str) -> bool:
+    """Tell whether it is that client's answer."""
+    if number % 4 == 1:
+        return text.endswith("data: [DONE]\n\n")
+    return f"client {number} " in text if number % 2 else f"[{number % 90 + 1}.0," in text
+
+
+async def ask(client: httpx2.AsyncClient, number: int) -> httpx2.Response:
+    asked = body(number)
+    path = "/v1/embeddings" if "input" in asked else "/v1/chat/completions"
+    return await client.post(path, json=asked)
+
+
+async def storm(process: Served, clients: int) -> None:
+    """Let all come at once; see that every answer is one of two, and that it leaves no trace."""
+    limits = httpx2.Limits(max_connections=clients)
+    async with httpx2.AsyncClient(base_url=process.url, timeout=60, limits=limits) as client:
+        await asyncio.gather(*(ask(client, number) for number in range(20)))
+        before = process.rss_bytes()
+        answers = await asyncio.gather(*(ask(client, number) for number in range(clients)))
+        statuses = Counter(answer.status_code for answer in answers)
+        assert statuses.keys() == {200, 429}, statuses
+        for number, answer in enumerate(answers):
+            if answer.status_code == 200:
+                assert is_right(number, answer.text), answer.text
+            else:
+                assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+                assert 1 <= int(answer.headers["retry-after"]) <= 60
+        after = [await ask(client, number) for number in range(4)]  # at once, one by one
+        assert [answer.status_code for answer in after] == [200] * 4
+        assert process.rss_bytes() - before < MOST_GROWTH_BYTES
+        metrics = (await client.get("/metrics")).text
+        for line in ("gateway_queue_depth", "gateway_queue_tokens"):
+            assert f'{line}{{model="writer"}} 0.0' in metrics
+            assert f'{line}{{model="embedder"}} 0.0' in metrics
+
+
+async def stormed(folder: Path, *, clients: int, queue: int) -> None:
+    (folder / "models.yaml").write_text(MODELS)
+    command = [sys.executable, "-m", "tests.provoked.process"]
+    with started(command, folder, GATEWAY_QUEUE_LIMIT=str(queue)) as process:
+        await storm(process, clients)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_tokens_that_wait_are_bounded_too(
+    models: Catalog, engines: HeldEngines, stream: bool
+) -> None:
+    """One request may be larger than the bound, if nothing else waits; a refusal is a real 429."""
+    gate = engines.writer.gates[Stage.DECODE]
+    async with served(models, engines, queue_max_tokens=50) as client:
+        gate.close()
+        large = asyncio.create_task(client.post(CHAT, json=chat("x" * 60)))
+        await asyncio.to_thread(gate.reached.wait, 5)
+        refused = await client.post(CHAT, json=chat("y", stream=stream))
+        assert refused.status_code == 429
+        assert "60 tokens" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"]
+        gate.open()
+        assert (await large).json()["choices"][0]["message"]["content"] == "x" * 60
+        assert (await client.post(CHAT, json=chat("y", stream=stream))).status_code == 200
+
+
+async def test_two_hundred_clients_on_a_queue_of_twenty(tmp_path: Path) -> None:
+    """Only 200s and 429s, every 200 right, and the next is served at once."""
+    await stormed(tmp_path, clients=200, queue=20)
+
+
+@pytest.mark.soak
+async def test_a_thousand_clients_on_a_queue_of_a_hundred(tmp_path: Path) -> None:
+    """The same, as many times over."""
+    await stormed(tmp_path, clients=1000, queue=100)

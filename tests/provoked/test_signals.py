@@ -1,0 +1,169 @@
+"""Told to end, killed, or stuck: what clients see of it, and supervisors."""
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.processes import Served, started
+from tests.provoked.conftest import chat, embed
+from tests.provoked.engines import FAR_AWAY, HANG
+
+pytestmark = pytest.mark.anyio
+
+MODELS = """
+version: 1
+models:
+  writer: {kind: chat, source: "path:.", preload: true}
+  embedder: {kind: embedding, source: "path:.", preload: true}
+  far-away: {kind: embedding, source: "path:."}
+"""
+
+
+def serving(folder: Path, **given: str) -> AbstractContextManager[Served]:
+    """Serve scripted engines, five milliseconds a step."""
+    (folder / "models.yaml").write_text(MODELS)
+    return started([sys.executable, "-m", "tests.provoked.process"], folder, **given)
+
+
+async def outcome(client: httpx2.AsyncClient, body: dict[str, Any]) -> str:
+    """Ask, and say how it ended: `done`, `told`, or what is wrong with it."""
+    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
+    async with client.stream("POST", path, json=body) as answer:
+        text = (await answer.aread()).decode()
+    if answer.status_code == 503:
+        return "told" if "service_unavailable" in text else text
+    if answer.status_code != 200:
+        return f"{answer.status_code} {text}"
+    if "input" in body:
+        return "done" if len(json.loads(text)["data"]) == len(body["input"]) else text
+    asked = body["messages"][0]["content"]
+    if not body.get("stream"):
+        return "done" if json.loads(text)["choices"][0]["message"]["content"] == asked else text
+    *events, last = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    if last == "[DONE]":
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+        said = "".join(delta.get("content") or "" for delta in deltas)
+        return "done" if said == asked else text
+    return "told" if json.loads(last)["error"]["code"] == "service_unavailable" else text
+
+
+async def test_sigterm_under_load_ends_every_request_one_way_or_the_other(tmp_path: Path) -> None:
+    """Finished with the right answer, or told 503; nothing is cut off. Then status 0."""
+    short, long = "s" * 40, "l" * 900
+    bodies = [
+        *(chat(text, stream=stream) for text in (short, long) for stream in (False, True)),
+        embed(*(["text"] * 100)),
+    ] * 8
+    with serving(tmp_path, GATEWAY_DRAIN_S="1.5") as served:
+        limits = httpx2.Limits(max_connections=100)
+        async with httpx2.AsyncClient(base_url=served.url, timeout=30, limits=limits) as client:
+            asked = [asyncio.create_task(outcome(client, body)) for body in bodies]
+            await asyncio.sleep(0.3)
+            served.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            late = await client.get("/v1/models")
+            ends = await asyncio.gather(*asked)
+        assert late.status_code == 503
+        assert late.headers["connection"] == "close"
+        assert set(ends) == {"done", "told"}
+        assert served.process.wait(20) == 0
+
+
+async def test_a_drain_cut_short_tells_those_who_are_in_no_queue_too(tmp_path: Path) -> None:
+    """A model whose files never come, a body that never ends: 503, and status 0."""
+    with serving(tmp_path, GATEWAY_DRAIN_S="0.3") as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nno end"
+        )
+        async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
+            body = {"model": FAR_AWAY, "input": "a"}
+            asking = asyncio.create_task(client.post("/v1/embeddings", json=body))
+            await asyncio.sleep(0.3)
+            served.process.send_signal(signal.SIGTERM)
+            answer = await asking
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "service_unavailable"
+        assert b" 503 " in await reader.readline()
+        writer.close()
+        assert served.process.wait(20) == 0
+
+
+async def test_killed_in_mid_stream_is_a_broken_stream_and_a_clean_start(tmp_path: Path) -> None:
+    """Never a [DONE]; and the port is free for the next one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    with serving(tmp_path, GATEWAY_PORT=port) as served:
+        lines: list[str] = []
+
+        async def read() -> None:
+            body = chat("l" * 900, stream=True)
+            async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    lines.append(line)
+                    if len(lines) == 20:
+                        served.process.kill()
+
+        async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
+            with pytest.raises(httpx2.RemoteProtocolError):
+                await read()
+        assert len(lines) >= 20
+        assert not any("[DONE]" in line for line in lines)
+        assert served.process.wait(10) == -signal.SIGKILL
+    with serving(tmp_path, GATEWAY_PORT=port) as served:
+        async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
+            assert await outcome(client, chat("again")) == "done"
+
+
+async def test_a_stuck_lane_turns_health_to_503(tmp_path: Path) -> None:
+    """And /ready; where the process is to stay, it does, and the log has every thread's stack."""
+    given = {"GATEWAY_STALL_LIMIT_S": "0.5", "GATEWAY_LOAD_STALL_LIMIT_S": "0.5"}
+    with serving(tmp_path, GATEWAY_EXIT_ON_STALL="false", **given) as served:
+        async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            stuck = asyncio.create_task(outcome(client, embed(HANG)))
+            async with asyncio.timeout(20):
+                while (health := await client.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.02)
+            assert health.json() == {"status": "stalled"}
+            ready = await client.get("/ready")
+            assert (ready.status_code, ready.json()["status"]) == (503, "stalled")
+            stuck.cancel()
+        assert served.process.poll() is None
+        log = served.log.read_text()
+        assert '"event":"lane_stalled"' in log
+        assert "engines.py" in log  # where it hangs
+
+
+async def test_a_stuck_lane_ends_the_process_with_status_70(tmp_path: Path) -> None:
+    """Its supervisor starts it again; those inside are told before."""
+    given = {"GATEWAY_STALL_LIMIT_S": "0.5", "GATEWAY_LOAD_STALL_LIMIT_S": "0.5"}
+    with serving(tmp_path, **given) as served:
+        async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
+            bodies = [embed(HANG), embed("a", "b"), chat("one"), chat("two", stream=True)]
+            ends = await asyncio.gather(*(outcome(client, body) for body in bodies))
+        assert ends[0] == "told"
+        assert set(ends[1:]) <= {"told", "done"}
+        assert served.process.wait(10) == 70
+        assert '"event":"lane_stalled"' in served.log.read_text()
+
+
+async def test_a_stuck_lane_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    """Told to stop, it says so to those inside, and leaves without the call it cannot end."""
+    with serving(tmp_path, GATEWAY_STALL_LIMIT_S="3", GATEWAY_DRAIN_S="0.2") as served:
+        async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
+            await outcome(client, embed("the first of its shape"))
+            stuck = asyncio.create_task(outcome(client, embed(HANG + "e first of its shape ")))
+            await asyncio.sleep(0.3)
+            served.process.send_signal(signal.SIGTERM)
+            assert await stuck == "told"
+        assert served.process.wait(20) == 70

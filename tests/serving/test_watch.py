@@ -1,0 +1,181 @@
+"""The watch: a call that takes too long is a stall, whatever the loop does."""
+
+import asyncio
+import threading
+
+import pytest
+import structlog
+
+from gateway.serving.lane import Beat, Lane
+from gateway.serving.watch import STATUS_OF_A_STALL, StallLimits, Status, Stillness, Watch
+from tests.fakes import Gate
+
+pytestmark = pytest.mark.anyio
+
+SHORT = StallLimits(call_s=0.1, load_s=60)
+
+
+def test_a_beat_is_counted_from_when_it_was_first_seen() -> None:
+    """Another beat, or none, starts again."""
+    one, other = Beat("decode"), Beat("decode")
+    still = Stillness()
+    seen = [(1, one), (1, one), (2, one), (1, other), (1, other), (1, None), (1, other)]
+    assert [still.after(*each) for each in seen] == [0, 1, 3, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("beat", "seconds", "is_over"),
+    [
+        (None, 1e9, False),
+        (Beat("decode"), 60, False),
+        (Beat("decode"), 61, True),
+        (Beat("load", usual_s=None), 599, False),
+        (Beat("load", usual_s=None), 601, True),
+        (Beat("embedding", usual_s=2), 61, True),
+        (Beat("embedding", usual_s=100), 399, False),
+        (Beat("embedding", usual_s=100), 401, True),
+        (Beat("embedding", usual_s=200), 601, True),
+    ],
+)
+def test_a_call_may_take_its_limit_or_some_times_what_its_like_took(
+    beat: Beat | None, seconds: float, is_over: bool
+) -> None:
+    """One that nobody knows has a limit of its own; a lane without work is never stalled."""
+    assert StallLimits(call_s=60, load_s=600).is_over(beat, seconds) is is_over
+
+
+async def until(watch: Watch, status: Status) -> None:
+    async with asyncio.timeout(10):
+        while watch.status != status:
+            await asyncio.sleep(0.01)
+
+
+async def held(lane: Lane, gate: Gate, kind: str = "test") -> "asyncio.Task[None]":
+    """Begin a call that lasts until the gate is opened."""
+
+    async def hold() -> None:
+        async with lane.turn(kind) as run:
+            await run(gate.pass_through)
+
+    gate.close()
+    holding = asyncio.create_task(hold())
+    await asyncio.to_thread(gate.reached.wait, 5)
+    return holding
+
+
+async def test_a_stuck_call_is_a_stall_until_it_moves(capfd: pytest.CaptureFixture[str]) -> None:
+    """Where nobody wants the process to end; every thread's stack is told once."""
+    gate = Gate()
+    lane = Lane()
+    with structlog.testing.capture_logs() as lines:
+        with Watch(lane, SHORT, tell=lambda: None, leave=None) as watch:
+            async with lane:
+                assert watch.status == "ok"
+                holding = await held(lane, gate)
+                await until(watch, "stalled")
+                await asyncio.sleep(0.05)
+                gate.open()
+                await until(watch, "ok")
+                await holding
+    assert [line["event"] for line in lines] == ["lane_stalled", "lane_moves_again"]
+    assert lines[0]["kind"] == "test"
+    told = capfd.readouterr().err
+    assert told.count("pass_through") == 1  # where it hung
+    assert "Current thread" in told
+
+
+async def test_those_inside_are_told_and_then_the_process_ends() -> None:
+    """With the status that says so, from a thread that nothing holds."""
+    gate, told, left = Gate(), asyncio.Event(), asyncio.Event()
+    statuses: list[tuple[int, threading.Thread, bool]] = []
+    loop = asyncio.get_running_loop()
+    lane = Lane()
+
+    def leave(status: int) -> None:
+        statuses.append((status, threading.current_thread(), told.is_set()))
+        loop.call_soon_threadsafe(left.set)
+
+    with Watch(lane, SHORT, tell=told.set, leave=leave):
+        async with lane:
+            holding = await held(lane, gate)
+            async with asyncio.timeout(10):
+                await left.wait()
+            gate.open()
+            await holding
+    [(status, thread, were_told)] = statuses
+    assert status == STATUS_OF_A_STALL == 70
+    assert were_told
+    assert thread is not threading.main_thread()
+
+
+async def test_steps_of_one_call_are_signs_of_life() -> None:
+    """A turn of many steps may take longer than one step may."""
+    pause = threading.Event()
+    lane = Lane()
+    with Watch(lane, SHORT, tell=lambda: None, leave=None) as watch:
+        async with lane, lane.turn("decode") as turn:
+
+            def steps() -> list[Status]:
+                seen: list[Status] = []
+                for _ in range(10):
+                    pause.wait(0.03)
+                    turn.beat()
+                    seen.append(watch.status)
+                return seen
+
+            assert set(await turn(steps)) == {"ok"}
+
+
+async def test_a_busy_loop_is_no_stall_of_the_lane() -> None:
+    """Its call was over long ago; nobody had time to hear of it."""
+    pause = threading.Event()
+    lane = Lane()
+    with Watch(lane, SHORT, tell=lambda: None, leave=None) as watch:
+        async with lane, lane.turn("test") as turn:
+            asyncio.get_running_loop().call_soon(pause.wait, 0.4)
+            await turn(int)
+            assert watch.status == "ok"
+
+
+async def test_what_was_never_measured_may_take_longer() -> None:
+    """Loading, and the first call of a shape, not the second; after a load every shape is new."""
+    lane = Lane()
+
+    async def usual_s(kind: str, shape: str | None = None) -> float | None:
+        def look() -> float | None:
+            assert lane.beat is not None
+            return lane.beat.usual_s
+
+        async with lane.turn(kind) as turn:
+            if shape is not None:
+                turn.announce(shape)
+            return await turn(look)
+
+    async with lane:
+        assert await usual_s("load") is None
+        assert await usual_s("test") == 0
+        assert [await usual_s("decode", shape) for shape in "ab"] == [None, None]
+        again = [await usual_s("decode", shape) for shape in "ab"]
+        assert all(seconds is not None and seconds > 0 for seconds in again)
+        assert await usual_s("load") is None
+        assert await usual_s("decode", "a") is None
+
+
+async def test_a_dead_lane_is_known_of_at_once() -> None:
+    """And the process ends as with one that is stuck."""
+    left: list[int] = []
+    lane = Lane()
+    with Watch(lane, SHORT, tell=lambda: None, leave=left.append) as watch:
+        async with lane:
+            with pytest.raises(Exception, match="stopped"):
+                async with lane.turn("test") as run:
+                    await run(_leave_the_thread)
+            assert watch.status == "dead"
+            async with asyncio.timeout(10):
+                while not left:
+                    await asyncio.sleep(0.01)
+    assert left == [STATUS_OF_A_STALL]
+
+
+def _leave_the_thread() -> None:
+    raise SystemExit
