@@ -12,7 +12,8 @@ import yaml
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
 
-from gateway.app.gateway import Engines, Gateway
+from gateway.app.gateway import Gateway
+from gateway.app.opening import Engines
 from gateway.registry import Catalog, load_catalog
 from gateway.settings import Settings
 
@@ -25,8 +26,8 @@ def catalog(folder: Path, models: Mapping[str, Mapping[str, Any]]) -> Catalog:
 
 
 def settings(**given: Any) -> Settings:
-    """Give settings that no environment changes."""
-    return Settings(_env_file=None, **given)  # type: ignore[call-arg]
+    """Give settings that no environment changes; no pass is run but those that are asked for."""
+    return Settings(_env_file=None, **{"warm_up": False, **given})  # type: ignore[call-arg]
 
 
 @asynccontextmanager
@@ -34,12 +35,15 @@ async def served(
     catalog: Catalog, engines: Engines, *, wait_ready: bool = True, **given: Any
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """Serve on a free port, wait for /ready, and give a client of it."""
-    gateway = Gateway(settings(**given), catalog, engines)
+    given_settings = settings(**given)
+    gateway = Gateway(given_settings, catalog, engines)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = Config()
     config.bind = [f"fd://{listener.detach()}"]
     config.graceful_timeout = 0.2
+    config.h11_max_incomplete_size = given_settings.read_header_bytes
+    config.h2_max_header_list_size = given_settings.read_header_bytes
     config.errorlog = None
     stop = asyncio.Event()
     server = asyncio.create_task(

@@ -64,7 +64,7 @@ class ChatCompletions:
             Choice(index, has_logprobs=has_logprobs, is_legacy=is_legacy) for index in range(job.n)
         ]
         async with (
-            self._service.writer(spec) as batcher,
+            self._service.writer(spec, job.caller) as batcher,
             batcher.generate(job) as generation,
             aclosing(generation.deltas) as deltas,
         ):
@@ -86,7 +86,7 @@ class ChatCompletions:
         with_usage: bool,
     ) -> AsyncGenerator[bytes, None]:
         async with (
-            self._service.writer(spec) as batcher,
+            self._service.writer(spec, job.caller) as batcher,
             batcher.generate(job) as generation,
             aclosing(generation.deltas) as deltas,
         ):

@@ -72,7 +72,7 @@ class Completions:
     ) -> bytes:
         usage = Usage(0)
         async with (
-            self._service.writer(spec) as batcher,
+            self._service.writer(spec, jobs[0].caller) as batcher,
             aclosing(merged(batcher, jobs, self._at_once(spec))) as news,
         ):
             async for each in news:
@@ -95,7 +95,7 @@ class Completions:
     ) -> AsyncGenerator[bytes, None]:
         usage = Usage(0)
         async with (
-            self._service.writer(spec) as batcher,
+            self._service.writer(spec, jobs[0].caller) as batcher,
             aclosing(merged(batcher, jobs, self._at_once(spec))) as news,
         ):
             async for each in news:

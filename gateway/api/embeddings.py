@@ -47,7 +47,7 @@ class Embeddings:
         return Response(body, media_type="application/json", headers=headers)
 
     async def _embed(self, spec: EmbeddingSpec, job: EmbedJob, arrival: Arrival) -> Embedded:
-        async with self._service.embedder(spec) as batcher:
+        async with self._service.embedder(spec, job.caller) as batcher:
             check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
             return await batcher.embed(job, arrival)
 

@@ -1,17 +1,17 @@
 """Around every request: its id, the key check, the access log, and every error → OpenAI JSON."""
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from http import HTTPStatus
 
 import orjson
 import structlog
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway import logs, metrics
 from gateway.api import timing
 from gateway.api.door import Door
+from gateway.api.limits import check_head
 from gateway.errors import (
     Forbidden,
     GatewayError,
@@ -34,7 +35,7 @@ log = logs.get("http")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 CLIENT_LEFT = 499  # nginx's name for it; nobody is there to read the answer
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
 def answer(error: GatewayError) -> Response:
@@ -60,17 +61,22 @@ def translate(error: HTTPException, method: str, path: str) -> GatewayError:
 class Context:
     """The outermost layer: nothing leaves it but an answer with a request id."""
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
+    def __init__(self, app: ASGIApp, door: Door, *, max_header_bytes: int) -> None:
         self._app = app
         self._door = door
+        self._max_header_bytes = max_header_bytes
+        self._log = log.bind()  # once, not for every line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        # Read once for all who ask; of a header sent twice, the first.
+        headers = scope["gateway.headers"] = dict(reversed(scope["headers"]))
+        given = headers.get(b"x-request-id", b"")
+        is_fit = _REQUEST_ID.fullmatch(given)
+        request_id = given.decode() if is_fit else f"req-{secrets.token_hex(12)}"
         scope["gateway.request_id"] = request_id
         structlog.contextvars.bind_contextvars(request_id=request_id)
         # While draining, a connection ends with its answer; HTTP/2 has no such header.
@@ -84,7 +90,7 @@ class Context:
         metrics.of(metrics.REQUESTS, route, str(status)).inc()
         metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
         timing.record(timings)
-        log.info(
+        self._log.info(
             "request",
             method=scope["method"],
             path=scope["path"],
@@ -95,9 +101,14 @@ class Context:
 
     async def _serve(self, scope: Scope, receive: Receive, reply: "_Reply") -> int:
         try:
+            check_head(scope, self._max_header_bytes)
             await self._app(scope, receive, reply)
         except ClientDisconnect:
             return CLIENT_LEFT
+        except asyncio.CancelledError:
+            if reply.status is not None or not self._door.sends_away:
+                raise
+            await answer(_closing())(scope, receive, reply)
         except GatewayError as error:
             if reply.status is None:
                 await answer(error)(scope, receive, reply)
@@ -131,11 +142,14 @@ class _Reply:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self._request_id
-            headers["server-timing"] = timing.server_timing(self._timings)
+            headers = [
+                *message["headers"],
+                (b"x-request-id", self._request_id.encode()),
+                (b"server-timing", timing.server_timing(self._timings).encode()),
+            ]
             if self._is_last:
-                headers["connection"] = "close"
+                headers.append((b"connection", b"close"))
+            message["headers"] = headers
         await self._send(message)
 
 
@@ -157,7 +171,7 @@ class Guard:
     ) -> None:
         self._app = app
         self._door = door
-        self._keys = [_digest(key) for key in keys]
+        self._keys = [_digest(key.encode()) for key in keys]
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
 
@@ -172,20 +186,20 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
+        headers: Mapping[bytes, bytes] = scope["gateway.headers"]
         if self._keys:
-            scope["gateway.key_id"] = self._key_id(headers.get("authorization", ""))
+            scope["gateway.key_id"] = self._key_id(headers.get(b"authorization", b""))
         else:
             self._check_browser(headers)
         if self._door.is_closed:
-            raise Unavailable("The gateway is shutting down.", retry_after_s=1)
+            raise _closing()
 
-    def _key_id(self, authorization: str) -> str:
-        scheme, _, key = authorization.partition(" ")
+    def _key_id(self, authorization: bytes) -> str:
+        scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
         # Every key is compared, in constant time, whichever matches.
         matches = [hmac.compare_digest(given, known) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
+        if scheme.lower() != b"bearer" or not any(matches):
             raise Unauthorized(
                 "Incorrect API key provided. Send it as `Authorization: Bearer <key>`."
                 if authorization
@@ -193,16 +207,22 @@ class Guard:
             )
         return f"key-{matches.index(True) + 1}"
 
-    def _check_browser(self, headers: Headers) -> None:
-        host = headers.get("host", "")
+    def _check_browser(self, headers: Mapping[bytes, bytes]) -> None:
+        host = headers.get(b"host", b"").decode("latin-1")
         if not (is_loopback(host) or {host.lower(), _name(host), "*"} & self._hosts):
             raise Forbidden(
                 f"The host `{host}` is not this gateway's. Add it to GATEWAY_ALLOWED_HOSTS, or "
                 "set GATEWAY_API_KEYS."
             )
-        origin = headers.get("origin")
-        if origin is not None and not {origin, "*"} & self._origins:
+        if b"origin" not in headers:
+            return
+        origin = headers[b"origin"].decode("latin-1")
+        if not {origin, "*"} & self._origins:
             raise Forbidden(f"The origin `{origin}` is not in GATEWAY_CORS_ORIGINS.")
+
+
+def _closing() -> Unavailable:
+    return Unavailable("The gateway is shutting down.", retry_after_s=1)
 
 
 @lru_cache
@@ -222,5 +242,5 @@ def _name(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -21,12 +21,17 @@ class Models:
         catalog = self._service.catalog()
         name = request.path_params.get("name")
         if name is not None:
-            return _json(self._entry(catalog.resolve(name)))
-        return _json({"object": "list", "data": [self._entry(each) for each in catalog]})
+            return _json(self.entry(catalog.resolve(name)))
+        return _json({"object": "list", "data": [self.entry(each) for each in catalog]})
 
-    def _entry(self, resolved: Resolved) -> dict[str, Any]:
+    def entry(self, resolved: Resolved) -> dict[str, Any]:
+        """Tell of one name, beyond OpenAI's fields, how its model is.
+
+        `state` is unloaded, loading, loaded or failed (`error` says why); `bytes` is what it
+        holds of the memory budget; `last_used` is a Unix time. They are null where unknown.
+        """
         spec = resolved.spec
-        states = self._service.models.states()
+        status = self._service.models.status(spec)
         return {
             "id": resolved.name,
             "object": "model",
@@ -34,7 +39,10 @@ class Models:
             "owned_by": "mlx-gateway",
             "root": spec.id,
             "kind": spec.kind,
-            "state": states.get(spec.id, "unloaded"),
+            "state": status.state,
+            "bytes": status.nbytes,
+            "last_used": status.last_used,
+            "error": status.failure,
         }
 
 

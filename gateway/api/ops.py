@@ -9,19 +9,21 @@ from starlette.responses import Response
 
 
 class Health:
-    """200 while the lane's thread lives: a server whose engine has died must not say it is well."""
+    """200 while the lane's thread moves: a server whose engine is stuck or has died must not say
+    that it is well.
+    """
 
-    def __init__(self, is_alive: Callable[[], bool]) -> None:
-        self._is_alive = is_alive
+    def __init__(self, status: Callable[[], str]) -> None:
+        self._status = status
 
     async def answer(self, request: Request) -> Response:
         """Answer at once, from the event loop alone."""
-        alive = self._is_alive()
-        return _json({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+        status = self._status()
+        return _json({"status": status}, 200 if status == "ok" else 503)
 
 
 class Ready:
-    """200 once what is to be preloaded is, until shutdown begins."""
+    """200 once what is to be preloaded is, until shutdown begins, while the lane is well."""
 
     def __init__(self, status: Callable[[], str], states: Callable[[], dict[str, str]]) -> None:
         self._status = status

@@ -100,7 +100,7 @@ class Responses:
         """Give the events; the first of them with the first delta."""
         with _in_our_words():
             async with (
-                self._service.writer(spec) as batcher,
+                self._service.writer(spec, job.caller) as batcher,
                 batcher.generate(job) as generation,
                 aclosing(generation.deltas) as deltas,
             ):

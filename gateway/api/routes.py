@@ -12,17 +12,24 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan
 
 from gateway.api import ops
+from gateway.api.admin import Admin, Reload, parted
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.door import Door
 from gateway.api.embeddings import Embeddings
 from gateway.api.middleware import Context, Guard, answer, translate
 from gateway.api.models import Models
+from gateway.api.openapi import OpenApi
+from gateway.api.rates import Rates
 from gateway.api.responses import Responses
 from gateway.api.service import Service
 from gateway.errors import GatewayError
+from gateway.serving.rates import KINDS, Accounts, Allowance
 
-EXPOSED = ["x-request-id", "x-gateway-ignored", "x-gateway-truncated", "server-timing"]
+EXPOSED = [
+    *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "server-timing", "retry-after"),
+    *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
+]
 
 
 def serve(
@@ -31,14 +38,19 @@ def serve(
     door: Door,
     health: ops.Health,
     ready: ops.Ready,
+    reload: Reload,
+    admin_key: str | None,
     keys: list[str],
     hosts: list[str],
     origins: list[str],
+    max_header_bytes: int,
+    allowance: Allowance,
     lifespan: Lifespan[Starlette],
 ) -> ASGIApp:
-    """Build the ASGI application."""
+    """Build the ASGI application; without an admin key, nothing is under /admin."""
     models = Models(service)
     responses = Responses(service)
+    openapi = OpenApi(service, has_keys=bool(keys), has_admin=bool(admin_key))
     app = Starlette(
         routes=[
             *_both("/embeddings", Embeddings(service).answer, "POST"),
@@ -53,6 +65,8 @@ def serve(
             *_both("/health", health.answer, "GET"),
             *_both("/ready", ready.answer, "GET"),
             *_both("/metrics", ops.metrics, "GET"),
+            *_both("/openapi.json", openapi.answer, "GET"),
+            *(Admin(service, reload).routes() if admin_key else ()),
         ],
         exception_handlers={
             GatewayError: _told,
@@ -62,7 +76,11 @@ def serve(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    guarded: ASGIApp = Guard(app, door, keys=keys, hosts=hosts, origins=origins)
+    metered = app if allowance.is_unlimited else Rates(app, Accounts(allowance))
+    guarded: ASGIApp = Guard(metered, door, keys=keys, hosts=hosts, origins=origins)
+    if admin_key:
+        administered = Guard(app, door, keys=[admin_key], hosts=hosts, origins=origins)
+        guarded = parted(administered, guarded)
     if origins:
         guarded = CORSMiddleware(
             guarded,
@@ -71,7 +89,7 @@ def serve(
             allow_headers=["*"],
             expose_headers=EXPOSED,
         )
-    return Context(guarded, door)
+    return Context(guarded, door, max_header_bytes=max_header_bytes)
 
 
 def _both(path: str, endpoint: Callable[..., Any], method: str) -> list[Route]:

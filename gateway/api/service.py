@@ -5,12 +5,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 from urllib.parse import quote
 
 from starlette.requests import Request
 
-from gateway import metrics
+from gateway import logs, metrics
 from gateway.api.limits import read_body
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Stage, Tier
@@ -20,6 +21,9 @@ from gateway.serving.cache import ModelCache
 from gateway.serving.embedding_batcher import EmbeddingBatcher
 from gateway.serving.generation_batcher import GenerationBatcher
 from gateway.wire import reading
+from gateway.wire.bounds import Bounds as Bounds  # app has its rules from here
+
+log = logs.get("service")
 
 LARGE_BYTES = 1_000_000  # a body of which is read off the loop: it takes milliseconds and more
 R = TypeVar("R", bound=reading.Request)
@@ -32,7 +36,9 @@ class Rules:
     max_body_bytes: int
     body_timeout_s: float
     max_input_chars: int
+    bounds: Bounds
     strict_fields: bool
+    log_prompts: bool
     request_timeout_s: float
     stream_open_after_s: float
     send_timeout_s: float
@@ -55,11 +61,19 @@ class Service:
     ) -> reading.Read[R]:
         """Read and check a request's body."""
         body = await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
+        parse = partial(
+            reading.read_request,
+            body,
+            shape,
+            fields,
+            strict=self.rules.strict_fields,
+            bounds=self.rules.bounds,
+        )
         with timed(request, Stage.PARSE):
-            strict = self.rules.strict_fields
-            if len(body) <= LARGE_BYTES:
-                return reading.read_request(body, shape, fields, strict=strict)
-            return await asyncio.to_thread(reading.read_request, body, shape, fields, strict=strict)
+            read = parse() if len(body) <= LARGE_BYTES else await asyncio.to_thread(parse)
+        if self.rules.log_prompts:
+            log.info("prompt", **read.request.asked())
+        return read
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
         """Say who asks and until when: `x-gateway-timeout-s`, at most the setting."""
@@ -75,7 +89,7 @@ class Service:
 
     def _allowed_s(self, request: Request) -> float:
         most = self.rules.request_timeout_s
-        given = request.headers.get("x-gateway-timeout-s")
+        given: bytes | None = request.scope["gateway.headers"].get(b"x-gateway-timeout-s")
         try:
             asked = float(given) if given is not None else most
         except ValueError:
@@ -87,13 +101,17 @@ class Service:
             )
         return min(asked, most)
 
-    def embedder(self, spec: EmbeddingSpec) -> AbstractAsyncContextManager[EmbeddingBatcher]:
+    def embedder(
+        self, spec: EmbeddingSpec, caller: Caller
+    ) -> AbstractAsyncContextManager[EmbeddingBatcher]:
         """Lease an embedding model."""
-        return cast(AbstractAsyncContextManager[EmbeddingBatcher], self.models.lease(spec))
+        return cast(AbstractAsyncContextManager[EmbeddingBatcher], self.models.lease(spec, caller))
 
-    def writer(self, spec: ChatSpec) -> AbstractAsyncContextManager[GenerationBatcher]:
+    def writer(
+        self, spec: ChatSpec, caller: Caller
+    ) -> AbstractAsyncContextManager[GenerationBatcher]:
         """Lease a chat model."""
-        return cast(AbstractAsyncContextManager[GenerationBatcher], self.models.lease(spec))
+        return cast(AbstractAsyncContextManager[GenerationBatcher], self.models.lease(spec, caller))
 
     def embedding_spec(self, name: str) -> tuple[Resolved, EmbeddingSpec]:
         """Find an embedding model; a chat model is refused by name."""

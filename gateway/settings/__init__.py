@@ -1,10 +1,9 @@
 """Settings: the environment, .env and flags → one frozen object.
 
     binds     what is listened on
-    memory    the knobs of models in memory
-    limits    the knobs of what a request, and a caller in a minute, may cost
-    watch     the knobs of stalls and of what may wait
-    fields    every knob: type, bound, default, one line of meaning
+    values    how a variable's text becomes a list, a path, a secret or a word
+    fields    every knob, gathered from: listening, memory (models and theirs), batching,
+              limits (of a request, and of a caller in a minute), watch (time, stalls)
     reading   where values come from, and what is said of a wrong one
     knobs     the settings as lists: for `config`, and for the README's table
 
@@ -12,8 +11,9 @@ Config stops at app.py: below it, plain arguments.
 """
 
 from gateway.settings.binds import is_local
-from gateway.settings.fields import PREFIX, Settings, default_models_file
+from gateway.settings.fields import PREFIX, Settings
 from gateway.settings.knobs import Knob, environment_table, explain, strays, variable
+from gateway.settings.listening import default_models_file
 from gateway.settings.reading import ENV_FILE, SettingsInvalid, load_settings, origin, variables
 
 __all__ = [

@@ -1,11 +1,28 @@
-"""The knobs of memory: which models are in it, for how long, and how much of it they may have."""
+"""Where models come from, which are in memory, for how long, and how much of it they may have."""
 
-from pydantic import BaseModel, Field, SecretStr
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from gateway.settings.values import HomePath, lower
 
 
 class MemorySettings(BaseModel):
-    """What `Settings` has of models in memory."""
+    """Models: the device, the hub, memory."""
 
+    device: Annotated[Literal["auto", "cpu", "gpu"], BeforeValidator(lower)] = Field(
+        default="auto", description="Where MLX computes; auto is the GPU where there is one."
+    )
+    auto_pull: bool = Field(default=True, description="Download a hub model at its first request.")
+    hub_endpoint: str | None = Field(
+        default=None, pattern=r"^https?://", description="Another model hub, a mirror for instance."
+    )
+    hub_timeout_s: float = Field(
+        default=4, gt=0, le=600, description="How long the hub may take to answer; then 503."
+    )
+    hub_cache: HomePath | None = Field(
+        default=None, description="Folder of downloaded models; Hugging Face's own when unset."
+    )
     cache_max_models: int = Field(
         default=3,
         ge=1,
@@ -54,7 +71,4 @@ class MemorySettings(BaseModel):
         default=None,
         ge=0,
         description="Memory Metal keeps resident; the device's recommended working set when unset.",
-    )
-    admin_key: SecretStr | None = Field(
-        default=None, description="Bearer key of the /admin routes; without one there are none."
     )

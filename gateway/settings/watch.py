@@ -1,10 +1,23 @@
-"""What is watched and bounded: a lane that stalls, a queue of many tokens."""
+"""What is watched and bounded: time, a lane that stalls, a queue of many tokens."""
 
 from pydantic import BaseModel, Field
 
 
 class WatchSettings(BaseModel):
-    """Stalls, and how much may wait."""
+    """Deadlines, stalls, and how much may wait."""
+
+    request_timeout_s: float = Field(
+        default=600, gt=0, le=86_400, description="Longest time for one request; then 504."
+    )
+    stream_open_after_s: float = Field(
+        default=10, gt=0, le=600, description="How long a stream's 200 is held for its first token."
+    )
+    send_timeout_s: float = Field(
+        default=30, gt=0, le=3600, description="How long a client may leave its answer unread."
+    )
+    drain_s: float = Field(
+        default=30, ge=0, le=3600, description="How long answers may take to finish at shutdown."
+    )
 
     stall_limit_s: float = Field(
         default=60,

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Calling, GenerateJob, Sampling
+from gateway.wire.bounds import FEW
 from gateway.wire.formats import FormedRequest, held_to_prompt
 from gateway.wire.messages import Message, to_template
 from gateway.wire.reading import Fields, Part, check_length
@@ -43,7 +44,6 @@ class StreamOptions(Part):
     include_usage: bool = False
 
 
-MAX_MESSAGES = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -51,7 +51,7 @@ class ChatRequest(FormedRequest):
     """What OpenAI's endpoint takes, with vLLM's structured fields besides."""
 
     model: Annotated[str, Field(min_length=1)]
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], FEW, Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1

@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import orjson
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Delta, GenerateJob, Sampling, Timings, TokenLogprob, Usage
+from gateway.wire import inputs
 from gateway.wire.chat import StreamOptions
 from gateway.wire.chat_answers import usage_json
 from gateway.wire.formats import FormedRequest
 from gateway.wire.reading import Fields
 
-MAX_PROMPTS = 2048  # as many as OpenAI takes inputs for embeddings
 MAX_CHOICES = 4096
 
 FIELDS = Fields(
@@ -36,7 +36,7 @@ FIELDS = Fields(
 
 _INVALID = (
     "it should be a text, token ids, or an array of texts or of arrays of token ids: "
-    f"1 to {MAX_PROMPTS} prompts, none of them empty"
+    f"1 to {inputs.MOST} prompts, none of them empty"
 )
 
 
@@ -44,7 +44,7 @@ class CompletionRequest(FormedRequest):
     """What OpenAI's endpoint takes. `prompt` is always an array, of texts or of token ids."""
 
     model: Annotated[str, Field(min_length=1)]
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(inputs.SCHEMA)]
     max_tokens: Annotated[int, Field(ge=1)] = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -57,28 +57,10 @@ class CompletionRequest(FormedRequest):
     @field_validator("prompt")
     @classmethod
     def _some_prompts(cls, given: object) -> object:
-        if isinstance(given, str):
-            given = [given]
-        if not isinstance(given, list) or not given:
-            raise ValueError(_INVALID)
-        rows = [given] if all(_is_id(item) for item in given) else given
-        if len(rows) > MAX_PROMPTS:
-            raise ValueError(_INVALID)
-        if not (all(_is_text(row) for row in rows) or all(_is_ids(row) for row in rows)):
-            raise ValueError(_INVALID)
-        return rows
-
-
-def _is_text(item: object) -> bool:
-    return isinstance(item, str) and item != ""
-
-
-def _is_id(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
-
-
-def _is_ids(item: object) -> bool:
-    return isinstance(item, list) and bool(item) and all(map(_is_id, item))
+        try:
+            return inputs.rows(given)
+        except ValueError as error:
+            raise ValueError(f"{_INVALID}; {error}") from None
 
 
 def to_jobs(
@@ -94,10 +76,11 @@ def to_jobs(
     """
     _check(request, max_chars)
     grammar_param, grammar = request.form()
+    caller.timings.beside = [Timings() for _ in request.prompt[1:]]
     return [
         GenerateJob(
             # They run side by side, and what is timed is the first.
-            caller=replace(caller, timings=Timings()) if place else caller,
+            caller=replace(caller, timings=timings),
             prompt=prompt,
             sampling=request.sampling(defaults),
             max_tokens=request.max_tokens,
@@ -107,7 +90,9 @@ def to_jobs(
             grammar_param=grammar_param,
             logprobs=request.logprobs,
         )
-        for place, prompt in enumerate(request.prompt)
+        for prompt, timings in zip(
+            request.prompt, [caller.timings, *caller.timings.beside], strict=True
+        )
     ]
 
 

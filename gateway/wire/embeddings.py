@@ -5,18 +5,17 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Embedded, EmbedJob, TokenIds
+from gateway.wire import inputs
 from gateway.wire.reading import Fields, Request
-
-MAX_INPUTS = 2048  # as OpenAI's
 
 FIELDS = Fields(harmless=frozenset({"user"}), refused={}, neutral={})
 
 _INVALID = (
-    "'$.input' is invalid. It must be a string, an array of 1 to 2048 non-empty strings, "
+    f"'$.input' is invalid. It must be a string, an array of 1 to {inputs.MOST} non-empty strings, "
     "an array of token ids, or an array of such arrays"
 )
 
@@ -25,7 +24,7 @@ class EmbeddingsRequest(Request):
     """What OpenAI's endpoint takes, and TEI's `truncate` and a `prompt_name` besides."""
 
     model: Annotated[str, Field(min_length=1)]
-    input: Any
+    input: Annotated[Any, WithJsonSchema(inputs.SCHEMA)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     truncate: bool | None = None
@@ -34,28 +33,10 @@ class EmbeddingsRequest(Request):
     @field_validator("input")
     @classmethod
     def _some_inputs(cls, given: object) -> object:
-        if isinstance(given, str):
-            given = [given]
-        if not isinstance(given, list) or not given:
-            raise ValueError(_INVALID)
-        rows = [given] if all(_is_id(item) for item in given) else given
-        if len(rows) > MAX_INPUTS:
-            raise ValueError(f"{_INVALID}, and this one has {len(rows)} entries")
-        if not (all(_is_text(row) for row in rows) or all(_is_ids(row) for row in rows)):
-            raise ValueError(_INVALID)
-        return rows
-
-
-def _is_text(item: object) -> bool:
-    return isinstance(item, str) and item != ""
-
-
-def _is_id(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
-
-
-def _is_ids(item: object) -> bool:
-    return isinstance(item, list) and bool(item) and all(map(_is_id, item))
+        try:
+            return inputs.rows(given)
+        except ValueError as error:
+            raise ValueError(f"{_INVALID}; {error}") from None
 
 
 def to_job(

@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
+from gateway.wire.bounds import Choices, GrammarText, Regex, Schema, SchemaOrText, parse
 from gateway.wire.reading import Part
 from gateway.wire.sampling import SampledRequest
 
@@ -25,7 +26,7 @@ class JsonSchema(Form):
 
     name: Name = "response"
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -45,11 +46,11 @@ class ResponseFormat(Form):
 class StructuredOutputs(Form):
     """vLLM's form: one of these."""
 
-    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     json_object: bool | None = None
-    regex: Annotated[str, Field(min_length=1)] | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
-    grammar: Annotated[str, Field(min_length=1)] | None = None
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> "StructuredOutputs":
@@ -83,8 +84,8 @@ def json_schema(schema: dict[str, Any] | str | None, *, param: str) -> Grammar:
         return ANY_OBJECT
     if isinstance(schema, str):
         try:
-            schema = orjson.loads(schema)
-        except orjson.JSONDecodeError as error:
+            schema = parse(schema.encode())
+        except ValueError as error:
             raise BadRequest(f"The schema is not JSON: {error}.", param=param) from None
     return Grammar("json_schema", orjson.dumps(schema).decode())
 
@@ -94,10 +95,10 @@ class FormedRequest(SampledRequest):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: Annotated[str, Field(min_length=1)] | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
-    guided_grammar: Annotated[str, Field(min_length=1)] | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
 
     def form(self) -> tuple[str, Grammar | None]:
         """Give the one grammar that is asked for, and the field that asks; two are refused."""
@@ -137,8 +138,8 @@ def held_to_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
     if grammar != ANY_OBJECT:
         return grammar
     try:
-        schema = orjson.loads(prompt.rsplit("\n\n", 1)[-1])
-    except orjson.JSONDecodeError:
+        schema = parse(prompt.rsplit("\n\n", 1)[-1].encode())
+    except ValueError:
         return grammar
     is_schema = isinstance(schema, dict) and isinstance(schema.get("properties"), dict)
     return json_schema(schema, param="messages") if is_schema else grammar

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Field
 
 from gateway.errors import BadRequest
+from gateway.wire.bounds import parse
 from gateway.wire.reading import Part
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
@@ -14,7 +14,7 @@ Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 class ContentPart(Part):
     """A piece of a message's content. Only text is served."""
 
-    type: str
+    type: str = Field(json_schema_extra={"enum": ["text", "refusal"]})
     text: str | None = None
     refusal: str | None = None
 
@@ -48,8 +48,8 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
     """Give the turns as templates expect them.
 
     `developer` is `system`; all system turns become one, first; user turns that follow one
-    another become one: many templates refuse anything else. Raises BadRequest for content that
-    is not text.
+    another become one: many templates refuse anything else. There is always a turn, if only an
+    empty one. Raises BadRequest for content that is not text.
     """
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
@@ -61,7 +61,7 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
             merged[-1]["content"] += "\n\n" + turn["content"]
         else:
             merged.append(turn)
-    return merged
+    return merged or [{"role": "system", "content": ""}]
 
 
 def _turn(message: Message, place: str) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def _text(content: str | list[ContentPart] | None, place: str) -> str:
 def _function(function: Function, place: str) -> dict[str, Any]:
     """Templates write arguments out themselves, so they want the value, not its JSON."""
     try:
-        arguments = orjson.loads(function.arguments or "{}")
-    except orjson.JSONDecodeError:
+        arguments = parse((function.arguments or "{}").encode())
+    except ValueError:
         raise BadRequest(
             f"Invalid '{place}.tool_calls': the arguments of '{function.name}' are not JSON.",
             param=f"{place}.tool_calls",

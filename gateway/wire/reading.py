@@ -1,6 +1,6 @@
 """Bytes → a checked request, or the 400 that names the field, as OpenAI words it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from gateway.errors import BadRequest, UnknownParameter, UnsupportedParameter
+from gateway.wire.bounds import DEFAULT, Bounds, parse
 
 
 class Request(BaseModel):
@@ -18,6 +19,11 @@ class Request(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    def asked(self) -> dict[str, Any]:
+        """Give what the model is to read, for those who want it logged."""
+        prompts = {"input", "instructions", "messages", "prompt"}
+        return self.model_dump(include=prompts, exclude_none=True)
 
 
 class Part(BaseModel):
@@ -58,18 +64,27 @@ class Read(Generic[R]):
     ignored: tuple[str, ...]
 
 
-def read_request(body: bytes, shape: type[R], fields: Fields, *, strict: bool) -> Read[R]:
+def read_request(
+    body: bytes,
+    shape: type[R],
+    fields: Fields,
+    *,
+    strict: bool,
+    bounds: Bounds = DEFAULT,
+) -> Read[R]:
     """Parse and check a body. A null is as good as absent.
 
     Raises BadRequest with `param` for what is malformed, UnsupportedParameter for what is known
     and refused, and, when `strict`, UnknownParameter for the rest.
     """
-    given = {name: value for name, value in _parse(body).items() if value is not None}
+    given = {
+        name: value for name, value in _parse(body, bounds.max_depth).items() if value is not None
+    }
     for name, reason in fields.refused.items():
-        if name in given and given[name] not in fields.neutral.get(name, ()):
+        if name in given and not _is_any(given[name], fields.neutral.get(name, ())):
             raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
     try:
-        request = shape.model_validate(given)
+        request = shape.model_validate(given, context=bounds)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False)[0]) from None
     known = fields.harmless | fields.refused.keys()
@@ -79,21 +94,21 @@ def read_request(body: bytes, shape: type[R], fields: Fields, *, strict: bool) -
     return Read(request, ignored)
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _is_any(value: object, others: Iterable[object]) -> bool:
+    """Tell whether it is one of them as JSON has it: to Python 0.0 is False, and true is 1."""
+    return any(type(value) is type(each) and value == each for each in others)
+
+
+def _parse(body: bytes, max_depth: int) -> dict[str, Any]:
     try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        parsed = parse(body, max_depth)
+    except ValueError as error:
         raise BadRequest(
             f"We could not parse the JSON body of your request: {error}. "
             "The request body must be a JSON object."
         ) from None
     if not isinstance(parsed, dict):
         raise BadRequest("The request body must be a JSON object.")
-    try:
-        # orjson writes 254 levels; what is repeated in an answer stands some levels deeper there.
-        orjson.dumps([[[[[[[[parsed]]]]]]]])
-    except TypeError:
-        raise BadRequest("The request body is nested too deep.") from None
     return parsed
 
 
@@ -135,6 +150,13 @@ def _refusal(error: ErrorDetails) -> BadRequest:
             f"{context[key]}, but got an array with length {context['actual_length']} instead.",
             param=param,
             code=f"array_{code}",
+        )
+    if kind == "string_too_long":
+        return BadRequest(
+            f"Invalid '{param}': string too long. Expected a string with maximum length "
+            f"{context['max_length']}, but got a string with length {len(given)} instead.",
+            param=param,
+            code="string_above_max_length",
         )
     message = error["msg"].removeprefix("Value error, ")
     return BadRequest(

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BeforeValidator, Field, field_validator
 
 from gateway.errors import BadRequest
+from gateway.wire.bounds import FEW, parse
 from gateway.wire.messages import Function, Message, ToolCall
 from gateway.wire.reading import Part
 
@@ -16,7 +16,7 @@ TEXTS = ("input_text", "output_text", "text")
 class InputPart(Part):
     """A piece of an item's content. Only text is served."""
 
-    type: str
+    type: str = Field(json_schema_extra={"enum": [*TEXTS, "refusal"]})
     text: str | None = None
     refusal: str | None = None
 
@@ -27,13 +27,16 @@ def _as_parts(given: object) -> object:
     return [{"type": "input_text", "text": given}] if isinstance(given, str) else given
 
 
-Parts = Annotated[list[InputPart], BeforeValidator(_as_parts)]
+Parts = Annotated[
+    list[InputPart],
+    BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart] | None),
+]
 
 
 class Item(Part):
     """A message, a call, a call's output, or the reasoning of an earlier turn."""
 
-    type: str = "message"
+    type: str = Field("message", json_schema_extra={"enum": list(KINDS)})
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Parts = Field(default_factory=list)
     call_id: str | None = None
@@ -55,7 +58,12 @@ def _as_items(given: object) -> object:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-Items = Annotated[list[Item], BeforeValidator(_as_items), Field(min_length=1)]
+Items = Annotated[
+    list[Item],
+    FEW,
+    BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
+    Field(min_length=1),
+]
 
 
 def to_messages(instructions: str | None, items: list[Item]) -> list[Message]:
@@ -96,8 +104,8 @@ def _call(item: Item, place: str) -> ToolCall:
     name = _given(item.name, f"{place}.name")
     arguments = item.arguments or "{}"
     try:
-        orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        parse(arguments.encode())
+    except ValueError:
         raise BadRequest(
             f"Invalid '{place}.arguments': the arguments of '{name}' are not JSON.",
             param=f"{place}.arguments",

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, GenerateJob, Grammar, Sampling
+from gateway.wire.bounds import Schema
 from gateway.wire.chat import Effort
 from gateway.wire.formats import ANY_OBJECT, Name, json_schema
 from gateway.wire.messages import to_template
@@ -64,7 +65,7 @@ class TextFormat(Part):
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
     strict: bool | None = None
     description: str | None = None
 
@@ -101,7 +102,7 @@ class FunctionTool(Part):
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
     def nested(self) -> ToolParam:
@@ -126,6 +127,28 @@ class FunctionTool(Part):
         }
 
 
+_NAMED = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+    "required": ["type", "name"],
+}
+_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        _NAMED,
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "allowed_tools"},
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": _NAMED, "minItems": 1},
+            },
+            "required": ["type", "mode", "tools"],
+        },
+    ]
+}
+
+
 class ResponsesRequest(SampledRequest):
     """What OpenAI's endpoint takes, without state and with functions as the only tools."""
 
@@ -135,7 +158,7 @@ class ResponsesRequest(SampledRequest):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextConfig = TextConfig()
     tools: Annotated[list[FunctionTool], Field(default_factory=list, max_length=128)]
-    tool_choice: Any = "auto"
+    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     include: Annotated[list[str], Field(default_factory=list)]

@@ -2,11 +2,22 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
 from gateway.jobs import Sampling, Tier
 from gateway.wire.reading import Request
 
+_STOP = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1},
+            "minItems": 1,
+            "maxItems": 4,
+        },
+    ]
+}
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
@@ -17,11 +28,17 @@ class SampledRequest(Request):
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    stop: Any = ()
+    stop: Annotated[Any, WithJsonSchema(_STOP)] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
-    logit_bias: Annotated[dict[str, Bias], Field(default_factory=dict)]
+    logit_bias: Annotated[
+        dict[str, Bias],
+        Field(
+            default_factory=dict,
+            json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,19}$"}},
+        ),
+    ]
 
     @field_validator("stop")
     @classmethod

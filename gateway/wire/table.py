@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from gateway.wire import chat, completions, embeddings, responses
 from gateway.wire.reading import Fields, Request
@@ -9,11 +10,12 @@ from gateway.wire.reading import Fields, Request
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An endpoint's request: its shape, and what it knows beyond that."""
+    """An endpoint's request: its shape, what it knows beyond that, and what it asks models for."""
 
     path: str
     shape: type[Request]
     fields: Fields
+    kind: Literal["chat", "embedding"] = "chat"
 
     @property
     def honoured(self) -> list[str]:
@@ -34,7 +36,7 @@ class Endpoint:
 
 
 ENDPOINTS = (
-    Endpoint("/v1/embeddings", embeddings.EmbeddingsRequest, embeddings.FIELDS),
+    Endpoint("/v1/embeddings", embeddings.EmbeddingsRequest, embeddings.FIELDS, "embedding"),
     Endpoint("/v1/chat/completions", chat.ChatRequest, chat.FIELDS),
     Endpoint("/v1/completions", completions.CompletionRequest, completions.FIELDS),
     Endpoint("/v1/responses", responses.ResponsesRequest, responses.FIELDS),

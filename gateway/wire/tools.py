@@ -7,6 +7,7 @@ from pydantic import Field
 
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function
+from gateway.wire.bounds import Schema
 from gateway.wire.formats import Name
 from gateway.wire.reading import Part
 
@@ -16,7 +17,7 @@ class FunctionParam(Part):
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.types import Receive, Scope, Send
 
-from gateway.api.middleware import is_loopback
+from gateway.api.door import Door
+from gateway.api.middleware import Context, is_loopback
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
@@ -168,6 +170,16 @@ async def test_with_keys_only_their_holders_come_in(
             assert answer.status_code == 200
 
 
+async def test_of_a_header_sent_twice_the_first_counts(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Whichever a proxy in front looked at, it is the one that came first."""
+    right, wrong = ("authorization", "Bearer first"), ("authorization", "Bearer other")
+    async with served(models, engines, api_keys="first") as client:
+        assert (await client.get("/v1/models", headers=[right, wrong])).status_code == 200
+        assert (await client.get("/v1/models", headers=[wrong, right])).status_code == 401
+
+
 async def test_a_refusal_reaches_an_allowed_page_too(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
@@ -233,12 +245,16 @@ async def test_strict_fields_refuse_what_nobody_knows(
         assert error(answer)["param"] == "temprature"
 
 
-async def test_an_error_nobody_foresaw_is_a_500_in_the_envelope(
-    client: httpx2.AsyncClient, engines: ScriptedEngines
-) -> None:
+async def test_an_error_nobody_foresaw_is_a_500_in_the_envelope() -> None:
     """Without a word of its insides."""
-    engines.failing["writer"] = RuntimeError("secret path")
-    answer = await client.post("/v1/chat/completions", json=CHAT)
+
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("secret path")
+
+    app = Context(broken, Door(), max_header_bytes=1024)
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.get("/")
     assert answer.status_code == 500
     assert error(answer)["type"] == "server_error"
     assert "secret" not in answer.text

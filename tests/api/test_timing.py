@@ -23,7 +23,7 @@ async def test_an_embedding_tells_its_stages_in_a_header(client: httpx2.AsyncCli
     """From parsing to writing; together they are no more than the total."""
     answer = await client.post("/v1/embeddings", json={"model": "embed", "input": ["a", "b"]})
     told = stages(answer)
-    names = ["parse", "tokenise", "queue", "lane", "inference", "serialise", "total"]
+    names = ["parse", "load", "tokenise", "queue", "lane", "inference", "serialise", "total"]
     assert list(told) == names
     assert sum(told.values()) - told["total"] <= told["total"] + 0.1
 
@@ -31,7 +31,17 @@ async def test_an_embedding_tells_its_stages_in_a_header(client: httpx2.AsyncCli
 async def test_an_answer_tells_prefill_and_decode_apart(client: httpx2.AsyncClient) -> None:
     """A whole one, in its header."""
     told = stages(await client.post("/v1/chat/completions", json=CHAT))
-    names = ["parse", "tokenise", "queue", "lane", "prefill", "decode", "serialise", "total"]
+    names = [
+        "parse",
+        "load",
+        "tokenise",
+        "queue",
+        "lane",
+        "prefill",
+        "decode",
+        "serialise",
+        "total",
+    ]
     assert list(told) == names
 
 
@@ -47,7 +57,7 @@ async def test_a_stream_tells_up_to_its_first_token_and_the_rest_with_its_usage(
     """A header cannot come after the text; the chunk that `include_usage` asks for can."""
     asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
     answer = await client.post("/v1/chat/completions", json=asked)
-    assert list(stages(answer))[:5] == ["parse", "tokenise", "queue", "lane", "prefill"]
+    assert list(stages(answer))[:6] == ["parse", "load", "tokenise", "queue", "lane", "prefill"]
     *_, last, done = [line for line in answer.text.splitlines() if line.startswith("data: ")]
     assert done == "data: [DONE]"
     told = orjson.loads(last.removeprefix("data: "))["timings"]

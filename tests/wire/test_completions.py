@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, UnsupportedParameter
 from gateway.jobs import Delta, GenerateJob, Grammar, Likelihood, Sampling, TokenLogprob, Usage
 from gateway.wire.completions import (
     FIELDS,
@@ -42,6 +42,14 @@ def test_what_is_left_out_comes_from_the_models_defaults() -> None:
     assert jobs()[0].sampling == Sampling(temperature=0.3, top_k=7)
     asked = jobs(temperature=0, top_p=0.5, top_k=-1, seed=-3, logit_bias={"5": -100})[0]
     assert asked.sampling == Sampling(temperature=0, top_p=0.5, seed=-3, logit_bias={5: -100})
+
+
+@pytest.mark.parametrize("given", [0, 0.0, "", [], True])
+def test_only_what_asks_for_nothing_is_let_through(given: Any) -> None:
+    """Python takes 0 for False; JSON does not."""
+    assert read(use_beam_search=False).max_tokens == 16
+    with pytest.raises(UnsupportedParameter):
+        read(use_beam_search=given)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""How much a request may hold. Shapes are told through pydantic's context, and refuse what is
+beyond it where it stands; a shape made without one is of our own making.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+from pydantic_core import PydanticKnownError
+
+T = TypeVar("T")
+
+WRITTEN = 254  # levels that orjson writes, and no more
+INNER_DEPTH = 64  # of JSON inside a string
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The most of each, where settings say nothing else; a schema's size is that of its JSON."""
+
+    max_depth: int = INNER_DEPTH
+    max_messages: int = 4096
+    max_schema_bytes: int = 256 * 1024
+    max_regex_chars: int = 8192
+
+
+DEFAULT = Bounds()
+
+
+class TooDeep(ValueError):
+    """JSON nested deeper than it may be."""
+
+
+def parse(json: bytes, max_depth: int = INNER_DEPTH) -> Any:
+    """Parse JSON. Raises ValueError for what is none, TooDeep for what is nested too deep.
+
+    orjson itself reads no deeper than 1024 levels, without harm.
+    """
+    value = orjson.loads(json)
+    # Most are known to be shallow without looking further: they open less than they might.
+    if json.count(b"[") + json.count(b"{") > max_depth and _is_deeper(value, max_depth):
+        raise TooDeep(f"nested more than {max_depth} levels deep")
+    return value
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Tell whether what orjson read is nested more than `most` levels deep, 253 at most.
+
+    It is wrapped until orjson refuses to write what is deeper: a walk of our own would take many
+    times as long.
+    """
+    for _ in range(WRITTEN - most):
+        value = [value]
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        return True
+    return False
+
+
+def _few_enough(given: T, info: ValidationInfo) -> T:
+    bounds = info.context
+    if isinstance(bounds, Bounds) and isinstance(given, list) and len(given) > bounds.max_messages:
+        context = {
+            "field_type": "List",
+            "max_length": bounds.max_messages,
+            "actual_length": len(given),
+        }
+        raise PydanticKnownError("too_long", context)
+    return given
+
+
+def _small_enough(given: T, info: ValidationInfo) -> T:
+    if isinstance(info.context, Bounds):
+        most = info.context.max_schema_bytes
+        size = len(given.encode() if isinstance(given, str) else orjson.dumps(given))
+        if size > most:
+            raise ValueError(f"it should be at most {most} bytes of JSON, and is {size}")
+    return given
+
+
+def _short_enough(given: str, info: ValidationInfo) -> str:
+    bounds = info.context
+    if isinstance(bounds, Bounds) and len(given) > bounds.max_regex_chars:
+        raise PydanticKnownError("string_too_long", {"max_length": bounds.max_regex_chars})
+    return given
+
+
+# A list is counted before any of it is read.
+FEW = BeforeValidator(_few_enough)
+Schema = Annotated[dict[str, Any], AfterValidator(_small_enough)]
+SchemaOrText = Annotated[dict[str, Any] | str, AfterValidator(_small_enough)]
+GrammarText = Annotated[str, Field(min_length=1), AfterValidator(_small_enough)]
+Choices = Annotated[list[str], Field(min_length=1), AfterValidator(_small_enough)]
+Regex = Annotated[str, Field(min_length=1), AfterValidator(_short_enough)]

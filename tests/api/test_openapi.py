@@ -1,0 +1,155 @@
+"""/openapi.json tells the truth: of every route, every field, every answer."""
+
+from typing import Any
+
+import httpx2
+import jsonschema  # type: ignore[import-untyped]
+import orjson
+import pytest
+from openapi_spec_validator import validate
+from starlette.routing import Route
+
+from gateway import __version__
+from gateway.api.operations import ADMIN, OPERATIONS
+from gateway.app.gateway import Gateway
+from gateway.registry import Catalog
+from gateway.wire.table import ENDPOINTS
+from tests.fakes import ScriptedEngines
+from tests.serving_app import served, settings
+
+pytestmark = pytest.mark.anyio
+USER = [{"role": "user", "content": "hi"}]
+ASKED: dict[str, dict[str, Any]] = {
+    "/embeddings": {"model": "embed", "input": "hi"},
+    "/chat/completions": {"model": "writer", "messages": USER, "logprobs": True},
+    "/completions": {"model": "writer", "prompt": "hi"},
+    "/responses": {"model": "writer", "input": "hi"},
+}
+
+
+async def document(client: httpx2.AsyncClient, **headers: str) -> dict[str, Any]:
+    answer = await client.get("/openapi.json", headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
+    """Hold a value to a schema of the document."""
+    whole = {**schema, "components": document["components"]}
+    jsonschema.Draft202012Validator(whole).validate(value)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"strict_fields": True}, {"api_keys": "k"}, {"admin_key": "a"}]
+)
+async def test_it_is_a_valid_document(
+    models: Catalog, engines: ScriptedEngines, given: dict[str, Any]
+) -> None:
+    """However the gateway is set."""
+    async with served(models, engines, **given) as client:
+        found = await document(client, authorization="Bearer k")
+    validate(found)
+    assert found["info"]["version"] == __version__
+    assert ("/admin/reload" in found["paths"]) == ("admin_key" in given)
+    assert found["security"][0] == ({"key": []} if "api_keys" in given else {})
+    chat = found["components"]["schemas"]["ChatRequest"]
+    unknown = {"type": "null"} if "strict_fields" in given else True
+    assert chat["additionalProperties"] == unknown
+    assert chat["properties"]["model"]["examples"] == ["writer", "gpt"]
+
+
+async def test_with_keys_it_is_for_their_holders(models: Catalog, engines: ScriptedEngines) -> None:
+    """It names the models."""
+    async with served(models, engines, api_keys="k") as client:
+        assert (await client.get("/v1/openapi.json")).status_code == 401
+
+
+def test_every_route_is_told_and_no_other(models: Catalog, engines: ScriptedEngines) -> None:
+    """Those under /v1 are the same without it, as `servers` says."""
+    gateway = Gateway(settings(admin_key="a"), models, engines)
+    found = {
+        (method.lower(), route.path.replace(":path", ""))
+        for route in routes(gateway.asgi)
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    told = {(method, prefix + path) for method, path in OPERATIONS for prefix in ("", "/v1")}
+    assert found == told | ADMIN.keys()
+
+
+def routes(app: Any) -> list[Route]:
+    """Find Starlette's routes in the layers around it."""
+    while not hasattr(app, "routes"):
+        app = app._app if hasattr(app, "_app") else app.__closure__[-1].cell_contents
+    return [route for route in app.routes if isinstance(route, Route)]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
+async def test_every_field_of_the_readmes_table_is_told(
+    client: httpx2.AsyncClient, endpoint: Any
+) -> None:
+    """Those that are refused allow only what asks for nothing."""
+    schema = (await document(client))["components"]["schemas"][endpoint.shape.__name__]
+    properties = schema["properties"]
+    assert {*endpoint.honoured, *endpoint.harmless, *endpoint.refused} == properties.keys()
+    for name in endpoint.refused:
+        assert properties[name]["enum"] == [None, *endpoint.fields.neutral.get(name, ())]
+
+
+async def test_a_null_is_as_good_as_absent_where_others_are_refused(
+    client: httpx2.AsyncClient,
+) -> None:
+    """In a form too, as the document says."""
+    found = await document(client)
+    schema = found["components"]["schemas"]["ChatRequest"]
+    for value, status in ((None, 200), (1, 400)):
+        form = {"type": "text", "nobody-knows": value}
+        body = {**ASKED["/chat/completions"], "response_format": form}
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == status
+        whole = {**schema, "components": found["components"]}
+        assert jsonschema.Draft202012Validator(whole).is_valid(body) == (status == 200)
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_examples_are_served(client: httpx2.AsyncClient, path: str) -> None:
+    """As they stand, and as their own schema has it."""
+    found = await document(client)
+    asked = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    check(found, asked["schema"], asked["example"])
+    assert (await client.post(f"/v1{path}", json=asked["example"])).status_code == 200
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_answers_are_as_told(client: httpx2.AsyncClient, path: str) -> None:
+    """Whole ones, errors, and every event of a stream."""
+    found = await document(client)
+    operation = found["paths"][path]["post"]
+    content = operation["responses"]["200"]["content"]
+    answer = await client.post(path, json=ASKED[path])
+    check(found, content["application/json"]["schema"], answer.json())
+    refused = await client.post(path, json={**ASKED[path], "model": "nobody"})
+    error = operation["responses"][str(refused.status_code)]["content"]["application/json"]
+    check(found, error["schema"], refused.json())
+    if "text/event-stream" not in content:
+        return
+    asked = {**ASKED[path], "stream": True, "stream_options": {"include_usage": True}}
+    stream = await client.post(path, json=asked)
+    lines = stream.text.splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    events = [orjson.loads(each) for each in data if each != "[DONE]"]
+    assert events
+    for event in events:
+        check(found, content["text/event-stream"]["x-event-schema"], event)
+
+
+@pytest.mark.parametrize("path", ["/models", "/models/writer", "/health", "/ready"])
+async def test_what_is_got_is_as_told(client: httpx2.AsyncClient, path: str) -> None:
+    """The same of those that take nothing."""
+    found = await document(client)
+    operation = found["paths"][path.replace("writer", "{name}")]["get"]
+    answer = await client.get(path)
+    schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    check(found, schema, answer.json())

@@ -1,0 +1,94 @@
+"""A gateway to be asked anything, from a test that is not async, and what every answer must be."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+from anyio.from_thread import start_blocking_portal
+
+from gateway.app.opening import Engines
+from gateway.errors import BadRequest
+from gateway.jobs import GenerateJob, RowJob
+from gateway.registry import Catalog
+from tests.fakes import ScriptedEngines, ScriptedWriter
+from tests.serving_app import catalog, served
+
+USER = {"role": "user", "content": "hi"}
+POSTS: dict[str, dict[str, Any]] = {
+    "/embeddings": {"model": "embed", "input": "hi"},
+    "/chat/completions": {"model": "writer", "messages": [USER]},
+    "/completions": {"model": "writer", "prompt": "hi"},
+    "/responses": {"model": "writer", "input": "hi"},
+}
+LENGTHS = {
+    "/chat/completions": "max_tokens",
+    "/completions": "max_tokens",
+    "/responses": "max_output_tokens",
+}
+
+
+class CarefulWriter(ScriptedWriter):
+    """Refuses token ids that are none, as the real engine does."""
+
+    def plan(self, job: GenerateJob) -> list[RowJob]:
+        ids = () if job.prompt is None or isinstance(job.prompt, str) else job.prompt
+        if any(token >= 0x110000 for token in ids):
+            raise BadRequest("There is no such token.", param="prompt")
+        return super().plan(job)
+
+
+Ask = Callable[..., httpx2.Response]
+
+
+@contextmanager
+def asking(models: Catalog, engines: Engines, **given: Any) -> Iterator[Ask]:
+    """Serve, and give the client's `request`. One that is not answered in time raises."""
+    with (
+        start_blocking_portal("asyncio") as portal,
+        portal.wrap_async_context_manager(served(models, engines, **given)) as client,
+    ):
+
+        def ask(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Any:
+            async def post() -> httpx2.Response:
+                return await client.post(path, content=body, headers=headers)
+
+            return portal.call(post)
+
+        yield ask
+
+
+def scripted(folder: Path) -> tuple[Catalog, Engines]:
+    """Give models of each kind that cost nothing."""
+    common = {"source": "path:.", "preload": True}
+    models = {
+        "embed": {"kind": "embedding", "token_ids": "accept", "matryoshka": True, **common},
+        "writer": {"kind": "chat", **common},
+    }
+    return catalog(folder, models), ScriptedEngines(writer=CarefulWriter())
+
+
+def check(answer: httpx2.Response) -> None:
+    """Nothing is our fault, and whatever is refused is refused in OpenAI's envelope."""
+    assert answer.headers["x-request-id"]
+    if answer.status_code != 200:
+        assert answer.status_code != 500, answer.text
+        assert answer.headers["content-type"] == "application/json"
+        _check_error(answer.json())
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        for line in answer.text.split("\n"):
+            if line.startswith("data: {"):
+                event = orjson.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    _check_error(event)
+                    assert event["error"]["code"] != "engine_failed", event
+    else:
+        answer.json()
+
+
+def _check_error(body: Any) -> None:
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
