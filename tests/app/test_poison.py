@@ -82,6 +82,12 @@ def unreadable(folder: Path) -> None:
     folder.chmod(0)
 
 
+def a_folder_in_place_of_a_file(folder: Path) -> None:
+    """Nobody can read this, root included."""
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+
+
 SPOILT: list[tuple[Spoil, str]] = [
     (garbage, WEIGHTS),
     (cut, WEIGHTS),
@@ -95,6 +101,7 @@ SPOILT: list[tuple[Spoil, str]] = [
     (not_numbers, "not "),
     (gone, "no folder"),
     (unreadable, "ermission"),
+    (a_folder_in_place_of_a_file, WEIGHTS),
 ]
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {
@@ -146,7 +153,8 @@ async def test_a_spoilt_model_is_told_by_name_while_the_others_go_on(
         assert (await client.get("/ready")).status_code == 200
         if folder.exists():
             folder.chmod(0o755)
-        shutil.copytree(tmp_path / f"good-{kind}", folder, dirs_exist_ok=True)
+            shutil.rmtree(folder)
+        shutil.copytree(tmp_path / f"good-{kind}", folder)
         mended = await client.post(
             f"/admin/models/bad-{kind}/load", headers={"authorization": "Bearer sesame"}
         )
