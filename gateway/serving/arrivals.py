@@ -46,6 +46,13 @@ class Arrivals:
         newest = next(reversed(self._since.values()), None)
         return None if newest is None else metrics.now() - newest
 
+    async def looked(self) -> None:
+        """Let those be counted whose bytes are here already, unread: a socket, its reader and the
+        request take a round of the loop each. A burst of ten was cut in two a quarter of the time.
+        """
+        for _ in range(3):
+            await asyncio.sleep(0)
+
     async def changed(self, timeout_s: float) -> None:
         """Wait until another one is over, at most so long."""
         with contextlib.suppress(TimeoutError):

@@ -183,6 +183,7 @@ class EmbeddingBatcher:
     async def _collect(self) -> None:
         """Give a burst time to arrive, if the lane is idle; else what waits is the batch."""
         is_first = True
+        await self._arrivals.looked()
         while self._lane.is_idle and self._has_work():
             arrivals, limits = self._arrivals, self._limits
             more_s = patience(

@@ -82,6 +82,20 @@ async def test_a_request_that_is_still_being_read_is_waited_for() -> None:
     assert engine.batches == [[1, 2]]
 
 
+async def test_a_request_whose_bytes_are_here_is_waited_for_too() -> None:
+    """It counts only once its socket, its reader and itself have had a round of the loop each."""
+    engine = ScriptedEmbedder()
+
+    async def next_in_the_sockets() -> None:
+        for _ in range(2):
+            await asyncio.sleep(0)
+        await batcher.embed(embed_job("bb"))
+
+    async with batching(engine) as batcher:
+        await asyncio.gather(batcher.embed(embed_job("a")), next_in_the_sockets())
+    assert engine.batches == [[1, 2]]
+
+
 async def test_a_request_alone_waits_for_nobody() -> None:
     """The fast path: an idle lane, and no other on its way. A window of minutes costs nothing."""
     counted = metrics.FAST_PATH.labels("m")._value.get()
