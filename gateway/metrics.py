@@ -108,10 +108,10 @@ ROWS = Level("gateway_rows", "Answers in the batch, being read for or written.")
 TICKETS = Level("gateway_tickets", "Rows, or requests of embeddings, that wait for a batch.")
 LEASES = Level("gateway_leases", "Requests that use a model, or wait for it to be loaded.")
 TASKS = Level("gateway_tasks", "Tasks of the event loop.")
-BUDGET_HELD = Level("gateway_budget_held_bytes", "Bytes that models and their rows may hold now.")
-BUDGET_LIMIT = Level("gateway_budget_limit_bytes", "Bytes that they may hold at the most.")
+BUDGET_HELD = Level("gateway_budget_held_bytes", "Bytes that models and their rows may take now.")
+BUDGET_LIMIT = Level("gateway_budget_limit_bytes", "Bytes that they may take at the most.")
 DEVICE_ACTIVE = Level("gateway_device_active_bytes", "Bytes of arrays there are.")
-DEVICE_CACHED = Level("gateway_device_cached_bytes", "Bytes that were freed and are kept for reuse.")
+DEVICE_CACHED = Level("gateway_device_cached_bytes", "Bytes freed, and kept for reuse.")
 
 
 class _Shown(Collector):

@@ -55,7 +55,7 @@ class ChatCompletions:
             body = await while_connected(request.receive, self._whole(spec, job, heading))
             return Response(body, media_type="application/json", headers=headers)
         events = self._events(spec, job, heading, with_usage=asked.stream_options.include_usage)
-        stream = EventStream(events, headers, request.receive, send_timeout_s=rules.send_timeout_s)
+        stream = EventStream(events, headers, request.receive)
         return await stream.primed(rules.stream_open_after_s)
 
     async def _whole(self, spec: ChatSpec, job: GenerateJob, heading: Heading) -> bytes:

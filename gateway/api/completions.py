@@ -60,7 +60,7 @@ class Completions:
             return Response(body, media_type="application/json", headers=headers)
         with_usage = asked.stream_options.include_usage
         events = self._events(spec, jobs, heading, choices, with_usage=with_usage)
-        stream = EventStream(events, headers, request.receive, send_timeout_s=rules.send_timeout_s)
+        stream = EventStream(events, headers, request.receive)
         return await stream.primed(rules.stream_open_after_s)
 
     async def _whole(

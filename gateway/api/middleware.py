@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from http import HTTPStatus
 
@@ -35,6 +35,7 @@ log = logs.get("http")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 CLIENT_LEFT = 499  # nginx's name for it; nobody is there to read the answer
+PIECE_BYTES = 256 * 1024  # of a large body, sent at a time: each has to be read in time
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
@@ -59,12 +60,17 @@ def translate(error: HTTPException, method: str, path: str) -> GatewayError:
 
 
 class Context:
-    """The outermost layer: nothing leaves it but an answer with a request id."""
+    """The outermost layer: nothing leaves it but an answer with a request id. A client that leaves
+    it unread for `send_timeout_s` is taken to have gone.
+    """
 
-    def __init__(self, app: ASGIApp, door: Door, *, max_header_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, door: Door, *, max_header_bytes: int, send_timeout_s: float
+    ) -> None:
         self._app = app
         self._door = door
         self._max_header_bytes = max_header_bytes
+        self._send_timeout_s = send_timeout_s
         self._log = log.bind()  # once, not for every line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +88,9 @@ class Context:
         # While draining, a connection ends with its answer; HTTP/2 has no such header.
         is_last = self._door.is_closed and scope["http_version"].startswith("1")
         timings = scope["gateway.timings"] = Timings()
-        reply = _Reply(send, request_id, timings, is_last=is_last)
+        reply = _Reply(
+            send, request_id, timings, is_last=is_last, send_timeout_s=self._send_timeout_s
+        )
         with self._door.passing():
             status = await self._serve(scope, receive, reply)
         seconds = metrics.now() - timings.started
@@ -116,9 +124,6 @@ class Context:
             if reply.status is None:
                 refusal = translate(error, scope["method"], scope["path"])
                 await answer(refusal)(scope, receive, reply)
-        except TimeoutError:
-            log.warning("client_stopped_reading", path=scope["path"])
-            return CLIENT_LEFT
         except Exception:
             log.exception("request_failed", path=scope["path"])
             if reply.status is None:
@@ -128,15 +133,24 @@ class Context:
 
 
 class _Reply:
-    """The way back to the client: it adds the request id and the timings so far, and remembers
-    the status.
+    """The way back to the client: it adds the request id and the timings so far, remembers the
+    status, and does not wait for ever for who stopped reading: that raises ClientDisconnect.
     """
 
-    def __init__(self, send: Send, request_id: str, timings: Timings, *, is_last: bool) -> None:
+    def __init__(
+        self,
+        send: Send,
+        request_id: str,
+        timings: Timings,
+        *,
+        is_last: bool,
+        send_timeout_s: float,
+    ) -> None:
         self._send = send
         self._request_id = request_id
         self._timings = timings
         self._is_last = is_last
+        self._send_timeout_s = send_timeout_s
         self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
@@ -150,7 +164,25 @@ class _Reply:
             if self._is_last:
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
-        await self._send(message)
+        for piece in pieces(message):
+            try:
+                async with asyncio.timeout(self._send_timeout_s):
+                    await self._send(piece)
+            except TimeoutError:
+                log.warning("client_stopped_reading")
+                raise ClientDisconnect from None
+
+
+def pieces(message: Message) -> Iterator[Message]:
+    """Part a large body, so that who reads it slowly can be told from who does not."""
+    body = message.get("body", b"")
+    if len(body) <= PIECE_BYTES:
+        yield message
+        return
+    last = range(0, len(body), PIECE_BYTES)[-1]
+    for start in range(0, len(body), PIECE_BYTES):
+        more = start < last or message.get("more_body", False)
+        yield {**message, "body": body[start : start + PIECE_BYTES], "more_body": more}
 
 
 class Guard:

@@ -55,7 +55,6 @@ class Responses:
             events,
             headers,
             request.receive,
-            send_timeout_s=rules.send_timeout_s,
             told=lambda error: b"".join(map(named, [*answer.begin(), *answer.fail(error)])),
         )
         return await stream.primed(rules.stream_open_after_s)

@@ -89,7 +89,12 @@ def serve(
             allow_headers=["*"],
             expose_headers=EXPOSED,
         )
-    return Context(guarded, door, max_header_bytes=max_header_bytes)
+    return Context(
+        guarded,
+        door,
+        max_header_bytes=max_header_bytes,
+        send_timeout_s=service.rules.send_timeout_s,
+    )
 
 
 def _both(path: str, endpoint: Callable[..., Any], method: str) -> list[Route]:

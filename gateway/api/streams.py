@@ -103,11 +103,9 @@ class EventStream:
         headers: dict[str, str],
         receive: Receive,
         *,
-        send_timeout_s: float,
         told: Callable[[GatewayError], bytes] = _told,
     ) -> None:
         self._headers = headers
-        self._send_timeout_s = send_timeout_s
         self._told = told
         self._made: deque[bytes] = deque()
         self._stirred = asyncio.Event()
@@ -135,7 +133,7 @@ class EventStream:
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all, unless the client leaves or stops reading."""
+        """Send it all, unless the client leaves."""
         try:
             await _unless(self._gone, self._send(send))
         finally:
@@ -153,17 +151,17 @@ class EventStream:
     async def _send(self, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         start = {"type": "http.response.start", "status": 200, "headers": _HEADERS + headers}
-        await self._put(send, start)
+        await send(start)
         has_begun = False
         while not self._maker.done() or self._made:
             if self._made:
                 has_begun = True
-                await self._put(send, _body(self._made.popleft(), more=True))
+                await send(_body(self._made.popleft(), more=True))
             elif not await self._waited(None if has_begun else KEEP_ALIVE_S):
-                await self._put(send, _body(_COMMENT, more=True))
+                await send(_body(_COMMENT, more=True))
         if (failure := self._failure()) is not None:
-            await self._put(send, _body(self._told(failure), more=True))
-        await self._put(send, _body(b"", more=False))
+            await send(_body(self._told(failure), more=True))
+        await send(_body(b"", more=False))
 
     async def _waited(self, timeout_s: float | None) -> bool:
         """Wait for something new; tell whether there is."""
@@ -180,10 +178,6 @@ class EventStream:
             return error
         log.error("stream_failed", exc_info=error)
         return GatewayError("The server had an error.")
-
-    async def _put(self, send: Send, message: Message) -> None:
-        async with asyncio.timeout(self._send_timeout_s):
-            await send(message)
 
     async def _close(self) -> None:
         await _cancelled(self._gone)

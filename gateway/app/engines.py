@@ -99,7 +99,7 @@ class MlxEngines:
         try:
             return await _apart(sources.download, spec, self._hub)
         finally:
-            del self._sizes[spec.id]
+            self._sizes.pop(spec.id, None)  # another one, of another reading, may have ended sooner
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Tell how much of a model's download is done; None when none is under way."""

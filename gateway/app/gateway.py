@@ -18,7 +18,13 @@ from gateway.api.door import Door
 from gateway.api.service import Bounds, Rules, Service
 from gateway.app.gauges import Gauges
 from gateway.app.opening import Batcher, Engines, Opener
-from gateway.errors import GatewayError, ModelsFileInvalid, RegistryInvalid, Unavailable
+from gateway.errors import (
+    GatewayError,
+    ModelLoading,
+    ModelsFileInvalid,
+    RegistryInvalid,
+    Unavailable,
+)
 from gateway.registry import Catalog, Changes, HubSource, ModelSpec, load_catalog
 from gateway.serving.arrivals import Arrivals
 from gateway.serving.budget import Budget
@@ -31,6 +37,7 @@ from gateway.settings import Settings, variables
 
 log = logs.get("app")
 
+LOOK_AGAIN_S = 0.5  # between two looks at a load that takes long
 LAST_WORDS_S = 1.0  # to tell those inside that it is over
 CACHE_SHARE = 0.75  # of the memory there is; the rest is for passes, rows and everybody else
 
@@ -177,12 +184,21 @@ class Gateway:
             self._has_reloaded.clear()
             for spec in self._catalog.specs:
                 if spec.preload:
-                    with contextlib.suppress(GatewayError):  # the cache has logged it
-                        async with self._models.lease(spec):
-                            pass
+                    await self._have_at_hand(spec)
             self._is_preloaded = True
             log.info("ready", models=self._models.states())
             await self._has_reloaded.wait()
+
+    async def _have_at_hand(self, spec: ModelSpec) -> None:
+        """Load a model, however long that takes, unless a reload does away with it."""
+        while self._catalog.current(spec) is not None:
+            try:
+                async with self._models.lease(spec):
+                    return
+            except ModelLoading:
+                await asyncio.sleep(LOOK_AGAIN_S)
+            except GatewayError:  # the cache has logged it
+                return
 
     def _status(self) -> str:
         if self.door.is_closed:

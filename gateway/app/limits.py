@@ -42,6 +42,7 @@ def generation_limits(settings: Settings, spec: ChatSpec) -> GenerationLimits:
         queue_limit=_first(spec.queue_limit, settings.queue_limit),
         queue_max_tokens=_first(spec.queue_max_tokens, settings.queue_max_tokens),
         tier_head_start_s=settings.tier_head_start_s,
+        memory_wait_s=settings.load_wait_s,
     )
 
 

@@ -20,9 +20,8 @@ def warm_writer(name: str, engine: GenerationEngine) -> None:
     row = engine.join(_ROW)
     deltas = []
     try:
-        while engine.is_prefilling:
+        while engine.is_prefilling or engine.is_decoding:  # a fault has the row read again
             deltas += engine.prefill(16)
-        while engine.is_decoding:
             deltas += engine.decode()
     finally:
         engine.leave(row)

@@ -1,7 +1,6 @@
 """serve: the gateway itself, from settings to the last byte of the drain."""
 
 import asyncio
-import contextlib
 import faulthandler
 import gc
 import os
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 log = logs.get("serve")
 
 BACKLOG = 2048
+SHUTDOWN_S = 10  # for models to be let go, after the drain, when nobody waits any more
 
 
 def serve(
@@ -31,6 +31,8 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks one.")] = None,
 ) -> None:
     """Serve the models of models.yaml."""
+    # A hangup that comes now would end us: it waits until it can be heard.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings({"models": models, "host": host, "port": port})
     logs.configure(settings.log_level, settings.log_format)
     faulthandler.enable()  # a crash of native code tells where
@@ -54,7 +56,11 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
     """Serve until a signal says stop, then drain."""
     from hypercorn.asyncio import serve as hypercorn_serve
     from hypercorn.config import Config
+    from hypercorn.utils import LifespanTimeoutError
 
+    from gateway.cli import _connections
+
+    _connections.install(settings.send_timeout_s)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -62,6 +68,7 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
 
     hangup = asyncio.Event()
     loop.add_signal_handler(signal.SIGHUP, hangup.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     reloading = asyncio.create_task(_reload_at(hangup, gateway), name="reload")
 
     async def until_drained() -> None:
@@ -79,11 +86,16 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
     config.h2_max_header_list_size = settings.read_header_bytes
     config.read_timeout = None  # it would also cut long answers short
     config.graceful_timeout = 1
+    config.shutdown_timeout = SHUTDOWN_S
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = None
     try:
         await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)  # type: ignore[arg-type]
+    except LifespanTimeoutError as error:  # a call is stuck, and nothing else can end it
+        log.critical("stuck", error=str(error))
+        faulthandler.dump_traceback()
+        os._exit(os.EX_SOFTWARE)  # as for any stall
     finally:
         reloading.cancel()
 
@@ -93,8 +105,12 @@ async def _reload_at(hangup: asyncio.Event, gateway: "Gateway") -> None:
     while True:
         await hangup.wait()
         hangup.clear()
-        with contextlib.suppress(GatewayError):
+        try:
             await gateway.reload()
+        except GatewayError:  # the gateway has logged it
+            pass
+        except Exception:  # whatever it was, the next one is heard
+            log.exception("reload_failed")
 
 
 def _stop(stop: asyncio.Event) -> None:

@@ -161,16 +161,16 @@ class GenerationEngine:
         ends = [each.row.say(each.token) if each.is_finite else None for each in said]
         on = [i for i, each in enumerate(said) if each.is_finite and ends[i] is None]
         self.last_pass = Pass(len(said), len(said), len(said))
-        deltas = []
+        fault = None
         try:
             self._remember(running, [i for i, end in enumerate(ends) if end is not None])
             self._keep(on)
             self._step(logits if logits is None or len(on) == len(said) else logits[mx.array(on)])
         except Exception as error:
-            self._running = None
-            deltas = self._blame([said[i].row for i in on], error)
-        for each, end in zip(said, ends, strict=True):
-            deltas += each.told(end)
+            self._running, fault = None, error
+        deltas = [delta for each, end in zip(said, ends, strict=True) for delta in each.told(end)]
+        if fault is not None:
+            return deltas + self._blame([said[i].row for i in on if not said[i].row.is_over], fault)
         if self._running is not None:
             self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
         return deltas

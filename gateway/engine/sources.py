@@ -25,7 +25,8 @@ from gateway.engine.downloads import HubFile, check, fetch, require_room, room_n
 from gateway.errors import ModelLoadFailed, ModelUnavailable
 from gateway.registry import HubSource, ModelSpec, PackageSource, package_folder
 
-logging.set_verbosity_error()  # what goes wrong is told in our own words, and in our own log
+# What goes wrong is told in our own words, and in our own log.
+logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 # Weights as safetensors only: a pickle is never even fetched.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 

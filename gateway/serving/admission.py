@@ -127,10 +127,13 @@ class Admission:
 @contextlib.asynccontextmanager
 async def until_deadline(caller: Caller) -> AsyncIterator[None]:
     """End what is inside at the caller's deadline; raises DeadlineExceeded then."""
+    limit = asyncio.timeout(caller.deadline - metrics.now())
     try:
-        async with asyncio.timeout(caller.deadline - metrics.now()):
+        async with limit:
             yield
     except TimeoutError:
+        if not limit.expired():  # another's, a disk's say
+            raise
         raise DeadlineExceeded(caller.allowed_s) from None
 
 

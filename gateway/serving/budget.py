@@ -48,7 +48,7 @@ class Budget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._held_bytes = 0
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: dict[Callable[[], None], Callable[[], None]] = {}
 
     @property
     def free_bytes(self) -> int:
@@ -59,19 +59,32 @@ class Budget:
         """Give a share, which holds nothing yet."""
         return Share(self)
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Have a function called whenever bytes come back."""
-        self._listeners.append(listener)
+    def listen(
+        self, changed: Callable[[], None], wanted: Callable[[], None] = lambda: None
+    ) -> None:
+        """Have `changed` called whenever bytes come back, or might: somebody has become idle; and
+        `wanted` when those that only save time, kept prefixes, are to be given back.
+        """
+        self._listeners[changed] = wanted
 
-    def ignore(self, listener: Callable[[], None]) -> None:
-        """Call it no more."""
-        self._listeners.remove(listener)
+    def ignore(self, changed: Callable[[], None]) -> None:
+        """Call it, and what came with it, no more."""
+        del self._listeners[changed]
+
+    def announce(self) -> None:
+        """Tell those who wait to look again."""
+        for changed in tuple(self._listeners):
+            changed()
+
+    def recall(self) -> None:
+        """Ask for what is kept to save time alone."""
+        for wanted in tuple(self._listeners.values()):
+            wanted()
 
     def _moved(self, by: int) -> None:
         self._held_bytes += by
         if by < 0:
-            for listener in tuple(self._listeners):
-                listener()
+            self.announce()
 
 
 class Share:

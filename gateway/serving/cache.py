@@ -263,7 +263,8 @@ class ModelCache(Generic[M]):
         model = entry.spec.id
         metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
         log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
-        self._failures.remember(model, error)
+        if self._catalog().current(entry.spec):  # else it says nothing of the one in force
+            self._failures.remember(model, error)
         if not entry.ready.done():
             entry.ready.set_exception(error)
             entry.ready.exception()  # nobody may be waiting any more, and that is fine

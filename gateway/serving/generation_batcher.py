@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from dataclasses import dataclass, replace
 
 from gateway import logs, metrics
-from gateway.errors import EngineFailed, GatewayError, Unavailable
+from gateway.errors import EngineFailed, GatewayError, NoRoom, Unavailable
 from gateway.jobs import Delta, GenerateJob, Pass, RowDelta, RowJob, Stage, Usage
 from gateway.serving.admission import Admission, Place, until_deadline
 from gateway.serving.budget import Budget
@@ -157,6 +157,11 @@ class GenerationBatcher:
             self._news.set()
             self._stir()
 
+    def _look_again(self) -> None:
+        """See whether there is memory for those who wait, or need for what is kept."""
+        if self._rows.waiting or self._memory.must_forget:
+            self._stirred["prefill"].set()
+
     def _stir(self) -> None:
         for event in self._stirred.values():
             event.set()
@@ -165,7 +170,11 @@ class GenerationBatcher:
         """Let rows join and read their prompts, a chunk a turn."""
         engine, rows = self._engine, self._rows
         while True:
-            await self._stirred["prefill"].wait()
+            try:
+                async with asyncio.timeout_at(rows.give_up_at()):
+                    await self._stirred["prefill"].wait()
+            except TimeoutError:
+                rows.end_stuck(NoRoom(self._name, ()))
             self._stirred["prefill"].clear()
             while engine.is_prefilling or rows.chosen() or rows.may_forget:
                 if not await self._turn("prefill", self._steps.read):
@@ -243,7 +252,7 @@ class GenerationBatcher:
             asyncio.create_task(self._decode(), name=f"decode {self._name}"),
         ]
         try:
-            with self._memory.watched(self._stirred["prefill"].set):
+            with self._memory.watched(self._look_again):
                 yield self
         finally:
             self._news.set()  # a turn under way ends after its step

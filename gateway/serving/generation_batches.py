@@ -10,7 +10,8 @@ from gateway.serving.admission import NO_BOUND
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLimits:
     """How many rows run together, how many of them bound to a grammar, how long one turn may
-    read prompts, and how much sooner a priority request counts as come.
+    read prompts, how much sooner a priority request counts as come, and how long one waits for
+    memory that only other models hold.
     """
 
     max_batch_size: int
@@ -19,6 +20,7 @@ class GenerationLimits:
     queue_limit: int
     queue_max_tokens: int = NO_BOUND
     tier_head_start_s: float = 5.0
+    memory_wait_s: float = 20.0
 
 
 def rank(arrived: float, tier: Tier, head_start_s: float) -> float:

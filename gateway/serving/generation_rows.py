@@ -20,6 +20,7 @@ class Rows:
         self._limits = limits
         self._waiting: list[Ticket] = []  # by rank
         self._running: dict[int, Ticket] = {}
+        self._stuck_since: float | None = None
 
     @property
     def is_wanting(self) -> bool:
@@ -28,8 +29,8 @@ class Rows:
 
     @property
     def may_forget(self) -> bool:
-        """Tell whether what is kept of prompts has to go, for one that could join."""
-        return self.memory.kept > 0 and self.is_wanting
+        """Tell whether what is kept of prompts has to go, for one that could join or for others."""
+        return self.memory.must_forget or (self.memory.kept > 0 and self.is_wanting)
 
     @property
     def waiting(self) -> int:
@@ -85,6 +86,13 @@ class Rows:
         self.leaving += self._running
         self._running.clear()
 
+    def end_stuck(self, error: GatewayError) -> None:
+        """End those that wait and, even if they were alone, would not fit as things are."""
+        stuck = [each for each in self._waiting if not self.memory.fitting([], [each.length])]
+        for ticket in stuck:
+            self._waiting.remove(ticket)
+            ticket.end(error)
+
     def end_all(self, error: GatewayError) -> None:
         """End every one, with an error."""
         for ticket in self._waiting:
@@ -98,6 +106,17 @@ class Rows:
         lengths = [self._waiting[place].length for place in following]
         return following[: self.memory.fitting(self._lengths(), lengths)]
 
+    def give_up_at(self) -> float | None:
+        """Note how things are, and give when, by the loop's clock, who waits for memory that only
+        others hold is to be told so; None while nobody does: rows that run give theirs back.
+        """
+        if self._running or not self.is_wanting:
+            self._stuck_since = None
+            return None
+        if self._stuck_since is None:
+            self._stuck_since = asyncio.get_running_loop().time()
+        return self._stuck_since + self._limits.memory_wait_s
+
     def moves(self, turn: Turn, *, may_join: bool) -> Moves:
         """Choose only now, holding the lane, who joins."""
         moves = Moves(asyncio.get_running_loop(), leaving=self.leaving)
@@ -105,6 +124,8 @@ class Rows:
         self._grow(moves)
         if may_join:
             moves.forgets = self.may_forget
+            if moves.forgets:
+                self.memory.forget()
             chosen = self.chosen()
             moves.joining = [self._waiting[place] for place in chosen]
             for place in reversed(chosen):

@@ -29,7 +29,7 @@ class Room(Generic[M]):
         self._is_pinned = is_pinned
         self._queue: list[Entry[M]] = []  # holding or waiting, in the order they are served
         self._changed = asyncio.Event()
-        budget.listen(self.announce)
+        budget.listen(self._wake)
 
     @contextlib.asynccontextmanager
     async def taken(self, mine: Entry[M], nbytes: int) -> AsyncIterator[Share]:
@@ -57,9 +57,12 @@ class Room(Generic[M]):
         self._send_away(self._queue, places=0, nbytes=nbytes, in_use=False)
 
     def announce(self) -> None:
-        """Wake whoever waits, for something has changed; a fresh event serves the next change."""
+        """Wake whoever waits, models and rows: one may have become idle, or gone."""
+        self._budget.announce()
+
+    def _wake(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # for the next change
 
     async def _given(self, mine: Entry[M], nbytes: int) -> None:
         try:
@@ -104,7 +107,10 @@ class Room(Generic[M]):
     def _send_away(
         self, queue: Iterable[Entry[M]], *, places: int, nbytes: int, in_use: bool
     ) -> None:
-        """Let go of as many as are too many: the idle now, those in use when their leases end."""
+        """Let go of as many as are too many: the idle now, those in use when their leases end.
+
+        Where the idle are not enough, what is kept of prompts goes too.
+        """
         gone = [each for each in queue if each.unwanted.is_set()]
         held = {
             each: each.held()
@@ -118,6 +124,9 @@ class Room(Generic[M]):
                 each.is_doomed = True
             else:
                 each.unwanted.set()
+                lacking -= each.nbytes
+        if lacking > 0:
+            self._budget.recall()
 
     def _spare(self) -> None:
         """Give doomed models back to new leases, for room was found; whoever still waits for

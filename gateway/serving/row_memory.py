@@ -41,7 +41,7 @@ def rectangle(lengths: Sequence[int]) -> int:
 class RowMemory:
     """One model's rows' share of the budget. `clear` lets idle models go for so many bytes.
 
-    `kept` counts the bytes of prefixes, which give way to rows.
+    `kept` counts the bytes of prefixes, which give way to rows, and to whoever else is short.
     """
 
     def __init__(
@@ -52,6 +52,12 @@ class RowMemory:
         self._clear = clear
         self._share = budget.share()
         self.kept = 0
+        self._is_recalled = False
+
+    @property
+    def must_forget(self) -> bool:
+        """Tell whether prefixes are kept in memory that others need, or that nobody may use."""
+        return self.kept > 0 and (self._is_recalled or self._budget.free_bytes < 0)
 
     def admitted(self, row: RowJob) -> RowJob:
         """Give the row as it may be: an open one with as much room as there could ever be.
@@ -99,14 +105,26 @@ class RowMemory:
         if (lacking := self._lacking(lengths)) > 0:
             self._clear(lacking + max(0, self._budget.free_bytes))
 
+    def forget(self) -> None:
+        """Note that what is kept goes in this turn."""
+        self._is_recalled = False
+
     def keep(self, nbytes: int) -> None:
         """Note what is kept of prefixes now."""
         self.kept = nbytes
 
     @contextlib.contextmanager
     def watched(self, news: Callable[[], None]) -> Iterator[None]:
-        """Have a function called, while entered, whenever bytes of the budget come back."""
-        self._budget.listen(news)
+        """Have a function called, while entered, whenever there may be bytes for those who wait,
+        and when what is kept is to go.
+        """
+
+        def recalled() -> None:
+            if self.kept:
+                self._is_recalled = True
+                news()
+
+        self._budget.listen(news, recalled)
         try:
             yield
         finally:
@@ -130,7 +148,7 @@ class RowMemory:
         """Give the most tokens that a row alone could ever have; None where nothing is counted."""
         if not self._costs.token:
             return None
-        tokens = self._costs.most // self._costs.token
+        tokens = max(self._costs.most, self._costs.included) // self._costs.token
         return tokens // 2 // KV_STEP * KV_STEP
 
 

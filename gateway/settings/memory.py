@@ -52,7 +52,8 @@ class MemorySettings(BaseModel):
         default=20,
         ge=0,
         le=3600,
-        description="How long a request waits for its model, and a model for room; then 503.",
+        description="How long a request waits for its model, a model for room, and answers for "
+        "memory that other models hold; then 503.",
     )
     model_ttl_s: float | None = Field(
         default=None,

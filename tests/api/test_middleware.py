@@ -1,6 +1,7 @@
 """Around every request: ids, keys, browsers, limits, and errors in one shape."""
 
 import asyncio
+import random
 import socket
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.door import Door
-from gateway.api.middleware import Context, is_loopback
+from gateway.api.middleware import PIECE_BYTES, Context, is_loopback, pieces
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
@@ -245,13 +246,25 @@ async def test_strict_fields_refuse_what_nobody_knows(
         assert error(answer)["param"] == "temprature"
 
 
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
+def test_a_large_body_is_sent_in_pieces(size: int, more: bool) -> None:
+    """All of it, in order; and what follows is said by the last of them alone."""
+    body = random.Random(size).randbytes(size)
+    message = {"type": "http.response.body", "body": body, "more_body": more}
+    sent = list(pieces(message))
+    assert b"".join(each["body"] for each in sent) == body
+    assert all(len(each["body"]) <= PIECE_BYTES for each in sent)
+    assert [each["more_body"] for each in sent] == [True] * (len(sent) - 1) + [more]
+
+
 async def test_an_error_nobody_foresaw_is_a_500_in_the_envelope() -> None:
     """Without a word of its insides."""
 
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("secret path")
 
-    app = Context(broken, Door(), max_header_bytes=1024)
+    app = Context(broken, Door(), max_header_bytes=1024, send_timeout_s=1)
     transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.get("/")

@@ -97,7 +97,9 @@ async def test_a_traceback_shows_neither_key_nor_prompt(written: io.StringIO) ->
 
     door = Door()
     guard = Guard(broken, door, keys=[KEY], hosts=[], origins=[])
-    transport = httpx2.ASGITransport(Context(guard, door, max_header_bytes=10_000))
+    transport = httpx2.ASGITransport(
+        Context(guard, door, max_header_bytes=10_000, send_timeout_s=1)
+    )
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post("/", json=CHAT, headers={"authorization": f"Bearer {KEY}"})
     assert answer.status_code == 500

@@ -1,5 +1,6 @@
 """Models that cannot be fetched: told by name and cause, while the others go on serving."""
 
+import asyncio
 import resource
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -113,3 +114,14 @@ async def test_a_broken_connection_does_not_reach_the_client(
     hub.cuts = [70_000]
     assert (await ask(client, "far"))[0] == 200
     assert len(hub.ranges) == 2
+
+
+async def test_two_downloads_of_one_model_at_once_both_succeed(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    """As when a reload changes a model that is being fetched: the second waits for the first."""
+    engines = MlxEngines("cpu", None, Hub(endpoint=hub.url, cache=tmp_path / "cache"))
+    (spec,) = catalog(tmp_path, {"far": {"kind": "chat", "source": "hub:org/far"}}).specs
+    one, other = await asyncio.gather(engines.folder(spec), engines.folder(spec))
+    assert one == other
+    assert engines.fetched_percent(spec) is None

@@ -10,7 +10,7 @@ import pytest
 from gateway.registry import EmbeddingSpec
 from gateway.serving.ports import EmbeddingEngine
 from tests.fakes import ScriptedEngines
-from tests.serving_app import catalog, served
+from tests.serving_app import catalog, ready, served
 
 pytestmark = pytest.mark.anyio
 MODELS = {
@@ -53,3 +53,21 @@ async def test_a_chat_that_waits_is_let_in_between_two_steps_of_a_load(tmp_path:
         answers = await asyncio.gather(embedded, chatted)
     assert [answer.status_code for answer in answers] == [200, 200]
     assert engines.chats_between == 1
+
+
+async def test_a_load_that_takes_longer_than_requests_wait_is_not_ready_before_its_end(
+    tmp_path: Path,
+) -> None:
+    """What is to be at hand is waited for; only a failure is not."""
+    engines = ScriptedEngines()
+    engines.load_gate.close()
+    models = {"chat": {**MODELS["chat"], "preload": True}}
+    async with served(
+        catalog(tmp_path, models), engines, wait_ready=False, load_wait_s=0.05
+    ) as client:
+        await asyncio.to_thread(engines.load_gate.reached.wait, 20)
+        await asyncio.sleep(0.3)
+        assert (await client.get("/ready")).status_code == 503
+        engines.load_gate.open()
+        await ready(client)
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import EngineFailed
-from gateway.jobs import Vectors
-from tests.fakes import ScriptedEmbedder, ScriptedEngines
+from gateway.jobs import RowDelta, RowJob, Vectors
+from tests.fakes import ScriptedEmbedder, ScriptedEngines, ScriptedWriter
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -29,6 +29,32 @@ async def test_a_model_is_warm_before_its_first_request(tmp_path: Path, warm_up:
     assert answer["choices"][0]["message"]["content"] == "Hi"
     assert len(engines.embedder.batches) == 1 + warm_up
     assert len(engines.writer.joined) == 1 + warm_up
+
+
+class Stumbling(ScriptedWriter):
+    """Each step fails, as the real engine's does: the row is read again, alone, and then ends."""
+
+    def decode(self) -> list[RowDelta]:
+        if self._running and len(self.steps) < 2:
+            self.steps.append(len(self._running))
+            self._waiting, self._running = {row: self._jobs[row] for row in self._running}, {}
+            return []
+        broken, self._running = list(self._running), {}
+        return [RowDelta(row, error="out of luck") for row in broken]
+
+    def join(self, job: RowJob) -> int:
+        row = super().join(job)
+        self._jobs = {row: job}
+        return row
+
+
+async def test_a_step_that_fails_is_a_failed_load(tmp_path: Path) -> None:
+    """A model that reads but cannot write is no model, however often it is tried."""
+    engines = ScriptedEngines(writer=Stumbling())
+    async with served(catalog(tmp_path, MODELS), engines, warm_up=True) as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "The model `chat` failed to load: out of luck"
 
 
 class Broken(ScriptedEmbedder):

@@ -1,19 +1,22 @@
 """serve and SIGHUP: models.yaml is read again, while requests go on."""
 
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import httpx2
+import pytest
 
 from tests.checkpoints import write_chat
-from tests.processes import command, started
+from tests.processes import command, environment, started
 
 MODELS = """
 version: 1
 models:
   tiny: {kind: chat, source: "path:tiny", preload: true}
 """
+IDLE = "version: 1\nmodels:\n  a: {kind: chat, source: 'path:.'}\n"
 
 
 def wait_for(log: Path, event: str) -> None:
@@ -39,6 +42,46 @@ def test_a_hangup_reads_the_models_again(tmp_path: Path) -> None:
         names = [(each["id"], each["state"]) for each in listed(served.url)]
         assert names == [("tiny", "loaded"), ("small", "loaded")]
         assert served.log.read_text().count('"event":"model_loaded"') == 1
+
+
+def test_a_hangup_that_cannot_be_obeyed_does_not_keep_the_next_from_being_heard(
+    tmp_path: Path,
+) -> None:
+    """A .env that is no text, say: it is logged."""
+    (tmp_path / "models.yaml").write_text(IDLE)
+    with started(command("serve"), tmp_path) as served:
+        (tmp_path / ".env").write_bytes(b"\xff\xfe=1\n")
+        served.process.send_signal(signal.SIGHUP)
+        wait_for(served.log, '"event":"reload_failed"')
+        (tmp_path / ".env").unlink()
+        served.process.send_signal(signal.SIGHUP)
+        wait_for(served.log, '"event":"reloaded"')
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="nobody tells which signals wait")
+def test_a_hangup_while_it_starts_waits_until_it_serves(tmp_path: Path) -> None:
+    """It would end a process that has not asked for it, and imports take seconds."""
+    (tmp_path / "models.yaml").write_text(IDLE)
+    log = tmp_path / "log"
+    given = environment(GATEWAY_PORT="0", GATEWAY_LOG_FORMAT="json")
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command("serve"), cwd=tmp_path, env=given, stderr=output) as process,
+    ):
+        try:
+            while not blocks(process.pid, signal.SIGHUP):
+                time.sleep(0.01)
+            process.send_signal(signal.SIGHUP)
+            wait_for(log, '"event":"reloaded"')
+        finally:
+            process.kill()
+
+
+def blocks(pid: int, number: signal.Signals) -> bool:
+    """Tell whether a process has a signal wait."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(status.partition("SigBlk:")[2].split()[0], 16)
+    return bool(mask >> (number - 1) & 1)
 
 
 def listed(url: str) -> list[dict[str, object]]:

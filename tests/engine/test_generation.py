@@ -196,8 +196,10 @@ def test_a_row_can_leave_wherever_it_is(engine: GenerationEngine) -> None:
     assert not engine.is_prefilling
     (running,) = run.join(job("b"))
     run.step()
+    assert engine.rows == 1
     engine.leave(running)
     engine.leave(running)
+    assert engine.rows == 0
     assert not engine.is_decoding
     assert engine.nbytes() < 1_000_000
 
@@ -488,6 +490,18 @@ def test_a_passing_fault_changes_no_answer(
         assert answer.ids == reference[text]
     (seeded,) = answers(open_engine(folder), [job("tell me", SEEDED)])
     assert told[-1].text == seeded.text
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_what_has_met_its_stop_string_is_not_read_again(folder: Path, at: int) -> None:
+    """Nor is anything told of it, when the pass after it goes wrong."""
+    engine = open_engine(folder)
+    (whole,) = answers(engine, [job("Hello there!", max_tokens=3)])
+    exchange(engine, Passing(engine._model, at))
+    stopping = job("Hello there!", stop=[whole.deltas[2]])
+    stopped, bounded = answers(engine, [stopping, job("x", max_tokens=3)])
+    assert (stopped.finish_reason, stopped.tokens) == ("stop", 3)
+    assert (bounded.finish_reason, bounded.tokens) == ("length", 3)
 
 
 def test_a_row_whose_text_breaks_ends_alone(

@@ -2,17 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import json
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
 from gateway import metrics
-from gateway.jobs import Stage
+from gateway.jobs import Stage, TokenIds, Vectors
+from gateway.registry import Catalog
 from tests.fakes import Gate
 from tests.provoked.conftest import chat, embed
-from tests.provoked.engines import HeldEngines
+from tests.provoked.engines import HeldEmbedder, HeldEngines
+from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
 
@@ -131,3 +137,53 @@ async def test_a_client_who_leaves_while_its_model_loads(
     engines.open()
     assert (await ask(client, body)).status_code == 200
     assert engines.loads == [body["model"]]
+
+
+class WideEmbedder(HeldEmbedder):
+    """Its vectors are long: a few thousand fill every buffer on the way."""
+
+    def embed(self, rows: Sequence[TokenIds]) -> Vectors:
+        return np.full((len(rows), 4096), 1 / 3, dtype=np.float32)
+
+
+LONG_NAME = "w" * 256  # each chunk of a stream has it
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        embed(*["x"] * 1000),
+        {**chat("a" * 2500, stream=True, n=8, max_tokens=2500), "model": LONG_NAME},
+    ],
+    ids=["whole", "streamed"],
+)
+async def test_a_client_who_stops_reading_has_left(tmp_path: Path, body: dict[str, Any]) -> None:
+    """Its answer is kept for GATEWAY_SEND_TIMEOUT_S, and not for as long as it likes."""
+    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
+    sent = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
+    kinds = {"embedder": "embedding", LONG_NAME: "chat"}
+    models = catalog(tmp_path, {name: {"kind": kinds[name], "source": "path:."} for name in kinds})
+    left = metrics.of(metrics.REQUESTS, path, "499")
+    before = left._value.get()
+    async with served(models, HeldEngines(WideEmbedder()), send_timeout_s=0.3) as client:
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect((client.base_url.host, client.base_url.port))
+            reader.sendall(head.encode() + sent)
+            async with asyncio.timeout(30):
+                while left._value.get() == before:
+                    await asyncio.sleep(0.05)
+        assert (await ask(client, embed("next"))).status_code == 200
+
+
+async def test_a_large_answer_that_is_read_slowly_arrives_whole(models: Catalog) -> None:
+    """It may take longer than GATEWAY_SEND_TIMEOUT_S, as long as some of it is read within."""
+    body = embed(*["x"] * 400)
+    async with served(models, HeldEngines(WideEmbedder()), send_timeout_s=0.3) as client:
+        async with client.stream("POST", "/v1/embeddings", json=body) as answer:
+            text = b""
+            async for piece in answer.aiter_bytes(1_000_000):
+                text += piece
+                await asyncio.sleep(0.03)
+        assert len(json.loads(text)["data"]) == 400

@@ -167,3 +167,21 @@ async def test_a_stuck_lane_does_not_keep_the_process_from_ending(tmp_path: Path
             served.process.send_signal(signal.SIGTERM)
             assert await stuck == "told"
         assert served.process.wait(20) == 70
+
+
+async def test_a_stuck_lane_that_was_let_live_does_not_keep_the_process_from_ending(
+    tmp_path: Path,
+) -> None:
+    """GATEWAY_EXIT_ON_STALL says what a stall does, and not what SIGTERM does."""
+    given = {"GATEWAY_STALL_LIMIT_S": "0.5", "GATEWAY_LOAD_STALL_LIMIT_S": "0.5"}
+    given |= {"GATEWAY_EXIT_ON_STALL": "false", "GATEWAY_DRAIN_S": "0.2"}
+    with serving(tmp_path, **given) as served:
+        async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
+            stuck = asyncio.create_task(outcome(client, embed(HANG)))
+            async with asyncio.timeout(20):
+                while (await client.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.02)
+            served.process.send_signal(signal.SIGTERM)
+            assert await stuck == "told"
+        assert served.process.wait(30) == 70
+        assert "engines.py" in served.log.read_text()  # where it hangs

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 import pytest
 
 from gateway import metrics
-from gateway.errors import Overloaded
-from gateway.jobs import Stage
-from gateway.serving.admission import Admission, Bounded, retry_after_s
+from gateway.errors import DeadlineExceeded, Overloaded
+from gateway.jobs import Caller, Stage
+from gateway.serving.admission import Admission, Bounded, retry_after_s, until_deadline
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,16 @@ async def test_a_caller_who_leaves_is_counted_where_it_stood() -> None:
     assert counted.get() == 1
     with admission.admitted():
         pass
+
+
+@pytest.mark.anyio
+async def test_only_the_deadline_is_told_as_one() -> None:
+    """What times out inside, a disk say, is an error like any other."""
+    caller = Caller(request_id="r", deadline=metrics.now() + 60, allowed_s=60)
+    with pytest.raises(TimeoutError, match="a disk"):
+        async with until_deadline(caller):
+            raise TimeoutError("a disk")
+    hurried = Caller(request_id="r", deadline=metrics.now() + 0.01, allowed_s=0.01)
+    with pytest.raises(DeadlineExceeded):
+        async with until_deadline(hurried):
+            await asyncio.sleep(60)

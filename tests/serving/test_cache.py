@@ -607,3 +607,28 @@ async def _use(models: ModelCache[str], name: str) -> str:
     async with models.lease(spec(name)) as model:
         await asyncio.sleep(0)
         return model
+
+
+async def test_an_old_specs_failure_says_nothing_of_the_new_one() -> None:
+    """It failed after the file was mended and read again."""
+    shelf = Shelf()
+    shelf.hold.clear()
+    shelf.failure = ModelUnavailable("a", "no network")
+
+    async def use(wanted: ModelSpec) -> str:
+        async with models.lease(wanted) as model:
+            return model
+
+    async with cache(shelf) as models:
+        old = asyncio.create_task(use(spec("a")))
+        while not shelf.loads:
+            await asyncio.sleep(0)
+        mended = spec("a", max_context=64)
+        shelf.catalog = Catalog([mended])
+        models.reconsider()
+        shelf.hold.set()
+        with pytest.raises(ModelUnavailable):
+            await old
+        assert models.status(mended) == Status("unloaded")
+        shelf.failure = None
+        assert await use(mended) == "a"

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, NoRoom
 from gateway.jobs import Delta, GenerateJob, RowJob, Sampling
 from gateway.serving.budget import Budget
 from gateway.serving.generation_batcher import GenerationBatcher
@@ -18,6 +19,7 @@ from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
 
 pytestmark = pytest.mark.anyio
+LIMITS = GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512, queue_limit=256)
 
 
 def row(prompt: int, max_tokens: int, *, is_open: bool = False) -> RowJob:
@@ -50,6 +52,15 @@ def test_a_row_that_never_fits_is_refused_and_an_open_one_made_to_fit() -> None:
     assert memory.admitted(row(24, 90_000, is_open=True)).max_tokens == 1000
     with pytest.raises(BadRequest):
         memory.admitted(row(1024, 1, is_open=True))
+
+
+def test_a_model_larger_than_it_seemed_has_room_for_the_rows_its_share_includes() -> None:
+    """Though with its weights alone the budget is overdrawn."""
+    memory = RowMemory(Budget(0), RowCosts(1, included=4 * KV_STEP, most=-1000))
+    assert memory.admitted(row(100, 100)).max_tokens == 100
+    assert memory.fitting([], [200]) == 1
+    with pytest.raises(BadRequest, match="together they can be 512 here"):
+        memory.admitted(row(100, 1000))
 
 
 def test_where_the_cost_of_a_token_is_not_known_nothing_is_counted() -> None:
@@ -102,8 +113,9 @@ def test_an_open_row_grows_while_there_is_memory() -> None:
 
 
 @asynccontextmanager
-async def batching(engine: ScriptedWriter, memory: RowMemory) -> AsyncIterator[GenerationBatcher]:
-    limits = GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512, queue_limit=256)
+async def batching(
+    engine: ScriptedWriter, memory: RowMemory, limits: GenerationLimits = LIMITS
+) -> AsyncIterator[GenerationBatcher]:
     with TokenPool() as pool:
         grammars = GrammarCache("m", engine.compile, pool.run)
         async with Lane() as lane:
@@ -149,6 +161,92 @@ async def test_a_row_joins_when_another_holder_gives_bytes_back() -> None:
         assert set(cleared) == {2 * KV_STEP}, "so much must be free, not so much more"
         other.release()
         assert text(await asyncio.wait_for(waiting, 5)) == "late"
+
+
+async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> None:
+    """No byte has come back by then: whoever waits must look again."""
+    budget = Budget(2 * KV_STEP)
+    other = budget.share()
+    other.state(1)
+    is_idle, asked = False, 0
+
+    def clear(_: int) -> None:
+        nonlocal asked
+        asked += 1
+        if is_idle:
+            other.release()
+
+    memory = RowMemory(budget, RowCosts(1, most=2 * KV_STEP), clear)
+    async with batching(ScriptedWriter(), memory) as batcher:
+        waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
+        while not asked:
+            await asyncio.sleep(0.001)
+        is_idle = True
+        budget.announce()
+        assert text(await asyncio.wait_for(waiting, 5)) == "late"
+
+
+async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
+    """Else two models' rows, each of which needs what the other's model holds, wait for ever."""
+    budget = Budget(4 * KV_STEP)
+    other = budget.share()
+    other.state(2 * KV_STEP)
+    memory = RowMemory(budget, RowCosts(1, most=4 * KV_STEP))
+    limits = replace(LIMITS, memory_wait_s=0.05)
+    async with batching(ScriptedWriter(max_context=1000), memory, limits) as batcher:
+        big = generate_job("b" * 200, max_tokens=80)
+        answers = await asyncio.gather(
+            said(batcher, big),
+            said(batcher, generate_job("small", max_tokens=9)),
+            return_exceptions=True,
+        )
+        assert isinstance(answers[0], NoRoom)
+        assert isinstance(answers[1], list), "it did fit"
+        assert text(answers[1]) == "small"
+        other.release()
+        assert len(text(await said(batcher, big))) == 80
+    assert budget.free_bytes == budget.limit_bytes
+
+
+async def test_who_waits_for_rows_of_its_own_model_waits_on() -> None:
+    """They give back what they hold, however long it takes them."""
+    engine = ScriptedWriter()
+    memory = RowMemory(Budget(2 * KV_STEP), RowCosts(1, most=2 * KV_STEP))
+    async with batching(engine, memory, replace(LIMITS, memory_wait_s=0.01)) as batcher:
+        engine.gate.close()
+        rows = [asyncio.create_task(said(batcher, generate_job(word))) for word in ("one", "two")]
+        await asyncio.to_thread(engine.gate.reached.wait, 20)
+        await asyncio.sleep(0.1)
+        engine.gate.open()
+        assert [text(await asyncio.wait_for(row, 5)) for row in rows] == ["one", "two"]
+
+
+async def test_what_is_kept_of_prompts_goes_when_others_are_short() -> None:
+    """Once: what is kept after that stays, though nobody runs."""
+    budget = Budget(10**6)
+    engine = ScriptedWriter(kept_bytes=1000)
+    async with batching(engine, RowMemory(budget, RowCosts(1, most=10**6))) as batcher:
+        await said(batcher, generate_job("one", max_tokens=9))
+        while budget.free_bytes != budget.limit_bytes - 1000:
+            await asyncio.sleep(0.001)  # the row's own bytes are on their way back
+        budget.recall()
+        while budget.free_bytes < budget.limit_bytes:
+            await asyncio.sleep(0.001)
+        assert engine.kept_bytes == 0
+        engine.kept_bytes = 500
+        await said(batcher, generate_job("two", max_tokens=9))
+        assert engine.kept_bytes == 500
+
+
+async def test_what_is_kept_of_prompts_never_overdraws_the_budget_for_long() -> None:
+    """The engine bounds it by a setting of its own, which may be more than there is."""
+    budget = Budget(2 * KV_STEP)
+    engine = ScriptedWriter(kept_bytes=10**6)
+    async with batching(engine, RowMemory(budget, RowCosts(1, most=2 * KV_STEP))) as batcher:
+        assert text(await said(batcher, generate_job("one", max_tokens=9))) == "one"
+        while budget.free_bytes < 0:
+            await asyncio.sleep(0.001)
+    assert engine.kept_bytes == 0
 
 
 async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:

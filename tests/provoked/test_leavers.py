@@ -1,0 +1,105 @@
+"""Clients who leave at any moment, among others who stay: nothing is left of the ones, and nothing
+is changed for the others.
+"""
+
+import asyncio
+import json
+import random
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.processes import command, started
+from tests.provoked.load import Clients, mixed
+from tests.provoked.readings import Reading, reading, settled
+
+pytestmark = pytest.mark.anyio
+
+AT_ONCE = 24
+LEAVING = 0.3
+MOST_GROWTH = 1.05
+
+
+async def stormed(clients: Clients, requests: int, choose: random.Random) -> None:
+    """Ask so often, some clients at once; those who stay get what they would have got alone."""
+    asks = mixed(choose)
+    left = requests
+    wrong: list[str] = []
+
+    async def ask() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            if choose.random() < LEAVING:
+                await clients.leave(next(asks), choose)
+            elif said := await clients.stay(client, next(asks)):
+                wrong.append(said)
+
+    async with clients.connected() as client:
+        await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
+    assert not wrong, wrong
+
+
+async def provoked(folder: Path, *, first: int = 0, then: int) -> tuple[Reading, Reading]:
+    """Tell how the gateway is after so many requests, and after so many more."""
+    choose = random.Random(then)
+    with started(command("serve"), folder) as served:
+        clients = Clients(served.url)
+        await clients.learn()
+        await stormed(clients, first, choose)
+        before = await settled(served.url)
+        await stormed(clients, then, choose)
+        after = await settled(served.url, before.tasks)
+        assert '"level":"error"' not in served.log.read_text()
+    print(f"{then} requests:", "\n".join(before.told(after)), sep="\n")
+    assert not any(after.work.values()), after.work
+    assert after.tasks <= before.tasks
+    assert after.cancelled > before.cancelled
+    return before, after
+
+
+async def test_of_a_hundred_and_fifty_requests_nothing_is_left(tmp_path: Path) -> None:
+    """No row, ticket, lease, place in a queue or task, though three in ten clients left."""
+    await provoked(tmp_path, then=150)
+
+
+@pytest.mark.soak
+async def test_of_two_thousand_requests_nothing_is_left(tmp_path: Path) -> None:
+    """Nor any memory: it is within 5 % of what it was when all kinds had been asked for."""
+    before, after = await provoked(tmp_path, first=400, then=2000)
+    for name in ("resident_bytes", "active_bytes", "held_bytes"):
+        assert getattr(after, name) <= MOST_GROWTH * getattr(before, name), name
+
+
+async def test_a_connection_that_its_client_has_closed_is_gone(tmp_path: Path) -> None:
+    """With its tasks and its descriptor, long before the keep-alive time is over."""
+    with started(command("serve"), tmp_path) as served:
+        clients = Clients(served.url)
+        before = await settled(served.url)
+        for _ in range(40):
+            async with clients.connected() as client:
+                await reading(client)
+        after = await settled(served.url, before.tasks)
+    assert after.tasks <= before.tasks
+    assert after.descriptors <= before.descriptors
+
+
+async def test_a_connection_that_its_client_no_longer_reads_is_gone(tmp_path: Path) -> None:
+    """With its task and its descriptor, though the client keeps its end open."""
+    body = json.dumps({"model": "all-minilm-l6-v2", "input": ["x"] * 1500}).encode()
+    head = "POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with started(command("serve"), tmp_path, GATEWAY_SEND_TIMEOUT_S="0.3") as served:
+        before = await settled(served.url)
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            host, _, port = served.url.removeprefix("http://").partition(":")
+            reader.connect((host, int(port)))
+            reader.sendall(head.encode() + body)
+            async with asyncio.timeout(60):
+                while '"status":499' not in served.log.read_text():
+                    await asyncio.sleep(0.1)
+            after = await settled(served.url, before.tasks)
+    assert after.tasks <= before.tasks
+    assert after.descriptors <= before.descriptors
