@@ -8,7 +8,8 @@ The house, from the roof down; an import goes down, never up, never to a strange
     bench              the load tool, and the project's own targets
     app                where concrete parts meet: an engine and a batcher for every spec
     api                HTTP and OpenAI semantics, one file per endpoint
-    serving            time: the lane (one lock, one thread for MLX), leases, queues; no mlx
+    serving            time: the lane (one lock, one thread for MLX) and its watch, leases within
+                       a memory budget, queues; no mlx
     wire | engine      OpenAI's shapes | tensors, token ids and model files: strangers
     registry, settings models.yaml → specs; environment → settings
     jobs, errors       what crosses floors; what can go wrong, each with its status
@@ -16,14 +17,14 @@ The house, from the roof down; an import goes down, never up, never to a strange
     demo               the chat model that ships with it, and how it was trained; apart
 
 An embeddings request: middleware gives it an id; api/embeddings reads an EmbedJob; the cache
-leases the model; the batcher tokenises and queues a ticket; when it gains the lane it
-takes inputs of every ticket in turn until the batch is full, and the engine does one forward pass;
-each ticket gets its rows, and the way back is the way in.
+leases the model, for which idle ones may have to go; the batcher tokenises and queues a ticket;
+when it gains the lane it takes inputs of every ticket in turn until the batch is full, and the
+engine does one forward pass; each ticket gets its rows, and the way back is the way in.
 
-A chat request: the same, until the batcher's ticket is a row. Reading prompts and decoding take
-turns of the lane of their own: rows join and a chunk is read, or rows leave and each of the others
-gets a token; the deltas travel up one async generator, whose end, however it comes, takes its row
-out of the batch.
+A chat request: the same, until the batcher's ticket is a row, and there is memory for its KV.
+Reading prompts and decoding take turns of the lane of their own: rows join and a chunk is read, or
+rows leave and each of the others gets a token; the deltas travel up one async generator, whose end,
+however it comes, takes its row out of the batch.
 """
 
 __version__ = "0.1.0"

@@ -102,7 +102,7 @@ class Context:
             "request",
             method=scope["method"],
             path=scope["path"],
-            status=status,
+            status=int(status),  # an enum, where the answer is an error
             ms=round(seconds * 1000, 1),
             **timing.logged(timings),
         )

@@ -85,6 +85,7 @@ class Gateway:
             load_wait_s=settings.load_wait_s,
             ttl_s=settings.model_ttl_s,
         )
+        self._reloading = asyncio.Lock()
         self._has_reloaded = asyncio.Event()
         self.asgi: ASGIApp = routes.serve(
             self._service(),
@@ -109,12 +110,13 @@ class Gateway:
         Requests under way finish with the models they have; what changed is loaded anew for
         those to come.
         """
-        try:
-            catalog = await asyncio.to_thread(load_catalog, self._settings.models, variables())
-        except RegistryInvalid as error:
-            log.error("reload_refused", problems=error.problems)
-            raise ModelsFileInvalid(str(error)) from None
-        changes, self._catalog = catalog.changes_since(self._catalog), catalog
+        async with self._reloading:  # of two at once, the later reads the later file
+            try:
+                catalog = await asyncio.to_thread(load_catalog, self._settings.models, variables())
+            except RegistryInvalid as error:
+                log.error("reload_refused", problems=error.problems)
+                raise ModelsFileInvalid(str(error)) from None
+            changes, self._catalog = catalog.changes_since(self._catalog), catalog
         self._models.reconsider()
         self._has_reloaded.set()
         log.info("reloaded", **changes.by_kind())
