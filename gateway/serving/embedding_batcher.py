@@ -23,6 +23,7 @@ from gateway.serving.embedding_tickets import EmbedTicket, Input
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import EmbeddingEngine
 from gateway.serving.tokens import Tokeniser, TokenPool
+from gateway.serving.workers import unending
 
 log = logs.get("embedding")
 
@@ -165,16 +166,15 @@ class EmbeddingBatcher:
             await self._arrived.wait()
             self._arrived.clear()
             while self._has_work():
-                try:
-                    await self._collect()
-                    async with self._lane.turn("embedding") as turn:
+                await self._collect()
+                async with self._lane.turn("embedding") as turn:
+                    await self._pass(turn)
+                    # Our share may be more than one pass, while others wait for the lane.
+                    while self._has_work() and turn.is_contended and not turn.is_up:
                         await self._pass(turn)
-                        # Our share may be more than one pass, while others wait for the lane.
-                        while self._has_work() and turn.is_contended and not turn.is_up:
-                            await self._pass(turn)
-                except Exception as error:  # whatever it was, those who come later are served
-                    log.error("batch_failed", model=self._name, exc_info=True)
-                    self.end(_told(self._name, error))
+
+    def _failed(self, error: Exception) -> None:
+        self.end(_told(self._name, error))
 
     def _has_work(self) -> bool:
         self._waiting = [ticket for ticket in self._waiting if ticket.is_waiting]
@@ -270,7 +270,7 @@ class EmbeddingBatcher:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["EmbeddingBatcher"]:
         """Serve the queue while entered; what still waits at the end is refused."""
-        worker = asyncio.create_task(self._work(), name=f"embed {self._name}")
+        worker = asyncio.create_task(unending(f"embed {self._name}", self._work, self._failed))
         try:
             yield self
         finally:

@@ -20,6 +20,7 @@ from gateway.serving.ports import GenerationEngine
 from gateway.serving.row_memory import RowCosts, RowMemory
 from gateway.serving.tickets import Moves, Ticket, size
 from gateway.serving.tokens import TokenPool
+from gateway.serving.workers import unending
 
 log = logs.get("generation")
 
@@ -244,12 +245,15 @@ class GenerationBatcher:
         self._rows.end_all(error)
         self._stir()
 
+    def _failed(self, error: Exception) -> None:
+        self.end(EngineFailed(self._name, str(error)))
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["GenerationBatcher"]:
         """Take turns while entered; rows that still run at the end are told so."""
         workers = [
-            asyncio.create_task(self._prefill(), name=f"prefill {self._name}"),
-            asyncio.create_task(self._decode(), name=f"decode {self._name}"),
+            asyncio.create_task(unending(f"{kind} {self._name}", work, self._failed))
+            for kind, work in (("prefill", self._prefill), ("decode", self._decode))
         ]
         try:
             with self._memory.watched(self._look_again):

@@ -337,3 +337,24 @@ async def test_embeddings_get_their_turn_between_steps() -> None:
                 await waiting
                 assert await answer == "a" * 90
     assert steps_before[0] < 20
+
+
+class Stumbling(ScriptedWriter):
+    """One that breaks its batcher, once, where no error of an engine is expected."""
+
+    stumbles = 1
+
+    @property
+    def is_prefilling(self) -> bool:
+        if self.stumbles and self._waiting:
+            self.stumbles -= 1
+            raise RuntimeError("a bug of ours")
+        return super().is_prefilling
+
+
+async def test_a_worker_that_breaks_tells_those_inside_and_works_on() -> None:
+    """Else whoever comes later would wait for a task that has ended."""
+    async with batching(Stumbling()) as batcher:
+        with pytest.raises(EngineFailed, match="a bug of ours"):
+            await asyncio.wait_for(text(batcher, generate_job("first")), 5)
+        assert await asyncio.wait_for(text(batcher, generate_job("second")), 5) == "second"
