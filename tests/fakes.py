@@ -225,10 +225,14 @@ class ScriptedEngines:
     memory_bytes: int = 1 << 30
     active_bytes: int = 12
     cached_bytes: int = 34
+    tidied: int = 0
 
     def begin(self) -> None: ...
 
     def end(self) -> None: ...
+
+    def tidy(self) -> None:
+        self.tidied += 1
 
     async def folder(self, spec: ModelSpec) -> Path:
         return Path()

@@ -16,7 +16,7 @@ from gateway.engine import backend, sizes, sources
 from gateway.engine.embedding import load_embedding_in_steps
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.loading import load_generation_in_steps
-from gateway.engine.memory import active_bytes, cached_bytes, memory_bytes
+from gateway.engine.memory import active_bytes, cached_bytes, give_back, memory_bytes
 from gateway.engine.pooling import read_recipe
 from gateway.engine.weights import Checkpoint
 from gateway.errors import ModelUnavailable
@@ -74,6 +74,11 @@ class MlxEngines:
     def cached_bytes(self) -> int:
         """Count the bytes that were freed and are kept for reuse."""
         return cached_bytes()
+
+    def tidy(self) -> None:
+        """Give freed memory back, on the lane's thread; a GPU's is kept within its own limit."""
+        if self._device is backend.Device.CPU:
+            give_back()
 
     def begin(self) -> None:
         """Set device and memory limits, which MLX keeps for each thread."""

@@ -171,12 +171,24 @@ class Gateway:
                     await run(self._engines.begin)
                 log.info("memory_budget", bytes=self._budget.limit_bytes)
                 async with self._models:
-                    preloading = asyncio.create_task(self._preload(), name="preload")
+                    asides = [
+                        asyncio.create_task(self._preload(), name="preload"),
+                        asyncio.create_task(self._tidy(), name="tidy"),
+                    ]
                     try:
                         yield
                     finally:
-                        preloading.cancel()
-                        await asyncio.wait([preloading])
+                        for aside in asides:
+                            aside.cancel()
+                        await asyncio.wait(asides)
+
+    async def _tidy(self) -> None:
+        """Give freed memory back now and then: a process must not grow to its worst moment."""
+        while True:
+            await asyncio.sleep(self._settings.give_back_s)
+            with contextlib.suppress(Unavailable):  # the watch tells of a lane that has died
+                async with self._lane.turn("tidy") as run:
+                    await run(self._engines.tidy)
 
     async def _preload(self) -> None:
         """Load what the catalog wants at hand, now and after each reload; one that fails is logged

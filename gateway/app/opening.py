@@ -58,6 +58,9 @@ class Engines(Protocol):
     def cached_bytes(self) -> int:
         """Count the bytes that were freed and are kept for reuse."""
 
+    def tidy(self) -> None:
+        """Give freed memory back to the system, on the lane's thread."""
+
     def begin(self) -> None:
         """Prepare the lane's thread, on it."""
 

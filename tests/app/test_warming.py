@@ -76,3 +76,15 @@ async def test_a_pass_that_fails_is_a_failed_load(tmp_path: Path) -> None:
         }
         assert engines.embedder.is_closed
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_freed_memory_is_given_back_now_and_then(tmp_path: Path) -> None:
+    """Between requests, on the lane, as often as the setting says."""
+    engines = ScriptedEngines()
+    async with served(catalog(tmp_path, MODELS), engines, give_back_s=0.02) as client:
+        while engines.tidied < 3:
+            assert (await client.post("/v1/embeddings", json=EMBEDDING)).status_code == 200
+    done = engines.tidied
+    async with served(catalog(tmp_path, MODELS), engines) as client:
+        assert (await client.post("/v1/embeddings", json=EMBEDDING)).status_code == 200
+    assert engines.tidied == done

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from gateway.engine.backend import Device, Limits, memory_limits
-from gateway.engine.memory import cgroup_limits, memory_bytes
+from gateway.engine.memory import active_bytes, cached_bytes, cgroup_limits, give_back, memory_bytes
 
 LIMITS = {
     "memory.max": "max\n",
@@ -67,3 +68,16 @@ def test_memory_is_wired_on_metal_alone_and_within_bounds(
 ) -> None:
     """What was asked for, else all that is recommended; the cache may hold all there is."""
     assert memory_limits(device, info, cache, wired) == limits
+
+
+def test_freed_memory_is_given_back_and_arrays_stay() -> None:
+    """What MLX keeps of freed buffers goes, what is in use does not."""
+    kept = mx.ones((100_000,))
+    freed = mx.ones((3_000_000,)) * 2
+    mx.eval(kept, freed)
+    del freed
+    assert cached_bytes() > 0
+    give_back()
+    assert cached_bytes() == 0
+    assert active_bytes() >= kept.nbytes
+    assert mx.sum(kept).item() == 100_000
