@@ -15,6 +15,7 @@ import pytest
 from tests.processes import Served, started
 from tests.provoked.conftest import chat, embed
 from tests.provoked.engines import FAR_AWAY, HANG
+from tests.provoked.readings import reading
 
 pytestmark = pytest.mark.anyio
 
@@ -62,14 +63,15 @@ async def test_sigterm_under_load_ends_every_request_one_way_or_the_other(tmp_pa
         *(chat(text, stream=stream) for text in (short, long) for stream in (False, True)),
         embed(*(["text"] * 100)),
     ] * 8
-    with serving(tmp_path, GATEWAY_DRAIN_S="1.5") as served:
+    with serving(tmp_path, GATEWAY_DRAIN_S="2.5") as served:
         limits = httpx2.Limits(max_connections=100)
         async with httpx2.AsyncClient(base_url=served.url, timeout=30, limits=limits) as client:
             asked = [asyncio.create_task(outcome(client, body)) for body in bodies]
-            await asyncio.sleep(0.3)
+            while (await reading(client)).work["requests"] < 16:  # the long ones, all inside
+                await asyncio.sleep(0.02)
             served.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.2)
-            late = await client.get("/v1/models")
+            while (late := await client.get("/v1/models")).status_code == 200:
+                await asyncio.sleep(0.02)
             ends = await asyncio.gather(*asked)
         assert late.status_code == 503
         assert late.headers["connection"] == "close"
