@@ -3,13 +3,13 @@
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.models import Models
+from gateway.api.replies import reply
 from gateway.api.service import Service
 from gateway.registry import Changes
 
@@ -40,19 +40,19 @@ class Admin:
         """
         resolved = self._service.catalog().resolve(request.path_params["name"])
         await self._service.models.load(resolved.spec)
-        return _json(self._models.entry(resolved))
+        return reply(self._models.entry(resolved))
 
     async def unload(self, request: Request) -> Response:
         """Let a model go, a pinned one too: 200 when it has, 202 while requests still use it."""
         resolved = self._service.catalog().resolve(request.path_params["name"])
         is_gone = await self._service.models.unload(resolved.spec)
         status = HTTPStatus.OK if is_gone else HTTPStatus.ACCEPTED
-        return _json(self._models.entry(resolved), status)
+        return reply(self._models.entry(resolved), status)
 
     async def reload(self, request: Request) -> Response:
         """Read models.yaml again, and answer with what changed; 400 names what is wrong in it."""
         changes = await self._reload()
-        return _json({"object": "reload", **changes.by_kind()})
+        return reply({"object": "reload", **changes.by_kind()})
 
 
 def parted(admin: ASGIApp, others: ASGIApp) -> ASGIApp:
@@ -63,7 +63,3 @@ def parted(admin: ASGIApp, others: ASGIApp) -> ASGIApp:
         await (admin if is_admin else others)(scope, receive, send)
 
     return app
-
-
-def _json(value: object, status: int = HTTPStatus.OK) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.api.replies import reply
 from gateway.api.service import Service
 from gateway.registry import Resolved
 
@@ -21,8 +21,8 @@ class Models:
         catalog = self._service.catalog()
         name = request.path_params.get("name")
         if name is not None:
-            return _json(self.entry(catalog.resolve(name)))
-        return _json({"object": "list", "data": [self.entry(each) for each in catalog]})
+            return reply(self.entry(catalog.resolve(name)))
+        return reply({"object": "list", "data": [self.entry(each) for each in catalog]})
 
     def entry(self, resolved: Resolved) -> dict[str, Any]:
         """Tell of one name, beyond OpenAI's fields, how its model is.
@@ -44,7 +44,3 @@ class Models:
             "last_used": status.last_used,
             "error": status.failure,
         }
-
-
-def _json(value: object) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

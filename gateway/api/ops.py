@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
-import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
+
+from gateway.api.replies import reply
 
 
 class Health:
@@ -19,7 +20,7 @@ class Health:
     async def answer(self, request: Request) -> Response:
         """Answer at once, from the event loop alone."""
         status = self._status()
-        return _json({"status": status}, 200 if status == "ok" else 503)
+        return reply({"status": status}, 200 if status == "ok" else 503)
 
 
 class Ready:
@@ -33,13 +34,9 @@ class Ready:
         """Answer with the models' states."""
         status = self._status()
         body = {"status": status, "models": self._states()}
-        return _json(body, 200 if status == "ready" else 503)
+        return reply(body, 200 if status == "ready" else 503)
 
 
 async def metrics(request: Request) -> Response:
     """Answer in Prometheus' text format."""
     return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _json(value: object, status: int) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")

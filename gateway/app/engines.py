@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from gateway import logs
+from gateway.app.hub import hub_of
 from gateway.app.opening import Size
 from gateway.engine import backend, sizes, sources
 from gateway.engine.embedding import load_embedding_in_steps
@@ -168,16 +169,10 @@ class MlxEngines:
 
 def mlx_engines(settings: Settings) -> MlxEngines:
     """Give the engines that settings ask for."""
-    hub = sources.Hub(
-        endpoint=settings.hub_endpoint,
-        cache=settings.hub_cache,
-        timeout_s=settings.hub_timeout_s,
-        may_download=settings.auto_pull,
-    )
     return MlxEngines(
         settings.device,
         settings.mlx_cache_limit_bytes,
-        hub,
+        hub_of(settings, may_download=settings.auto_pull),
         wired_limit_bytes=settings.mlx_wired_limit_bytes,
         kv_allowance_tokens=settings.kv_allowance_tokens,
         structured_backend=settings.structured_backend,

@@ -17,6 +17,7 @@ from gateway.api import ops, routes
 from gateway.api.door import Door
 from gateway.api.service import Bounds, Rules, Service
 from gateway.app.gauges import Gauges
+from gateway.app.limits import budget_bytes
 from gateway.app.opening import Batcher, Engines, Opener
 from gateway.errors import (
     GatewayError,
@@ -39,7 +40,6 @@ log = logs.get("app")
 
 LOOK_AGAIN_S = 0.5  # between two looks at a load that takes long
 LAST_WORDS_S = 1.0  # to tell those inside that it is over
-CACHE_SHARE = 0.75  # of the memory there is; the rest is for passes, rows and everybody else
 
 
 class Gateway:
@@ -68,7 +68,7 @@ class Gateway:
         self._arrivals = Arrivals()
         self._pool = TokenPool()
         self.door = Door()
-        self._budget = Budget(settings.cache_max_bytes or int(CACHE_SHARE * engines.memory_bytes))
+        self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
         self._models: ModelCache[Batcher] = ModelCache(
             Opener(
                 settings,

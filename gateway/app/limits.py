@@ -8,6 +8,12 @@ from gateway.serving.generation_batches import GenerationLimits
 from gateway.settings import Settings
 
 T = TypeVar("T")
+CACHE_SHARE = 0.75  # of the memory there is; the rest is for passes and everybody else
+
+
+def budget_bytes(settings: Settings, offered: int) -> int:
+    """Give what models and their rows may hold of the bytes that the device offers."""
+    return settings.cache_max_bytes or int(CACHE_SHARE * offered)
 
 
 def embedding_limits(settings: Settings, spec: EmbeddingSpec) -> EmbeddingLimits:

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from gateway.app.engines import MlxEngines, mlx_engines
-from gateway.app.gateway import CACHE_SHARE
-from gateway.cli._hub import hub_of
+from gateway.app.hub import hub_of
+from gateway.app.limits import budget_bytes
 from gateway.engine import sources
 from gateway.engine.probe import multiply
 from gateway.errors import GatewayError
@@ -28,7 +28,7 @@ def main() -> None:
     multiply()
     specs = read_models(settings.models, variables()).catalog.specs
     sizes = {spec.id: _size(spec, engines, settings) for spec in specs}
-    limit_bytes = settings.cache_max_bytes or int(CACHE_SHARE * engines.memory_bytes)
+    limit_bytes = budget_bytes(settings, engines.memory_bytes)
     print(json.dumps({"device": engines.device, "limit_bytes": limit_bytes, "sizes": sizes}))
     engines.end()
 

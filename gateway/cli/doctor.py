@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway.app.hub import hub_of
 from gateway.cli import _checks as checks
 from gateway.cli._checks import Finding
-from gateway.cli._hub import hub_of
 from gateway.cli._table import show
 from gateway.errors import GatewayError
 from gateway.registry import Catalog, ModelSpec, read_models

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.cli._hub import hub_of
+from gateway.app.hub import hub_of
 from gateway.cli._table import show, size
 from gateway.errors import GatewayError
 from gateway.registry import HubSource, ModelSpec, load_catalog

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli._hub import hub_of
+from gateway.app.hub import hub_of
 from gateway.cli._table import size
 from gateway.errors import GatewayError
 from gateway.registry import HubSource, load_catalog

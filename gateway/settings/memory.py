@@ -32,7 +32,7 @@ class MemorySettings(BaseModel):
     cache_max_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Memory that loaded models may hold, with what their first tokens need.",
+        description="Memory that loaded models and their rows may hold.",
         json_schema_extra={"default_text": "three quarters of what the device offers"},
     )
     kv_allowance_tokens: int = Field(

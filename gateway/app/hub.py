@@ -1,4 +1,4 @@
-"""The hub that the settings name, for commands that look at models without mlx."""
+"""The hub that the settings name; without mlx, for the commands that only look at models."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
-    """Give the hub; `pull` may download whatever GATEWAY_AUTO_PULL says."""
+    """Give the hub. Whether anything may be fetched from it is not for GATEWAY_AUTO_PULL alone."""
     from gateway.engine.sources import Hub
 
     return Hub(
