@@ -17,7 +17,13 @@ from gateway.engine import backend, sizes, sources
 from gateway.engine.embedding import load_embedding_in_steps
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.loading import load_generation_in_steps
-from gateway.engine.memory import active_bytes, cached_bytes, give_back, memory_bytes
+from gateway.engine.memory import (
+    active_bytes,
+    cached_bytes,
+    give_back,
+    memory_bytes,
+    prepare_malloc,
+)
 from gateway.engine.pooling import read_recipe
 from gateway.engine.weights import Checkpoint
 from gateway.errors import ModelUnavailable
@@ -50,6 +56,8 @@ class MlxEngines:
         self._worker = Worker(compile_timeout_s)
         self._prefix_cache_bytes = prefix_cache_bytes
         self._device = backend.choose_device(requested)
+        if self._device is backend.Device.CPU:
+            prepare_malloc()
         self._cache_limit_bytes = cache_limit_bytes
         self._wired_limit_bytes = wired_limit_bytes
         self._kv_allowance_tokens = kv_allowance_tokens

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.engine import backend
+from gateway.engine.memory import prepare_malloc
 
 import mlx_lm  # isort: skip  (after OpenBLAS, which the line above loads)
 from mlx_lm.generate import BatchGenerator
@@ -15,7 +16,10 @@ class BatchReference:
     """A model and its tokenizer, as mlx-lm loads them, on the thread that opens it."""
 
     def __init__(self, folder: Path) -> None:
-        backend.configure(backend.choose_device("auto"))
+        device = backend.choose_device("auto")
+        if device is backend.Device.CPU:
+            prepare_malloc()
+        backend.configure(device)
         loaded: Any = mlx_lm.load(str(folder))
         self._model, self._tokenizer = loaded[:2]
 

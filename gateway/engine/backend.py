@@ -3,7 +3,6 @@
 The package has seen to it that OpenBLAS is there before mlx is.
 """
 
-import ctypes
 import os
 import sys
 import threading
@@ -67,10 +66,8 @@ def configure(
     The thread matters: mlx keeps its default device and streams per thread.
     """
     mx.set_default_device(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
-    if device is Device.CPU:
-        _keep_freed_memory()  # mlx's allocator for the CPU has no cache, and wires nothing
-        return
-    limits = memory_limits(device, mx.device_info(), cache_limit_bytes, wired_limit_bytes)
+    info = {} if device is Device.CPU else mx.device_info()
+    limits = memory_limits(device, info, cache_limit_bytes, wired_limit_bytes)
     if limits.wired is not None:
         mx.set_wired_limit(limits.wired)
     if limits.cache is not None:
@@ -88,7 +85,7 @@ class Limits:
 def memory_limits(
     device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
 ) -> Limits:
-    """Choose the limits of a GPU, of which `info` is mlx's device_info, from what was asked for."""
+    """Choose from what was asked for; `info` is mlx's device_info of a GPU, nothing of a CPU."""
     # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
     # Wired memory is Metal's, and more than recommended is an error. Without a wish it is all of
     # that, as in mlx_lm.generate.wired_limit.
@@ -107,22 +104,6 @@ def memory_limits(
 def leave() -> None:
     """Give up this thread's streams, as its last act: without it about half of all exits abort."""
     mx.clear_streams()
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_MMAP_ABOVE, _TRIM_ABOVE = 32 << 20, 512 << 20
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep freed buffers instead of giving them back to the kernel each time.
-
-    mlx's CPU allocator is malloc. By default each buffer of a few MB is mapped anew and its
-    pages are faulted in one by one: GELU over 6 MB took 18 ms instead of 4.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:  # musl has none
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE)
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_ABOVE)
 
 
 def cpu_threads() -> int:

@@ -72,7 +72,7 @@ class MemorySettings(BaseModel):
     mlx_cache_limit_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="Freed memory MLX keeps for reuse; all of the device's when unset.",
+        description="Freed memory MLX keeps for reuse; when unset all of a GPU's, 32 MiB on a CPU.",
     )
     mlx_wired_limit_bytes: int | None = Field(
         default=None,

@@ -1,11 +1,15 @@
 """How much memory there is: the least of what machine and control groups allow."""
 
+import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from gateway.engine.backend import Device, Limits, memory_limits
+from gateway.engine.backend import Device, Limits, configure, memory_limits
 from gateway.engine.memory import active_bytes, cached_bytes, cgroup_limits, give_back, memory_bytes
 
 LIMITS = {
@@ -61,6 +65,8 @@ MAC = {"max_recommended_working_set_size": 75, "memory_size": 100}
         (Device.METAL, MAC, None, 90, Limits(cache=100, wired=75)),
         (Device.CUDA, {"total_memory": 100}, None, 50, Limits(cache=None, wired=None)),
         (Device.CUDA, {"total_memory": 100}, 40, None, Limits(cache=40, wired=None)),
+        (Device.CPU, {}, 40, 50, Limits(cache=40, wired=None)),
+        (Device.CPU, {}, None, None, Limits(cache=None, wired=None)),
     ],
 )
 def test_memory_is_wired_on_metal_alone_and_within_bounds(
@@ -81,3 +87,54 @@ def test_freed_memory_is_given_back_and_arrays_stay() -> None:
     assert cached_bytes() == 0
     assert active_bytes() >= kept.nbytes
     assert mx.sum(kept).item() == 100_000
+
+
+def test_the_limit_on_freed_memory_holds_on_a_cpu(request: pytest.FixtureRequest) -> None:
+    """MLX keeps freed buffers there, too: up to what is asked for."""
+    before = mx.set_cache_limit(0)
+    request.addfinalizer(lambda: mx.set_cache_limit(before))
+    give_back()
+    configure(Device.CPU, cache_limit_bytes=8_000_000)
+    freed = [mx.ones((500_000,)) * times for times in range(10)]
+    mx.eval(freed)
+    del freed
+    assert 0 < cached_bytes() <= 8_000_000
+    give_back()
+
+
+ARENAS = """
+import ctypes, os, sys, threading
+from gateway.engine.memory import prepare_malloc
+
+if sys.argv[1] == "prepared":
+    prepare_malloc()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.fopen.restype = ctypes.c_void_p, ctypes.c_void_p
+together = threading.Barrier(4)
+
+def work():
+    together.wait()
+    libc.malloc(ctypes.c_size_t(5_000))
+    together.wait()
+
+threads = [threading.Thread(target=work) for _ in range(4)]
+for each in threads: each.start()
+for each in threads: each.join()
+file = ctypes.c_void_p(libc.fopen(sys.argv[2].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_info"), reason="glibc's alone has arenas"
+)
+def test_all_threads_share_one_arena_when_malloc_is_prepared(tmp_path: Path) -> None:
+    """Otherwise each has its own, and what is free in one is of no use to another."""
+    heaps = {}
+    for how in ("prepared", "as it is"):
+        told = tmp_path / how
+        clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+        subprocess.run([sys.executable, "-c", ARENAS, how, str(told)], check=True, env=clean)
+        heaps[how] = told.read_text().count("<heap nr=")
+    assert heaps["prepared"] == 1 < heaps["as it is"], heaps

@@ -42,7 +42,9 @@ def load_gateway(folder: str) -> Embed:
     """Load with this package."""
     from gateway.engine import backend
     from gateway.engine.embedding import load_embedding
+    from gateway.engine.memory import prepare_malloc
 
+    prepare_malloc()
     backend.configure(backend.Device.CPU)
     engine = load_embedding(Path(folder), name="minilm", device=backend.Device.CPU)
     return lambda batch: engine.embed(engine.encode(batch))

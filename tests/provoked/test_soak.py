@@ -4,8 +4,8 @@ left, and nobody waits longer at the end than at the beginning.
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -22,61 +22,72 @@ pytestmark = pytest.mark.anyio
 
 AT_ONCE: Final = 16  # clients of whom each asks again at once: more of them get no more done
 LOAD: Final = 0.8
-EARLY, LATE = (0.2, 0.4), (0.8, 1.0)  # of ten minutes: two to four, and the last two
-SAMPLES: Final = 300
+MINUTES: Final = 10
+EARLY, LATE = slice(2, 4), slice(8, 10)  # of the minutes
+READINGS: Final = 30  # of memory, a minute
 SETTINGS: Final = {"GATEWAY_STRUCTURED_ROWS": "8"}  # so that the device is what limits
 MOST_GROWTH: Final = 1.03
-MOST_DRIFT: Final = 1.5  # of p95; on a machine that others use, too
+MOST_DRIFT: Final = 1.5  # of p95, on a machine that others use, too
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A number of some moment, which is a share of the whole time."""
+@dataclass
+class Minute:
+    """How one went: what the gateway could do at its beginning, requests a second; how long each
+    request took at four fifths of that, seconds from when it was due; what memory it had meanwhile.
+    """
 
-    moment: float
-    value: float
+    capacity: float
+    seconds: list[float] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
 
+    @property
+    def waits(self) -> list[float]:
+        """How many requests the gateway could have answered while it answered one.
 
-def inside(samples: Sequence[Sample], window: tuple[float, float]) -> list[float]:
-    """Give the numbers of a stretch of time."""
-    return [each.value for each in samples if window[0] <= each.moment < window[1]]
+        A shared machine is twice as fast in one minute as in the next; this is not.
+        """
+        return [each * self.capacity for each in self.seconds]
 
 
 @dataclass(frozen=True)
 class Course:
-    """How it went: seconds of each request by when it was due, and memory by when it was read."""
+    """How all minutes went."""
 
-    latencies: Sequence[Sample]
-    resident: Sequence[Sample]
-    active: Sequence[Sample]
+    minutes: Sequence[Minute]
+
+    def p95(self, window: slice) -> float:
+        """How long most waited, in requests that the gateway could have answered meanwhile."""
+        waits = [wait for minute in self.minutes[window] for wait in minute.waits]
+        return percentile(waits, 95)
+
+    def memory(self, window: slice) -> tuple[float, float]:
+        """Give the medians of resident bytes, and of those of arrays."""
+        readings = [each for minute in self.minutes[window] for each in minute.readings]
+        resident = median(each.resident_bytes for each in readings)
+        return resident, median(each.active_bytes for each in readings)
 
     @property
     def drift(self) -> float:
         """How the last p95 compares with the first."""
-        return _p95(inside(self.latencies, LATE)) / _p95(inside(self.latencies, EARLY))
+        return self.p95(LATE) / self.p95(EARLY)
 
     @property
-    def growth(self) -> dict[str, float]:
-        """How the last median of memory compares with the first."""
-        return {
-            name: median(inside(samples, LATE)) / median(inside(samples, EARLY))
-            for name, samples in (("resident", self.resident), ("active", self.active))
-        }
+    def growth(self) -> list[float]:
+        """How the last medians of memory compare with the first: resident, arrays."""
+        pairs = zip(self.memory(LATE), self.memory(EARLY), strict=True)
+        return [late / early for late, early in pairs]
 
-    def told(self) -> list[str]:
+    def told(self) -> Iterator[str]:
         """Say it in lines."""
-        lines = [f"  {len(self.latencies)} requests, p95 drift {self.drift:.3f}"]
-        for window in (EARLY, LATE):
-            seconds = inside(self.latencies, window)
-            at = f"  {window[0]:.0%}–{window[1]:.0%}:"
-            lines.append(f"{at} p50 {median(seconds):.3f} s, p95 {_p95(seconds):.3f} s")
-            lines.append(f"{at} resident {median(inside(self.resident, window)):,.0f} bytes")
-            lines.append(f"{at} active {median(inside(self.active, window)):,.0f} bytes")
-        return [*lines, *(f"  {name} × {by:.4f}" for name, by in self.growth.items())]
-
-
-def _p95(seconds: Sequence[float]) -> float:
-    return percentile(seconds, 95)
+        for number, minute in enumerate(self.minutes):
+            resident, active = self.memory(slice(number, number + 1))
+            yield (
+                f"  minute {number}: {len(minute.seconds)} requests at {LOAD:.0%} of "
+                f"{minute.capacity:.1f}/s, p95 {percentile(minute.seconds, 95):.3f} s, "
+                f"resident {resident:,.0f}, arrays {active:,.0f} bytes"
+            )
+        resident, active = self.growth
+        yield f"  resident × {resident:.4f}, arrays × {active:.4f}, p95 × {self.drift:.3f}"
 
 
 @dataclass
@@ -84,6 +95,7 @@ class Soak:
     """Asks, and sees that every answer is right."""
 
     clients: Clients
+    client: httpx2.AsyncClient
     choose: random.Random
 
     async def capacity(self, seconds: float) -> float:
@@ -94,62 +106,54 @@ class Soak:
         async def ask() -> None:
             nonlocal answered
             while now() < end:
-                await self._right(client, next(asks))
+                await self._right(next(asks))
                 answered += now() < end
 
-        async with self.clients.connected() as client, asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
                 group.create_task(ask())
         return answered / seconds
 
-    async def course(self, per_second: float, seconds: float) -> Course:
-        """Ask at random moments, so many a second, whether those before are answered or not."""
+    async def minute(self, measuring_s: float, seconds: float) -> Minute:
+        """Measure capacity anew, since a shared machine's drifts; then ask at random moments for
+        four fifths of it, whether those before are answered or not.
+        """
+        minute = Minute(await self.capacity(measuring_s))
         asks, now = mixed(self.choose), asyncio.get_running_loop().time
-        start, due, latencies = now(), 0.0, list[Sample]()
+        start, due = now(), 0.0
 
         async def ask(due: float) -> None:
-            await self._right(client, next(asks))
-            latencies.append(Sample(due / seconds, now() - start - due))
+            await self._right(next(asks))
+            minute.seconds.append(now() - start - due)
 
-        async with self.clients.connected() as client, asyncio.TaskGroup() as group:
-            watching = group.create_task(
-                self._watched(lambda: (now() - start) / seconds, seconds / SAMPLES)
-            )
-            while (due := due + self.choose.expovariate(per_second)) < seconds:
+        async def read() -> None:
+            while now() < start + seconds:
+                minute.readings.append(await reading(self.client))
+                await asyncio.sleep(seconds / READINGS)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(read())
+            while (due := due + self.choose.expovariate(LOAD * minute.capacity)) < seconds:
                 await asyncio.sleep(start + due - now())
                 group.create_task(ask(due))
-        readings = watching.result()
-        return Course(
-            latencies,
-            [Sample(moment, each.resident_bytes) for moment, each in readings],
-            [Sample(moment, each.active_bytes) for moment, each in readings],
-        )
+        return minute
 
-    async def _right(self, client: httpx2.AsyncClient, ask: Ask) -> None:
-        assert (wrong := await self.clients.stay(client, ask)) is None, wrong
-
-    async def _watched(
-        self, moment: Callable[[], float], between_s: float
-    ) -> list[tuple[float, Reading]]:
-        readings = []
-        async with self.clients.connected() as client:
-            while (at := moment()) < 1:
-                readings.append((at, await reading(client)))
-                await asyncio.sleep(between_s)
-        return readings
+    async def _right(self, ask: Ask) -> None:
+        assert (wrong := await self.clients.stay(self.client, ask)) is None, wrong
 
 
 async def soaked(served: Served, *, measuring_s: float, seconds: float) -> Course:
-    """Measure what it can do, ask for four fifths of it, and see that nothing is left of it."""
+    """Ask for four fifths of what it can do, minute by minute (of so many seconds, and of so many
+    to measure in), and see that nothing is left of it.
+    """
     clients = Clients(served.url)
     await clients.learn()
-    soak = Soak(clients, random.Random(7))
     before = await settled(served.url)
-    capacity = await soak.capacity(measuring_s)
-    course = await soak.course(LOAD * capacity, seconds)
+    async with clients.connected() as client:
+        soak = Soak(clients, client, random.Random(7))
+        course = Course([await soak.minute(measuring_s, seconds) for _ in range(MINUTES)])
     after = await settled(served.url, before.tasks)
-    told = [*course.told(), *before.told(after)]
-    print(f"{LOAD:.0%} of {capacity:.1f} requests/s for {seconds} s:", *told, sep="\n")
+    print(*course.told(), *before.told(after), sep="\n")
     assert not any(after.work.values()), after.work
     assert after.tasks <= before.tasks
     assert '"level":"error"' not in served.log.read_text()
@@ -159,14 +163,14 @@ async def soaked(served: Served, *, measuring_s: float, seconds: float) -> Cours
 async def test_a_short_while_leaves_nothing(tmp_path: Path) -> None:
     """Every answer right; no row, ticket, lease or task left."""
     with started(command("serve"), tmp_path, **SETTINGS) as served:
-        course = await soaked(served, measuring_s=3, seconds=14)
-    assert len(course.latencies) > 50
+        course = await soaked(served, measuring_s=0.5, seconds=1.5)
+    assert sum(len(minute.seconds) for minute in course.minutes) > 50
 
 
 @pytest.mark.soak
 async def test_ten_minutes_leave_nothing_and_nothing_grows(tmp_path: Path) -> None:
     """The last two minutes are as minutes two to four: within 3 % in memory, 1.5 times in p95."""
     with started(command("serve"), tmp_path, **SETTINGS) as served:
-        course = await soaked(served, measuring_s=30, seconds=600)
-    assert max(course.growth.values()) <= MOST_GROWTH, course.growth
+        course = await soaked(served, measuring_s=6, seconds=54)
+    assert max(course.growth) <= MOST_GROWTH, course.growth
     assert course.drift <= MOST_DRIFT
