@@ -43,11 +43,13 @@ class Timings:
 
     An embedding is inferred, an answer prefilled (until its first token, at `first_token`) and
     decoded. `started` and `first_token` are readings of the monotonic clock. `beside` are those
-    of jobs that run beside the one that is timed, for the same request.
+    of jobs that run beside the one that is timed, for the same request. `stage` is what is being
+    done for it, or was when it was given up; None before and after.
     """
 
     started: float = field(default_factory=time.perf_counter)
     model: str | None = None
+    stage: Stage | None = None
     seconds: dict[Stage, float] = field(default_factory=dict)
     first_token: float | None = None
     tokens_in: int = 0

@@ -112,6 +112,7 @@ class Context:
             check_head(scope, self._max_header_bytes)
             await self._app(scope, receive, reply)
         except ClientDisconnect:
+            timing.left(scope["gateway.timings"])
             return CLIENT_LEFT
         except asyncio.CancelledError:
             if reply.status is not None or not self._door.sends_away:

@@ -82,6 +82,7 @@ class Gateway:
             lambda: self._catalog,
             self._budget,
             max_models=settings.cache_max_models,
+            queue_limit=settings.queue_limit,
             load_wait_s=settings.load_wait_s,
             ttl_s=settings.model_ttl_s,
         )

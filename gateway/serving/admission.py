@@ -59,13 +59,12 @@ class Bounded:
 
 
 class Place:
-    """One request's place. `stage` is where it stands, for when its caller leaves."""
+    """One request's place."""
 
-    __slots__ = ("_admission", "stage", "tokens")
+    __slots__ = ("_admission", "tokens")
 
     def __init__(self, admission: "Admission") -> None:
         self._admission = admission
-        self.stage = Stage.TOKENISE
         self.tokens = 0
 
     def hold(self, tokens: int) -> None:
@@ -90,31 +89,25 @@ class Admission:
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[Place]:
-        """Hold a place while entered; raises Overloaded where there is none.
-
-        A request that is cancelled inside has lost its caller, and is counted.
-        """
+        """Hold a place while entered; raises Overloaded where there is none."""
         if not self._requests.has_room(1):
             raise self._refusal(self._requests, "requests")
         place = Place(self)
         self._requests.hold(1)
-        self._depth.set(self._requests.held)
+        self._depth.inc()
         try:
             yield place
-        except asyncio.CancelledError:
-            metrics.of(metrics.CANCELLED, self._model, place.stage).inc()
-            raise
         finally:
             self._requests.let_go(1)
-            self._depth.set(self._requests.held)
+            self._depth.dec()
             self._tokens.let_go(place.tokens)
-            self._depth_tokens.set(self._tokens.held)
+            self._depth_tokens.dec(place.tokens)
 
     def _hold(self, tokens: int) -> None:
         if not self._tokens.has_room(tokens):
             raise self._refusal(self._tokens, "tokens")
         self._tokens.hold(tokens)
-        self._depth_tokens.set(self._tokens.held)
+        self._depth_tokens.inc(tokens)
 
     def _refusal(self, bounded: Bounded, noun: str) -> Overloaded:
         metrics.of(metrics.REJECTED, self._model).inc()
@@ -139,16 +132,11 @@ async def until_deadline(caller: Caller) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def waiting_for(model: str, caller: Caller) -> AsyncIterator[None]:
-    """Wait for a model to be loaded, inside, until the caller's deadline.
-
-    A caller who leaves is counted.
-    """
+    """Wait for a model to be loaded, inside, until the caller's deadline."""
     started = metrics.now()
+    caller.timings.model, caller.timings.stage = model, Stage.LOAD
     try:
         async with until_deadline(caller):
             yield
-    except asyncio.CancelledError:
-        metrics.of(metrics.CANCELLED, model, Stage.LOAD).inc()
-        raise
     finally:
         caller.timings.add(Stage.LOAD, metrics.now() - started)

@@ -38,11 +38,10 @@ def _rank(held: Held) -> tuple[bool, bool, float]:
 
 
 class Budget:
-    """Bytes to share out. A model's weights have one share, and a batcher's rows may have another:
+    """Bytes to share out: a model's weights have one share, its rows another.
 
-    share = budget.share()
-    if not share.resize(nbytes): ...  # not free now: wait, or ask `Room.clear` to make room
-    share.release()
+    It is counted here and refused elsewhere: who wants more than `free_bytes` waits for a `listen`
+    to tell of more, or asks `Room.clear` to make room.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -94,15 +93,8 @@ class Share:
         self._budget = budget
         self.nbytes = 0
 
-    def resize(self, nbytes: int) -> bool:
-        """Hold so many bytes from now on; False, and nothing changes, where they are not free."""
-        if nbytes - self.nbytes > max(0, self._budget.free_bytes):
-            return False
-        self.state(nbytes)
-        return True
-
     def state(self, nbytes: int) -> None:
-        """Hold so many bytes, free or not: they are in memory already."""
+        """Hold so many bytes from now on, free or not: they may be in memory already."""
         change, self.nbytes = nbytes - self.nbytes, nbytes
         self._budget._moved(change)
 

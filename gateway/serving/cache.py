@@ -12,7 +12,7 @@ from gateway import logs, metrics
 from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, Unavailable
 from gateway.jobs import Caller
 from gateway.registry import Catalog, ModelSpec, load_alike
-from gateway.serving.admission import waiting_for
+from gateway.serving.admission import NO_BOUND, Admission, waiting_for
 from gateway.serving.budget import Budget
 from gateway.serving.entries import Entry
 from gateway.serving.failures import Failures, fresh
@@ -77,11 +77,13 @@ class ModelCache(Generic[M]):
         max_models: int,
         load_wait_s: float,
         ttl_s: float | None = None,
+        queue_limit: int = NO_BOUND,
     ) -> None:
         self._loader = loader
         self._catalog = catalog
         self._load_wait_s = load_wait_s
         self._ttl_s = ttl_s
+        self._queue_limit = queue_limit
         self._entries: list[Entry[M]] = []
         self._failures = Failures()
         self.room: Room[M] = Room(
@@ -92,8 +94,9 @@ class ModelCache(Generic[M]):
     async def lease(self, spec: ModelSpec, caller: Caller | None = None) -> AsyncIterator[M]:
         """Give the loaded model, loading it first if need be. A leased model is never evicted.
 
-        Raises what loading raised, ModelLoading when it takes longer than `load_wait_s`, and
-        DeadlineExceeded when the caller will not wait so long.
+        Raises what loading raised, ModelLoading when it takes longer than `load_wait_s`,
+        Overloaded when as many wait for it as its queue holds, and DeadlineExceeded when the
+        caller will not wait so long.
         """
         entry = self._entry(spec)
         entry.enter()
@@ -175,7 +178,8 @@ class ModelCache(Generic[M]):
         self._failures.check(spec.id)
         for entry in namesakes:
             entry.is_dismissed = entry.is_dismissed or entry.is_doomed
-        entry = Entry(spec)
+        admission = Admission(spec.id, spec.queue_limit or self._queue_limit)
+        entry = Entry[M](spec, admission)
         self._entries.append(entry)
         entry.keeper = asyncio.create_task(self._keep(entry), name=f"keep {spec.id}")
         return entry
@@ -194,8 +198,10 @@ class ModelCache(Generic[M]):
 
     async def _loaded(self, entry: Entry[M], caller: Caller | None) -> M:
         if not entry.ready.done():
-            waiting = waiting_for(entry.spec.id, caller) if caller else contextlib.nullcontext()
-            async with waiting:
+            async with contextlib.AsyncExitStack() as waiting:
+                if caller is not None:
+                    waiting.enter_context(entry.admission.admitted())
+                    await waiting.enter_async_context(waiting_for(entry.spec.id, caller))
                 await asyncio.wait([entry.ready], timeout=self._load_wait_s)
         if not entry.ready.done():
             raise ModelLoading(

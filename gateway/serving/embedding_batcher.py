@@ -7,18 +7,13 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 
 from gateway import logs, metrics
-from gateway.errors import (
-    BadRequest,
-    ContextLengthExceeded,
-    EngineFailed,
-    GatewayError,
-    Unavailable,
-)
+from gateway.errors import EngineFailed, GatewayError, Unavailable
 from gateway.jobs import Embedded, EmbedJob, Stage, TokenIds, Vectors
 from gateway.serving.admission import Admission, Place, until_deadline
 from gateway.serving.arrivals import Arrival, Arrivals
 from gateway.serving.embedding_batches import EmbeddingLimits, patience, take_batch, window
 from gateway.serving.embedding_cache import EmbeddingCache, Known
+from gateway.serving.embedding_inputs import fitted, known_ids, prompted
 from gateway.serving.embedding_tickets import EmbedTicket, Input
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import EmbeddingEngine
@@ -67,7 +62,8 @@ class EmbeddingBatcher:
         Raises Overloaded when too much waits, ContextLengthExceeded for an over-long
         input, DeadlineExceeded, and EngineFailed when the model gave no number.
         """
-        job.caller.timings.model = self._name
+        timings = job.caller.timings
+        timings.model, timings.stage = self._name, Stage.TOKENISE
         with self._admission.admitted() as place:
             async with until_deadline(job.caller):
                 if arrival is not None:
@@ -76,7 +72,7 @@ class EmbeddingBatcher:
                     return await self._embed(job, place, arrival)
 
     async def _embed(self, job: EmbedJob, place: Place, arrival: Arrival) -> Embedded:
-        texts = self._texts(job)
+        texts = prompted(self._engine, self._name, job)
         known = [self._cache.get(text, truncate=job.truncate) for text in texts]
         known = known or [None] * len(job.token_rows)
         if missing := [index for index, each in enumerate(known) if each is None]:
@@ -89,7 +85,8 @@ class EmbeddingBatcher:
         every = [each for each in known if each is not None]
         read = sum(each.tokens for each in every)
         truncated = sum(each.was_cut for each in every)
-        job.caller.timings.tokens_in = read
+        timings = job.caller.timings
+        timings.tokens_in, timings.stage = read, None
         metrics.of(metrics.TOKENS_IN, self._name).inc(read)
         if truncated:
             metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
@@ -98,24 +95,12 @@ class EmbeddingBatcher:
             vectors = self._engine.shorten(vectors, job.dimensions)
         return Embedded(vectors, read, truncated)
 
-    def _texts(self, job: EmbedJob) -> list[str]:
-        """Put the prompt before each text."""
-        name = job.prompt_name or self._engine.default_prompt_name
-        if not job.texts or name is None:
-            return list(job.texts)
-        if name not in self._engine.prompts:
-            known = ", ".join(sorted(self._engine.prompts)) or "none"
-            raise BadRequest(
-                f"The model `{self._name}` has no prompt `{name}`; it has: {known}.",
-                param="prompt_name",
-            )
-        return [self._engine.prompts[name] + text for text in job.texts]
-
     async def _fresh(
         self, job: EmbedJob, texts: Sequence[str], place: Place, arrival: Arrival
     ) -> list[Known]:
         """Embed texts, or the job's token ids where there are none."""
-        rows, cut = self._fitted(await self._tokenised(job, texts), truncate=job.truncate)
+        rows = await self._tokenised(job, texts)
+        rows, cut = fitted(self._engine, rows, truncate=job.truncate)
         place.hold(sum(map(len, rows)))
         ticket = EmbedTicket(rows, job.caller.timings)
         self._waiting.append(ticket)
@@ -124,7 +109,7 @@ class EmbeddingBatcher:
         try:
             vectors = await ticket.answered
         finally:
-            place.stage = ticket.stage
+            job.caller.timings.stage = ticket.stage
             ticket.answered.cancel()
         ticket.told()
         return [
@@ -134,32 +119,11 @@ class EmbeddingBatcher:
 
     async def _tokenised(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
         if not texts:
-            return self._checked(job.token_rows)
+            return known_ids(self._engine, self._name, job.token_rows)
         started = metrics.now()
         rows = await self._tokeniser.tokenise(texts)
         job.caller.timings.add(Stage.TOKENISE, metrics.now() - started)
         return rows
-
-    def _checked(self, rows: Sequence[TokenIds]) -> list[TokenIds]:
-        """Refuse ids outside the vocabulary: MLX would read past its table unasked."""
-        size = self._engine.vocab_size
-        for row in rows:
-            if not all(0 <= token < size for token in row):
-                raise BadRequest(
-                    f"Token ids of the model `{self._name}` are 0 to {size - 1}.",
-                    param="input",
-                )
-        return list(rows)
-
-    def _fitted(self, rows: list[TokenIds], *, truncate: bool) -> tuple[list[TokenIds], set[int]]:
-        """Cut what is over-long, if it may be; tell which rows were."""
-        limit = self._engine.max_tokens
-        over = [i for i, row in enumerate(rows) if len(row) > limit]
-        if over and not truncate:
-            raise ContextLengthExceeded(limit, len(rows[over[0]]), param="input", noun="input")
-        for i in over:
-            rows[i] = self._engine.truncate(rows[i])
-        return rows, set(over)
 
     async def _work(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from typing import Generic, TypeVar
 
 from gateway import metrics
 from gateway.registry import ModelSpec
+from gateway.serving.admission import Admission
 from gateway.serving.budget import Held, Share
 
 M = TypeVar("M")
@@ -17,8 +18,9 @@ class Entry(Generic[M]):
     when the last one ends, unless it is spared before. A dismissed one is never spared.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, admission: Admission) -> None:
         self.spec = spec
+        self.admission = admission  # of those who wait for it to load
         self.is_doomed = False
         self.is_dismissed = False
         self.ready: asyncio.Future[M] = asyncio.get_running_loop().create_future()

@@ -90,7 +90,7 @@ class GenerationBatcher:
         EngineFailed.
         """
         timings = job.caller.timings
-        timings.model = self._name
+        timings.model, timings.stage = self._name, Stage.TOKENISE
         with self._admission.admitted() as place:
             rows = [self._memory.admitted(row) for row in await self._planned(job, place)]
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
@@ -114,7 +114,7 @@ class GenerationBatcher:
             try:
                 yield Generation(usage, deltas)
             finally:
-                place.stage = tickets[0].stage
+                timings.stage = next((each.stage for each in tickets if not each.is_over), None)
                 self._drop(tickets)
 
     async def _planned(self, job: GenerateJob, place: Place) -> Sequence[RowJob]:
@@ -127,7 +127,7 @@ class GenerationBatcher:
             place.hold(sum(len(row.prompt) for row in rows))
             if (grammar := rows[0].grammar) is None:
                 return rows
-            place.stage = Stage.COMPILE
+            timings.stage = Stage.COMPILE
             compiled = await self._grammars.get(grammar, param=_param(job))
             timings.add(Stage.COMPILE, metrics.now() - planned)
             return [replace(row, compiled=compiled) for row in rows]

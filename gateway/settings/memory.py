@@ -64,7 +64,7 @@ class MemorySettings(BaseModel):
         default=True, description="Run one small pass at load, so that no request is the first."
     )
     give_back_s: float = Field(
-        default=60,
+        default=15,
         gt=0,
         le=86_400,
         description="How often freed memory is given back to the system, on a CPU.",

@@ -1,6 +1,8 @@
 """/admin: load, unload and reload, for who holds the admin key and nobody else."""
 
 import asyncio
+import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -169,8 +171,33 @@ async def test_what_a_reload_wants_at_hand_is_loaded(
             await asyncio.sleep(0.01)
 
 
-async def test_reloads_at_once_end_in_one_of_them(client: httpx2.AsyncClient) -> None:
-    """Twice the same file changes nothing."""
-    answers = await asyncio.gather(*(post(client, "reload") for _ in range(5)))
-    assert {answer.status_code for answer in answers} == {200}
-    assert all(answer.json()["changed"] == [] for answer in answers)
+async def read_of(pipe: Path, models: dict[str, Any]) -> None:
+    """Wait until somebody reads the pipe, and have them read this file."""
+    while True:
+        try:
+            end = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError:  # nobody does
+            await asyncio.sleep(0.01)
+    with os.fdopen(end, "w") as file:
+        json.dump({"version": 1, "models": models}, file)
+
+
+async def test_of_two_reloads_at_once_the_later_reads_the_later_file(
+    client: httpx2.AsyncClient, tmp_path: Path
+) -> None:
+    """It waits for the earlier: else what was read first might be what stays."""
+    file = tmp_path / "models.yaml"
+    file.unlink()
+    os.mkfifo(file)
+    async with asyncio.timeout(20):
+        earlier = asyncio.create_task(post(client, "reload"))
+        later = asyncio.create_task(post(client, "reload"))
+        await read_of(file, MODELS | {"early": MODELS["writer"]})
+        done, _ = await asyncio.wait([earlier, later], return_when=asyncio.FIRST_COMPLETED)
+        assert [each.result().json()["added"] for each in done] == [["early"]]
+        await read_of(file, MODELS | {"late": MODELS["writer"]})
+        last = ({earlier, later} - done).pop()
+        assert (await last).json()["removed"] == ["early"]
+    listed = (await client.get("/v1/models", headers=USER)).json()["data"]
+    assert "late" in {entry["id"] for entry in listed}

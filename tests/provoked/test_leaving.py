@@ -123,6 +123,34 @@ async def test_an_embedding_whose_client_leaves(
     assert [1, 1] not in embedder.batches[passes + 1 :]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_one_who_leaves_many_prompts_is_counted_once(
+    client: httpx2.AsyncClient, engines: HeldEngines, stream: bool
+) -> None:
+    """However many of them were under way."""
+    writer = engines.writer
+    before = {stage: counted("writer", stage) for stage in Stage}
+    writer.gates[Stage.DECODE].close()
+    body = {"model": "writer", "prompt": ["a" * 9, "b" * 9, "c" * 9], "stream": stream}
+    leaving = asyncio.create_task(client.post("/v1/completions", json=body))
+    await reached(writer.gates[Stage.DECODE])
+    await until(lambda: len(writer.jobs) == 3)
+    await leave(leaving)
+    before[Stage.PREFILL] += 1
+    await until(lambda: counted("writer", Stage.PREFILL) == before[Stage.PREFILL])
+    engines.open()
+    await until(lambda: writer.rows == 0)
+    assert before == {stage: counted("writer", stage) for stage in Stage}
+
+
+async def test_who_is_refused_has_not_left(client: httpx2.AsyncClient) -> None:
+    """The prompts beside one that is refused end with it, and nobody is counted."""
+    before = {stage: counted("writer", stage) for stage in Stage}
+    body = {"model": "writer", "prompt": ["fits", "x" * 20_000, "fits, too"], "max_tokens": 5}
+    assert (await client.post("/v1/completions", json=body)).status_code == 400
+    assert before == {stage: counted("writer", stage) for stage in Stage}
+
+
 @pytest.mark.parametrize("body", [chat("a"), chat("b", stream=True), embed("c")])
 async def test_a_client_who_leaves_while_its_model_loads(
     client: httpx2.AsyncClient, engines: HeldEngines, body: dict[str, Any]

@@ -48,6 +48,25 @@ async def ask(client: httpx2.AsyncClient, number: int) -> httpx2.Response:
     return await client.post(path, json=asked)
 
 
+async def test_who_waits_for_a_model_to_load_waits_in_its_queue(
+    models: Catalog, engines: HeldEngines
+) -> None:
+    """A stream, too, is refused with a status: long before its 200 would have to be sent."""
+    engines.load_gate.close()
+    async with served(models, engines, queue_limit=2, stream_open_after_s=0.2) as client:
+        waiting = [
+            asyncio.create_task(client.post(CHAT, json=chat(text, stream=True))) for text in "ab"
+        ]
+        assert await asyncio.to_thread(engines.load_gate.reached.wait, 5)
+        refused = await client.post(CHAT, json=chat("c", stream=True))
+        assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (429, True)
+        engines.load_gate.open()
+        for answer in await asyncio.gather(*waiting):
+            assert answer.status_code == 200
+            assert answer.text.endswith("data: [DONE]\n\n")
+        assert (await client.post(CHAT, json=chat("d"))).status_code == 200
+
+
 async def storm(process: Served, clients: int) -> None:
     """Let all come at once; see that every answer is one of two, and that it leaves no trace."""
     limits = httpx2.Limits(max_connections=clients)

@@ -7,7 +7,7 @@ import pytest
 
 from gateway import metrics
 from gateway.errors import DeadlineExceeded, Overloaded
-from gateway.jobs import Caller, Stage
+from gateway.jobs import Caller
 from gateway.serving.admission import Admission, Bounded, retry_after_s, until_deadline
 
 
@@ -94,23 +94,27 @@ def test_what_went_long_ago_is_forgotten_by_halves() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_caller_who_leaves_is_counted_where_it_stood() -> None:
-    """By stage."""
-    admission = Admission("admission-test", 1)
-    counted = metrics.of(metrics.CANCELLED, "admission-test", Stage.COMPILE)._value
+async def test_a_caller_who_leaves_gives_its_place_back() -> None:
+    """And the tokens that were counted."""
+    admission = Admission("admission-test", 1, 10)
+    depths = [
+        metrics.of(series, "admission-test")._value
+        for series in (metrics.QUEUE_DEPTH, metrics.QUEUE_TOKENS)
+    ]
 
     async def wait() -> None:
         with admission.admitted() as place:
-            place.stage = Stage.COMPILE
+            place.hold(10)
             await asyncio.sleep(60)
 
     waiting = asyncio.create_task(wait())
     await asyncio.sleep(0)
+    assert [each.get() for each in depths] == [1, 10]
     waiting.cancel()
     await asyncio.wait([waiting])
-    assert counted.get() == 1
-    with admission.admitted():
-        pass
+    assert [each.get() for each in depths] == [0, 0]
+    with admission.admitted() as place:
+        place.hold(10)
 
 
 @pytest.mark.anyio

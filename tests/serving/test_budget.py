@@ -33,29 +33,18 @@ def test_one_told_to_leave_before_is_chosen_again() -> None:
 
 
 def test_a_share_is_held_until_it_is_released() -> None:
-    """Its growth is refused, and changes nothing, where the bytes are not free."""
+    """It grows and shrinks meanwhile, and what is in memory counts though it was not free."""
     budget = Budget(100)
     weights, rows = budget.share(), budget.share()
-    assert weights.resize(60)
-    assert rows.resize(30)
-    assert not rows.resize(50)
+    weights.state(60)
+    rows.state(30)
     assert (rows.nbytes, budget.free_bytes) == (30, 10)
-    assert rows.resize(40)
-    assert rows.resize(5)
+    rows.state(5)
     assert budget.free_bytes == 35
+    weights.state(120)
+    assert budget.free_bytes == -25
     weights.release()
     assert budget.free_bytes == 95
-
-
-def test_what_is_in_memory_counts_though_it_was_not_free() -> None:
-    """A model that measures more than it seemed; nobody grows until it is back."""
-    budget = Budget(100)
-    model, rows = budget.share(), budget.share()
-    model.state(120)
-    assert budget.free_bytes == -20
-    assert not rows.resize(1)
-    assert rows.resize(0)
-    assert model.resize(110), "shrinking always works"
 
 
 @pytest.mark.parametrize("sizes", [[50, 20], [50, 0]])
@@ -66,5 +55,5 @@ def test_whoever_listens_hears_of_bytes_that_come_back(sizes: list[int]) -> None
     budget.listen(lambda: heard.append(budget.free_bytes))
     share = budget.share()
     for nbytes in sizes:
-        share.resize(nbytes)
+        share.state(nbytes)
     assert heard == [100 - sizes[-1]]

@@ -16,12 +16,14 @@ from gateway.errors import (
     ModelLoading,
     ModelUnavailable,
     NoRoom,
+    Overloaded,
     Unavailable,
 )
 from gateway.registry import Catalog, ModelSpec
 from gateway.registry.specs import ChatSpec
 from gateway.serving.budget import Budget
 from gateway.serving.cache import Loaded, ModelCache, Prepared, Status
+from tests.fakes import caller
 
 pytestmark = pytest.mark.anyio
 
@@ -78,6 +80,7 @@ def cache(
     load_wait_s: float = 5,
     max_bytes: int = 1000,
     ttl_s: float | None = None,
+    queue_limit: int = 100,
 ) -> ModelCache[str]:
     return ModelCache(
         shelf,
@@ -86,6 +89,7 @@ def cache(
         max_models=max_models,
         load_wait_s=load_wait_s,
         ttl_s=ttl_s,
+        queue_limit=queue_limit,
     )
 
 
@@ -99,6 +103,30 @@ async def test_a_load_is_shared_by_all_who_wait_for_it() -> None:
                 return model
 
         assert await asyncio.gather(*(use() for _ in range(5))) == ["a"] * 5
+    assert shelf.loads == ["a"]
+
+
+async def test_no_more_wait_for_a_load_than_the_queue_holds() -> None:
+    """The next is refused at once, and the load is for the others; one that leaves gives way."""
+    shelf = Shelf()
+    async with cache(shelf, queue_limit=2) as models:
+        shelf.hold.clear()
+
+        async def use() -> str:
+            async with models.lease(spec("a"), caller()) as model:
+                return model
+
+        waiting = [asyncio.create_task(use()) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="2 requests waiting"):
+            await use()
+        waiting.pop().cancel()
+        await asyncio.sleep(0)
+        waiting.append(asyncio.create_task(use()))
+        await asyncio.sleep(0)
+        shelf.hold.set()
+        assert await asyncio.gather(*waiting) == ["a"] * 2
+        assert await use() == "a"
     assert shelf.loads == ["a"]
 
 
@@ -360,7 +388,7 @@ async def test_bytes_that_rows_hold_are_not_given_to_models() -> None:
         shelf, lambda: shelf.catalog, budget, max_models=2, load_wait_s=5
     ) as models:
         rows = budget.share()
-        assert rows.resize(60)
+        rows.state(60)
         waiting = asyncio.create_task(_use(models, "a"))
         await asyncio.sleep(0.02)
         assert shelf.loads == []
@@ -379,11 +407,10 @@ async def test_rows_may_have_idle_models_leave() -> None:
         await _use(models, "b")
         async with models.lease(spec("c")):
             rows = budget.share()
-            assert not rows.resize(5)
             models.room.clear(5)
             await asyncio.sleep(0.02)
             assert shelf.open == ["b", "c"]
-            assert rows.resize(5)
+            rows.state(5)
             models.room.clear(1000)
             await asyncio.sleep(0.02)
             assert shelf.open == ["c"]

@@ -189,23 +189,24 @@ async def test_a_deadline_ends_an_answer_under_way() -> None:
         await until(lambda: engine.left)
 
 
-async def test_only_a_caller_who_leaves_counts_as_cancelled() -> None:
-    """Neither a deadline nor a failure is the caller's doing."""
-    counted = metrics.of(metrics.CANCELLED, "m", Stage.QUEUE)._value
+async def test_a_request_that_is_given_up_knows_where_it_stood() -> None:
+    """One that is answered, or whose rows have failed, stands nowhere."""
     engine = ScriptedWriter(fail_at_step=4)
     async with batching(engine) as batcher:
-        before = counted.get()
+        failing = generate_job("abcdef", n=2)
         with pytest.raises(EngineFailed):
-            await deltas(batcher, generate_job("abcdef", n=2))
+            await deltas(batcher, failing)
+        assert failing.caller.timings.stage is None
+        answered = generate_job("a")
+        await text(batcher, answered)
+        assert answered.caller.timings.stage is None
         engine.gate.close()
-        with pytest.raises(DeadlineExceeded):
-            await deltas(batcher, generate_job("a", deadline=metrics.now() + 0.05))
-        assert counted.get() == before
-        leaving = asyncio.create_task(text(batcher, generate_job("b")))
+        given_up = generate_job("b")
+        leaving = asyncio.create_task(text(batcher, given_up))
         await asyncio.sleep(0.02)
         leaving.cancel()
         await asyncio.wait([leaving])
-        assert counted.get() == before + 1
+        assert given_up.caller.timings.stage is Stage.PREFILL
         engine.gate.open()
 
 
