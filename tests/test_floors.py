@@ -78,6 +78,15 @@ def test_every_room_is_in_the_picture() -> None:
     assert rooms <= ALLOWED.keys()
 
 
+@pytest.mark.parametrize("name", ["models", "embedding", "generation"])
+def test_the_rooms_of_serving_are_strangers(name: str) -> None:
+    """They stand on what serving has outside of them, which knows none of them."""
+    serving = GATEWAY / "serving"
+    others = [file for file in serving.rglob("*.py") if serving / name not in file.parents]
+    known = {each for file in others for each in imports(file)}
+    assert not [each for each in known if each.startswith(f"gateway.serving.{name}.")]
+
+
 def test_no_module_is_two_things() -> None:
     """Past three hundred lines there is a second noun to be found."""
     for file in FILES:

@@ -20,7 +20,7 @@ from gateway.errors import Overloaded
 from gateway.jobs import Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
 from gateway.serving.admission import until_deadline
-from gateway.serving.generation_batcher import Generation, GenerationBatcher
+from gateway.serving.generation.batcher import Generation, GenerationBatcher
 from gateway.wire import completions as wire
 from gateway.wire.sampling import tier
 

@@ -17,9 +17,9 @@ from gateway.errors import BadRequest
 from gateway.jobs import Caller, Stage, Tier
 from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, ModelSpec, Resolved
 from gateway.serving.arrivals import Arrivals
-from gateway.serving.cache import ModelCache
-from gateway.serving.embedding_batcher import EmbeddingBatcher
-from gateway.serving.generation_batcher import GenerationBatcher
+from gateway.serving.embedding.batcher import EmbeddingBatcher
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.models.cache import ModelCache
 from gateway.wire import reading
 from gateway.wire.bounds import Bounds as Bounds  # app has its rules from here
 

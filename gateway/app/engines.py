@@ -28,7 +28,7 @@ from gateway.engine.pooling import read_recipe
 from gateway.engine.weights import Checkpoint
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
-from gateway.serving.grammars import Worker
+from gateway.serving.generation.grammars import Worker
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 from gateway.settings import Settings
 

@@ -29,8 +29,8 @@ from gateway.errors import (
 from gateway.registry import Catalog, Changes, HubSource, ModelSpec, load_catalog
 from gateway.serving.arrivals import Arrivals
 from gateway.serving.budget import Budget
-from gateway.serving.cache import ModelCache
 from gateway.serving.lane import Lane
+from gateway.serving.models.cache import ModelCache
 from gateway.serving.rates import Allowance
 from gateway.serving.tokens import TokenPool
 from gateway.serving.watch import StallLimits, Watch

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from gateway import metrics
 from gateway.app.opening import Batcher, Engines
 from gateway.serving.budget import Budget
-from gateway.serving.cache import ModelCache
-from gateway.serving.generation_batcher import GenerationBatcher
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.models.cache import ModelCache
 
 
 class Gauges:

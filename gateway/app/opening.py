@@ -13,13 +13,13 @@ from gateway.app.warming import warm_embedder, warm_writer
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.arrivals import Arrivals
 from gateway.serving.budget import Budget
-from gateway.serving.cache import Loaded, Prepared
-from gateway.serving.embedding_batcher import EmbeddingBatcher
-from gateway.serving.generation_batcher import GenerationBatcher
-from gateway.serving.grammars import GrammarCache
+from gateway.serving.embedding.batcher import EmbeddingBatcher
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.grammars import GrammarCache
+from gateway.serving.generation.memory import RowCosts, RowMemory
 from gateway.serving.lane import Lane
+from gateway.serving.models.cache import Loaded, Prepared
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
-from gateway.serving.row_memory import RowCosts, RowMemory
 from gateway.serving.tokens import TokenPool
 from gateway.settings import Settings
 

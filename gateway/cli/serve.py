@@ -74,6 +74,7 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
     async def until_drained() -> None:
         await stop.wait()
         log.info("draining")
+        reloading.cancel()  # nobody comes for what it would load
         await gateway.drain()
 
     config = Config()
@@ -96,8 +97,6 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
         log.critical("stuck", error=str(error))
         faulthandler.dump_traceback()
         os._exit(os.EX_SOFTWARE)  # as for any stall
-    finally:
-        reloading.cancel()
 
 
 async def _reload_at(hangup: asyncio.Event, gateway: "Gateway") -> None:

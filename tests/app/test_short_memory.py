@@ -12,8 +12,8 @@ import pytest
 from gateway.app.opening import Size
 from gateway.jobs import GenerateJob, RowJob
 from gateway.registry import ChatSpec, ModelSpec
+from gateway.serving.generation.memory import rectangle
 from gateway.serving.ports import GenerationEngine
-from gateway.serving.row_memory import rectangle
 from tests.fakes import Gate, ScriptedEmbedder, ScriptedEngines, ScriptedWriter
 from tests.serving_app import catalog, served
 

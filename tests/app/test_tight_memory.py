@@ -11,7 +11,7 @@ import pytest
 
 from gateway.app.engines import MlxEngines
 from gateway.engine.sources import Hub
-from gateway.serving.row_memory import rectangle
+from gateway.serving.generation.memory import rectangle
 from tests.checkpoints import write_chat
 from tests.serving_app import catalog, served
 

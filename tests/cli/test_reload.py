@@ -1,9 +1,11 @@
 """serve and SIGHUP: models.yaml is read again, while requests go on."""
 
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -56,6 +58,24 @@ def test_a_hangup_that_cannot_be_obeyed_does_not_keep_the_next_from_being_heard(
         (tmp_path / ".env").unlink()
         served.process.send_signal(signal.SIGHUP)
         wait_for(served.log, '"event":"reloaded"')
+
+
+def test_a_hangup_while_it_drains_changes_nothing(tmp_path: Path) -> None:
+    """Nobody comes any more for what it would load; nor does it end the process."""
+    (tmp_path / "models.yaml").write_text(IDLE)
+    with started(command("serve"), tmp_path, GATEWAY_DRAIN_S="1") as served:
+        place = urlsplit(served.url)
+        assert place.hostname is not None
+        with socket.create_connection((place.hostname, place.port or 0)) as slow:
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+            slow.sendall(f"{head}\r\n{{".encode())
+            time.sleep(0.2)
+            served.process.send_signal(signal.SIGTERM)
+            wait_for(served.log, '"event":"draining"')
+            served.process.send_signal(signal.SIGHUP)
+            assert served.process.wait(20) == 0
+    assert '"event":"drain_cut_short"' in served.log.read_text()
+    assert '"event":"reloaded"' not in served.log.read_text()
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="nobody tells which signals wait")

@@ -13,7 +13,7 @@ from gateway.engine.loading import load_generation
 from gateway.engine.sizes import kv_bytes
 from gateway.engine.weights import Checkpoint
 from gateway.jobs import GenerateJob, RowJob, Sampling
-from gateway.serving.row_memory import rectangle
+from gateway.serving.generation.memory import rectangle
 from tests.checkpoints import write_chat
 from tests.fakes import caller
 

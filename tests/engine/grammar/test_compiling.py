@@ -13,7 +13,7 @@ from gateway.engine.grammar.indexes import compile_index
 from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, Grammar
-from gateway.serving.grammars import Worker
+from gateway.serving.generation.grammars import Worker
 from tests.engine.grammar.drawn_rows import (
     ENDS,
     allowed,

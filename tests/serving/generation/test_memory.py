@@ -10,11 +10,11 @@ import pytest
 from gateway.errors import BadRequest, NoRoom
 from gateway.jobs import Delta, GenerateJob, RowJob, Sampling
 from gateway.serving.budget import Budget
-from gateway.serving.generation_batcher import GenerationBatcher
-from gateway.serving.generation_batches import GenerationLimits
-from gateway.serving.grammars import GrammarCache
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.batches import GenerationLimits
+from gateway.serving.generation.grammars import GrammarCache
+from gateway.serving.generation.memory import GROWTH, KV_STEP, RowCosts, RowMemory, rectangle
 from gateway.serving.lane import Lane
-from gateway.serving.row_memory import GROWTH, KV_STEP, RowCosts, RowMemory, rectangle
 from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
 

@@ -14,9 +14,9 @@ from gateway.jobs import Caller
 from gateway.registry import Catalog, ModelSpec, load_alike
 from gateway.serving.admission import NO_BOUND, Admission, waiting_for
 from gateway.serving.budget import Budget
-from gateway.serving.entries import Entry
-from gateway.serving.failures import Failures, fresh
-from gateway.serving.room import Room
+from gateway.serving.models.entries import Entry
+from gateway.serving.models.failures import Failures, fresh
+from gateway.serving.models.room import Room
 
 M = TypeVar("M")
 log = logs.get("cache")

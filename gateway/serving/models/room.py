@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from gateway.errors import InsufficientMemory, NoRoom
 from gateway.serving.budget import Budget, Share, pick_leaving
-from gateway.serving.entries import Entry
+from gateway.serving.models.entries import Entry
 
 M = TypeVar("M")
 

@@ -1,7 +1,7 @@
 """Who joins next, with numbers."""
 
 from gateway.jobs import Tier
-from gateway.serving.generation_batches import rank, take_rows
+from gateway.serving.generation.batches import rank, take_rows
 
 
 def test_free_rows_pass_bound_ones_which_keep_their_order() -> None:

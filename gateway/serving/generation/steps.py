@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from gateway import metrics
 from gateway.errors import EngineFailed
 from gateway.jobs import Pass, RowDelta
+from gateway.serving.generation.tickets import Moves, Ticket
 from gateway.serving.lane import Turn
 from gateway.serving.ports import GenerationEngine
-from gateway.serving.tickets import Moves, Ticket
 
 STEPS_PER_TURN = 16  # when nobody else waits: one hop to the lane's thread costs 0.1 ms
 

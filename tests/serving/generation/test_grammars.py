@@ -11,8 +11,8 @@ import pytest
 from gateway import metrics
 from gateway.errors import BadRequest, Overloaded
 from gateway.jobs import Grammar
-from gateway.serving import grammars
-from gateway.serving.grammars import GrammarCache, Worker
+from gateway.serving.generation import grammars
+from gateway.serving.generation.grammars import GrammarCache, Worker
 from gateway.serving.tokens import TokenPool
 
 

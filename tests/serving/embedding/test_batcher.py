@@ -20,8 +20,8 @@ from gateway.errors import (
 )
 from gateway.jobs import EmbedJob, Stage, TokenIds, Vectors
 from gateway.serving.arrivals import Arrivals
-from gateway.serving.embedding_batcher import EmbeddingBatcher
-from gateway.serving.embedding_batches import EmbeddingLimits
+from gateway.serving.embedding.batcher import EmbeddingBatcher
+from gateway.serving.embedding.batches import EmbeddingLimits
 from gateway.serving.lane import Lane
 from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedEmbedder, caller, embed_job

@@ -11,18 +11,20 @@ from gateway.errors import EngineFailed, GatewayError, NoRoom, Unavailable
 from gateway.jobs import Delta, GenerateJob, Pass, RowDelta, RowJob, Stage, Usage
 from gateway.serving.admission import Admission, Place, until_deadline
 from gateway.serving.budget import Budget
-from gateway.serving.generation_batches import GenerationLimits, rank
-from gateway.serving.generation_rows import Rows
-from gateway.serving.generation_steps import Steps
-from gateway.serving.grammars import GrammarCache
+from gateway.serving.generation.batches import GenerationLimits, rank
+from gateway.serving.generation.grammars import GrammarCache
+from gateway.serving.generation.memory import RowCosts, RowMemory
+from gateway.serving.generation.rows import Rows
+from gateway.serving.generation.steps import Steps
+from gateway.serving.generation.tickets import Moves, Ticket, size
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import GenerationEngine
-from gateway.serving.row_memory import RowCosts, RowMemory
-from gateway.serving.tickets import Moves, Ticket, size
 from gateway.serving.tokens import TokenPool
 from gateway.serving.workers import unending
 
 log = logs.get("generation")
+
+BREATH_S = 0.1  # after a turn that failed: the next may fail as well, and so on
 
 
 @dataclass(slots=True)
@@ -203,6 +205,7 @@ class GenerationBatcher:
                     await turn(work, moves, turn)
                 except BaseException:
                     self._wait(ticket for ticket in moves.joining if ticket.is_waiting)
+                    self._rows.leaving += moves.leaving  # once more: to have left is no harm
                     raise
         except Unavailable as error:
             self._rows.end_all(error)
@@ -210,6 +213,7 @@ class GenerationBatcher:
         except Exception as error:
             log.error("batch_failed", model=self._name, exc_info=True)
             self._rows.end_running(EngineFailed(self._name, str(error)))
+            await asyncio.sleep(BREATH_S)
         self._rows.hold()
         self._stir()  # what the one did may be work for the other
         return True

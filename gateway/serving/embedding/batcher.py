@@ -11,10 +11,10 @@ from gateway.errors import EngineFailed, GatewayError, Unavailable
 from gateway.jobs import Embedded, EmbedJob, Stage, TokenIds, Vectors
 from gateway.serving.admission import Admission, Place, until_deadline
 from gateway.serving.arrivals import Arrival, Arrivals
-from gateway.serving.embedding_batches import EmbeddingLimits, patience, take_batch, window
-from gateway.serving.embedding_cache import EmbeddingCache, Known
-from gateway.serving.embedding_inputs import fitted, known_ids, prompted
-from gateway.serving.embedding_tickets import EmbedTicket, Input
+from gateway.serving.embedding.batches import EmbeddingLimits, patience, take_batch, window
+from gateway.serving.embedding.cache import EmbeddingCache, Known
+from gateway.serving.embedding.inputs import fitted, known_ids, prompted
+from gateway.serving.embedding.tickets import EmbedTicket, Input
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import EmbeddingEngine
 from gateway.serving.tokens import Tokeniser, TokenPool

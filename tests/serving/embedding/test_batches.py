@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.serving.embedding_batches import (
+from gateway.serving.embedding.batches import (
     EmbeddingLimits,
     Windows,
     patience,

@@ -22,7 +22,7 @@ from gateway.errors import (
 from gateway.registry import Catalog, ModelSpec
 from gateway.registry.specs import ChatSpec
 from gateway.serving.budget import Budget
-from gateway.serving.cache import Loaded, ModelCache, Prepared, Status
+from gateway.serving.models.cache import Loaded, ModelCache, Prepared, Status
 from tests.fakes import caller
 
 pytestmark = pytest.mark.anyio

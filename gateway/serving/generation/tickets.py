@@ -8,8 +8,8 @@ from typing import TypeVarTuple
 from gateway import metrics
 from gateway.errors import EngineFailed, GatewayError
 from gateway.jobs import Delta, RowDelta, RowJob, Stage, Timings
+from gateway.serving.generation.memory import MARGIN
 from gateway.serving.lane import Turn
-from gateway.serving.row_memory import MARGIN
 
 Ts = TypeVarTuple("Ts")
 

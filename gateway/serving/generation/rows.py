@@ -5,10 +5,10 @@ import bisect
 from collections.abc import Iterable, Iterator, Sequence
 
 from gateway.errors import GatewayError
-from gateway.serving.generation_batches import GenerationLimits, take_rows
+from gateway.serving.generation.batches import GenerationLimits, take_rows
+from gateway.serving.generation.memory import RowMemory
+from gateway.serving.generation.tickets import Moves, Ticket
 from gateway.serving.lane import Turn
-from gateway.serving.row_memory import RowMemory
-from gateway.serving.tickets import Moves, Ticket
 
 
 class Rows:

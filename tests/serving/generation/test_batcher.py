@@ -18,9 +18,9 @@ from gateway.errors import (
     Overloaded,
 )
 from gateway.jobs import Delta, GenerateJob, Grammar, Stage, Tier
-from gateway.serving.generation_batcher import GenerationBatcher
-from gateway.serving.generation_batches import GenerationLimits
-from gateway.serving.grammars import GrammarCache
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.batches import GenerationLimits
+from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.lane import Lane
 from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
@@ -187,6 +187,29 @@ async def test_a_deadline_ends_an_answer_under_way() -> None:
             await deltas(batcher, generate_job("a" * 9, deadline=metrics.now() + 0.1))
         engine.gate.open()
         await until(lambda: engine.left)
+
+
+class Clumsy(ScriptedWriter):
+    """The first row that is to leave does not."""
+
+    def leave(self, row: int) -> None:
+        super().leave(row)
+        if len(self.left) == 1:
+            self._running[row] = [ord("x")] * 1000
+            raise RuntimeError("no memory to leave with")
+
+
+async def test_a_row_that_could_not_leave_leaves_next_time() -> None:
+    """Else it would be given tokens for ever, for nobody."""
+    engine = Clumsy()
+    async with batching(engine) as batcher:
+        engine.gate.close()
+        leaving = asyncio.create_task(text(batcher, generate_job("a" * 50)))
+        assert await asyncio.to_thread(engine.gate.reached.wait, 5)
+        leaving.cancel()
+        engine.gate.open()
+        await until(lambda: engine.left == [1, 1] and engine.rows == 0)
+        assert await text(batcher, generate_job("next")) == "next"
 
 
 async def test_a_request_that_is_given_up_knows_where_it_stood() -> None:

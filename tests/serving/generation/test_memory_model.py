@@ -14,12 +14,12 @@ from gateway.errors import GatewayError, ModelLoadFailed
 from gateway.registry import Catalog, ModelSpec
 from gateway.registry.specs import ChatSpec
 from gateway.serving.budget import Budget
-from gateway.serving.cache import Loaded, ModelCache, Prepared
-from gateway.serving.generation_batcher import GenerationBatcher
-from gateway.serving.generation_batches import GenerationLimits
-from gateway.serving.grammars import GrammarCache
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.batches import GenerationLimits
+from gateway.serving.generation.grammars import GrammarCache
+from gateway.serving.generation.memory import KV_STEP, RowCosts, RowMemory
 from gateway.serving.lane import Lane
-from gateway.serving.row_memory import KV_STEP, RowCosts, RowMemory
+from gateway.serving.models.cache import Loaded, ModelCache, Prepared
 from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
 

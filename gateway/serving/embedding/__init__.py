@@ -1,0 +1,1 @@
+"""One embedding model's queue: inputs of many requests in one pass."""

@@ -1,0 +1,1 @@
+"""One chat model's rows: from the line they wait in to their last delta."""

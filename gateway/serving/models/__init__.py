@@ -1,0 +1,1 @@
+"""Models in memory: leased by name, loaded once, and who gives way to whom."""
