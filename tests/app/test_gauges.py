@@ -60,12 +60,12 @@ async def test_who_runs_and_who_waits_is_told_and_comes_back_to_zero(tmp_path: P
 
 
 async def test_a_request_that_waits_for_its_model_has_a_lease(tmp_path: Path) -> None:
-    """Of a model that is there, though not loaded yet."""
+    """And a place in the queue of a model that is there, though not loaded yet."""
     engines = ScriptedEngines()
     async with served(catalog(tmp_path, MODELS), engines) as client:
         engines.load_gate.close()
         asked = embed(client, "a")
-        await until(client, leases=1, requests=0)
+        await until(client, leases=1, requests=1, tokens=0)
         engines.load_gate.open()
         assert (await asked).status_code == 200
         await until(client, **NOBODY)
