@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from gateway import metrics
 from gateway.api import timing
 from gateway.api.service import Service, noted
-from gateway.api.streams import DONE, EventStream, frame, while_connected
+from gateway.api.streams import ACCEPTED, DONE, EventStream, frame, while_connected
 from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
 from gateway.registry import ChatSpec, Resolved
 from gateway.wire import chat as wire
@@ -90,6 +90,7 @@ class ChatCompletions:
             batcher.generate(job) as generation,
             aclosing(generation.deltas) as deltas,
         ):
+            yield ACCEPTED
             usage = generation.usage
             is_first = True
             async for delta in deltas:

@@ -15,7 +15,7 @@ from gateway import metrics
 from gateway.api import timing
 from gateway.api.chat import counted, defaults
 from gateway.api.service import Service, noted
-from gateway.api.streams import DONE, EventStream, frame, while_connected
+from gateway.api.streams import ACCEPTED, DONE, EventStream, frame, while_connected
 from gateway.errors import Overloaded
 from gateway.jobs import Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
@@ -25,7 +25,7 @@ from gateway.wire import completions as wire
 from gateway.wire.sampling import tier
 
 JOBS_AT_ONCE = 16  # of one request: a long list of prompts is let in in slices
-ASK_AGAIN_S = 0.1  # for a place in a full queue
+ASK_AGAIN_S = 0.1  # for room in a queue that is full of tokens
 
 
 class Completions:
@@ -73,7 +73,7 @@ class Completions:
         usage = Usage(0)
         async with (
             self._service.writer(spec, jobs[0].caller) as batcher,
-            aclosing(merged(batcher, jobs, self._at_once(spec))) as news,
+            aclosing(merged(batcher, jobs)) as news,
         ):
             async for each in news:
                 usage = summed(usage, each)
@@ -96,20 +96,19 @@ class Completions:
         usage = Usage(0)
         async with (
             self._service.writer(spec, jobs[0].caller) as batcher,
-            aclosing(merged(batcher, jobs, self._at_once(spec))) as news,
+            aclosing(merged(batcher, jobs)) as news,
         ):
             async for each in news:
                 usage = summed(usage, each)
-                if isinstance(each, Delta):
+                if isinstance(each, Usage):
+                    yield ACCEPTED
+                else:
                     new = choices[each.index].add(each)
                     if new["text"] or each.logprobs or each.finish_reason is not None:
                         yield frame(heading.chunk(new))
         if with_usage:
             yield frame(heading.usage(usage, timing.field(jobs[0].caller.timings)))
         yield DONE
-
-    def _at_once(self, spec: ChatSpec) -> int:
-        return min(JOBS_AT_ONCE, spec.queue_limit or self._service.rules.queue_limit)
 
 
 def summed(usage: Usage, news: Usage | Delta) -> Usage:
@@ -124,18 +123,18 @@ def summed(usage: Usage, news: Usage | Delta) -> Usage:
 
 
 async def merged(
-    batcher: GenerationBatcher, jobs: Sequence[GenerateJob], at_once: int
+    batcher: GenerationBatcher, jobs: Sequence[GenerateJob]
 ) -> AsyncGenerator[Usage | Delta, None]:
-    """Give the usage of every prompt, and every delta as it comes, from `at_once` jobs at a time.
+    """Give the usage of every prompt and every delta as it comes, from some jobs at a time.
 
-    Choices are numbered prompt by prompt. Nothing is written before each of the first jobs has
-    been accepted, or found the queue full. The first error ends all jobs, and so does closing
-    the generator; but of a full queue only the first job tells: once it was let in, the others
-    wait for a place until the deadline.
+    Choices are numbered prompt by prompt. Nothing is given before each of the first jobs has
+    been accepted, or found the queue full of tokens. The first error ends all jobs, and so does
+    closing the generator; but of a full queue only the first job tells: once it was let in, the
+    others wait for room until the deadline.
     """
     news: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
     waiting = iter(enumerate(jobs))
-    workers_wanted = min(at_once, len(jobs))
+    workers_wanted = min(JOBS_AT_ONCE, len(jobs))
     unheard = set(range(workers_wanted))
     all_heard = asyncio.Event()
 
@@ -151,7 +150,8 @@ async def merged(
             except Overloaded:
                 if place == 0:
                     raise
-                heard(place)  # who holds a place must not wait for who has none
+                heard(place)  # who has room must not wait for who has none
+                job.caller.timings.stage = Stage.QUEUE
             async with until_deadline(job.caller):
                 await asyncio.sleep(ASK_AGAIN_S)
 
@@ -160,9 +160,9 @@ async def merged(
             async with AsyncExitStack() as stack:
                 generation = await let_in(stack, place, job)
                 deltas = await stack.enter_async_context(aclosing(generation.deltas))
-                news.put_nowait(generation.usage)
                 heard(place)
                 await all_heard.wait()
+                news.put_nowait(generation.usage)
                 async for delta in deltas:
                     news.put_nowait(replace(delta, index=place * job.n + delta.index))
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from gateway import metrics
 from gateway.api.chat import counted, defaults, template_args
 from gateway.api.service import Service, noted
-from gateway.api.streams import EventStream, frame, while_connected
+from gateway.api.streams import ACCEPTED, EventStream, frame, while_connected
 from gateway.errors import GatewayError, UnknownUrl
 from gateway.jobs import GenerateJob, Stage
 from gateway.registry import ChatSpec
@@ -85,8 +85,8 @@ class Responses:
         try:
             async with aclosing(self._events(spec, job, answer)) as events:
                 async for event in events:
-                    has_begun = True
-                    yield named(event)
+                    has_begun = has_begun or event is not None
+                    yield ACCEPTED if event is None else named(event)
         except GatewayError as error:
             if not has_begun:
                 raise
@@ -95,14 +95,17 @@ class Responses:
 
     async def _events(
         self, spec: ChatSpec, job: GenerateJob, answer: Answer
-    ) -> AsyncGenerator[Event, None]:
-        """Give the events; the first of them with the first delta."""
+    ) -> AsyncGenerator[Event | None, None]:
+        """Give None when the request is accepted, then the events: the first of them with the
+        first delta.
+        """
         with _in_our_words():
             async with (
                 self._service.writer(spec, job.caller) as batcher,
                 batcher.generate(job) as generation,
                 aclosing(generation.deltas) as deltas,
             ):
+                yield None
                 usage = generation.usage
                 is_first = True
                 async for delta in deltas:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan
 
+from gateway import metrics
 from gateway.api import ops
 from gateway.api.admin import Admin, Reload, parted
 from gateway.api.chat import ChatCompletions
@@ -23,7 +24,7 @@ from gateway.api.openapi import OpenApi
 from gateway.api.rates import Rates
 from gateway.api.responses import Responses
 from gateway.api.service import Service
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, Overloaded
 from gateway.serving.rates import KINDS, Accounts, Allowance
 
 EXPOSED = [
@@ -103,6 +104,9 @@ def _both(path: str, endpoint: Callable[..., Any], method: str) -> list[Route]:
 
 async def _told(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
+    model = request.scope["gateway.timings"].model
+    if isinstance(error, Overloaded) and model is not None:
+        metrics.of(metrics.REJECTED, model).inc()
     return answer(error)
 
 

@@ -42,7 +42,6 @@ class Rules:
     request_timeout_s: float
     stream_open_after_s: float
     send_timeout_s: float
-    queue_limit: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

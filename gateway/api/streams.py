@@ -33,6 +33,7 @@ def frame(data: bytes) -> bytes:
 
 
 DONE = frame(b"[DONE]")
+ACCEPTED = b""  # no event, but the word that one will come: the queue has let it in
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -90,8 +91,9 @@ def _told(error: GatewayError) -> bytes:
 class EventStream:
     """An ASGI response of server-sent events, opened by the first of them.
 
-    The 200 waits for the first event, for at most `open_after_s`: an error before it is a real
-    status (raised by `primed`), one after it an error event. `told` writes the latter. The
+    The 200 waits until the request is accepted, and then for the first event, for at most
+    `open_after_s`: an error before it is a real status (raised by `primed`), one after it an
+    error event. `told` writes the latter. The
     events are made as fast as they can be and wait here, so that a slow reader holds memory, as
     much as the answer is long, but neither a row nor a lease. Whatever ends the answer closes
     the generator.
@@ -108,19 +110,16 @@ class EventStream:
         self._headers = headers
         self._told = told
         self._made: deque[bytes] = deque()
+        self._accepted = asyncio.Event()
         self._stirred = asyncio.Event()
         self._gone = asyncio.ensure_future(_gone(receive))
         self._maker = asyncio.ensure_future(self._make(events))
 
     async def primed(self, open_after_s: float) -> "EventStream":
         """Wait for the first event. Raises what the generator raised instead of one."""
-        first = asyncio.ensure_future(self._stirred.wait())
         try:
-            await asyncio.wait(
-                {first, self._maker, self._gone},
-                timeout=open_after_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await self._until(self._accepted, None)
+            await self._until(self._stirred, open_after_s)
             if not self._made and self._maker.done():
                 self._maker.result()
             elif not self._made and self._gone.done():
@@ -128,8 +127,6 @@ class EventStream:
         except BaseException:
             await self._close()
             raise
-        finally:
-            first.cancel()
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,12 +136,26 @@ class EventStream:
         finally:
             await self._close()
 
+    async def _until(self, event: asyncio.Event, timeout_s: float | None) -> None:
+        """Wait for an event of ours, for the end of them or of the client, at most so long."""
+        waiting = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait(
+                {waiting, self._maker, self._gone},
+                timeout=timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            waiting.cancel()
+
     async def _make(self, events: AsyncGenerator[bytes, None]) -> None:
         try:
             async with contextlib.aclosing(events):
                 async for data in events:
-                    self._made.append(data)
-                    self._stirred.set()
+                    self._accepted.set()
+                    if data:
+                        self._made.append(data)
+                        self._stirred.set()
         finally:
             self._stirred.set()
 

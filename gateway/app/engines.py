@@ -4,13 +4,11 @@ Imports mlx: whoever needs no model must not import this.
 """
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
 
 from gateway import logs
+from gateway.app.apart import apart
 from gateway.app.hub import hub_of
 from gateway.app.opening import Size
 from gateway.engine import backend, sizes, sources
@@ -32,8 +30,6 @@ from gateway.serving.generation.grammars import Worker
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 from gateway.settings import Settings
 
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 log = logs.get("engines")
 
 
@@ -99,11 +95,11 @@ class MlxEngines:
 
     async def folder(self, spec: ModelSpec) -> Path:
         """Find the files, or fetch them when the hub answers in time."""
-        if (folder := await _apart(sources.on_disk, spec, self._hub)) is not None:
+        if (folder := await apart(sources.on_disk, spec, self._hub)) is not None:
             return folder
         try:
             async with asyncio.timeout(self._hub.timeout_s):
-                self._sizes[spec.id] = await _apart(sources.ask_hub, spec, self._hub)
+                self._sizes[spec.id] = await apart(sources.ask_hub, spec, self._hub)
         except TimeoutError:
             raise ModelUnavailable(
                 spec.id,
@@ -111,7 +107,7 @@ class MlxEngines:
             ) from None
         log.info("model_download", model=spec.id, source=str(spec.source))
         try:
-            return await _apart(sources.download, spec, self._hub)
+            return await apart(sources.download, spec, self._hub)
         finally:
             self._sizes.pop(spec.id, None)  # another one, of another reading, may have ended sooner
 
@@ -123,7 +119,7 @@ class MlxEngines:
 
     async def size(self, spec: ModelSpec, folder: Path) -> Size:
         """Tell a model's size from its files' headers; raises ModelLoadFailed for what is wrong."""
-        return await _apart(self._size, spec, folder)
+        return await apart(self._size, spec, folder)
 
     def _size(self, spec: ModelSpec, folder: Path) -> Size:
         checkpoint, dtype = Checkpoint(spec.id, folder), _dtype(spec)
@@ -187,27 +183,6 @@ def mlx_engines(settings: Settings) -> MlxEngines:
         compile_timeout_s=settings.structured_compile_timeout_s,
         prefix_cache_bytes=settings.prefix_cache_bytes,
     )
-
-
-async def _apart(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call on a thread of its own, which an exit does not wait for: a hub may never answer."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(settled: Callable[[Any], None], outcome: object) -> None:
-        if not done.done():
-            settled(outcome)
-
-    def work() -> None:
-        try:
-            outcome: tuple[Any, object] = done.set_result, function(*args)
-        except Exception as error:
-            outcome = done.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=work, name=function.__name__, daemon=True).start()
-    return await done
 
 
 def _dtype(spec: ModelSpec) -> str | None:

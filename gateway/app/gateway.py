@@ -16,6 +16,7 @@ from gateway import __version__, logs
 from gateway.api import ops, routes
 from gateway.api.door import Door
 from gateway.api.service import Bounds, Rules, Service
+from gateway.app.apart import apart
 from gateway.app.gauges import Gauges
 from gateway.app.limits import budget_bytes
 from gateway.app.opening import Batcher, Engines, Opener
@@ -113,7 +114,7 @@ class Gateway:
         """
         async with self._reloading:  # of two at once, the later reads the later file
             try:
-                catalog = await asyncio.to_thread(load_catalog, self._settings.models, variables())
+                catalog = await apart(load_catalog, self._settings.models, variables())
             except RegistryInvalid as error:
                 log.error("reload_refused", problems=error.problems)
                 raise ModelsFileInvalid(str(error)) from None
@@ -157,7 +158,6 @@ class Gateway:
                 request_timeout_s=settings.request_timeout_s,
                 stream_open_after_s=settings.stream_open_after_s,
                 send_timeout_s=settings.send_timeout_s,
-                queue_limit=settings.queue_limit,
             ),
             fingerprint=self._fingerprint,
             started=int(time.time()),
@@ -187,9 +187,13 @@ class Gateway:
         """Give freed memory back now and then: a process must not grow to its worst moment."""
         while True:
             await asyncio.sleep(self._settings.give_back_s)
-            with contextlib.suppress(Unavailable):  # the watch tells of a lane that has died
+            try:
                 async with self._lane.turn("tidy") as run:
                     await run(self._engines.tidy)
+            except Unavailable:  # the watch tells of a lane that has died
+                pass
+            except Exception:  # it is tried again
+                log.exception("tidy_failed")
 
     async def _preload(self) -> None:
         """Load what the catalog wants at hand, now and after each reload; one that fails is logged

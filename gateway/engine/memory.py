@@ -55,7 +55,7 @@ def prepare_malloc() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_ABOVE)
-    if "MALLOC_ARENA_MAX" not in os.environ:
+    if not {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"} & os.environ.keys():  # an operator's word goes
         mallopt(_M_ARENA_MAX, 1)
 
 

@@ -114,7 +114,7 @@ class _Spec(Section):
         default=None, ge=8, description="Longest input in tokens; never beyond the model's own."
     )
     queue_limit: int | None = Field(
-        default=None, ge=1, description="Jobs that may wait for this model; beyond it, 429."
+        default=None, ge=1, description="Requests waiting for or using this model; beyond it, 429."
     )
     queue_max_tokens: int | None = Field(
         default=None, ge=1, description="Their prompts' and texts' tokens; beyond it, 429."

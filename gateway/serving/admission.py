@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from enum import StrEnum
 from typing import Final
 
 from gateway import metrics
@@ -42,8 +43,12 @@ class Bounded:
     def hold(self, amount: int) -> None:
         """Hold so much more. Time in which nothing was held says nothing of how fast it goes."""
         if self.held == 0:
-            self._since, self._finished = self._clock(), 0.0
+            self.begin()
         self.held += amount
+
+    def begin(self) -> None:
+        """Measure from now on."""
+        self._since, self._finished = self._clock(), 0.0
 
     def let_go(self, amount: int) -> None:
         """Let go of so much; what went long ago is forgotten by halves."""
@@ -58,63 +63,53 @@ class Bounded:
         return retry_after_s(self.held, self._finished, self._clock() - self._since)
 
 
-class Place:
-    """One request's place."""
+class Noun(StrEnum):
+    """What is bounded: it is told so to who is refused."""
 
-    __slots__ = ("_admission", "tokens")
+    REQUESTS = "requests"
+    TOKENS = "tokens"
 
-    def __init__(self, admission: "Admission") -> None:
-        self._admission = admission
-        self.tokens = 0
 
-    def hold(self, tokens: int) -> None:
-        """Count the request's tokens, now that they are known; raises Overloaded when those of
-        others leave no room. One request alone may have any number.
-        """
-        self._admission._hold(tokens)
-        self.tokens = tokens
+_GAUGES = {Noun.REQUESTS: metrics.QUEUE_DEPTH, Noun.TOKENS: metrics.QUEUE_TOKENS}
 
 
 class Admission:
-    """Counts a model's requests and their tokens, waiting and running, and refuses those beyond
-    `limit` requests or `max_tokens`.
+    """Counts what a model's requests hold of one thing, waiting and running, and refuses those
+    beyond `limit` of it. A request that is alone may hold any amount.
     """
 
-    def __init__(self, model: str, limit: int, max_tokens: int = NO_BOUND) -> None:
+    def __init__(self, model: str, noun: Noun, limit: int) -> None:
         self._model = model
-        self._requests = Bounded(limit)
-        self._tokens = Bounded(max_tokens)
-        self._depth = metrics.of(metrics.QUEUE_DEPTH, model)
-        self._depth_tokens = metrics.of(metrics.QUEUE_TOKENS, model)
+        self._noun = noun
+        self._bounded = Bounded(limit)
+        self._gauge = metrics.of(_GAUGES[noun], model)
 
     @contextlib.contextmanager
-    def admitted(self) -> Iterator[Place]:
-        """Hold a place while entered; raises Overloaded where there is none."""
-        if not self._requests.has_room(1):
-            raise self._refusal(self._requests, "requests")
-        place = Place(self)
-        self._requests.hold(1)
-        self._depth.inc()
+    def admitted(self, amount: int = 1, retry_after_s: float | None = None) -> Iterator[None]:
+        """Hold so much while entered; raises Overloaded where there is no room.
+
+        Who is refused is to come back when all that is held will have gone, or in
+        `retry_after_s`.
+        """
+        bounded = self._bounded
+        if not bounded.has_room(amount):
+            if retry_after_s is None:
+                retry_after_s = bounded.retry_after_s()
+            raise Overloaded(
+                f"The model `{self._model}` has {bounded.held} {self._noun} waiting already.",
+                retry_after_s=retry_after_s,
+            )
+        bounded.hold(amount)
+        self._gauge.inc(amount)
         try:
-            yield place
+            yield
         finally:
-            self._requests.let_go(1)
-            self._depth.dec()
-            self._tokens.let_go(place.tokens)
-            self._depth_tokens.dec(place.tokens)
+            bounded.let_go(amount)
+            self._gauge.dec(amount)
 
-    def _hold(self, tokens: int) -> None:
-        if not self._tokens.has_room(tokens):
-            raise self._refusal(self._tokens, "tokens")
-        self._tokens.hold(tokens)
-        self._depth_tokens.inc(tokens)
-
-    def _refusal(self, bounded: Bounded, noun: str) -> Overloaded:
-        metrics.of(metrics.REJECTED, self._model).inc()
-        return Overloaded(
-            f"The model `{self._model}` has {bounded.held} {noun} waiting already.",
-            retry_after_s=bounded.retry_after_s(),
-        )
+    def begin(self) -> None:
+        """Measure how fast they go from now on: until now they could not."""
+        self._bounded.begin()
 
 
 @contextlib.asynccontextmanager
@@ -131,10 +126,10 @@ async def until_deadline(caller: Caller) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def waiting_for(model: str, caller: Caller) -> AsyncIterator[None]:
+async def waiting_for_load(caller: Caller) -> AsyncIterator[None]:
     """Wait for a model to be loaded, inside, until the caller's deadline."""
     started = metrics.now()
-    caller.timings.model, caller.timings.stage = model, Stage.LOAD
+    caller.timings.stage = Stage.LOAD
     try:
         async with until_deadline(caller):
             yield

@@ -86,5 +86,8 @@ class BatchingSettings(BaseModel):
         "so much later.",
     )
     queue_limit: int = Field(
-        default=256, ge=1, le=1_000_000, description="Jobs that may wait per model; beyond it, 429."
+        default=256,
+        ge=1,
+        le=1_000_000,
+        description="Requests inside, per model; beyond it, 429.",
     )

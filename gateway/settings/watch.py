@@ -10,7 +10,10 @@ class WatchSettings(BaseModel):
         default=600, gt=0, le=86_400, description="Longest time for one request; then 504."
     )
     stream_open_after_s: float = Field(
-        default=10, gt=0, le=600, description="How long a stream's 200 is held for its first token."
+        default=10,
+        gt=0,
+        le=600,
+        description="How long an accepted stream's 200 is held for its first token.",
     )
     send_timeout_s: float = Field(
         default=30, gt=0, le=3600, description="How long a client may leave its answer unread."

@@ -8,6 +8,7 @@ import httpx2
 import orjson
 import pytest
 
+from gateway import metrics
 from gateway.api import completions
 from gateway.jobs import GenerateJob, Likelihood, RowDelta, RowJob, TokenLogprob
 from gateway.registry import Catalog
@@ -159,30 +160,37 @@ async def test_many_prompts_are_let_in_in_slices(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("bound", [{"queue_limit": 1}, {"queue_max_tokens": 12}])
 async def test_a_request_does_not_fill_the_queue_against_itself(
-    models: Catalog, engines: ScriptedEngines, stream: bool
+    models: Catalog, engines: ScriptedEngines, stream: bool, bound: dict[str, Any]
 ) -> None:
-    """More prompts than the queue has places are answered, a few at a time."""
+    """However many its prompts, it is one; what they lack in tokens they wait for."""
     prompts = [chr(97 + i) * 3 for i in range(10)]
-    async with served(models, engines, queue_limit=4) as client:
+    async with served(models, engines, **bound) as client:
         if stream:
             assert len(await events(client, prompts)) == 10 * 4
         else:
             answer = await post(client, prompts)
             assert answer.status_code == 200
             assert texts(answer.json()) == prompts
-    assert max(engines.writer.steps) <= 4
+    if "queue_max_tokens" in bound:
+        assert max(engines.writer.steps) <= 4
 
 
 async def test_requests_that_share_a_small_queue_end(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    """Whose first prompt was let in waits for the others' places; none keeps one in return."""
-    async with served(models, engines, queue_limit=4) as client, asyncio.timeout(20):
+    """Whose first prompt was let in waits for the others' room; none keeps it in return. Only who
+    is told 429 counts as rejected, however often others ask again.
+    """
+    rejected = metrics.of(metrics.REJECTED, "writer")._value
+    before = rejected.get()
+    async with served(models, engines, queue_max_tokens=9) as client, asyncio.timeout(20):
         asking = [post(client, prompt) for prompt in ["x", ["abc"] * 6] * 3]
         statuses = [answer.status_code for answer in await asyncio.gather(*asking)]
     assert set(statuses) <= {200, 429}
     assert 200 in statuses
+    assert rejected.get() - before == statuses.count(429)
 
 
 async def test_a_full_queue_refuses_the_first_prompt_and_so_the_request(

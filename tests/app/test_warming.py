@@ -78,6 +78,23 @@ async def test_a_pass_that_fails_is_a_failed_load(tmp_path: Path) -> None:
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
+class Untidy(ScriptedEngines):
+    """Once it cannot give memory back."""
+
+    def tidy(self) -> None:
+        super().tidy()
+        if self.tidied == 1:
+            raise RuntimeError("no")
+
+
+async def test_memory_that_could_not_be_given_back_is_next_time(tmp_path: Path) -> None:
+    """One failure does not end it."""
+    engines = Untidy()
+    async with served(catalog(tmp_path, MODELS), engines, give_back_s=0.02) as client:
+        while engines.tidied < 3:
+            assert (await client.get("/health")).status_code == 200
+
+
 async def test_freed_memory_is_given_back_now_and_then(tmp_path: Path) -> None:
     """Between requests, on the lane, as often as the setting says."""
     engines = ScriptedEngines()

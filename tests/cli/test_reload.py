@@ -1,5 +1,6 @@
 """serve and SIGHUP: models.yaml is read again, while requests go on."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -58,6 +59,19 @@ def test_a_hangup_that_cannot_be_obeyed_does_not_keep_the_next_from_being_heard(
         (tmp_path / ".env").unlink()
         served.process.send_signal(signal.SIGHUP)
         wait_for(served.log, '"event":"reloaded"')
+
+
+def test_a_models_file_that_does_not_answer_holds_up_no_exit(tmp_path: Path) -> None:
+    """On a disk that is somewhere else, say."""
+    file = tmp_path / "models.yaml"
+    file.write_text(IDLE)
+    with started(command("serve"), tmp_path) as served:
+        file.unlink()
+        os.mkfifo(file)
+        served.process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(20) == 0
 
 
 def test_a_hangup_while_it_drains_changes_nothing(tmp_path: Path) -> None:

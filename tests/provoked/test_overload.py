@@ -25,6 +25,7 @@ models:
   embedder: {kind: embedding, source: "path:.", preload: true}
 """
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 MOST_GROWTH_BYTES = 200_000_000
 
 
@@ -65,6 +66,42 @@ async def test_who_waits_for_a_model_to_load_waits_in_its_queue(
             assert answer.status_code == 200
             assert answer.text.endswith("data: [DONE]\n\n")
         assert (await client.post(CHAT, json=chat("d"))).status_code == 200
+
+
+async def test_who_waited_for_a_load_keeps_its_place(models: Catalog, engines: HeldEngines) -> None:
+    """Who comes as the load ends is behind; a list of prompts is one request, in one place."""
+    engines.load_gate.close()
+    body = {"model": "writer", "prompt": ["abc", "def", "ghi"], "stream": True}
+    async with served(models, engines, queue_limit=3, stream_open_after_s=0.05) as client:
+        waiting = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for _ in range(3)]
+        assert await asyncio.to_thread(engines.load_gate.reached.wait, 5)
+        refused = await client.post(COMPLETIONS, json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        engines.load_gate.open()
+        late = await asyncio.gather(*(client.post(COMPLETIONS, json=body) for _ in range(20)))
+        assert {answer.status_code for answer in late} <= {200, 429}
+        for answer in await asyncio.gather(*waiting):
+            assert answer.text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_stream_that_finds_no_room_for_its_tokens_after_a_load_is_refused_with_a_status(
+    models: Catalog, engines: HeldEngines
+) -> None:
+    """Its 200 waits until it is accepted, however long that takes."""
+    engines.load_gate.close()
+    given: dict[str, Any] = {"queue_max_tokens": 50, "stream_open_after_s": 0.05}
+    async with served(models, engines, **given) as client:
+        bodies = [chat(letter * 40, stream=True) for letter in "ab"]
+        asking = [asyncio.create_task(client.post(CHAT, json=body)) for body in bodies]
+        assert await asyncio.to_thread(engines.load_gate.reached.wait, 5)
+        await asyncio.sleep(0.2)
+        gate = engines.writer.gates[Stage.PREFILL]
+        gate.close()
+        engines.load_gate.open()
+        done, _ = await asyncio.wait(asking, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        assert [each.result().status_code for each in done] == [429]
+        gate.open()
+        assert sorted([(await each).status_code for each in asking]) == [200, 429]
 
 
 async def storm(process: Served, clients: int) -> None:

@@ -4,11 +4,12 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
+from prometheus_client import Gauge
 
 from gateway import metrics
 from gateway.errors import DeadlineExceeded, Overloaded
 from gateway.jobs import Caller
-from gateway.serving.admission import Admission, Bounded, retry_after_s, until_deadline
+from gateway.serving.admission import Admission, Bounded, Noun, retry_after_s, until_deadline
 
 
 @pytest.mark.parametrize(
@@ -28,42 +29,42 @@ def test_the_drain_rate_says_when_to_come_back(
     assert retry_after_s(waiting, finished, seconds) == pytest.approx(told, rel=0.01)
 
 
-def test_more_than_the_limit_is_refused_until_one_leaves() -> None:
-    """With a time to come back at."""
-    admission = Admission("m", 2)
+@pytest.mark.parametrize("noun", list(Noun))
+def test_more_than_the_limit_is_refused_until_one_leaves(noun: Noun) -> None:
+    """With a time to come back at; a refusal leaves no trace."""
+    admission = Admission("m", noun, 100)
     with ExitStack() as places:
-        for _ in range(2):
-            places.enter_context(admission.admitted())
-        with pytest.raises(Overloaded, match="2 requests") as refusal, admission.admitted():
+        for amount in (60, 40):
+            places.enter_context(admission.admitted(amount))
+        with pytest.raises(Overloaded, match=f"100 {noun}") as refusal, admission.admitted():
+            pass
+        with pytest.raises(Overloaded) as told, admission.admitted(retry_after_s=7):
             pass
     assert refusal.value.headers["retry-after"] == "1"
-    with admission.admitted():
+    assert told.value.headers["retry-after"] == "7"
+    with admission.admitted(100):
         pass
-
-
-def test_tokens_are_bounded_too() -> None:
-    """Those of others count; a refused request leaves no trace."""
-    admission = Admission("m", 99, max_tokens=100)
-    with ExitStack() as places:
-        places.enter_context(admission.admitted()).hold(60)
-        places.enter_context(admission.admitted()).hold(40)
-        with pytest.raises(Overloaded, match="100 tokens"), admission.admitted() as place:
-            place.hold(1)
-    with admission.admitted() as place:
-        place.hold(100)
 
 
 def test_one_request_larger_than_the_bound_is_admitted_alone() -> None:
     """Else it could never be; beside another it has to wait."""
-    admission = Admission("m", 99, max_tokens=100)
-    with admission.admitted() as place:
-        place.hold(1000)
-        with pytest.raises(Overloaded), admission.admitted() as other:
-            other.hold(1)
-    with admission.admitted() as place:
-        place.hold(1)
-        with pytest.raises(Overloaded), admission.admitted() as other:
-            other.hold(1000)
+    admission = Admission("m", Noun.TOKENS, 100)
+    for first, second in ((1000, 1), (1, 1000)):
+        with admission.admitted(first), pytest.raises(Overloaded), admission.admitted(second):
+            pass
+
+
+def test_time_in_which_nothing_could_leave_says_nothing_of_the_rate() -> None:
+    """While a model loads, say."""
+    seconds = 0.0
+    bounded = Bounded(100, lambda: seconds)
+    bounded.hold(100)
+    seconds = 50.0
+    assert bounded.retry_after_s() == 60
+    bounded.begin()
+    seconds = 51.0
+    bounded.let_go(50)
+    assert bounded.retry_after_s() == 1
 
 
 def test_idle_time_says_nothing_of_the_rate() -> None:
@@ -94,27 +95,29 @@ def test_what_went_long_ago_is_forgotten_by_halves() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_caller_who_leaves_gives_its_place_back() -> None:
-    """And the tokens that were counted."""
-    admission = Admission("admission-test", 1, 10)
-    depths = [
-        metrics.of(series, "admission-test")._value
-        for series in (metrics.QUEUE_DEPTH, metrics.QUEUE_TOKENS)
-    ]
+@pytest.mark.parametrize(
+    ("noun", "gauge"),
+    [(Noun.REQUESTS, metrics.QUEUE_DEPTH), (Noun.TOKENS, metrics.QUEUE_TOKENS)],
+)
+async def test_a_caller_who_leaves_gives_its_place_back(noun: Noun, gauge: Gauge) -> None:
+    """And what two of one name hold adds up: one is on its way out, the other was just loaded."""
+    held = metrics.of(gauge, "admission-test")._value
+    admissions = [Admission("admission-test", noun, 10) for _ in range(2)]
 
-    async def wait() -> None:
-        with admission.admitted() as place:
-            place.hold(10)
+    async def wait(admission: Admission) -> None:
+        with admission.admitted(10):
             await asyncio.sleep(60)
 
-    waiting = asyncio.create_task(wait())
+    waiting = [asyncio.create_task(wait(each)) for each in admissions]
     await asyncio.sleep(0)
-    assert [each.get() for each in depths] == [1, 10]
-    waiting.cancel()
-    await asyncio.wait([waiting])
-    assert [each.get() for each in depths] == [0, 0]
-    with admission.admitted() as place:
-        place.hold(10)
+    for left in (10, 0):
+        assert held.get() == left + 10
+        gone = waiting.pop()
+        gone.cancel()
+        await asyncio.wait([gone])
+    assert held.get() == 0
+    with admissions[0].admitted(10):
+        pass
 
 
 @pytest.mark.anyio

@@ -9,7 +9,7 @@ import numpy as np
 from gateway import logs, metrics
 from gateway.errors import EngineFailed, GatewayError, Unavailable
 from gateway.jobs import Embedded, EmbedJob, Stage, TokenIds, Vectors
-from gateway.serving.admission import Admission, Place, until_deadline
+from gateway.serving.admission import Admission, Noun, until_deadline
 from gateway.serving.arrivals import Arrival, Arrivals
 from gateway.serving.embedding.batches import EmbeddingLimits, patience, take_batch, window
 from gateway.serving.embedding.cache import EmbeddingCache, Known
@@ -43,7 +43,7 @@ class EmbeddingBatcher:
         self._arrivals = arrivals or Arrivals()
         self._cache = EmbeddingCache(name, limits.cache_size)
         self._waiting: list[EmbedTicket] = []
-        self._admission = Admission(name, limits.queue_limit, limits.queue_max_tokens)
+        self._tokens = Admission(name, Noun.TOKENS, limits.queue_max_tokens)
         self._arrived = asyncio.Event()
 
     @property
@@ -64,20 +64,19 @@ class EmbeddingBatcher:
         """
         timings = job.caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENISE
-        with self._admission.admitted() as place:
-            async with until_deadline(job.caller):
-                if arrival is not None:
-                    return await self._embed(job, place, arrival)
-                with self._arrivals.expected() as arrival:
-                    return await self._embed(job, place, arrival)
+        async with until_deadline(job.caller):
+            if arrival is not None:
+                return await self._embed(job, arrival)
+            with self._arrivals.expected() as arrival:
+                return await self._embed(job, arrival)
 
-    async def _embed(self, job: EmbedJob, place: Place, arrival: Arrival) -> Embedded:
+    async def _embed(self, job: EmbedJob, arrival: Arrival) -> Embedded:
         texts = prompted(self._engine, self._name, job)
         known = [self._cache.get(text, truncate=job.truncate) for text in texts]
         known = known or [None] * len(job.token_rows)
         if missing := [index for index, each in enumerate(known) if each is None]:
             asked = [texts[index] for index in missing if texts]
-            fresh = await self._fresh(job, asked, place, arrival)
+            fresh = await self._fresh(job, asked, arrival)
             for index, each in zip(missing, fresh, strict=True):
                 known[index] = each
                 if texts:
@@ -95,27 +94,27 @@ class EmbeddingBatcher:
             vectors = self._engine.shorten(vectors, job.dimensions)
         return Embedded(vectors, read, truncated)
 
-    async def _fresh(
-        self, job: EmbedJob, texts: Sequence[str], place: Place, arrival: Arrival
-    ) -> list[Known]:
+    async def _fresh(self, job: EmbedJob, texts: Sequence[str], arrival: Arrival) -> list[Known]:
         """Embed texts, or the job's token ids where there are none."""
         rows = await self._tokenised(job, texts)
         rows, cut = fitted(self._engine, rows, truncate=job.truncate)
-        place.hold(sum(map(len, rows)))
-        ticket = EmbedTicket(rows, job.caller.timings)
+        with self._tokens.admitted(sum(map(len, rows))):
+            vectors = await self._queued(EmbedTicket(rows, job.caller.timings), arrival)
+        return [
+            Known(vector, len(row), index in cut)
+            for index, (row, vector) in enumerate(zip(rows, vectors, strict=True))
+        ]
+
+    async def _queued(self, ticket: EmbedTicket, arrival: Arrival) -> Vectors:
         self._waiting.append(ticket)
         self._arrived.set()
         arrival.over()
         try:
             vectors = await ticket.answered
         finally:
-            job.caller.timings.stage = ticket.stage
-            ticket.answered.cancel()
+            ticket.over()
         ticket.told()
-        return [
-            Known(vector, len(row), index in cut)
-            for index, (row, vector) in enumerate(zip(rows, vectors, strict=True))
-        ]
+        return vectors
 
     async def _tokenised(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
         if not texts:

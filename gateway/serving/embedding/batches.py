@@ -18,7 +18,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingLimits:
-    """How much goes into one pass, how long a burst is waited for, and how many may wait.
+    """How much goes into one pass, how long a burst is waited for, and how much may wait.
 
     With `windows` the window follows the load and `batch_window_s` is not used. No input waits
     for others longer than `batch_deadline_s`. `cache_size` counts the vectors kept; 0 keeps none.
@@ -30,7 +30,6 @@ class EmbeddingLimits:
     min_batch_size: int = 1
     batch_deadline_s: float = 0.1
     windows: Windows | None = None
-    queue_limit: int
     queue_max_tokens: int = NO_BOUND
     cache_size: int = 0
 

@@ -33,11 +33,6 @@ class EmbedTicket:
         return self.answered.done()
 
     @property
-    def stage(self) -> Stage:
-        """Tell what is done with it, or was last."""
-        return Stage.INFERENCE if self._taken else Stage.QUEUE
-
-    @property
     def is_waiting(self) -> bool:
         """Tell whether inputs of it wait for a batch."""
         return not self.is_over and self._taken < len(self._order)
@@ -75,6 +70,11 @@ class EmbedTicket:
         self._left -= 1
         if self._left == 0 and not self.is_over:
             self.answered.set_result(self._vectors)
+
+    def over(self) -> None:
+        """Note where it stands, for when its caller has left, and be in no further pass."""
+        self._timings.stage = Stage.INFERENCE if self._taken else Stage.QUEUE
+        self.answered.cancel()
 
     def told(self) -> None:
         """Write down where the time went since it arrived: what was no pass was the queue."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gateway import logs, metrics
 from gateway.errors import EngineFailed, GatewayError, NoRoom, Unavailable
 from gateway.jobs import Delta, GenerateJob, Pass, RowDelta, RowJob, Stage, Usage
-from gateway.serving.admission import Admission, Place, until_deadline
+from gateway.serving.admission import Admission, Noun, until_deadline
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batches import GenerationLimits, rank
 from gateway.serving.generation.grammars import GrammarCache
@@ -58,7 +58,7 @@ class GenerationBatcher:
         self._pool = pool
         self._limits = limits
         self._grammars = grammars
-        self._admission = Admission(name, limits.queue_limit, limits.queue_max_tokens)
+        self._tokens = Admission(name, Noun.TOKENS, limits.queue_max_tokens)
         self._memory = memory or RowMemory(Budget(0), RowCosts())
         self._rows = Rows(limits, self._memory)
         self._stirred = {kind: asyncio.Event() for kind in ("prefill", "decode")}
@@ -93,8 +93,9 @@ class GenerationBatcher:
         """
         timings = job.caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENISE
-        with self._admission.admitted() as place:
-            rows = [self._memory.admitted(row) for row in await self._planned(job, place)]
+        planned = await self._planned(job)
+        with self._tokens.admitted(sum(len(row.prompt) for row in planned)):
+            rows = [self._memory.admitted(row) for row in await self._compiled(job, planned)]
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
             mine = rank(metrics.now(), job.caller.tier, self._limits.tier_head_start_s)
             tickets = [
@@ -119,20 +120,21 @@ class GenerationBatcher:
                 timings.stage = next((each.stage for each in tickets if not each.is_over), None)
                 self._drop(tickets)
 
-    async def _planned(self, job: GenerateJob, place: Place) -> Sequence[RowJob]:
-        timings = job.caller.timings
+    async def _planned(self, job: GenerateJob) -> Sequence[RowJob]:
+        started = metrics.now()
         async with until_deadline(job.caller):
-            started = metrics.now()
             rows = await self._pool.run(self._engine.plan, job)
-            planned = metrics.now()
-            timings.add(Stage.TOKENISE, planned - started)
-            place.hold(sum(len(row.prompt) for row in rows))
-            if (grammar := rows[0].grammar) is None:
-                return rows
-            timings.stage = Stage.COMPILE
+        job.caller.timings.add(Stage.TOKENISE, metrics.now() - started)
+        return rows
+
+    async def _compiled(self, job: GenerateJob, rows: Sequence[RowJob]) -> Sequence[RowJob]:
+        if (grammar := rows[0].grammar) is None:
+            return rows
+        started, job.caller.timings.stage = metrics.now(), Stage.COMPILE
+        async with until_deadline(job.caller):
             compiled = await self._grammars.get(grammar, param=_param(job))
-            timings.add(Stage.COMPILE, metrics.now() - planned)
-            return [replace(row, compiled=compiled) for row in rows]
+        job.caller.timings.add(Stage.COMPILE, metrics.now() - started)
+        return [replace(row, compiled=compiled) for row in rows]
 
     async def _deltas(
         self, job: GenerateJob, inbox: asyncio.Queue[Delta | GatewayError], choices: int
@@ -205,7 +207,6 @@ class GenerationBatcher:
                     await turn(work, moves, turn)
                 except BaseException:
                     self._wait(ticket for ticket in moves.joining if ticket.is_waiting)
-                    self._rows.leaving += moves.leaving  # once more: to have left is no harm
                     raise
         except Unavailable as error:
             self._rows.end_all(error)

@@ -17,7 +17,6 @@ class GenerationLimits:
     max_batch_size: int
     structured_rows: int = 1
     prefill_chunk_tokens: int
-    queue_limit: int
     queue_max_tokens: int = NO_BOUND
     tier_head_start_s: float = 5.0
     memory_wait_s: float = 20.0

@@ -3,13 +3,16 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from gateway import metrics
+from gateway import logs, metrics
 from gateway.errors import EngineFailed
 from gateway.jobs import Pass, RowDelta
 from gateway.serving.generation.tickets import Moves, Ticket
 from gateway.serving.lane import Turn
 from gateway.serving.ports import GenerationEngine
 
+log = logs.get("generation")
+
+LEAVE_TRIES = 3
 STEPS_PER_TURN = 16  # when nobody else waits: one hop to the lane's thread costs 0.1 ms
 
 Deliver = Callable[[Pass, str, Sequence[RowDelta], float], None]
@@ -38,6 +41,7 @@ class Steps:
         self._joined = joined
         self._deliver = deliver
         self._kept = kept
+        self._stuck: dict[int, int] = {}  # how often rows that could not leave have tried
 
     def read(self, moves: Moves, turn: Turn) -> None:
         """Read a chunk of the prompts, or more while others wait for the lane and our share is
@@ -68,8 +72,8 @@ class Steps:
         self._settle(moves, turn)
 
     def _move(self, moves: Moves) -> None:
-        for row in moves.leaving:
-            self._engine.leave(row)
+        for row in (*self._stuck, *moves.leaving):
+            self._leave(row)
         for row, max_tokens in moves.curtailed:
             self._engine.curtail(row, max_tokens)
         if moves.forgets:
@@ -81,6 +85,20 @@ class Steps:
                 moves.tell(ticket.end, EngineFailed(self._name, str(error)))
             else:
                 moves.tell(self._joined, ticket, row)
+
+    def _leave(self, row: int) -> None:
+        """Have a row leave, which is nobody else's trouble. One that cannot tries so many times;
+        then it stays until it has said its last.
+        """
+        try:
+            self._engine.leave(row)
+        except Exception as error:
+            log.error("row_cannot_leave", model=self._name, row=row, error=str(error))
+            tries = self._stuck.pop(row, 0) + 1
+            if tries < LEAVE_TRIES:
+                self._stuck[row] = tries
+        else:
+            self._stuck.pop(row, None)
 
     def _told(
         self, moves: Moves, turn: Turn, kind: str, deltas: Sequence[RowDelta], started: float

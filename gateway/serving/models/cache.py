@@ -12,9 +12,9 @@ from gateway import logs, metrics
 from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, Unavailable
 from gateway.jobs import Caller
 from gateway.registry import Catalog, ModelSpec, load_alike
-from gateway.serving.admission import NO_BOUND, Admission, waiting_for
+from gateway.serving.admission import NO_BOUND, Admission, Noun, waiting_for_load
 from gateway.serving.budget import Budget
-from gateway.serving.models.entries import Entry
+from gateway.serving.models.entries import LOAD_RETRY_S, Entry
 from gateway.serving.models.failures import Failures, fresh
 from gateway.serving.models.room import Room
 
@@ -95,13 +95,14 @@ class ModelCache(Generic[M]):
         """Give the loaded model, loading it first if need be. A leased model is never evicted.
 
         Raises what loading raised, ModelLoading when it takes longer than `load_wait_s`,
-        Overloaded when as many wait for it as its queue holds, and DeadlineExceeded when the
-        caller will not wait so long.
+        Overloaded when its queue is full, and DeadlineExceeded when the caller will not wait so
+        long. The caller has a place in the queue as long as the lease lasts.
         """
         entry = self._entry(spec)
         entry.enter()
         try:
-            yield await self._loaded(entry, caller)
+            with entry.place(caller):
+                yield await self._loaded(entry, caller)
         finally:
             entry.leave()
             self._rest(entry)
@@ -178,7 +179,7 @@ class ModelCache(Generic[M]):
         self._failures.check(spec.id)
         for entry in namesakes:
             entry.is_dismissed = entry.is_dismissed or entry.is_doomed
-        admission = Admission(spec.id, spec.queue_limit or self._queue_limit)
+        admission = Admission(spec.id, Noun.REQUESTS, spec.queue_limit or self._queue_limit)
         entry = Entry[M](spec, admission)
         self._entries.append(entry)
         entry.keeper = asyncio.create_task(self._keep(entry), name=f"keep {spec.id}")
@@ -198,15 +199,12 @@ class ModelCache(Generic[M]):
 
     async def _loaded(self, entry: Entry[M], caller: Caller | None) -> M:
         if not entry.ready.done():
-            async with contextlib.AsyncExitStack() as waiting:
-                if caller is not None:
-                    waiting.enter_context(entry.admission.admitted())
-                    await waiting.enter_async_context(waiting_for(entry.spec.id, caller))
+            async with waiting_for_load(caller) if caller else contextlib.nullcontext():
                 await asyncio.wait([entry.ready], timeout=self._load_wait_s)
         if not entry.ready.done():
             raise ModelLoading(
                 f"The model `{entry.spec.id}` is still {self._stage(entry)}. Try again shortly.",
-                retry_after_s=5,
+                retry_after_s=LOAD_RETRY_S,
             )
         if isinstance(error := entry.ready.exception(), GatewayError):
             raise fresh(error) from None
@@ -251,6 +249,7 @@ class ModelCache(Generic[M]):
         model = entry.spec.id
         entry.last_used = metrics.now()
         entry.ready.set_result(loaded.model)
+        entry.admission.begin()
         self._failures.forget(model)
         self._rest(entry)
         self.room.announce()  # a loaded model may have to give way

@@ -1,14 +1,18 @@
 """A model in the cache: asked for, loading, loaded, leaving."""
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from gateway import metrics
+from gateway.jobs import Caller
 from gateway.registry import ModelSpec
 from gateway.serving.admission import Admission
 from gateway.serving.budget import Held, Share
 
 M = TypeVar("M")
+LOAD_RETRY_S = 5.0  # while it loads, nobody knows how fast its queue will drain
 
 
 class Entry(Generic[M]):
@@ -20,7 +24,7 @@ class Entry(Generic[M]):
 
     def __init__(self, spec: ModelSpec, admission: Admission) -> None:
         self.spec = spec
-        self.admission = admission  # of those who wait for it to load
+        self.admission = admission  # of those who have leases
         self.is_doomed = False
         self.is_dismissed = False
         self.ready: asyncio.Future[M] = asyncio.get_running_loop().create_future()
@@ -55,6 +59,19 @@ class Entry(Generic[M]):
     def held(self) -> Held:
         """Tell what the choice of who leaves goes by."""
         return Held(self.nbytes, self.last_used, not self.leases, self.is_doomed)
+
+    @contextlib.contextmanager
+    def place(self, caller: Caller | None) -> Iterator[None]:
+        """Hold a place in its queue while entered; who only loads it needs none.
+
+        Raises Overloaded where there is none.
+        """
+        if caller is None:
+            yield
+            return
+        caller.timings.model = self.spec.id
+        with self.admission.admitted(retry_after_s=None if self.is_loaded else LOAD_RETRY_S):
+            yield
 
     def enter(self) -> None:
         """Begin a lease."""

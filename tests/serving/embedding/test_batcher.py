@@ -29,9 +29,7 @@ from tests.fakes import ScriptedEmbedder, caller, embed_job
 pytestmark = pytest.mark.anyio
 
 
-LIMITS = EmbeddingLimits(
-    max_batch_size=32, max_batch_tokens=1000, batch_window_s=0.05, queue_limit=256
-)
+LIMITS = EmbeddingLimits(max_batch_size=32, max_batch_tokens=1000, batch_window_s=0.05)
 
 
 @asynccontextmanager
@@ -328,9 +326,9 @@ async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
 
 
 async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
-    """The bound counts requests; a refused one costs nothing."""
+    """The bound counts tokens; a refused request costs nothing."""
     engine = ScriptedEmbedder()
-    async with batching(engine, queue_limit=2) as batcher:
+    async with batching(engine, queue_max_tokens=2) as batcher:
         engine.gate.close()
         held = [asyncio.create_task(batcher.embed(embed_job("a"))) for _ in range(2)]
         await asyncio.sleep(0.05)

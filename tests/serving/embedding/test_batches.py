@@ -13,9 +13,7 @@ from gateway.serving.embedding.batches import (
     window,
 )
 
-LIMITS = EmbeddingLimits(
-    max_batch_size=32, max_batch_tokens=16384, batch_window_s=0.010, queue_limit=256
-)
+LIMITS = EmbeddingLimits(max_batch_size=32, max_batch_tokens=16384, batch_window_s=0.010)
 
 
 class TestTakeBatch:

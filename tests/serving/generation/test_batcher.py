@@ -18,6 +18,7 @@ from gateway.errors import (
     Overloaded,
 )
 from gateway.jobs import Delta, GenerateJob, Grammar, Stage, Tier
+from gateway.serving.admission import NO_BOUND
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.batches import GenerationLimits
 from gateway.serving.generation.grammars import GrammarCache
@@ -30,13 +31,13 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def batching(
-    engine: ScriptedWriter, *, rows: int = 32, queue: int = 256, bound: int = 1
+    engine: ScriptedWriter, *, rows: int = 32, tokens: int = NO_BOUND, bound: int = 1
 ) -> AsyncIterator[GenerationBatcher]:
     limits = GenerationLimits(
         max_batch_size=rows,
         structured_rows=bound,
         prefill_chunk_tokens=512,
-        queue_limit=queue,
+        queue_max_tokens=tokens,
     )
     with TokenPool() as pool:
         grammars = GrammarCache("m", engine.compile, pool.run)
@@ -165,9 +166,9 @@ async def test_refusals_come_before_any_delta() -> None:
 
 
 async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
-    """The bound counts requests, running ones too."""
+    """The bound counts the tokens of prompts, those of running rows too."""
     engine = ScriptedWriter()
-    async with batching(engine, queue=2) as batcher:
+    async with batching(engine, tokens=4) as batcher:
         engine.gate.close()
         held = [asyncio.create_task(text(batcher, generate_job("ab"))) for _ in range(2)]
         await asyncio.sleep(0.05)
@@ -190,26 +191,33 @@ async def test_a_deadline_ends_an_answer_under_way() -> None:
 
 
 class Clumsy(ScriptedWriter):
-    """The first row that is to leave does not."""
+    """Its first row cannot leave so many times."""
+
+    cannot: int = 1
 
     def leave(self, row: int) -> None:
-        super().leave(row)
-        if len(self.left) == 1:
-            self._running[row] = [ord("x")] * 1000
+        if row == 1 and self.cannot:
+            self.cannot -= 1
             raise RuntimeError("no memory to leave with")
+        super().leave(row)
 
 
-async def test_a_row_that_could_not_leave_leaves_next_time() -> None:
-    """Else it would be given tokens for ever, for nobody."""
+@pytest.mark.parametrize("times", [1, 1000])
+async def test_a_row_that_cannot_leave_is_nobody_else_s_trouble(times: int) -> None:
+    """It tries again, and else stays until it has said its last; its neighbours know nothing."""
     engine = Clumsy()
+    engine.cannot = times
     async with batching(engine) as batcher:
         engine.gate.close()
-        leaving = asyncio.create_task(text(batcher, generate_job("a" * 50)))
+        leaving = asyncio.create_task(text(batcher, generate_job("a" * 30)))
         assert await asyncio.to_thread(engine.gate.reached.wait, 5)
+        beside = asyncio.create_task(text(batcher, generate_job("b" * 38)))
         leaving.cancel()
         engine.gate.open()
-        await until(lambda: engine.left == [1, 1] and engine.rows == 0)
         assert await text(batcher, generate_job("next")) == "next"
+        assert await beside == "b" * 38
+        await until(lambda: engine.rows == 0)
+    assert engine.cannot == max(0, times - 3)
 
 
 async def test_a_request_that_is_given_up_knows_where_it_stood() -> None:
@@ -344,7 +352,7 @@ async def test_embeddings_get_their_turn_between_steps() -> None:
     with TokenPool() as pool:
         grammars = GrammarCache("m", engine.compile, pool.run)
         async with Lane() as lane:
-            limits = GenerationLimits(max_batch_size=4, prefill_chunk_tokens=512, queue_limit=9)
+            limits = GenerationLimits(max_batch_size=4, prefill_chunk_tokens=512)
             batcher = GenerationBatcher("m", engine, lane, pool, limits, grammars)
             async with batcher.running():
                 engine.gate.close()

@@ -19,7 +19,7 @@ from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
 
 pytestmark = pytest.mark.anyio
-LIMITS = GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512, queue_limit=256)
+LIMITS = GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512)
 
 
 def row(prompt: int, max_tokens: int, *, is_open: bool = False) -> RowJob:

@@ -26,9 +26,7 @@ from tests.fakes import ScriptedWriter, generate_job
 pytestmark = pytest.mark.anyio
 WEIGHTS = {"a": 1000, "b": 2000, "c": 3000, "d": 9000}
 LIMIT = 6000
-LIMITS = GenerationLimits(
-    max_batch_size=3, prefill_chunk_tokens=64, queue_limit=99, memory_wait_s=0.1
-)
+LIMITS = GenerationLimits(max_batch_size=3, prefill_chunk_tokens=64, memory_wait_s=0.1)
 
 
 class Shelf:
