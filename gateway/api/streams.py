@@ -92,11 +92,10 @@ class EventStream:
     """An ASGI response of server-sent events, opened by the first of them.
 
     The 200 waits until the request is accepted, and then for the first event, for at most
-    `open_after_s`: an error before it is a real status (raised by `primed`), one after it an
-    error event. `told` writes the latter. The
-    events are made as fast as they can be and wait here, so that a slow reader holds memory, as
-    much as the answer is long, but neither a row nor a lease. Whatever ends the answer closes
-    the generator.
+    `open_after_s`: an error before it is a real status (raised by `primed`), one after it an error
+    event. `told` writes the latter. The events are made as fast as they can be and wait here, so
+    that a slow reader holds memory, as much as the answer is long, but neither a row nor a lease.
+    Whatever ends the answer closes the generator.
     """
 
     def __init__(
