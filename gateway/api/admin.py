@@ -1,7 +1,8 @@
 """POST /admin/models/{id}/load, …/unload and /admin/reload, for who holds the admin key."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,10 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api.models import Models
 from gateway.api.replies import reply
 from gateway.api.service import Service
+from gateway.api.streams import while_connected
 from gateway.registry import Changes
 
 _PATH = "/admin/"
-Reload = Callable[[], Awaitable[Changes]]
+Reload = Callable[[], Coroutine[Any, Any, Changes]]
 
 
 class Admin:
@@ -51,7 +53,7 @@ class Admin:
 
     async def reload(self, request: Request) -> Response:
         """Read models.yaml again, and answer with what changed; 400 names what is wrong in it."""
-        changes = await self._reload()
+        changes = await while_connected(request.receive, self._reload())
         return reply({"object": "reload", **changes.by_kind()})
 
 

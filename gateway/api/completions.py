@@ -129,14 +129,14 @@ async def merged(
 
     Choices are numbered prompt by prompt. Nothing is given before each of the first jobs has
     been accepted, or found the queue full of tokens. The first error ends all jobs, and so does
-    closing the generator; but of a full queue only the first job tells: once it was let in, the
-    others wait for room until the deadline.
+    closing the generator; but of a full queue only the first job tells: the others ask once it was
+    let in, and wait for room until the deadline.
     """
     news: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
     waiting = iter(enumerate(jobs))
     workers_wanted = min(JOBS_AT_ONCE, len(jobs))
     unheard = set(range(workers_wanted))
-    all_heard = asyncio.Event()
+    all_heard, first_in = asyncio.Event(), asyncio.Event()
 
     def heard(place: int) -> None:
         unheard.discard(place)
@@ -144,6 +144,8 @@ async def merged(
             all_heard.set()
 
     async def let_in(stack: AsyncExitStack, place: int, job: GenerateJob) -> Generation:
+        if place > 0:
+            await first_in.wait()
         while True:
             try:
                 return await stack.enter_async_context(batcher.generate(job))
@@ -160,6 +162,7 @@ async def merged(
             async with AsyncExitStack() as stack:
                 generation = await let_in(stack, place, job)
                 deltas = await stack.enter_async_context(aclosing(generation.deltas))
+                first_in.set()
                 heard(place)
                 await all_heard.wait()
                 news.put_nowait(generation.usage)

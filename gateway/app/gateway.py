@@ -40,6 +40,7 @@ from gateway.settings import Settings, variables
 log = logs.get("app")
 
 LOOK_AGAIN_S = 0.5  # between two looks at a load that takes long
+READING_S = 10.0  # a file on a disk that does not answer
 LAST_WORDS_S = 1.0  # to tell those inside that it is over
 
 
@@ -113,11 +114,16 @@ class Gateway:
         those to come.
         """
         async with self._reloading:  # of two at once, the later reads the later file
+            if self.door.is_closed:
+                raise Unavailable("The gateway is shutting down.", retry_after_s=1)
             try:
-                catalog = await apart(load_catalog, self._settings.models, variables())
+                async with asyncio.timeout(READING_S):
+                    catalog = await apart(load_catalog, self._settings.models, variables())
+            except TimeoutError:
+                said = f"{self._settings.models} was not read within {READING_S:g} seconds."
+                raise _refused([said]) from None
             except RegistryInvalid as error:
-                log.error("reload_refused", problems=error.problems)
-                raise ModelsFileInvalid(str(error)) from None
+                raise _refused(error.problems) from None
             changes, self._catalog = catalog.changes_since(self._catalog), catalog
         self._models.reconsider()
         self._has_reloaded.set()
@@ -231,3 +237,8 @@ class Gateway:
         source = spec.source
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
+
+
+def _refused(problems: list[str]) -> ModelsFileInvalid:
+    log.error("reload_refused", problems=problems)
+    return ModelsFileInvalid("\n".join(problems))

@@ -165,7 +165,10 @@ class GenerationEngine:
         try:
             self._remember(running, [i for i, end in enumerate(ends) if end is not None])
             self._keep(on)
-            self._step(logits if logits is None or len(on) == len(said) else logits[mx.array(on)])
+            if logits is not None and 0 < len(on) < len(said):
+                logits = logits[mx.array(on)]
+            if on:
+                self._step(logits)
         except Exception as error:
             self._running, fault = None, error
         deltas = [delta for each, end in zip(said, ends, strict=True) for delta in each.told(end)]

@@ -55,7 +55,9 @@ def prepare_malloc() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_ABOVE)
-    if not {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"} & os.environ.keys():  # an operator's word goes
+    # https://www.gnu.org/software/libc/manual/html_node/Memory-Allocation-Tunables.html
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if not ("MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena" in tunables):
         mallopt(_M_ARENA_MAX, 1)
 
 

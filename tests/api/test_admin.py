@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway.app import gateway
 from gateway.errors import ModelLoadFailed
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, served
@@ -201,3 +202,23 @@ async def test_of_two_reloads_at_once_the_later_reads_the_later_file(
         assert (await last).json()["removed"] == ["early"]
     listed = (await client.get("/v1/models", headers=USER)).json()["data"]
     assert "late" in {entry["id"] for entry in listed}
+
+
+async def test_a_file_that_does_not_answer_ends_its_reload_and_no_other(
+    client: httpx2.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a time; one whose client has left is over at once."""
+    file = tmp_path / "models.yaml"
+    written = file.read_text()
+    file.unlink()
+    os.mkfifo(file)
+    async with asyncio.timeout(20):
+        with pytest.raises(httpx2.TimeoutException):
+            await client.post("/admin/reload", headers=ADMIN, timeout=0.2)
+        monkeypatch.setattr(gateway, "READING_S", 0.3)
+        answer = await post(client, "reload")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "models_file_invalid")
+        assert "was not read within 0.3 seconds" in answer.json()["error"]["message"]
+        file.unlink()
+        file.write_text(written)
+        assert (await post(client, "reload")).status_code == 200

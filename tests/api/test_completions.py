@@ -1,6 +1,7 @@
 """POST /v1/completions over a socket, with a scripted engine."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,14 @@ class ScoringWriter(ScriptedWriter):
 
     def _next(self, row: int) -> list[RowDelta]:
         return [replace(delta, logprobs=_scores(delta.text)) for delta in super()._next(row)]
+
+
+class SlowPlanner(ScriptedWriter):
+    """Long prompts take a while to be read."""
+
+    def plan(self, job: GenerateJob) -> list[RowJob]:
+        time.sleep(len(job.prompt or "") / 1000)
+        return super().plan(job)
 
 
 def _scores(text: str) -> list[TokenLogprob]:
@@ -175,6 +184,17 @@ async def test_a_request_does_not_fill_the_queue_against_itself(
             assert texts(answer.json()) == prompts
     if "queue_max_tokens" in bound:
         assert max(engines.writer.steps) <= 4
+
+
+async def test_a_request_that_is_alone_is_let_in_however_long_its_first_prompt_takes(
+    models: Catalog,
+) -> None:
+    """The short ones beside it do not take its room while it is read."""
+    writer = SlowPlanner(max_context=1000)
+    async with served(models, ScriptedEngines(writer=writer), queue_max_tokens=200) as client:
+        answer = await post(client, ["x" * 199, "a", "b", "c"])
+    assert answer.status_code == 200
+    assert texts(answer.json()) == ["x" * 16, "a", "b", "c"]
 
 
 async def test_requests_that_share_a_small_queue_end(

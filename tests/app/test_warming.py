@@ -1,5 +1,6 @@
 """The pass at load: once, on the lane, before any request's; what it shows is told by name."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,10 @@ class Untidy(ScriptedEngines):
 async def test_memory_that_could_not_be_given_back_is_next_time(tmp_path: Path) -> None:
     """One failure does not end it."""
     engines = Untidy()
-    async with served(catalog(tmp_path, MODELS), engines, give_back_s=0.02) as client:
+    async with (
+        served(catalog(tmp_path, MODELS), engines, give_back_s=0.02) as client,
+        asyncio.timeout(10),
+    ):
         while engines.tidied < 3:
             assert (await client.get("/health")).status_code == 200
 

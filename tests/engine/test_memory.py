@@ -106,7 +106,7 @@ ARENAS = """
 import ctypes, os, sys, threading
 from gateway.engine.memory import prepare_malloc
 
-if sys.argv[1] == "prepared":
+if sys.argv[1].startswith("prepared"):
     prepare_malloc()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.fopen.restype = ctypes.c_void_p, ctypes.c_void_p
@@ -132,9 +132,13 @@ libc.fclose(file)
 def test_all_threads_share_one_arena_when_malloc_is_prepared(tmp_path: Path) -> None:
     """Otherwise each has its own, and what is free in one is of no use to another."""
     heaps = {}
-    for how in ("prepared", "as it is"):
+    given = {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}
+    clean = {name: value for name, value in os.environ.items() if name not in given}
+    for how in ("prepared", "as it is", "prepared, as an operator wants it"):
         told = tmp_path / how
-        clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
-        subprocess.run([sys.executable, "-c", ARENAS, how, str(told)], check=True, env=clean)
+        more = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=3"} if "operator" in how else {}
+        command = [sys.executable, "-c", ARENAS, how, str(told)]
+        subprocess.run(command, check=True, env={**clean, **more})
         heaps[how] = told.read_text().count("<heap nr=")
     assert heaps["prepared"] == 1 < heaps["as it is"], heaps
+    assert heaps["prepared, as an operator wants it"] > 1, heaps

@@ -147,6 +147,15 @@ def test_where_states_cannot_be_cut_a_prompt_goes_on_from_the_end_of_a_chunk(
     assert told == [0, 384, 256, 0]
 
 
+def test_an_answer_that_ends_by_itself_leaves_what_is_kept(warm: GenerationEngine) -> None:
+    """The last of them, too, though the next pass was launched for it."""
+    whole = answers(warm, [bare(BASE)])[0]
+    stop = (whole.text[len(whole.text) // 2],)
+    told = [answers(warm, [bare(BASE, stop=stop)])[0] for _ in range(3)]
+    assert all(answer.tokens < whole.tokens for answer in told)
+    assert cached(told) == [384, 384, 384]
+
+
 def test_a_sampled_answer_is_the_same(cold: GenerationEngine, warm: GenerationEngine) -> None:
     """Its keys come from its seed and its place alone."""
     jobs = [bare(BASE, SEEDED), bare(BASE[:250], SEEDED)]
