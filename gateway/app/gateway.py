@@ -35,6 +35,7 @@ from gateway.serving.models.cache import ModelCache
 from gateway.serving.rates import Allowance
 from gateway.serving.tokens import TokenPool
 from gateway.serving.watch import StallLimits, Watch
+from gateway.serving.workers import unending
 from gateway.settings import Settings, variables
 
 log = logs.get("app")
@@ -180,7 +181,7 @@ class Gateway:
                 async with self._models:
                     asides = [
                         asyncio.create_task(self._preload(), name="preload"),
-                        asyncio.create_task(self._tidy(), name="tidy"),
+                        asyncio.create_task(unending("tidy", self._tidy), name="tidy"),
                     ]
                     try:
                         yield
@@ -193,13 +194,9 @@ class Gateway:
         """Give freed memory back now and then: a process must not grow to its worst moment."""
         while True:
             await asyncio.sleep(self._settings.give_back_s)
-            try:
+            with contextlib.suppress(Unavailable):  # the watch tells of a lane that has died
                 async with self._lane.turn("tidy") as run:
                     await run(self._engines.tidy)
-            except Unavailable:  # the watch tells of a lane that has died
-                pass
-            except Exception:  # it is tried again
-                log.exception("tidy_failed")
 
     async def _preload(self) -> None:
         """Load what the catalog wants at hand, now and after each reload; one that fails is logged

@@ -11,9 +11,11 @@ PAUSE_S = 0.1  # so that one that always fails leaves time to others
 
 
 async def unending(
-    name: str, work: Callable[[], Awaitable[None]], failed: Callable[[Exception], None]
+    name: str,
+    work: Callable[[], Awaitable[None]],
+    failed: Callable[[Exception], None] = lambda _: None,
 ) -> None:
-    """Work until cancelled. `failed` has to end those who would wait for what was lost."""
+    """Work until cancelled. `failed` has to end those who would wait for what was lost, if any."""
     while True:
         try:
             await work()
