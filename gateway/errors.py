@@ -7,6 +7,13 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import ClassVar
 
+SHOWN_CHARS = 256
+
+
+def shown(given: str) -> str:
+    """Return what a message repeats of what a caller sent: not more than a name may be long."""
+    return given if len(given) <= SHOWN_CHARS else f"{given[:SHOWN_CHARS]}…"
+
 
 class GatewayError(Exception):
     """An answer other than success. `headers` are sent with it."""
@@ -66,6 +73,7 @@ class ContextLengthExceeded(BadRequest):
     code = "context_length_exceeded"
 
     def __init__(self, limit: int, got: int, *, param: str, noun: str = "messages") -> None:
+        self.tokens = got
         # litellm looks for OpenAI's sentence, langchain for the code inside the message.
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, your {noun} "
@@ -116,6 +124,14 @@ class UnknownUrl(GatewayError):
     code = "unknown_url"
 
 
+class ResponseNotFound(GatewayError):
+    """No response, or item of one, has this id and is the caller's."""
+
+    status = HTTPStatus.NOT_FOUND
+    type = "invalid_request_error"
+    code = "response_not_found"
+
+
 class MethodNotAllowed(GatewayError):
     """A path that is served, by another method."""
 
@@ -143,7 +159,7 @@ class ModelNotFound(GatewayError):
     def __init__(self, name: str, nearest: str | None = None) -> None:
         hint = f" Did you mean `{nearest}`?" if nearest else ""
         super().__init__(
-            f"The model `{name}` does not exist or you do not have access to it.{hint}",
+            f"The model `{shown(name)}` does not exist or you do not have access to it.{hint}",
             param="model",
         )
 
@@ -236,6 +252,20 @@ class InsufficientMemory(GatewayError):
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(
             f"The model `{model}` does not fit in memory: {reason}", should_retry=False
+        )
+
+
+class PromptTooLarge(GatewayError):
+    """The prompt's KV can never be held beside what has to stay."""
+
+    status = HTTPStatus.INSUFFICIENT_STORAGE
+    code = "insufficient_memory"
+
+    def __init__(self, model: str, tokens: int, most: int) -> None:
+        super().__init__(
+            f"A prompt of {tokens} tokens needs more memory than the model `{model}` may use here: "
+            f"at most {most} tokens have room.",
+            should_retry=False,
         )
 
 

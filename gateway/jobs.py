@@ -1,10 +1,11 @@
 """What crosses floors: a caller's job going down, vectors and deltas coming up."""
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +45,8 @@ class Timings:
     An embedding is inferred, an answer prefilled (until its first token, at `first_token`) and
     decoded. `started` and `first_token` are readings of the monotonic clock. `beside` are those
     of jobs that run beside the one that is timed, for the same request. `stage` is what is being
-    done for it, or was when it was given up; None before and after.
+    done for it, or was when it was given up; None before and after. `preemptions` counts how often
+    the row that is timed gave its memory back and was read again.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -54,6 +56,7 @@ class Timings:
     first_token: float | None = None
     tokens_in: int = 0
     tokens_out: int = 0
+    preemptions: int = 0
     beside: list["Timings"] = field(default_factory=list)
 
     @property
@@ -69,7 +72,8 @@ class Timings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Who asks, and until when: `deadline` is a reading of the monotonic clock, `allowed_s` the
-    seconds it was away when they asked.
+    seconds it was away when they asked. `number` tells requests apart: an id may be the client's
+    own, and be that of others too.
     """
 
     request_id: str
@@ -78,6 +82,7 @@ class Caller:
     tier: Tier = Tier.DEFAULT
     key_id: str | None = None
     timings: Timings = field(default_factory=Timings)
+    number: int = field(default_factory=itertools.count(1).__next__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,11 @@ class Sampling:
     """How the next token is chosen. A temperature of 0 is greedy; `top_k` 0 means all.
 
     Penalties and bias follow OpenAI: they are added to the logits before the temperature, and
-    penalties count generated tokens only.
+    penalties count generated tokens only. What OpenAI does not have follows vLLM:
+    `repetition_penalty` divides positive logits of the prompt's and the answer's tokens and
+    multiplies negative ones; for the first `min_tokens` tokens nothing ends the answer but its
+    grammar; with `ignore_eos` the model's own ends do not, `stop_token_ids` do. `unset` names the
+    fields that nobody has set: the model's own files may.
     """
 
     temperature: float = 1.0
@@ -119,8 +128,13 @@ class Sampling:
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    unset: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +143,23 @@ class Grammar:
 
     json_schema: a JSON Schema. regex: a regular expression, of the whole answer. choice: a JSON
     array of strings, one of which is the answer. grammar: a context-free grammar in Lark's form.
-    calls: the same, of our own making.
+    calls: the same, of our own making. A `strict` JSON Schema is held to whole or refused; of
+    another, keywords that no grammar holds are left to be checked afterwards: of calls, those are
+    known already, and `unenforced` has the functions' names and JSON pointers.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
     source: str
+    strict: bool = False
+    unenforced: tuple[str, ...] = ()
+
+
+class Compiled(Protocol):
+    """A grammar as an engine holds rows to it."""
+
+    @property
+    def unenforced(self) -> tuple[str, ...]:
+        """List what of its schema it leaves to be checked, by JSON pointer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +190,10 @@ class GenerateJob:
 
     `max_tokens` None means the rest of the context. `messages` and `tools` are what the model's
     chat template reads; `prompt`, text or token ids, takes no template. `logprobs` asks for each
-    token's logprob and that many of the likeliest beside it; None for none at all. `grammar_param`
-    is the field that asked for the grammar.
+    token's logprob and that many of the likeliest beside it; None for none at all. With `echo` the
+    prompt is given back, with its own logprobs where any are asked for; `max_tokens` may then be 0.
+    `grammar_param` is the field that asked for the grammar. `continues` tells that the last
+    message is the beginning of the answer.
     """
 
     caller: Caller
@@ -181,6 +209,8 @@ class GenerateJob:
     grammar: Grammar | None = None
     grammar_param: str = "response_format"
     logprobs: int | None = None
+    continues: bool = False
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +244,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A prompt given back: the text of each token and, where they are wanted, the logprobs of all
+    but the first, which follows nothing.
+    """
+
+    texts: Sequence[str]
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CallDelta:
     """New in the call number `index` of a choice: id and name come once, first."""
 
@@ -227,7 +267,8 @@ class CallDelta:
 class Delta:
     """What is new in choice `index`: text, reasoning or a piece of a call.
 
-    The first delta of a choice tells its `cached_tokens`, the last one its `finish_reason`.
+    The first delta of a choice tells its `cached_tokens`, and has the `prompt` where it is given
+    back; the last one has its `finish_reason`.
     """
 
     index: int
@@ -239,17 +280,22 @@ class Delta:
     logprobs: Sequence[TokenLogprob] = ()
     reasoning_tokens: int = 0
     cached_tokens: int = 0
+    prompt: EchoedPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowJob:
     """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits.
 
-    `max_tokens` is at least 1 and, with the prompt, within the model's context; `is_open` tells
-    that the caller has set no bound. `is_bare` tells
-    that no template made the prompt, so that the model's marks are just text. `is_thinking`
-    tells that the prompt ends inside a block of thinking, `may_think` that the model may open one
-    first: the grammar begins after it. `compiled` is what the engine made of `grammar`.
+    `max_tokens` is at least 1, or 0 where only the prompt is given back, and, with the prompt,
+    within the model's context; `is_open` tells that the caller has set no bound. `echoed` are the
+    texts of the prompt's tokens, where it is given back. `is_continued` tells that it ends with the
+    answer's beginning, which has text. `is_bare` tells that no template made the prompt, so that
+    the model's marks are just text. `is_thinking` tells that the prompt ends inside a block of
+    thinking, `may_think` that the model may open one first: the grammar begins after it.
+    `is_either` tells that the answer has a form, or is calls. `earlier_calls` are those of the
+    conversation so far. `calls_are_text` tells that the model may call, and that nobody knows in
+    which form it does. `compiled` is what the engine made of `grammar`.
     """
 
     prompt: TokenIds
@@ -257,13 +303,44 @@ class RowJob:
     sampling: Sampling
     stop: Sequence[str] = ()
     logprobs: int | None = None
+    echoed: Sequence[str] | None = None
     calling: Calling | None = None
     grammar: Grammar | None = None
     is_open: bool = False
     is_bare: bool = False
+    is_continued: bool = False
     is_thinking: bool = False
     may_think: bool = False
-    compiled: object | None = None
+    is_either: bool = False
+    earlier_calls: int = 0
+    calls_are_text: bool = False
+    compiled: Compiled | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvCost:
+    """The bytes of KV that a row takes: `token` for each of its tokens; for each window, (bytes a
+    token, tokens kept at the most); `constant` for what does not grow, as states do not.
+
+    The cost of nothing is that of a model of which nothing is known: then nothing is counted.
+    """
+
+    token: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+    constant: int = 0
+
+    def of(self, tokens: int, beyond: int = 0) -> int:
+        """Return the bytes of so many tokens; a window may hold `beyond` more than it keeps, as it
+        does while a chunk of a prompt is read.
+        """
+        kept = sum(each * min(tokens, most + beyond) for each, most in self.windows)
+        return self.constant + self.token * tokens + kept
+
+    def __bool__(self) -> bool:
+        return self != _NOTHING
+
+
+_NOTHING = KvCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +355,37 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a chat model's self-test has found; None is what is not known yet.
+
+    `single`: a row in a batch of its own has the logits that it has alone. `rows`: those of
+    several lengths in a batch have. `prefixes`: one that goes on from a kept prompt has. `window`:
+    one longer than the model's sliding window has, if there is one. `problem` says what is wrong.
+    """
+
+    single: bool | None = None
+    rows: bool | None = None
+    prefixes: bool | None = None
+    window: bool | None = None
+    problem: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True once short prompts have been tested; the window may take its time."""
+        return None not in (self.single, self.rows, self.prefixes)
+
+    @property
+    def forbids_batches(self) -> bool:
+        """Return True if rows are to run one at a time."""
+        return False in (self.single, self.rows, self.window)
+
+
+@dataclass(frozen=True, slots=True)
 class RowDelta:
     """What one step gave one row. After a `finish_reason` or an `error` the row is gone.
 
-    Its first delta has `cached_tokens`: how many of its prompt's were not read again.
+    Its first delta has `cached_tokens`, how many of its prompt's were not read again, and the
+    prompt where it is given back.
     """
 
     row: int
@@ -294,3 +398,4 @@ class RowDelta:
     logprobs: Sequence[TokenLogprob] = ()
     reasoning_tokens: int = 0
     cached_tokens: int = 0
+    prompt: EchoedPrompt | None = None

@@ -60,6 +60,9 @@ BATCH_PADDING = Histogram(
     ["model"],
     buckets=_SHARES,
 )
+BATCH_FAULTS = Counter(
+    "gateway_batch_faults", "Passes that failed, and whose rows were read again.", ["model"]
+)
 FAST_PATH = Counter(
     "gateway_fast_path", "Embedding batches that began at once, on an idle lane.", ["model"]
 )
@@ -69,7 +72,11 @@ EMBEDDING_CACHE = Counter(
 CACHED_TOKENS = Counter(
     "gateway_cached_prompt_tokens", "Prompt tokens whose KV was at hand.", ["model"]
 )
+PREEMPTIONS = Counter(
+    "gateway_preemptions", "Answers that gave their memory back, to be read again.", ["model"]
+)
 QUEUE_DEPTH = Gauge("gateway_queue_depth", "Requests waiting or running.", ["model"])
+QUEUE_CHOICES = Gauge("gateway_queue_choices", "Answers of requests waiting or running.", ["model"])
 QUEUE_TOKENS = Gauge("gateway_queue_tokens", "Tokens of requests waiting or running.", ["model"])
 MODELS_LOADED = Gauge("gateway_models_loaded", "Models held in the cache.")
 MODEL_LOADS = Counter("gateway_model_loads", "Loads by outcome.", ["model", "outcome"])
@@ -77,6 +84,11 @@ LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Waited for a turn.", ["kind"
 LANE_HOLD = Histogram("gateway_lane_hold_seconds", "Held the lane.", ["kind"], buckets=_SECONDS)
 LANE_SECONDS = Counter("gateway_lane_seconds", "The lane's time, by who held it.", ["kind"])
 GRAMMARS = Counter("gateway_grammars", "Grammars asked for, by outcome.", ["model", "outcome"])
+CHECKED_ANSWERS = Counter(
+    "gateway_checked_answers",
+    "Answers checked by a schema that their grammar held in part, by outcome.",
+    ["model", "outcome"],
+)
 GRAMMAR_COMPILE_SECONDS = Histogram(
     "gateway_grammar_compile_seconds", "Compiled a grammar.", ["model"], buckets=_SECONDS
 )
@@ -112,6 +124,11 @@ BUDGET_HELD = Level("gateway_budget_held_bytes", "Bytes that models and their ro
 BUDGET_LIMIT = Level("gateway_budget_limit_bytes", "Bytes that they may take at the most.")
 DEVICE_ACTIVE = Level("gateway_device_active_bytes", "Bytes of arrays there are.")
 DEVICE_CACHED = Level("gateway_device_cached_bytes", "Bytes freed, and kept for reuse.")
+RESPONSES_KEPT = Level("gateway_responses_kept", "Responses kept for clients to go on from.")
+RESPONSES_BYTES = Level("gateway_responses_kept_bytes", "Bytes of JSON that they hold.")
+BODY_BYTES = Level(
+    "gateway_body_bytes", "Bytes of the bodies of requests inside, beyond 64 KiB of each."
+)
 
 
 class _Shown(Collector):

@@ -45,6 +45,16 @@ STATEFUL: dict[str, Any] = {
     "block_auto_adjust_ff_dim": False,
     "full_attn_idxs": [0, 2],
 }
+# No rotary positions: no logits depend on how much each row has read.
+ABSOLUTE: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_ctx": 4096,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 4096,
+    "layer_norm_epsilon": 1e-5,
+}
 
 
 def teach_thinking(folder: Path, *, opens: bool) -> Path:

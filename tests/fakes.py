@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,27 @@ from gateway.app.opening import Size
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import (
     Caller,
+    Compiled,
+    EchoedPrompt,
     EmbedJob,
     GenerateJob,
     Grammar,
+    KvCost,
+    Likelihood,
     Pass,
     RowDelta,
     RowJob,
     Sampling,
     TokenIds,
+    TokenLogprob,
     Vectors,
+    Verdict,
 )
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 
 FAR = 1e12  # a deadline beyond every test
+_requests = count()
 
 
 class Gate:
@@ -65,6 +73,9 @@ class ScriptedEmbedder:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [[ord(character) for character in text] for text in texts]
 
+    def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.encode([text[: self.max_tokens + 1] for text in texts])
+
     def truncate(self, tokens: TokenIds) -> list[int]:
         return list(tokens[: self.max_tokens])
 
@@ -85,6 +96,9 @@ class ScriptedEmbedder:
         self.is_closed = True
 
 
+PASSED = Verdict(single=True, rows=True, prefixes=True, window=True)
+
+
 @dataclass
 class ScriptedWriter:
     """Answers a conversation with its last message, or a prompt with itself, a character a step;
@@ -102,11 +116,27 @@ class ScriptedWriter:
     script: list[dict[str, Any]] = field(default_factory=list)
     jobs: list[GenerateJob] = field(default_factory=list)
     kept_bytes: int = 0
+    calls_are_text: bool = False
+    judged: list[tuple[str, str]] = field(default_factory=list)
+    verdicts: list[bool | None] = field(default_factory=list)  # True after these
     curtailed: dict[int, int] = field(default_factory=dict)
+    kv_cost: KvCost = field(default_factory=KvCost)
+    preempted: list[int] = field(default_factory=list)
+    is_batched: bool = True
+    self_test_tokens: int = 0
+    findings: list[Verdict] = field(default_factory=lambda: [PASSED])
+    held: list[Verdict] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     _waiting: dict[int, RowJob] = field(default_factory=dict)
     _running: dict[int, list[int]] = field(default_factory=dict)
+    _parked: dict[int, list[int]] = field(default_factory=dict)
+    _preempted: dict[int, list[int] | None] = field(default_factory=dict)
+    _rests: dict[int, list[int]] = field(default_factory=dict)
+    _said: dict[int, int] = field(default_factory=dict)
+    _held: set[int] = field(default_factory=set)
     _places: dict[int, int] = field(default_factory=dict)
-    _prompts: dict[int, TokenIds] = field(default_factory=dict)
+    _jobs: dict[int, RowJob] = field(default_factory=dict)
+    _echoed: dict[int, EchoedPrompt | None] = field(default_factory=dict)
 
     def plan(self, job: GenerateJob) -> list[RowJob]:
         self.jobs.append(job)
@@ -115,9 +145,9 @@ class ScriptedWriter:
         if text == "refuse me":
             raise BadRequest("The template refuses.", param=noun)
         room = self.max_context - len(text)
-        if room < 1:
+        if room < (job.max_tokens != 0):
             raise ContextLengthExceeded(self.max_context, len(text), param=noun)
-        wanted = min(job.max_tokens or room, room)
+        wanted = room if job.max_tokens is None else min(job.max_tokens, room)
         row = RowJob(
             prompt=[ord(c) for c in text],
             max_tokens=wanted,
@@ -125,30 +155,84 @@ class ScriptedWriter:
             stop=job.stop,
             grammar=job.grammar,
             is_open=job.max_tokens is None,
+            calls_are_text=self.calls_are_text and job.calling is not None,
+            logprobs=job.logprobs,
+            echoed=list(text) if job.echo else None,
         )
         return [row] * job.n
 
-    def compile(self, grammar: Grammar) -> object:
+    def compile(self, grammar: Grammar) -> Compiled:
         if "bad" in grammar.source:
             raise BadRequest("The grammar is bad.", param="response_format")
+        if "many unenforced" in grammar.source:
+            return replace(grammar, unenforced=tuple(f"#/{i}/{'x' * 99}" for i in range(20)))
+        if "uniqueItems" in grammar.source:
+            return replace(grammar, unenforced=("#/uniqueItems", "#/a~1ü"))
         return grammar
+
+    def fits(self, schema: str, answer: str) -> bool | None:
+        self.judged.append((schema, answer))
+        return self.verdicts.pop(0) if self.verdicts else True
+
+    def self_test(self) -> Generator[Verdict]:
+        yield from self.findings
+
+    def hold_to(self, verdict: Verdict) -> None:
+        self.held.append(verdict)
+        self.is_batched = self.is_batched and not verdict.forbids_batches
+
+    def take_faults(self) -> list[str]:
+        faults, self.faults = self.faults, []
+        return faults
 
     def join(self, job: RowJob) -> int:
         row = len(self.joined) + 1
         self.joined.append(row)
         self._waiting[row] = job
-        self._prompts[row] = job.prompt
+        self._jobs[row] = job
         return row
 
     def leave(self, row: int) -> None:
         self.left.append(row)
-        self._waiting.pop(row, None)
-        self._running.pop(row, None)
+        self._drop(row)
 
-    def curtail(self, row: int, max_tokens: int) -> None:
+    def _drop(self, row: int) -> None:
+        for rows in (self._waiting, self._running, self._parked, self._preempted):
+            rows.pop(row, None)
+
+    def park(self, row: int) -> None:
+        if row in self._waiting:
+            self._held.add(row)
+        elif row in self._running:
+            self._parked[row] = self._running.pop(row)
+
+    def preempt(self, row: int) -> None:
+        self.preempted.append(row)
+        rest = self._running.get(row, self._parked.get(row))
+        self._drop(row)
+        self._held.discard(row)
+        self._preempted[row] = rest
+
+    def resume(self, row: int) -> None:
+        self._held.discard(row)
+        if row in self._parked:
+            self._running[row] = self._parked.pop(row)
+        elif row in self._preempted:
+            if (rest := self._preempted.pop(row)) is not None:
+                self._rests[row] = rest
+            self._waiting[row] = self._jobs[row]
+
+    def curtail(self, row: int, max_tokens: int) -> list[RowDelta]:
         self.curtailed[row] = max_tokens
-        said = len(self._prompts[row]) - len(self._running[row])
-        self._running[row] = [*self._running[row][: max_tokens - said], -1]
+        self._jobs[row] = replace(self._jobs[row], max_tokens=max_tokens)
+        for rests in (self._running, self._parked, self._rests, self._preempted):
+            if (rest := rests.get(row)) is not None:
+                said = self._said.get(row, 0)
+                if rests is not self._running and said >= max_tokens:
+                    self._drop(row)
+                    return [RowDelta(row, finish_reason="length")]
+                rests[row] = [*rest[: max_tokens - said], -1]
+        return []
 
     def forget(self) -> None:
         self.kept_bytes = 0
@@ -157,12 +241,22 @@ class ScriptedWriter:
         lengths = [len(job.prompt) for job in self._waiting.values()]
         rows = len(lengths)
         self.last_pass = Pass(rows, sum(lengths), rows * max(lengths, default=0))
+        whole = [row for row, job in self._waiting.items() if job.max_tokens == 0]
+        ended = [
+            RowDelta(row, finish_reason="length", prompt=_echo(self._waiting.pop(row)))
+            for row in whole
+        ]
         for row, job in self._waiting.items():
-            self._running[row] = list(job.prompt)[: job.max_tokens]
+            if row not in self._said:
+                self._echoed[row] = _echo(job)
+            rest = list(job.prompt)[: job.max_tokens]
             if job.max_tokens < len(job.prompt):
-                self._running[row].append(-1)
+                rest.append(-1)
+            held = row in self._held
+            (self._parked if held else self._running)[row] = self._rests.pop(row, rest)
+            self._held.discard(row)
         self._waiting.clear()
-        return []
+        return ended
 
     def decode(self) -> list[RowDelta]:
         self.gate.pass_through()
@@ -171,7 +265,8 @@ class ScriptedWriter:
         self.steps.append(rows)
         if self.fail_at_step == len(self.steps):
             raise RuntimeError("the step failed")
-        return [delta for row in list(self._running) for delta in self._next(row)]
+        deltas = [delta for row in list(self._running) for delta in self._next(row)]
+        return [replace(delta, prompt=self._echoed.pop(delta.row, None)) for delta in deltas]
 
     def settle(self) -> None: ...
 
@@ -186,11 +281,16 @@ class ScriptedWriter:
         if not said or said[0] == -1:
             del self._running[row]
             return [RowDelta(row, "", 1 - len(said), "length" if said else "stop")]
+        self._said[row] = self._said.get(row, 0) + 1
         return [RowDelta(row, chr(said.pop(0)), 1)]
 
     @property
     def rows(self) -> int:
         return len(self._waiting) + len(self._running)
+
+    @property
+    def reading(self) -> frozenset[int]:
+        return frozenset(self._waiting)
 
     @property
     def is_prefilling(self) -> bool:
@@ -209,6 +309,15 @@ class ScriptedWriter:
 
 def _text(prompt: str | TokenIds) -> str:
     return prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+
+
+def _echo(job: RowJob) -> EchoedPrompt | None:
+    """Give a prompt back, each character a token of logprob -1."""
+    if job.echoed is None:
+        return None
+    scored = job.echoed[1:] if job.logprobs is not None else []
+    likely = [Likelihood(text, text.encode(), -1.0) for text in scored]
+    return EchoedPrompt(job.echoed, [TokenLogprob(each, [each]) for each in likely])
 
 
 @dataclass
@@ -240,6 +349,9 @@ class ScriptedEngines:
     async def size(self, spec: ModelSpec, folder: Path) -> Size:
         return Size(self.sizes.get(spec.id, 1))
 
+    async def digest(self, spec: ChatSpec, folder: Path) -> str:
+        return f"digest-of-{spec.id}"
+
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         return None
 
@@ -250,9 +362,12 @@ class ScriptedEngines:
         yield None
         yield self.embedder
 
-    def generation(
+    async def generation(
         self, spec: ChatSpec, folder: Path
     ) -> Generator[GenerationEngine | None, None, None]:
+        return self.writing(spec)
+
+    def writing(self, spec: ChatSpec) -> Generator[GenerationEngine | None, None, None]:
         self._load(spec)
         yield None
         yield self.writer
@@ -265,7 +380,7 @@ class ScriptedEngines:
 
 
 def caller(deadline: float = FAR) -> Caller:
-    return Caller(request_id="req-test", deadline=deadline, allowed_s=600)
+    return Caller(request_id=f"req-{next(_requests)}", deadline=deadline, allowed_s=600)
 
 
 def embed_job(*texts: str, deadline: float = FAR, truncate: bool = False) -> EmbedJob:

@@ -14,6 +14,7 @@ from hypercorn.config import Config
 
 from gateway.app.gateway import Gateway
 from gateway.app.opening import Engines
+from gateway.cli import _connections
 from gateway.registry import Catalog, load_catalog
 from gateway.settings import Settings
 
@@ -27,7 +28,7 @@ def catalog(folder: Path, models: Mapping[str, Mapping[str, Any]]) -> Catalog:
 
 def settings(**given: Any) -> Settings:
     """Give settings that no environment changes; no pass is run but those that are asked for."""
-    return Settings(_env_file=None, **{"warm_up": False, **given})  # type: ignore[call-arg]
+    return Settings(_env_file=None, **{"warm_up": False, "self_test": False, **given})  # type: ignore[call-arg]
 
 
 @asynccontextmanager
@@ -36,6 +37,7 @@ async def served(
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """Serve on a free port, wait for /ready, and give a client of it."""
     given_settings = settings(**given)
+    _connections.install(given_settings.send_timeout_s)
     gateway = Gateway(given_settings, catalog, engines)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

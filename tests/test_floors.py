@@ -88,6 +88,6 @@ def test_the_rooms_of_serving_are_strangers(name: str) -> None:
 
 
 def test_no_module_is_two_things() -> None:
-    """Past three hundred lines there is a second noun to be found."""
+    """Past five hundred lines there is a second noun to be found."""
     for file in FILES:
-        assert len(file.read_text(encoding="utf-8").splitlines()) <= 300, file
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= 500, file

@@ -152,3 +152,12 @@ def test_dates_are_text(file: Path) -> None:
     spec = one(file, "kind: chat\nsource: hub:a/b\nchat_template_kwargs: {today: 2024-01-01}")
     assert isinstance(spec, ChatSpec)
     assert spec.chat_template_kwargs == {"today": "2024-01-01"}
+
+
+def test_formats_of_calls_and_thinking_are_named(file: Path) -> None:
+    """By vLLM's names, each with its nearest where it is mistaken."""
+    spec = one(file, "kind: chat\nsource: hub:a/b\ntool_parser: hermes\nreasoning_parser: qwen3")
+    assert isinstance(spec, ChatSpec)
+    assert (spec.tool_parser, spec.reasoning_parser) == ("hermes", "qwen3")
+    with pytest.raises(Exception, match="mistral"):
+        one(file, "kind: chat\nsource: hub:a/b\ntool_parser: mistrall")

@@ -1,8 +1,9 @@
 """POST /v1/chat/completions."""
 
+import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,13 @@ from starlette.types import ASGIApp
 
 from gateway import metrics
 from gateway.api import timing
-from gateway.api.service import Service, noted
+from gateway.api.replies import written
+from gateway.api.service import MOST_NAMED, Service, judged, noted, unenforced, unread
 from gateway.api.streams import ACCEPTED, DONE, EventStream, frame, while_connected
+from gateway.errors import GatewayError
 from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
 from gateway.registry import ChatSpec, Resolved
+from gateway.serving.generation.verdicts import Verdicts
 from gateway.wire import chat as wire
 from gateway.wire.chat_answers import Choice, Heading
 from gateway.wire.sampling import tier
@@ -31,18 +35,21 @@ class ChatCompletions:
     async def answer(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
         service, rules = self._service, self._service.rules
-        read = await service.read(request, wire.ChatRequest, wire.FIELDS)
+
+        def translate(asked: wire.ChatRequest) -> tuple[ChatSpec, GenerateJob]:
+            resolved, spec = service.chat_spec(asked.model)
+            return spec, wire.to_job(
+                asked,
+                service.caller(request, tier(asked.service_tier)),
+                defaults(spec),
+                max_tokens=spec.sampling.max_tokens,
+                template_args=template_args(resolved, spec),
+                max_chars=rules.max_input_chars,
+                schema_in_prompt=spec.structured.schema_in_prompt,
+            )
+
+        read, (spec, job) = await service.read(request, wire.ChatRequest, wire.FIELDS, translate)
         asked = read.request
-        resolved, spec = service.chat_spec(asked.model)
-        job = wire.to_job(
-            asked,
-            service.caller(request, tier(asked.service_tier)),
-            defaults(spec),
-            max_tokens=spec.sampling.max_tokens,
-            template_args=template_args(resolved, spec),
-            max_chars=rules.max_input_chars,
-            schema_in_prompt=spec.structured.schema_in_prompt,
-        )
         heading = Heading(
             id=f"chatcmpl-{secrets.token_hex(12)}",
             created=int(time.time()),
@@ -52,36 +59,62 @@ class ChatCompletions:
         )
         headers = noted(read.ignored)
         if not asked.stream:
-            body = await while_connected(request.receive, self._whole(spec, job, heading))
+            body = await while_connected(request.receive, self._whole(spec, job, heading, headers))
             return Response(body, media_type="application/json", headers=headers)
-        events = self._events(spec, job, heading, with_usage=asked.stream_options.include_usage)
+        with_usage = asked.stream_options.include_usage
+        events = self._events(spec, job, heading, headers, with_usage=with_usage)
         stream = EventStream(events, headers, request.receive)
         return await stream.primed(rules.stream_open_after_s)
 
-    async def _whole(self, spec: ChatSpec, job: GenerateJob, heading: Heading) -> bytes:
-        has_logprobs, is_legacy = job.logprobs is not None, heading.is_legacy
-        choices = [
-            Choice(index, has_logprobs=has_logprobs, is_legacy=is_legacy) for index in range(job.n)
-        ]
+    async def _whole(
+        self, spec: ChatSpec, job: GenerateJob, heading: Heading, headers: dict[str, str]
+    ) -> bytes:
+        choices = [self._choice(index, job, heading) for index in range(job.n)]
+        usage, verdicts = await self._written(spec, job, choices, headers)
+        broken = [place for place, verdict in enumerate(verdicts) if verdict is False]
+        if broken and may_write_again(job):
+            others = [self._choice(place, job, heading) for place in broken]
+            with contextlib.suppress(GatewayError):  # no time, no room: the first stands
+                more, again = await self._written(
+                    spec, replace(job, n=len(broken)), others, headers
+                )
+                usage = added(usage, more)
+                for place, choice, verdict in zip(broken, others, again, strict=True):
+                    choices[place], verdicts[place] = choice, verdict
+        if "x-gateway-unenforced" in headers:
+            headers |= judged(verdicts)
+        started = metrics.now()
+        logprobs = 0 if job.logprobs is None else usage.completion_tokens * (1 + job.logprobs)
+        body = await written(lambda: heading.completion(choices, usage), logprobs)
+        job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+        return body
+
+    def _choice(self, index: int, job: GenerateJob, heading: Heading) -> Choice:
+        has_logprobs = job.logprobs is not None
+        return Choice(index, has_logprobs=has_logprobs, is_legacy=heading.is_legacy)
+
+    async def _written(
+        self, spec: ChatSpec, job: GenerateJob, choices: Sequence[Choice], headers: dict[str, str]
+    ) -> tuple[Usage, list[bool | None]]:
+        """Write every choice; return what that took, and which fit their schema."""
         async with (
             self._service.writer(spec, job.caller) as batcher,
             batcher.generate(job) as generation,
             aclosing(generation.deltas) as deltas,
         ):
             usage = generation.usage
+            headers |= unread(generation) | unenforced(generation)
             async for delta in deltas:
                 choices[delta.index].add(delta)
                 usage = counted(usage, delta)
-        started = metrics.now()
-        body = heading.completion(choices, usage)
-        job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
-        return body
+        return usage, [await generation.verdicts.of(index) for index in range(job.n)]
 
     async def _events(
         self,
         spec: ChatSpec,
         job: GenerateJob,
         heading: Heading,
+        headers: dict[str, str],
         *,
         with_usage: bool,
     ) -> AsyncGenerator[bytes, None]:
@@ -90,6 +123,7 @@ class ChatCompletions:
             batcher.generate(job) as generation,
             aclosing(generation.deltas) as deltas,
         ):
+            headers |= unread(generation) | unenforced(generation)  # not sent yet
             yield ACCEPTED
             usage = generation.usage
             is_first = True
@@ -99,11 +133,37 @@ class ChatCompletions:
                     for index in range(job.n):
                         yield frame(heading.role(index))
                 usage = counted(usage, delta)
-                for chunk in heading.chunks(delta):
+                verdict = None
+                if delta.finish_reason is not None:
+                    verdict = await verdict_json(generation.verdicts, delta.index)
+                for chunk in heading.chunks(delta, verdict):
                     yield frame(chunk)
         if with_usage:
             yield frame(heading.usage(usage, timing.field(job.caller.timings)))
         yield DONE
+
+
+async def verdict_json(verdicts: Verdicts, index: int) -> dict[str, Any] | None:
+    """Return what a stream says at a choice's end of what no grammar held, if there was any."""
+    if not verdicts.unenforced:
+        return None
+    pointers = list(verdicts.unenforced[:MOST_NAMED])
+    return {"unenforced": pointers, "schema_valid": await verdicts.of(index)}
+
+
+def may_write_again(job: GenerateJob) -> bool:
+    """Tell whether another try could come out differently."""
+    return job.sampling.seed is None and job.sampling.temperature > 0
+
+
+def added(usage: Usage, more: Usage) -> Usage:
+    """Add what another try cost, its prompt too."""
+    return Usage(
+        prompt_tokens=usage.prompt_tokens + more.prompt_tokens,
+        completion_tokens=usage.completion_tokens + more.completion_tokens,
+        cached_tokens=usage.cached_tokens + more.cached_tokens,
+        reasoning_tokens=usage.reasoning_tokens + more.reasoning_tokens,
+    )
 
 
 def counted(usage: Usage, delta: Delta) -> Usage:
@@ -117,9 +177,10 @@ def counted(usage: Usage, delta: Delta) -> Usage:
 
 
 def defaults(spec: ChatSpec) -> Sampling:
-    """Give the model's sampling defaults, and OpenAI's where it has none."""
-    given = spec.sampling.model_dump(exclude_none=True, exclude={"max_tokens"})
-    return Sampling(**given)
+    """Give what models.yaml says of sampling, and OpenAI's defaults, which nobody has set."""
+    given = spec.sampling.model_dump(exclude={"max_tokens"})
+    unset = frozenset(name for name, value in given.items() if value is None)
+    return Sampling(**{name: given[name] for name in given.keys() - unset}, unset=unset)
 
 
 def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,18 +15,16 @@ from starlette.types import ASGIApp
 from gateway import metrics
 from gateway.api import timing
 from gateway.api.chat import counted, defaults
+from gateway.api.replies import written
 from gateway.api.service import Service, noted
 from gateway.api.streams import ACCEPTED, DONE, EventStream, frame, while_connected
-from gateway.errors import Overloaded
 from gateway.jobs import Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
-from gateway.serving.admission import until_deadline
 from gateway.serving.generation.batcher import Generation, GenerationBatcher
 from gateway.wire import completions as wire
 from gateway.wire.sampling import tier
 
 JOBS_AT_ONCE = 16  # of one request: a long list of prompts is let in in slices
-ASK_AGAIN_S = 0.1  # for room in a queue that is full of tokens
 
 
 class Completions:
@@ -37,15 +36,16 @@ class Completions:
     async def answer(self, request: Request) -> ASGIApp:
         """Write on from every prompt."""
         service, rules = self._service, self._service.rules
-        read = await service.read(request, wire.CompletionRequest, wire.FIELDS)
-        asked = read.request
-        _, spec = service.chat_spec(asked.model)
-        jobs = wire.to_jobs(
-            asked,
-            service.caller(request, tier(asked.service_tier)),
-            defaults(spec),
-            max_chars=rules.max_input_chars,
+
+        def translate(asked: wire.CompletionRequest) -> tuple[ChatSpec, Sequence[GenerateJob]]:
+            _, spec = service.chat_spec(asked.model)
+            caller = service.caller(request, tier(asked.service_tier))
+            return spec, wire.to_jobs(asked, caller, defaults(spec), bounds=rules.chars)
+
+        read, (spec, jobs) = await service.read(
+            request, wire.CompletionRequest, wire.FIELDS, translate
         )
+        asked = read.request
         heading = wire.Heading(
             id=f"cmpl-{secrets.token_hex(12)}",
             created=int(time.time()),
@@ -80,7 +80,9 @@ class Completions:
                 if isinstance(each, Delta):
                     choices[each.index].add(each)
         started = metrics.now()
-        body = heading.whole(choices, usage)
+        each_token = 0 if jobs[0].logprobs is None else 1 + jobs[0].logprobs
+        tokens = usage.prompt_tokens + usage.completion_tokens  # an echo has the prompt's too
+        body = await written(lambda: heading.whole(choices, usage), tokens * each_token)
         jobs[0].caller.timings.add(Stage.SERIALISE, metrics.now() - started)
         return body
 
@@ -144,18 +146,12 @@ async def merged(
             all_heard.set()
 
     async def let_in(stack: AsyncExitStack, place: int, job: GenerateJob) -> Generation:
-        if place > 0:
-            await first_in.wait()
-        while True:
-            try:
-                return await stack.enter_async_context(batcher.generate(job))
-            except Overloaded:
-                if place == 0:
-                    raise
-                heard(place)  # who has room must not wait for who has none
-                job.caller.timings.stage = Stage.QUEUE
-            async with until_deadline(job.caller):
-                await asyncio.sleep(ASK_AGAIN_S)
+        if place == 0:
+            return await stack.enter_async_context(batcher.generate(job))
+        await first_in.wait()
+        # Who has room must not wait for who has none.
+        refused = partial(heard, place)
+        return await stack.enter_async_context(batcher.generate(job, refused))
 
     async def work() -> None:
         for place, job in waiting:

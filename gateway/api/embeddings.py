@@ -1,5 +1,7 @@
 """POST /v1/embeddings."""
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,26 +27,40 @@ class Embeddings:
 
     async def _answer(self, request: Request, arrival: Arrival) -> Response:
         service = self._service
-        read = await service.read(request, wire.EmbeddingsRequest, wire.FIELDS)
-        asked = read.request
-        resolved, spec = service.embedding_spec(asked.model)
-        alias_prompt = resolved.alias.prompt_name if resolved.alias else None
-        job = wire.to_job(
-            asked,
-            service.caller(request),
-            accepts_ids=spec.token_ids == "accept",
-            truncate=spec.overflow == "truncate" if asked.truncate is None else asked.truncate,
-            dimensions=asked.dimensions,
-            prompt_name=asked.prompt_name or alias_prompt or spec.default_prompt_name,
-            max_chars=service.rules.max_input_chars,
+
+        def translate(asked: wire.EmbeddingsRequest) -> tuple[EmbeddingSpec, EmbedJob]:
+            resolved, spec = service.embedding_spec(asked.model)
+            alias_prompt = resolved.alias.prompt_name if resolved.alias else None
+            return spec, wire.to_job(
+                asked,
+                service.caller(request),
+                accepts_ids=spec.token_ids == "accept",
+                truncate=spec.overflow == "truncate" if asked.truncate is None else asked.truncate,
+                dimensions=asked.dimensions,
+                prompt_name=asked.prompt_name or alias_prompt or spec.default_prompt_name,
+                bounds=service.rules.chars,
+            )
+
+        read, (spec, job) = await service.read(
+            request, wire.EmbeddingsRequest, wire.FIELDS, translate
         )
+        asked = read.request
         answer = await while_connected(request.receive, self._embed(spec, job, arrival))
         headers = noted(read.ignored)
         if answer.truncated:
             headers["x-gateway-truncated"] = str(answer.truncated)
         with timed(request, Stage.SERIALISE):
-            body = wire.to_json(answer, asked.model, asked.encoding_format)
+            body = await self._written(answer, asked)
         return Response(body, media_type="application/json", headers=headers)
+
+    async def _written(self, answer: Embedded, asked: wire.EmbeddingsRequest) -> bytes:
+        """Write the answer piece by piece, with a turn for everybody else after a large one."""
+        pieces = []
+        for piece in wire.written(answer, asked.model, asked.encoding_format):
+            pieces.append(piece)
+            if len(piece) > wire.PIECE_FLOATS:
+                await asyncio.sleep(0)
+        return b"".join(pieces)
 
     async def _embed(self, spec: EmbeddingSpec, job: EmbedJob, arrival: Arrival) -> Embedded:
         async with self._service.embedder(spec, job.caller) as batcher:

@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway import logs, metrics
 from gateway.api import timing
 from gateway.api.door import Door
-from gateway.api.limits import check_head
+from gateway.api.limits import Bodies, check_head
+from gateway.api.operations import OPERATIONS
 from gateway.errors import (
     Forbidden,
     GatewayError,
@@ -28,6 +29,7 @@ from gateway.errors import (
     Unauthorized,
     Unavailable,
     UnknownUrl,
+    shown,
 )
 from gateway.jobs import Timings
 
@@ -53,10 +55,21 @@ def translate(error: HTTPException, method: str, path: str) -> GatewayError:
     """Say Starlette's own refusals in our words."""
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allow = (error.headers or {}).get("Allow", "")
-        return MethodNotAllowed(f"Not allowed to {method} on {path}.", allow)
+        return MethodNotAllowed(f"Not allowed to {method} on {shown(path)}.", allow)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return UnknownUrl(f"Invalid URL ({method} {path})")
+        return unknown_url(method, path)
     return GatewayError(error.detail)
+
+
+def unknown_url(method: str, path: str) -> UnknownUrl:
+    """Refuse a path, with the one that it is but for slashes or another /v1, if it is one."""
+    steps = [step for step in path.split("/") if step]
+    while steps[:2] == ["v1", "v1"]:
+        del steps[0]
+    meant = "/" + "/".join(steps)
+    is_one = any(meant.removeprefix("/v1") == known for _, known in OPERATIONS)
+    hint = f". Did you mean {meant}?" if is_one and meant != path else ""
+    return UnknownUrl(f"Invalid URL ({method} {shown(path)}){hint}")
 
 
 class Context:
@@ -65,10 +78,17 @@ class Context:
     """
 
     def __init__(
-        self, app: ASGIApp, door: Door, *, max_header_bytes: int, send_timeout_s: float
+        self,
+        app: ASGIApp,
+        door: Door,
+        bodies: Bodies,
+        *,
+        max_header_bytes: int,
+        send_timeout_s: float,
     ) -> None:
         self._app = app
         self._door = door
+        self._bodies = bodies
         self._max_header_bytes = max_header_bytes
         self._send_timeout_s = send_timeout_s
         self._log = log.bind()  # once, not for every line
@@ -91,7 +111,7 @@ class Context:
         reply = _Reply(
             send, request_id, timings, is_last=is_last, send_timeout_s=self._send_timeout_s
         )
-        with self._door.passing():
+        with self._door.passing(), self._bodies.body() as scope["gateway.body"]:
             status = await self._serve(scope, receive, reply)
         seconds = metrics.now() - timings.started
         route = getattr(scope.get("route"), "path", "none")
@@ -101,7 +121,7 @@ class Context:
         self._log.info(
             "request",
             method=scope["method"],
-            path=scope["path"],
+            path=shown(scope["path"]),
             status=int(status),  # an enum, where the answer is an error
             ms=round(seconds * 1000, 1),
             **timing.logged(timings),
@@ -126,7 +146,7 @@ class Context:
                 refusal = translate(error, scope["method"], scope["path"])
                 await answer(refusal)(scope, receive, reply)
         except Exception:
-            log.exception("request_failed", path=scope["path"])
+            log.exception("request_failed", path=shown(scope["path"]))
             if reply.status is None:
                 oops = GatewayError("The server had an error while processing your request.")
                 await answer(oops)(scope, receive, reply)
@@ -210,22 +230,28 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in, or answer why not."""
-        if scope["type"] == "http" and scope["path"].removeprefix("/v1") not in OPEN_PATHS:
+        if scope["type"] == "http":
+            is_open = scope["path"].removeprefix("/v1") in OPEN_PATHS
             try:
-                self._admit(scope)
+                self._identify(scope)
+                scope["gateway.is_known"] = True
+                if self._door.is_closed and not is_open:
+                    raise _closing()
             except GatewayError as error:  # answered here, so that CORS adds its headers
-                await answer(error)(scope, receive, send)
-                return
+                if not is_open:
+                    await answer(error)(scope, receive, send)
+                    return
         await self._app(scope, receive, send)
 
-    def _admit(self, scope: Scope) -> None:
+    def _identify(self, scope: Scope) -> None:
+        """Find whose the key is. Raises Unauthorized or Forbidden for strangers."""
         headers: Mapping[bytes, bytes] = scope["gateway.headers"]
         if self._keys:
             scope["gateway.key_id"] = self._key_id(headers.get(b"authorization", b""))
-        else:
-            self._check_browser(headers)
-        if self._door.is_closed:
-            raise _closing()
+            return
+        if scope.get("server") is not None:  # a unix socket is no server that a name may lead to
+            self._check_host(headers)
+        self._check_origin(headers)
 
     def _key_id(self, authorization: bytes) -> str:
         scheme, _, key = authorization.partition(b" ")
@@ -240,18 +266,20 @@ class Guard:
             )
         return f"key-{matches.index(True) + 1}"
 
-    def _check_browser(self, headers: Mapping[bytes, bytes]) -> None:
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         host = headers.get(b"host", b"").decode("latin-1")
         if not (is_loopback(host) or {host.lower(), _name(host), "*"} & self._hosts):
             raise Forbidden(
-                f"The host `{host}` is not this gateway's. Add it to GATEWAY_ALLOWED_HOSTS, or "
-                "set GATEWAY_API_KEYS."
+                f"The host `{shown(host)}` is not this gateway's. Add it to "
+                "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
             )
+
+    def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
         if b"origin" not in headers:
             return
         origin = headers[b"origin"].decode("latin-1")
         if not {origin, "*"} & self._origins:
-            raise Forbidden(f"The origin `{origin}` is not in GATEWAY_CORS_ORIGINS.")
+            raise Forbidden(f"The origin `{shown(origin)}` is not in GATEWAY_CORS_ORIGINS.")
 
 
 def _closing() -> Unavailable:

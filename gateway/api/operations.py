@@ -16,11 +16,11 @@ from gateway.errors import (
     ModelNotFound,
     ModelsFileInvalid,
     RateLimited,
+    ResponseNotFound,
     SlowBody,
     TooLarge,
     Unauthorized,
     Unavailable,
-    UnknownUrl,
 )
 from gateway.wire import answers
 from gateway.wire.chat import ChatRequest
@@ -57,11 +57,7 @@ class Operation:
 
 
 Operations = Mapping[tuple[str, str], Operation]
-_MISSING = Operation(
-    summary="Not served: this gateway keeps no responses",
-    statuses=(),
-    errors=(*GUARDED, UnknownUrl),
-)
+KEPT: Errors = (*GUARDED, BadRequest, ResponseNotFound)
 OPERATIONS: Operations = {
     ("post", "/embeddings"): Operation(
         summary="Turn texts into vectors",
@@ -87,14 +83,34 @@ OPERATIONS: Operations = {
         errors=ASKED,
     ),
     ("post", "/responses"): Operation(
-        summary="Answer a conversation, without keeping it",
+        summary="Answer a conversation, and keep the answer to go on from",
         given=answers.Response,
         taken=ResponsesRequest,
         example={"input": "Hello!"},
         events=answers.ResponseEvent,
-        errors=ASKED,
+        errors=(*ASKED, ResponseNotFound),
     ),
-    **{(method, "/responses/{name}"): _MISSING for method in ("get", "post", "delete")},
+    ("post", "/responses/input_tokens"): Operation(
+        summary="Count the tokens of a prompt",
+        given=answers.InputTokens,
+        taken=ResponsesRequest,
+        example={"input": "Hello!"},
+        errors=(*ASKED, ResponseNotFound),
+    ),
+    ("get", "/responses/{name}"): Operation(
+        summary="Show a kept response", given=answers.Response, errors=KEPT
+    ),
+    ("delete", "/responses/{name}"): Operation(
+        summary="Forget a kept response", given=answers.Deleted, errors=KEPT
+    ),
+    ("post", "/responses/{name}/cancel"): Operation(
+        summary="Not served: no response is made in the background", statuses=(), errors=KEPT
+    ),
+    ("get", "/responses/{name}/input_items"): Operation(
+        summary="List the conversation that a kept response answers",
+        given=answers.InputItems,
+        errors=KEPT,
+    ),
     ("get", "/models"): Operation(summary="List the models", given=answers.Models),
     ("get", "/models/{name}"): Operation(
         summary="Tell of one model", given=answers.Model, errors=(*GUARDED, ModelNotFound)

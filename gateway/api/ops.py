@@ -31,9 +31,11 @@ class Ready:
         self._states = states
 
     async def answer(self, request: Request) -> Response:
-        """Answer with the models' states."""
+        """Answer with the status, and with the models' states to those who may list models."""
         status = self._status()
-        body = {"status": status, "models": self._states()}
+        body: dict[str, object] = {"status": status}
+        if request.scope.get("gateway.is_known", False):
+            body["models"] = self._states()
         return reply(body, 200 if status == "ready" else 503)
 
 

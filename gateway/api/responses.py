@@ -1,111 +1,272 @@
-"""POST /v1/responses, without state: what was answered before is not kept."""
+"""/v1/responses: answers that are kept for a while, so that a client may go on from them."""
 
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from gateway import metrics
-from gateway.api.chat import counted, defaults, template_args
-from gateway.api.service import Service, noted
+from gateway import logs, metrics
+from gateway.api.chat import added, counted, defaults, may_write_again, template_args, verdict_json
+from gateway.api.replies import reply
+from gateway.api.service import Service, judged, noted, unenforced, unread
 from gateway.api.streams import ACCEPTED, EventStream, frame, while_connected
-from gateway.errors import GatewayError, UnknownUrl
-from gateway.jobs import GenerateJob, Stage
+from gateway.errors import BadRequest, GatewayError, ResponseNotFound, shown
+from gateway.jobs import Caller, Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
+from gateway.serving.response_store import ResponseStore, StoredItem, StoredResponse
+from gateway.wire import reading, response_items
 from gateway.wire import responses as wire
 from gateway.wire.response_events import Answer, Event
+from gateway.wire.response_items import Item
+from gateway.wire.response_tools import unpack
 from gateway.wire.sampling import tier
+
+log = logs.get("responses")
+
+MOST_JSON_BYTES = 6  # that one character takes, escaped
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One request as understood: its job, the answer to be written, and, where that is to be kept,
+    the conversation it answers.
+    """
+
+    spec: ChatSpec
+    job: GenerateJob
+    answer: Answer
+    context: Sequence[StoredItem] | None
 
 
 class Responses:
     """Read, lease, ask, answer: whole or as a stream, from the same events."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, store: ResponseStore) -> None:
         self._service = service
+        self._store = store
 
     async def answer(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
-        service, rules = self._service, self._service.rules
-        read = await service.read(request, wire.ResponsesRequest, wire.FIELDS)
-        asked = read.request
-        resolved, spec = service.chat_spec(asked.model)
-        job = wire.to_job(
-            asked,
-            service.caller(request, tier(asked.service_tier)),
-            defaults(spec),
-            max_tokens=spec.sampling.max_tokens,
-            template_args=template_args(resolved, spec),
-            max_chars=rules.max_input_chars,
-        )
-        response_id = f"resp_{secrets.token_hex(24)}"
-        created = int(time.time())
-        answer = Answer(wire.described(asked, job, response_id=response_id, created=created))
+        rules = self._service.rules
+        read, exchange = await self._read(request)
         headers = noted(read.ignored)
-        if not asked.stream:
-            body = await while_connected(request.receive, self._whole(spec, job, answer))
+        if not read.request.stream:
+            body = await while_connected(request.receive, self._whole(exchange, headers))
             return Response(body, media_type="application/json", headers=headers)
-        events = self._framed(spec, job, answer)
+        answer = exchange.answer
         stream = EventStream(
-            events,
+            self._framed(exchange, headers),
             headers,
             request.receive,
             told=lambda error: b"".join(map(named, [*answer.begin(), *answer.fail(error)])),
         )
         return await stream.primed(rules.stream_open_after_s)
 
-    async def missing(self, request: Request) -> Response:
-        """Refuse what only a gateway that keeps responses could answer."""
-        raise UnknownUrl(
-            f"Response with id '{request.path_params['name'].split('/')[0]}' not found: this "
-            "gateway keeps no responses.",
-            param="response_id",
-            code="response_not_found",
+    async def count(self, request: Request) -> Response:
+        """Answer how many tokens a request's prompt has, without running it."""
+        read, exchange = await self._read(request)
+        tokens = await while_connected(request.receive, self._counted(exchange))
+        return Response(
+            orjson.dumps({"object": wire.INPUT_TOKENS_OBJECT, "input_tokens": tokens}),
+            media_type="application/json",
+            headers=noted(read.ignored),
         )
 
-    async def _whole(self, spec: ChatSpec, job: GenerateJob, answer: Answer) -> bytes:
-        async with aclosing(self._events(spec, job, answer)) as events:
-            async for _ in events:
-                pass
+    async def show(self, request: Request) -> Response:
+        """Answer with a kept response."""
+        if request.query_params.get("stream", "false") == "true":
+            raise BadRequest(
+                "A response that has ended is not streamed again: leave 'stream' out.",
+                param="stream",
+            )
+        return Response(self._kept(request).body, media_type="application/json")
+
+    async def forget(self, request: Request) -> Response:
+        """Forget a kept response."""
+        kept = self._kept(request)
+        self._store.delete(_owner(request), kept.id)
+        return reply({"id": kept.id, "object": "response", "deleted": True})
+
+    async def items(self, request: Request) -> Response:
+        """Answer with a page of the conversation that a kept response answers."""
+        context = [(item.id, item.body) for item in self._kept(request).context]
+        body = response_items.page(context, request.query_params)
+        return Response(body, media_type="application/json")
+
+    async def cancel(self, request: Request) -> Response:
+        """Refuse: what is kept has ended, and what has not ends when its client leaves."""
+        self._kept(request)
+        raise BadRequest(
+            "Only responses created with 'background' can be cancelled, and this gateway has none.",
+            param="response_id",
+        )
+
+    def _kept(self, request: Request) -> StoredResponse:
+        return self._find(_owner(request), request.path_params["name"], "response_id")
+
+    def _find(self, owner: str | None, response_id: str, param: str) -> StoredResponse:
+        """Find a response of an owner's; another's is as good as none."""
+        if (kept := self._store.find(owner, response_id)) is not None:
+            return kept
+        raise ResponseNotFound(
+            f"Response with id '{shown(response_id)}' not found.",
+            param=param,
+            code="previous_response_not_found" if param == "previous_response_id" else None,
+        )
+
+    async def _read(
+        self, request: Request
+    ) -> tuple[reading.Read[wire.ResponsesRequest], _Exchange]:
+        return await self._service.read(
+            request,
+            wire.ResponsesRequest,
+            wire.FIELDS,
+            lambda asked: self._exchange(asked, request),
+            is_large=lambda asked: asked.goes_on,
+        )
+
+    def _exchange(self, asked: wire.ResponsesRequest, request: Request) -> _Exchange:
+        service = self._service
+        resolved, spec = service.chat_spec(asked.model)
+        caller = service.caller(request, tier(asked.service_tier))
+        earlier, items = self._conversation(asked, caller)
+        job = wire.to_job(
+            asked,
+            caller,
+            defaults(spec),
+            items=[*map(response_items.read_item, (item.body for item in earlier)), *items],
+            max_tokens=spec.sampling.max_tokens,
+            template_args=template_args(resolved, spec),
+            max_chars=service.rules.max_input_chars,
+        )
+        context: Sequence[StoredItem] | None = None
+        if is_kept := asked.store and self._store.is_on:
+            written = (StoredItem(*response_items.written(item)) for item in items)
+            context = (*earlier, *written)
+        described = wire.described(
+            asked,
+            job,
+            response_id=f"resp_{secrets.token_hex(24)}",
+            created=int(time.time()),
+            is_kept=is_kept,
+        )
+        return _Exchange(spec, job, Answer(described, unpack(asked.tools).places), context)
+
+    def _conversation(
+        self, asked: wire.ResponsesRequest, caller: Caller
+    ) -> tuple[Sequence[StoredItem], Sequence[Item]]:
+        """Return the items of the response that this one follows, and its own, each whole."""
+
+        most = self._service.rules.max_input_chars * MOST_JSON_BYTES
+        found = 0
+
+        def find(item_id: str) -> bytes | None:
+            nonlocal found
+            if (item := self._store.item(caller.key_id, item_id)) is None:
+                return None
+            found += len(item.body)
+            if found > most:  # of one item that is meant a thousand times, say
+                raise BadRequest("The items that 'input' refers to are too long.", param="input")
+            return item.body
+
+        earlier: Sequence[StoredItem] = ()
+        if asked.previous_response_id is not None:
+            earlier = self._find(
+                caller.key_id, asked.previous_response_id, "previous_response_id"
+            ).items
+        return earlier, response_items.resolved(asked.input, find)
+
+    def _keep(self, exchange: _Exchange) -> None:
+        if exchange.context is None:
+            return
+        whole = exchange.answer.whole()
+        output = [StoredItem(item["id"], orjson.dumps(item)) for item in whole["output"]]
+        response = StoredResponse(whole["id"], orjson.dumps(whole), exchange.context, output)
+        if not self._store.keep(exchange.job.caller.key_id, response):
+            log.warning("response_not_kept", response=response.id, bytes=response.nbytes)
+
+    async def _counted(self, exchange: _Exchange) -> int:
+        with _in_our_words():
+            async with self._service.writer(exchange.spec, exchange.job.caller) as batcher:
+                return await batcher.count_tokens(exchange.job)
+
+    async def _whole(self, exchange: _Exchange, headers: dict[str, str]) -> bytes:
+        job, answer = exchange.job, exchange.answer
+        with _in_our_words():
+            deltas, usage = await self._gathered(exchange, headers)
+            if headers.get("x-gateway-schema-valid") == "false" and may_write_again(job):
+                with contextlib.suppress(GatewayError):  # no time, no room: the first stands
+                    deltas, more = await self._gathered(exchange, headers)
+                    usage = added(usage, more)
+        answer.begin()
+        for delta in deltas:
+            answer.add(delta)
+        answer.end(usage, int(time.time()))
+        self._keep(exchange)
         started = metrics.now()
-        body = orjson.dumps(answer.whole())
-        job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+        body = orjson.dumps(exchange.answer.whole())
+        exchange.job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
         return body
 
+    async def _gathered(
+        self, exchange: _Exchange, headers: dict[str, str]
+    ) -> tuple[list[Delta], Usage]:
+        """Have the answer written once, and judged where its grammar could not hold all of it."""
+        async with (
+            self._service.writer(exchange.spec, exchange.job.caller) as batcher,
+            batcher.generate(exchange.job) as generation,
+            aclosing(generation.deltas) as deltas,
+        ):
+            headers |= unread(generation) | unenforced(generation)
+            exchange.answer.describe(generation.sampling)
+            usage, made = generation.usage, []
+            async for delta in deltas:
+                usage = counted(usage, delta)
+                made.append(delta)
+        if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
+            headers |= judged([verdict["schema_valid"]])
+            exchange.answer.judge(verdict)
+        return made, usage
+
     async def _framed(
-        self, spec: ChatSpec, job: GenerateJob, answer: Answer
+        self, exchange: _Exchange, headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
         """Frame the events. A failure after the first of them is an event too."""
         has_begun = False
         try:
-            async with aclosing(self._events(spec, job, answer)) as events:
+            async with aclosing(self._events(exchange, headers)) as events:
                 async for event in events:
                     has_begun = has_begun or event is not None
                     yield ACCEPTED if event is None else named(event)
         except GatewayError as error:
             if not has_begun:
                 raise
-            for event in answer.fail(error):
+            for event in exchange.answer.fail(error):
                 yield named(event)
 
     async def _events(
-        self, spec: ChatSpec, job: GenerateJob, answer: Answer
+        self, exchange: _Exchange, headers: dict[str, str]
     ) -> AsyncGenerator[Event | None, None]:
         """Give None when the request is accepted, then the events: the first of them with the
-        first delta.
+        first delta. The answer is kept before the last of them is sent.
         """
+        job, answer = exchange.job, exchange.answer
         with _in_our_words():
             async with (
-                self._service.writer(spec, job.caller) as batcher,
+                self._service.writer(exchange.spec, job.caller) as batcher,
                 batcher.generate(job) as generation,
                 aclosing(generation.deltas) as deltas,
             ):
+                headers |= unread(generation) | unenforced(generation)  # not sent yet
                 yield None
+                answer.describe(generation.sampling)
                 usage = generation.usage
                 is_first = True
                 async for delta in deltas:
@@ -116,8 +277,17 @@ class Responses:
                     usage = counted(usage, delta)
                     for event in answer.add(delta):
                         yield event
-        for event in answer.end(usage, int(time.time())):
+        if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
+            answer.judge(verdict)
+        closing = answer.end(usage, int(time.time()))
+        self._keep(exchange)
+        for event in closing:
             yield event
+
+
+def _owner(request: Request) -> str | None:
+    key_id: str | None = request.scope.get("gateway.key_id")
+    return key_id
 
 
 def named(event: Event) -> bytes:

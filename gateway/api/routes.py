@@ -18,6 +18,7 @@ from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.door import Door
 from gateway.api.embeddings import Embeddings
+from gateway.api.limits import Bodies
 from gateway.api.middleware import Context, Guard, answer, translate
 from gateway.api.models import Models
 from gateway.api.openapi import OpenApi
@@ -26,17 +27,21 @@ from gateway.api.responses import Responses
 from gateway.api.service import Service
 from gateway.errors import GatewayError, Overloaded
 from gateway.serving.rates import KINDS, Accounts, Allowance
+from gateway.serving.response_store import ResponseStore
 
 EXPOSED = [
-    *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "server-timing", "retry-after"),
+    *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "x-gateway-tool-format"),
+    *("server-timing", "retry-after"),
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
 ]
 
 
 def serve(
     service: Service,
+    response_store: ResponseStore,
     *,
     door: Door,
+    bodies: Bodies,
     health: ops.Health,
     ready: ops.Ready,
     reload: Reload,
@@ -50,7 +55,7 @@ def serve(
 ) -> ASGIApp:
     """Build the ASGI application; without an admin key, nothing is under /admin."""
     models = Models(service)
-    responses = Responses(service)
+    responses = Responses(service, response_store)
     openapi = OpenApi(service, has_keys=bool(keys), has_admin=bool(admin_key))
     app = Starlette(
         routes=[
@@ -58,9 +63,11 @@ def serve(
             *_both("/chat/completions", ChatCompletions(service).answer, "POST"),
             *_both("/completions", Completions(service).answer, "POST"),
             *_both("/responses", responses.answer, "POST"),
-            *_both("/responses/{name:path}", responses.missing, "GET"),
-            *_both("/responses/{name:path}", responses.missing, "POST"),
-            *_both("/responses/{name:path}", responses.missing, "DELETE"),
+            *_both("/responses/input_tokens", responses.count, "POST"),
+            *_both("/responses/{name}", responses.show, "GET"),
+            *_both("/responses/{name}", responses.forget, "DELETE"),
+            *_both("/responses/{name}/cancel", responses.cancel, "POST"),
+            *_both("/responses/{name}/input_items", responses.items, "GET"),
             *_both("/models", models.answer, "GET"),
             *_both("/models/{name:path}", models.answer, "GET"),
             *_both("/health", health.answer, "GET"),
@@ -93,6 +100,7 @@ def serve(
     return Context(
         guarded,
         door,
+        bodies,
         max_header_bytes=max_header_bytes,
         send_timeout_s=service.rules.send_timeout_s,
     )

@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar, cast
 from urllib.parse import quote
 
@@ -18,14 +17,16 @@ from gateway.jobs import Caller, Stage, Tier
 from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, ModelSpec, Resolved
 from gateway.serving.arrivals import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
-from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.batcher import Generation, GenerationBatcher
 from gateway.serving.models.cache import ModelCache
 from gateway.wire import reading
 from gateway.wire.bounds import Bounds as Bounds  # app has its rules from here
 
 log = logs.get("service")
 
-LARGE_BYTES = 1_000_000  # a body of which is read off the loop: it takes milliseconds and more
+LARGE_BYTES = 250_000  # a body of which is read off the loop: it takes milliseconds and more
+T = TypeVar("T")
+MOST_NAMED = 16  # in one header
 R = TypeVar("R", bound=reading.Request)
 
 
@@ -36,12 +37,18 @@ class Rules:
     max_body_bytes: int
     body_timeout_s: float
     max_input_chars: int
+    max_request_chars: int
     bounds: Bounds
     strict_fields: bool
     log_prompts: bool
     request_timeout_s: float
     stream_open_after_s: float
     send_timeout_s: float
+
+    @property
+    def chars(self) -> reading.CharBounds:
+        """Return how long a text may be, and those of a request together."""
+        return reading.CharBounds(self.max_input_chars, self.max_request_chars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,23 +63,39 @@ class Service:
     started: int
 
     async def read(
-        self, request: Request, shape: type[R], fields: reading.Fields
-    ) -> reading.Read[R]:
-        """Read and check a request's body."""
+        self,
+        request: Request,
+        shape: type[R],
+        fields: reading.Fields,
+        translate: Callable[[R], T],
+        *,
+        is_large: Callable[[R], bool] = lambda _: False,
+    ) -> tuple[reading.Read[R], T]:
+        """Read and check a request's body, and translate it: off the loop if it is large, or stands
+        for something that is.
+        """
         body = await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
-        parse = partial(
-            reading.read_request,
-            body,
-            shape,
-            fields,
-            strict=self.rules.strict_fields,
-            bounds=self.rules.bounds,
-        )
+
+        def parse() -> reading.Read[R]:
+            rules = self.rules
+            read = reading.read_request(
+                body, shape, fields, strict=rules.strict_fields, bounds=rules.bounds
+            )
+            if rules.log_prompts:
+                log.info("prompt", **read.request.asked())
+            return read
+
+        def understand() -> tuple[reading.Read[R], T]:
+            read = parse()
+            return read, translate(read.request)
+
         with timed(request, Stage.PARSE):
-            read = parse() if len(body) <= LARGE_BYTES else await asyncio.to_thread(parse)
-        if self.rules.log_prompts:
-            log.info("prompt", **read.request.asked())
-        return read
+            if len(body) > LARGE_BYTES:
+                return await asyncio.to_thread(understand)
+            read = parse()
+            if is_large(read.request):
+                return read, await asyncio.to_thread(translate, read.request)
+            return read, translate(read.request)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
         """Say who asks and until when: `x-gateway-timeout-s`, at most the setting."""
@@ -144,7 +167,28 @@ def _wrong_kind(name: str, kind: str, wanted: str) -> BadRequest:
     )
 
 
+def unread(generation: Generation) -> dict[str, str]:
+    """Say in a header that calls come as text, since the model's form of them is not known."""
+    return {"x-gateway-tool-format": "unknown"} if generation.calls_are_text else {}
+
+
+def unenforced(generation: Generation) -> dict[str, str]:
+    """Name in a header what of the schema no grammar holds: some of it, by JSON pointer."""
+    return _named("x-gateway-unenforced", generation.verdicts.unenforced)
+
+
+def judged(verdicts: Sequence[bool | None]) -> dict[str, str]:
+    """Say in a header whether answers fit a schema that their grammar held in part."""
+    verdict = False if False in verdicts else None if None in verdicts else True
+    return {"x-gateway-schema-valid": {True: "true", False: "false", None: "unknown"}[verdict]}
+
+
 def noted(ignored: Sequence[str]) -> dict[str, str]:
-    """Name in a header the fields that nobody knew: some of them, in characters headers allow."""
-    names = [quote(name[:64], safe="") for name in ignored[:16]]
-    return {"x-gateway-ignored": ",".join(names)} if names else {}
+    """Name in a header the fields that nobody knew."""
+    return _named("x-gateway-ignored", ignored)
+
+
+def _named(header: str, names: Sequence[str]) -> dict[str, str]:
+    """Write some of the names, in characters that headers allow."""
+    told = [quote(name[:64], safe="[]") for name in names[:MOST_NAMED]]
+    return {header: ",".join(told)} if told else {}

@@ -162,18 +162,16 @@ class EventStream:
         headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         start = {"type": "http.response.start", "status": 200, "headers": _HEADERS + headers}
         await send(start)
-        has_begun = False
         while not self._maker.done() or self._made:
             if self._made:
-                has_begun = True
                 await send(_body(self._made.popleft(), more=True))
-            elif not await self._waited(None if has_begun else KEEP_ALIVE_S):
+            elif not await self._waited(KEEP_ALIVE_S):
                 await send(_body(_COMMENT, more=True))
         if (failure := self._failure()) is not None:
             await send(_body(self._told(failure), more=True))
         await send(_body(b"", more=False))
 
-    async def _waited(self, timeout_s: float | None) -> bool:
+    async def _waited(self, timeout_s: float) -> bool:
         """Wait for something new; tell whether there is."""
         self._stirred.clear()
         if self._made or self._maker.done():

@@ -27,7 +27,8 @@ def logged(timings: Timings) -> dict[str, str | int | float]:
         return {}
     stages = {f"{stage}_ms": round(1000 * s, 2) for stage, s in timings.seconds.items()}
     tokens = {"tokens_in": timings.tokens_in, "tokens_out": timings.tokens_out}
-    return {"model": timings.model, **stages, **tokens}
+    preempted = {"preemptions": timings.preemptions} if timings.preemptions else {}
+    return {"model": timings.model, **stages, **tokens, **preempted}
 
 
 def left(timings: Timings) -> None:

@@ -30,5 +30,5 @@ async def apart(function: Callable[[*Ts], T], *args: *Ts) -> T:
         with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=work, name=function.__name__, daemon=True).start()
+    threading.Thread(target=work, name=getattr(function, "__name__", "apart"), daemon=True).start()
     return await done

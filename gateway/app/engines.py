@@ -4,17 +4,24 @@ Imports mlx: whoever needs no model must not import this.
 """
 
 import asyncio
+import contextlib
+import sys
+import threading
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 from gateway import logs
 from gateway.app.apart import apart
 from gateway.app.hub import hub_of
 from gateway.app.opening import Size
-from gateway.engine import backend, sizes, sources
+from gateway.engine import backend, sandboxed, sizes, sources
+from gateway.engine.batching import self_test_digest
 from gateway.engine.embedding import load_embedding_in_steps
 from gateway.engine.grammar.shaping import Shape
-from gateway.engine.loading import load_generation_in_steps
+from gateway.engine.grammar.tokenizer import Backend
+from gateway.engine.loading import load_generation_in_steps, read_chat_setup
 from gateway.engine.memory import (
     active_bytes,
     cached_bytes,
@@ -26,11 +33,16 @@ from gateway.engine.pooling import read_recipe
 from gateway.engine.weights import Checkpoint
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
-from gateway.serving.generation.grammars import Worker
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.serving.sandbox import Sandbox
 from gateway.settings import Settings
 
 log = logs.get("engines")
+
+RENDER_S: Final = 5.0  # an ordinary conversation takes a thousandth of a second
+# Of every thread from here on: those that compile and the lane, which makes matchers anew. What
+# survives the sandbox has survived on a quarter of it.
+STACK_BYTES: Final = 4 * sandboxed.STACK_BYTES
 
 
 class MlxEngines:
@@ -44,12 +56,15 @@ class MlxEngines:
         *,
         wired_limit_bytes: int | None = None,
         kv_allowance_tokens: int = 4096,
-        structured_backend: str = "llguidance",
+        structured_backend: Backend = "llguidance",
         compile_timeout_s: float = 10.0,
         prefix_cache_bytes: int = 0,
     ) -> None:
         self._structured_backend = structured_backend
-        self._worker = Worker(compile_timeout_s)
+        self._grammars = _sandbox("grammar", compile_timeout_s)
+        self._templates = _sandbox("template", RENDER_S, quick_s=RENDER_S / 10)
+        self._sandboxes = contextlib.ExitStack()
+        threading.stack_size(STACK_BYTES)
         self._prefix_cache_bytes = prefix_cache_bytes
         self._device = backend.choose_device(requested)
         if self._device is backend.Device.CPU:
@@ -81,17 +96,23 @@ class MlxEngines:
         return cached_bytes()
 
     def tidy(self) -> None:
-        """Give freed memory back, on the lane's thread; a GPU's is kept within its own limit."""
-        if self._device is backend.Device.CPU:
-            give_back()
+        """Give freed memory back, on the lane's thread."""
+        give_back()
 
     def begin(self) -> None:
-        """Set device and memory limits, which MLX keeps for each thread."""
+        """Set device and memory limits, which MLX keeps for each thread, and start the sandbox."""
+        self._sandboxes.enter_context(self._grammars)
+        self._sandboxes.enter_context(self._templates)
         backend.configure(self._device, self._cache_limit_bytes, self._wired_limit_bytes)
 
     def end(self) -> None:
         """Give up the thread's streams: without this about half of all exits abort on CPU."""
+        self.close_sandboxes()
         backend.leave()
+
+    def close_sandboxes(self) -> None:
+        """End their processes; `begin` starts them again."""
+        self._sandboxes.close()
 
     async def folder(self, spec: ModelSpec) -> Path:
         """Find the files, or fetch them when the hub answers in time."""
@@ -110,6 +131,12 @@ class MlxEngines:
             return await apart(sources.download, spec, self._hub)
         finally:
             self._sizes.pop(spec.id, None)  # another one, of another reading, may have ended sooner
+
+    async def digest(self, spec: ChatSpec, folder: Path) -> str:
+        """Name all that a chat model's self-test depends on; raises ModelLoadFailed."""
+        return await apart(
+            self_test_digest, Checkpoint(spec.id, folder), self._device, _dtype(spec)
+        )
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Tell how much of a model's download is done; None when none is under way."""
@@ -148,25 +175,34 @@ class MlxEngines:
             prompts=spec.prompts,
         )
 
-    def generation(
+    async def generation(
         self, spec: ChatSpec, folder: Path
     ) -> Generator[GenerationEngine | None, None, None]:
-        """Load a chat model, a slice a step; the last step gives the engine."""
-        backend_name = spec.structured.backend or self._structured_backend
+        """Read a chat model's tokenizer, off the lane; give the steps that load the rest on it."""
         own_bytes = spec.batching.prefix_cache_bytes
+        read = partial(
+            read_chat_setup,
+            folder,
+            name=spec.id,
+            max_context=spec.max_context,
+            chat_template=spec.chat_template,
+            template_args=spec.chat_template_kwargs,
+            tool_parser=spec.tool_parser,
+            reasoning_parser=spec.reasoning_parser,
+            structured_backend=spec.structured.backend or self._structured_backend,
+            sandbox=self._grammars,
+            template_sandbox=self._templates,
+            shape=Shape(
+                max_string_chars=spec.structured.max_string_chars,
+                max_array_items=spec.structured.max_array_items,
+            ),
+        )
         return load_generation_in_steps(
             folder,
             name=spec.id,
             device=self._device,
             dtype=_dtype(spec),
-            max_context=spec.max_context,
-            chat_template=spec.chat_template,
-            template_args=spec.chat_template_kwargs,
-            run=self._worker if backend_name == "outlines_core" else None,
-            shape=Shape(
-                max_string_chars=spec.structured.max_string_chars,
-                max_array_items=spec.structured.max_array_items,
-            ),
+            setup=await apart(read),
             prefix_cache_bytes=self._prefix_cache_bytes if own_bytes is None else own_bytes,
         )
 
@@ -183,6 +219,11 @@ def mlx_engines(settings: Settings) -> MlxEngines:
         compile_timeout_s=settings.structured_compile_timeout_s,
         prefix_cache_bytes=settings.prefix_cache_bytes,
     )
+
+
+def _sandbox(kind: str, timeout_s: float, quick_s: float = 1.0) -> Sandbox:
+    command = (sys.executable, "-P", sandboxed.__file__, kind)
+    return Sandbox(command, timeout_s=timeout_s, quick_s=quick_s)
 
 
 def _dtype(spec: ModelSpec) -> str | None:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from gateway import __version__, logs
 from gateway.api import ops, routes
 from gateway.api.door import Door
+from gateway.api.limits import Bodies
 from gateway.api.service import Bounds, Rules, Service
 from gateway.app.apart import apart
 from gateway.app.gauges import Gauges
@@ -33,6 +34,7 @@ from gateway.serving.budget import Budget
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.rates import Allowance
+from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokens import TokenPool
 from gateway.serving.watch import StallLimits, Watch
 from gateway.serving.workers import unending
@@ -71,6 +73,7 @@ class Gateway:
         self._arrivals = Arrivals()
         self._pool = TokenPool()
         self.door = Door()
+        self._bodies = Bodies(settings.max_bodies_bytes)
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
         self._models: ModelCache[Batcher] = ModelCache(
             Opener(
@@ -80,7 +83,8 @@ class Gateway:
                 self._pool,
                 self._arrivals,
                 self._budget,
-                lambda nbytes: self._models.room.clear(nbytes),
+                lambda nbytes, is_pressing: self._models.room.clear(nbytes, is_pressing),
+                lambda model: self._models.room.pinned_bytes(beside=model),
             ),
             lambda: self._catalog,
             self._budget,
@@ -89,11 +93,19 @@ class Gateway:
             load_wait_s=settings.load_wait_s,
             ttl_s=settings.model_ttl_s,
         )
+        owners = max(1, len(settings.api_keys))
+        self._responses = ResponseStore(
+            max_responses=-(-settings.responses_kept // owners),
+            max_bytes=settings.responses_max_bytes // owners,
+            ttl_s=settings.responses_ttl_s,
+        )
         self._reloading = asyncio.Lock()
         self._has_reloaded = asyncio.Event()
         self.asgi: ASGIApp = routes.serve(
             self._service(),
+            self._responses,
             door=self.door,
+            bodies=self._bodies,
             health=ops.Health(lambda: self._watch.status),
             ready=ops.Ready(self._status, self._models.states),
             reload=self.reload,
@@ -154,6 +166,7 @@ class Gateway:
                 max_body_bytes=settings.max_body_bytes,
                 body_timeout_s=settings.body_timeout_s,
                 max_input_chars=settings.max_input_chars,
+                max_request_chars=settings.max_request_chars,
                 bounds=Bounds(
                     max_depth=settings.max_json_depth,
                     max_messages=settings.max_messages,
@@ -172,7 +185,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        gauges = Gauges(self._models, self._budget, self._engines)
+        gauges = Gauges(self._models, self._budget, self._engines, self._responses, self._bodies)
         with self._pool, self._watch, gauges.shown():
             async with self._lane as lane:
                 async with lane.turn("load") as run:
@@ -194,6 +207,7 @@ class Gateway:
         """Give freed memory back now and then: a process must not grow to its worst moment."""
         while True:
             await asyncio.sleep(self._settings.give_back_s)
+            self._responses.expire()
             with contextlib.suppress(Unavailable):  # the watch tells of a lane that has died
                 async with self._lane.turn("tidy") as run:
                     await run(self._engines.tidy)

@@ -33,6 +33,7 @@ def embedding_limits(settings: Settings, spec: EmbeddingSpec) -> EmbeddingLimits
         min_batch_size=_first(own.min_batch_size, settings.embedding_min_batch_size),
         batch_deadline_s=_first(own.batch_deadline_ms, settings.embedding_batch_deadline_ms) / 1000,
         queue_max_tokens=_first(spec.queue_max_tokens, settings.queue_max_tokens),
+        pass_limit_s=settings.pass_limit_s,
         cache_size=_first(own.cache_size, settings.embedding_cache_size),
     )
 
@@ -44,7 +45,9 @@ def generation_limits(settings: Settings, spec: ChatSpec) -> GenerationLimits:
         max_batch_size=_first(own.max_batch_size, settings.generation_max_batch_size),
         structured_rows=_first(spec.structured.rows, settings.structured_rows),
         prefill_chunk_tokens=_first(own.prefill_chunk_tokens, settings.prefill_chunk_tokens),
+        queue_limit=_first(spec.queue_limit, settings.queue_limit),
         queue_max_tokens=_first(spec.queue_max_tokens, settings.queue_max_tokens),
+        pass_limit_s=settings.pass_limit_s,
         tier_head_start_s=settings.tier_head_start_s,
         memory_wait_s=settings.load_wait_s,
     )

@@ -8,8 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from gateway.app import self_tests
 from gateway.app.limits import embedding_limits, generation_limits
+from gateway.app.self_tests import SelfTest, Verdicts
 from gateway.app.warming import warm_embedder, warm_writer
+from gateway.jobs import Compiled, KvCost
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.arrivals import Arrivals
 from gateway.serving.budget import Budget
@@ -73,6 +76,9 @@ class Engines(Protocol):
     async def size(self, spec: ModelSpec, folder: Path) -> Size:
         """Tell a model's size from its files' headers, off the lane."""
 
+    async def digest(self, spec: ChatSpec, folder: Path) -> str:
+        """Name, off the lane, all that a chat model's self-test depends on."""
+
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Tell how much of a model's download is done; None when none is under way."""
 
@@ -81,10 +87,12 @@ class Engines(Protocol):
     ) -> Generator[EmbeddingEngine | None, None, None]:
         """Load, on the lane, a slice a step; the last step gives the engine."""
 
-    def generation(
+    async def generation(
         self, spec: ChatSpec, folder: Path
     ) -> Generator[GenerationEngine | None, None, None]:
-        """Load, on the lane, a slice a step; the last step gives the engine."""
+        """Read a chat model's tokenizer, off the lane; give the steps that load the rest on it, a
+        slice each: the last one gives the engine.
+        """
 
 
 class Opener:
@@ -98,10 +106,12 @@ class Opener:
         pool: TokenPool,
         arrivals: Arrivals,
         budget: Budget,
-        clear: Callable[[int], None],
+        clear: Callable[[int, bool], None],
+        pinned_bytes: Callable[[str], int],
     ) -> None:
         self._budget = budget
         self._clear = clear
+        self._pinned_bytes = pinned_bytes
         self._settings = settings
         self._engines = engines
         self._lane = lane
@@ -128,7 +138,16 @@ class Opener:
         else:
             opened = self._writer(spec, folder, size)
         async with opened as (batcher, nbytes):
-            yield Loaded(batcher, nbytes + size.kv)
+            yield Loaded(batcher, nbytes, partial(self._adopt, batcher))
+
+    def _adopt(self, batcher: Batcher, spec: ModelSpec) -> None:
+        """Have a running model take over what another reading of the file says of its limits."""
+        if isinstance(batcher, EmbeddingBatcher):
+            assert isinstance(spec, EmbeddingSpec)
+            batcher.adopt(embedding_limits(self._settings, spec))
+        else:
+            assert isinstance(spec, ChatSpec)
+            batcher.adopt(generation_limits(self._settings, spec))
 
     @contextlib.asynccontextmanager
     async def _embedder(
@@ -149,29 +168,42 @@ class Opener:
     ) -> AsyncIterator[tuple[Batcher, int]]:
         settings = self._settings
         limits = generation_limits(settings, spec)
-        steps = self._engines.generation(spec, folder)
+        steps = await self._engines.generation(spec, folder)
         async with self._engine(steps, partial(warm_writer, spec.id)) as (engine, nbytes):
-            grammars: GrammarCache[object] = GrammarCache(
+            grammars: GrammarCache[Compiled] = GrammarCache(
                 spec.id,
                 engine.compile,
-                self._pool.run,
+                self._pool.compile,
                 size=settings.structured_cache_size,
                 timeout_s=settings.structured_compile_timeout_s,
             )
-            memory = RowMemory(self._budget, self._costs(nbytes, size), self._clear)
+            kv = engine.kv_cost or KvCost(size.kv_token)
+            # What the config promised may be many times what the layers really hold.
+            included = min(size.kv, kv.of(self._settings.kv_allowance_tokens))
+            costs = RowCosts(
+                kv,
+                included,
+                most=lambda: self._budget.limit_bytes - nbytes - self._pinned_bytes(spec.id),
+                answer_tokens=settings.kv_answer_tokens,
+                chunk_tokens=limits.prefill_chunk_tokens,
+            )
+            memory = RowMemory(self._budget, costs, self._clear)
+            test = SelfTest(
+                spec,
+                engine,
+                self._lane,
+                self._budget,
+                Verdicts(settings.self_test_folder or self_tests.default_folder()),
+                partial(self._engines.digest, spec, folder),
+                kv=kv,
+                is_on=settings.self_test,
+            )
+            await test.begin()
             batcher = GenerationBatcher(
                 spec.id, engine, self._lane, self._pool, limits, grammars, memory
             )
-            async with batcher.running():
-                yield batcher, nbytes
-
-    def _costs(self, nbytes: int, size: Size) -> RowCosts:
-        return RowCosts(
-            token=size.kv_token,
-            included=size.kv,
-            most=self._budget.limit_bytes - nbytes,
-            answer_tokens=self._settings.kv_answer_tokens,
-        )
+            async with batcher.running(), test.ending(batcher):
+                yield batcher, nbytes + included
 
     @contextlib.asynccontextmanager
     async def _engine(

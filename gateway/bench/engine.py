@@ -6,7 +6,7 @@ Imports mlx. All of it runs on the thread that opens it.
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -15,7 +15,7 @@ from gateway.api.chat import template_args
 from gateway.app.engines import mlx_engines
 from gateway.bench.workloads import Ask, Wording, Workload
 from gateway.errors import EngineFailed
-from gateway.jobs import Caller, Grammar, RowJob, Sampling
+from gateway.jobs import Caller, Compiled, Grammar, RowJob, Sampling
 from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, Resolved
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 from gateway.settings import Settings
@@ -98,7 +98,7 @@ class GenerationReference:
         self._workload = workload
         self._template_args = _template_args(resolved)
         self._prefill_chunk_tokens = prefill_chunk_tokens
-        self._compiled: dict[Grammar, object] = {}
+        self._compiled: dict[Grammar, Compiled] = {}
 
     def answer(self, rows: int) -> int:
         """Answer that many requests in one batch; give the tokens made."""
@@ -161,17 +161,17 @@ async def opened(
     spec = resolved.spec
     engines = mlx_engines(settings)
     folder = await engines.folder(spec)
-    engines.begin()
-    engine: EmbeddingEngine | GenerationEngine
-    if isinstance(spec, EmbeddingSpec):
-        engine = next(filter(None, engines.embedding(spec, folder)))
-        truncate = spec.overflow == "truncate"
-        reference: Reference = EmbeddingReference(engine, wording, truncate=truncate)
-    else:
-        engine = next(filter(None, engines.generation(spec, folder)))
-        chunk = spec.batching.prefill_chunk_tokens or settings.prefill_chunk_tokens
-        reference = GenerationReference(engine, workload, resolved, prefill_chunk_tokens=chunk)
-    try:
+    with ExitStack() as opened:
+        engines.begin()
+        opened.callback(engines.close_sandboxes)  # and not `end`: this thread has more to do
+        engine: EmbeddingEngine | GenerationEngine
+        if isinstance(spec, EmbeddingSpec):
+            engine = next(filter(None, engines.embedding(spec, folder)))
+            truncate = spec.overflow == "truncate"
+            reference: Reference = EmbeddingReference(engine, wording, truncate=truncate)
+        else:
+            engine = next(filter(None, await engines.generation(spec, folder)))
+            chunk = spec.batching.prefill_chunk_tokens or settings.prefill_chunk_tokens
+            reference = GenerationReference(engine, workload, resolved, prefill_chunk_tokens=chunk)
+        opened.callback(engine.close)
         yield reference
-    finally:
-        engine.close()

@@ -1,18 +1,37 @@
-"""Hypercorn's connections, which here end when their client ends them, or stops reading.
+"""Hypercorn's connections, mended where 0.18 lets one client's bytes cost others something.
 
-Hypercorn 0.18 keeps one that was closed between two requests until the keep-alive time is over:
-a descriptor and three tasks, so that clients who connect anew for each request use up the
-descriptors of a process within a minute. One whose client reads no more it keeps for ever.
+Installed once, before it serves: `Connection` in the place of its TCP server, `Http1` and `Http2`
+in the places of its protocols.
 """
 
 import asyncio
+import re
+from typing import Any
 
+import h2.errors
+import h2.events
+import h11
 import hypercorn.asyncio.run
+import hypercorn.protocol
+import orjson
 from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.h2 import H2Protocol
+from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
+
+from gateway.errors import BadRequest, GatewayError, HeadTooLarge
+
+MOST_AHEAD = 256 * 1024  # bytes that a client may send while it waits for an answer
+_BARE_LF = re.compile(rb"(?<!\r)\n")
 
 
 class Connection(TCPServer):
-    """One that waits for no next request once nobody can send it, and at its end for nobody."""
+    """One that waits for no next request once nobody can send it, and at its end for nobody.
+
+    Hypercorn keeps one that was closed between two requests until the keep-alive time is over: a
+    descriptor and three tasks, so that clients who connect anew for each request use up the
+    descriptors of a process within a minute. One whose client reads no more it keeps for ever.
+    """
 
     last_bytes_s = 30.0  # for what was written to be read
     _is_gone = False
@@ -35,7 +54,177 @@ class Connection(TCPServer):
             self.writer.transport.abort()
 
 
+class _Paused(Exception):
+    """The client has sent more than the request that is being answered."""
+
+
+class _NoWaiting:
+    """What Hypercorn waits for when h11 pauses; here it goes back to reading at once.
+
+    It waits until all is answered and reads nothing meanwhile, so that one byte after a body (a
+    CRLF, which old clients send) hides that the client has left, to the last token.
+    """
+
+    async def clear(self) -> None:
+        """Begin to wait."""
+
+    async def wait(self) -> None:
+        """Raise _Paused."""
+        raise _Paused
+
+    async def set(self) -> None:
+        """Be what was waited for."""
+
+    def is_set(self) -> bool:
+        """Return False."""
+        return False
+
+
+class Http1(H11Protocol):
+    """HTTP/1.1 that sees its client leave whatever was sent before, and takes only clear framing.
+
+    Refused, and the connection closed, is what two readers may part differently (RFC 9112): both
+    Content-Length and Transfer-Encoding (6.1), Transfer-Encoding in HTTP/1.0 (6.1), and lines of a
+    head that end in a bare LF (2.2). Blank lines before a request are skipped (2.2). `Upgrade: h2c`
+    is not followed, as RFC 9113 has done away with it: what came after it would pass by the rules
+    of a proxy that had let the first request through.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.can_read = _NoWaiting()
+        self._turn = asyncio.Lock()  # of the reader, or of what was sent ahead
+        self._tail = b""  # of the head that has come so far
+        self._is_paused = False
+        self._ahead = bytearray()
+        self._is_over = False
+
+    async def handle(self, event: Event) -> None:
+        """Take what has come, in order; an end is taken at once."""
+        if not isinstance(event, RawData):
+            await super().handle(event)
+            return
+        async with self._turn:
+            await self._take(event.data)
+
+    async def _take(self, data: bytes) -> None:
+        if self._is_over:
+            return
+        if self._is_paused:
+            self._ahead += data
+            if len(self._ahead) > MOST_AHEAD:
+                await self._end()
+            return
+        if self.connection.their_state is h11.IDLE:
+            if not self._tail and not (data := data.lstrip(b"\r\n")):
+                return
+            if not self._is_clear(data):
+                await self._refuse(BadRequest("Lines of a request's head should end in CRLF."))
+                return
+        try:
+            await super().handle(RawData(data))
+        except _Paused:
+            self._is_paused = True
+
+    def _is_clear(self, data: bytes) -> bool:
+        """Return True if no line of the head so far ends in a bare LF."""
+        seen, start = self._tail + data, len(self._tail)
+        end = seen.find(b"\r\n\r\n")
+        self._tail = seen[-3:] if end < 0 else b""
+        return _BARE_LF.search(seen, start, len(seen) if end < 0 else end) is None
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        names = {name for name, _ in request.headers}
+        is_old = request.http_version < b"1.1"
+        if b"transfer-encoding" in names and (b"content-length" in names or is_old):
+            await self._refuse(
+                BadRequest(
+                    "Send a body with Content-Length or, in HTTP/1.1, with Transfer-Encoding, but "
+                    "not with both."
+                )
+            )
+        else:
+            await super()._create_stream(request)
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        if (event.method, event.target, event.http_version) == (b"PRI", b"*", b"2.0"):
+            rest, _ = self.connection.trailing_data
+            raise H2ProtocolAssumedError(b"PRI * HTTP/2.0\r\n\r\n" + rest)
+
+    async def _maybe_recycle(self) -> None:
+        """Begin with what was sent ahead, if anything, in a task of its own."""
+        await super()._maybe_recycle()
+        if self._is_paused and self.connection.their_state is h11.IDLE:
+            self.task_group.spawn(self._go_on)
+
+    async def _go_on(self) -> None:
+        async with self._turn:
+            first, _ = self.connection.trailing_data
+            ahead, self._ahead = first + self._ahead, bytearray()
+            self._is_paused = False
+            self.connection = h11.Connection(
+                h11.SERVER, max_incomplete_event_size=self.config.h11_max_incomplete_size
+            )
+            await self._take(ahead)
+
+    async def _send_error_response(self, status_code: int) -> None:
+        """Answer what h11 has found wrong as every other error is answered."""
+        if status_code == HeadTooLarge.status:
+            await self._answer(HeadTooLarge("The path, query and headers are too large."))
+        else:
+            await self._answer(BadRequest("The request is not well-formed HTTP."))
+
+    async def _refuse(self, error: GatewayError) -> None:
+        await self._answer(error)
+        await self._end()
+
+    async def _end(self) -> None:
+        self._is_over = True
+        await self.send(Closed())
+
+    async def _answer(self, error: GatewayError) -> None:
+        body = orjson.dumps(error.body())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+            *self.config.response_headers("h11"),
+        ]
+        await self._send_h11_event(h11.Response(status_code=int(error.status), headers=headers))
+        await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
+
+
+class Http2(H2Protocol):
+    """HTTP/2 whose streams do not end for what comes for another of them.
+
+    Hypercorn looks up the stream of every piece of a body: one that came after an early answer (a
+    401, a 413) was a KeyError, which ended the connection and all that was under way in it.
+    """
+
+    async def _handle_events(self, events: list[h2.events.Event]) -> None:
+        for event in events:  # one by one: each may end a stream that the next is for
+            if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
+                self.connection.acknowledge_received_data(
+                    event.flow_controlled_length, event.stream_id
+                )
+                await self._flush()
+            elif isinstance(event, h2.events.RequestReceived) and not _has_path(event):
+                self.connection.reset_stream(event.stream_id, h2.errors.ErrorCodes.PROTOCOL_ERROR)
+                await self._flush()
+            else:
+                await super()._handle_events([event])
+
+
+def _has_path(request: h2.events.RequestReceived) -> bool:
+    """Return True for a request that Hypercorn can read: a CONNECT has no path."""
+    path = dict(request.headers or ()).get(b":path", b"\xff")
+    return path.isascii()
+
+
 def install(last_bytes_s: float) -> None:
     """Have Hypercorn make these."""
     Connection.last_bytes_s = last_bytes_s
     hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]
+    hypercorn.protocol.H11Protocol = Http1  # type: ignore[assignment, attr-defined]
+    hypercorn.protocol.H2Protocol = Http2  # type: ignore[attr-defined]

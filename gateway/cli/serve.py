@@ -1,11 +1,13 @@
 """serve: the gateway itself, from settings to the last byte of the drain."""
 
 import asyncio
+import contextlib
 import faulthandler
 import gc
 import os
 import signal
 import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,7 +80,6 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
         await gateway.drain()
 
     config = Config()
-    config.bind = [_bound(bind, settings) for bind in settings.binds]
     config.certfile = str(settings.tls_cert) if settings.tls_cert else None
     config.keyfile = str(settings.tls_key) if settings.tls_key else None
     config.backlog = BACKLOG
@@ -91,8 +92,10 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = None
+    scheme = "https" if settings.tls_cert else "http"
     try:
-        await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)  # type: ignore[arg-type]
+        with listening(settings.binds, scheme=scheme) as config.bind:
+            await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)  # type: ignore[arg-type]
     except LifespanTimeoutError as error:  # a call is stuck, and nothing else can end it
         log.critical("stuck", error=str(error))
         faulthandler.dump_traceback()
@@ -119,11 +122,26 @@ def _stop(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def _bound(bind: str, settings: Settings) -> str:
-    """Open a TCP bind here, to say which port 0 became; Hypercorn opens any other kind."""
-    if "://" in bind or bind.startswith("unix:"):
-        log.info("serving", bind=bind)
-        return bind
+@contextlib.contextmanager
+def listening(binds: Sequence[str], *, scheme: str) -> Iterator[list[str]]:
+    """Open every bind, for Hypercorn to be given; sockets made in the file system go at the end."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for bind in binds:
+            if bind.startswith("unix:"):
+                listener = stack.enter_context(_unix_listener(Path(bind.removeprefix("unix:"))))
+                log.info("serving", bind=bind)
+                opened.append(f"fd://{listener.detach()}")
+            elif "://" in bind:
+                log.info("serving", bind=bind)
+                opened.append(bind)
+            else:
+                opened.append(f"fd://{_tcp_listener(bind, scheme).detach()}")
+        yield opened
+
+
+def _tcp_listener(bind: str, scheme: str) -> socket.socket:
+    """Listen on a host and port, and log which port 0 became."""
     host, _, port = bind.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -132,7 +150,45 @@ def _bound(bind: str, settings: Settings) -> str:
     except OSError as error:
         raise SettingsInvalid([f"{bind} cannot be listened on: {error.strerror}"]) from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    scheme = "https" if settings.tls_cert else "http"
     shown = f"[{host}]" if family == socket.AF_INET6 else host
     log.info("serving", url=f"{scheme}://{shown}:{listener.getsockname()[1]}")
-    return f"fd://{listener.detach()}"
+    return listener
+
+
+@contextlib.contextmanager
+def _unix_listener(path: Path) -> Iterator[socket.socket]:
+    """Listen on a path; its file is removed at the end, unless it is another's by then.
+
+    A socket that a process left behind is replaced; one that somebody listens on is not.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket() and not _is_answered(path):
+            path.unlink()
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+        made = path.stat()
+    except OSError as error:
+        listener.close()
+        said = error.strerror or str(error)
+        raise SettingsInvalid([f"unix:{path} cannot be listened on: {said}"]) from None
+    try:
+        yield listener
+    finally:
+        with contextlib.suppress(OSError):
+            now = path.stat()  # the number of a file that is gone is soon another's
+            if os.path.samestat(now, made) and now.st_mtime_ns == made.st_mtime_ns:
+                path.unlink()
+
+
+def _is_answered(path: Path) -> bool:
+    """Return True if somebody listens on a socket's path."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)  # a queue of callers that is full is answered too
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True

@@ -86,18 +86,19 @@ def memory_limits(
     device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
 ) -> Limits:
     """Choose from what was asked for; `info` is mlx's device_info of a GPU, nothing of a CPU."""
-    # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
-    # Wired memory is Metal's, and more than recommended is an error. Without a wish it is all of
-    # that, as in mlx_lm.generate.wired_limit.
     most = info.get("max_recommended_working_set_size")
     if device is not Device.METAL or not isinstance(most, int):
-        wired = None
-    else:
-        wired = most if wired is None else min(wired, most)
-    # A buffer given back to Metal while in flight can panic the kernel (mlx #3346, #3186):
-    # the cache may hold all memory, and is cleared only between bursts, after a synchronise.
-    if cache is None and isinstance(memory := info.get("memory_size"), int):
-        cache = memory
+        return Limits(cache, None)
+    # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
+    # Without a wish nothing is wired: streams side by side over a prompt cache that churns, which
+    # is what runs here, panicked macOS's kernel within two minutes with wired memory, and not in
+    # four hours without (https://github.com/ml-explore/mlx/issues/3186, mlx-lm's 1666). More than
+    # recommended is an error.
+    wired = None if wired is None else min(wired, most)
+    # MLX itself gives buffers back while others are in flight, which was seen to panic too (mlx
+    # #3346), as soon as more are kept than this, or all memory is used. So the limit is what
+    # models' budget leaves by default, and `give_back` empties the cache long before.
+    cache = most // 4 if cache is None else cache
     return Limits(cache, wired)
 
 

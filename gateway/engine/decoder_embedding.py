@@ -76,15 +76,12 @@ def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     whole, arguments = _get_classes(config)
 
     class Headless(whole):  # type: ignore[misc, valid-type]
-        def __init__(self, args: Any) -> None:
-            super().__init__(args)
-            self.pop("lm_head", None)
-
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             if not any(name.startswith("model.") for name in weights):
                 weights = {f"model.{name}": array for name, array in weights.items()}
             if hasattr(whole, "sanitize"):
                 weights = super().sanitize(weights)
+            self.pop("lm_head", None)  # only now: gemma3's own would miss it
             return {n: a for n, a in weights.items() if not n.startswith("lm_head.")}
 
     return Headless, arguments

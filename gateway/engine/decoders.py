@@ -1,11 +1,12 @@
 """A decoder that mlx-lm knows, opened to be fast on this device."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes, dequantize_model, load_model
+from mlx_lm.utils import MODEL_REMAPPING, _get_classes, dequantize_model, load_model
 
 from gateway.engine.backend import Device, pick_dtype
 from gateway.engine.weights import Checkpoint
@@ -29,9 +30,15 @@ def open_decoder(
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
         if device is Device.CPU:
             model = dequantize_model(model)
-        if (target := pick_dtype(device, dtype, _dtype(model))) != _dtype(model):
+        if (target := pick_dtype(device, dtype, floating_dtype(model))) != floating_dtype(model):
             model.set_dtype(target)
     return model, config
+
+
+def is_known(architecture: str) -> bool:
+    """Tell whether mlx-lm has a model for a config's `model_type`."""
+    module = MODEL_REMAPPING.get(architecture, architecture)
+    return "." not in module and find_spec(f"mlx_lm.models.{module}") is not None
 
 
 def parameters(model: Any) -> list[mx.array]:
@@ -40,8 +47,8 @@ def parameters(model: Any) -> list[mx.array]:
     return [array for _, array in named]
 
 
-def _dtype(model: Any) -> mx.Dtype:
-    """Give the type of the model's floating weights."""
+def floating_dtype(model: Any) -> mx.Dtype:
+    """Return the type of the model's floating weights."""
     dtypes = [array.dtype for array in parameters(model)]
     floating = [dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)]
     return floating[0] if floating else mx.float32

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,9 @@ import numpy.typing as npt
 from gateway.engine import backend
 from gateway.engine.backend import Device
 from gateway.engine.decoder_embedding import Decoder
+from gateway.engine.decoders import is_known
 from gateway.engine.encoders import ENCODERS, load_encoder
+from gateway.engine.memory import clear_cache
 from gateway.engine.pooling import Recipe, pool, read_recipe, shorten, unit
 from gateway.engine.slices import bucket, in_step, slice_rows, worthwhile_threads
 from gateway.engine.tokenizer import TextTokenizer, load_text_tokenizer
@@ -78,6 +81,10 @@ class EmbeddingEngine:
         """Tokenise, special tokens included. Safe on any thread."""
         return self.tokenizer.encode(texts)
 
+    def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise as far as `truncate` keeps; more ids than `max_tokens` only tell of more."""
+        return self.tokenizer.encode_start(texts, self.max_tokens)
+
     def truncate(self, tokens: Sequence[int]) -> list[int]:
         """Cut one input to `max_tokens` as sentence-transformers would."""
         return self.tokenizer.truncate(tokens, self.max_tokens)
@@ -89,7 +96,7 @@ class EmbeddingEngine:
     def close(self) -> None:
         """Let go of every array."""
         del self._encoder
-        mx.clear_cache()
+        clear_cache()
 
     def nbytes(self) -> int:
         """Count the bytes of the weights."""
@@ -201,12 +208,12 @@ def load_embedding_in_steps(
     checkpoint = Checkpoint(name, folder)
     recipe = read_recipe(checkpoint, pooling, normalize)
     inner = checkpoint.inside(recipe.transformer)
+    saved = checkpoint.read_object("config_sentence_transformers.json")
     limits = _read_transformer_settings(inner)
     tokenizer = load_text_tokenizer(inner, lower_case=bool(limits.get("do_lower_case")))
     yield None
     encoder = _open_encoder(inner, inner.read_object("config.json"), device, dtype)
     yield from read_in_slices(inner, encoder.parameters())
-    saved = checkpoint.read_object("config_sentence_transformers.json")
     yield EmbeddingEngine(
         name,
         encoder,
@@ -229,6 +236,11 @@ def _open_encoder(
     if not isinstance(kind, str):
         raise checkpoint.failed("config.json has no model_type")
     opened = load_encoder if kind in ENCODERS else Decoder
+    if opened is Decoder and not is_known(kind):
+        raise checkpoint.failed(
+            f"its architecture, `{kind}`, is not supported: encoders are {', '.join(ENCODERS)}, "
+            f"and decoders those of mlx-lm {version('mlx-lm')}, such as llama, mistral and qwen3"
+        )
     try:
         return opened(checkpoint, config, device, dtype)
     except ValueError as error:

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.prefixes import BLOCK, Prefixes, shared
 from gateway.engine.rows import Row
+from gateway.engine.scoring import Scorer
 
 
 def take_prompts(lengths: Sequence[int], budget: int) -> int:
@@ -26,6 +28,24 @@ def take_prompts(lengths: Sequence[int], budget: int) -> int:
     return len(lengths)
 
 
+def _padding(lengths: Sequence[int]) -> int:
+    """Count the tokens that fill rows up to the longest."""
+    return len(lengths) * max(lengths) - sum(lengths)
+
+
+@dataclass(slots=True, eq=False)
+class Alone:
+    """One row's prompt, on its way into caches that cannot be batched."""
+
+    model: Any
+    prompt_cache: list[Any]
+
+    def prompt(self, prompts: list[list[int]]) -> None:
+        """Read tokens: those of the only row."""
+        self.model(mx.array(prompts), cache=self.prompt_cache)
+        mx.eval([layer.state for layer in self.prompt_cache])
+
+
 @dataclass(slots=True, eq=False)
 class Cohort:
     """Rows read together. Several of them are read in one chunk; only a single row takes more.
@@ -35,7 +55,7 @@ class Cohort:
     """
 
     rows: list[Row]
-    batch: PromptProcessingBatch
+    batch: PromptProcessingBatch | Alone
     prompts: list[list[int]]
     starts: list[int]
     read: int = 0
@@ -67,10 +87,13 @@ class Prefill:
     much is read, and goes on from there: what a burst of requests shares is read once.
     """
 
-    def __init__(self, model: Any, prefixes: Prefixes) -> None:
+    def __init__(self, model: Any, prefixes: Prefixes, most_scored: int) -> None:
         self._model = model
         self._prefixes = prefixes
+        self._most_scored = most_scored  # tokens a pass, where the prompts' logprobs are wanted
         self._line: deque[Row | Cohort] = deque()
+        self.is_batched = True  # rows are read together
+        self.is_plain = False  # caches are those of one row, as mlx-lm makes them
 
     def __len__(self) -> int:
         """Count those in line; what is being read this moment is not."""
@@ -91,9 +114,18 @@ class Prefill:
         """Let a row join the line."""
         self._line.append(row)
 
-    def readmit(self, suspects: Sequence[Row]) -> None:
-        """Put rows that a fault has thrown out before all others."""
-        self._line.extendleft(reversed(suspects))
+    def readmit(self, rows: Sequence[Row]) -> None:
+        """Put rows that were inside already before all others."""
+        self._line.extendleft(reversed(rows))
+
+    @property
+    def rows(self) -> list[Row]:
+        """List the rows in line, those half read among them."""
+        return [
+            row
+            for each in self._line
+            for row in (each.rows if isinstance(each, Cohort) else [each])
+        ]
 
     def drop(self, row_id: int) -> None:
         """Let a row go, wherever it stands."""
@@ -114,6 +146,7 @@ class Prefill:
             first = self._line.popleft()
             if isinstance(first, Cohort):
                 return first
+            budget = self._bounded(first, budget)
             known = self._known(first)
             if not self._gains_by_waiting(first, known, self._being_read()):
                 return self._formed(self._companions(first, known, budget), budget)
@@ -122,7 +155,7 @@ class Prefill:
 
     def read(self, cohort: Cohort, budget: int) -> None:
         """Read a chunk; a cohort that has more to read joins the line again."""
-        end = self._chunk_end(cohort, budget)
+        end = self._chunk_end(cohort, self._bounded(cohort.rows[0], budget))
         if end > cohort.read:
             cohort.batch.prompt([prompt[cohort.read : end] for prompt in cohort.prompts])
             cohort.read = end
@@ -142,13 +175,19 @@ class Prefill:
             for row, position in zip(cohort.rows, cohort.positions, strict=True)
         ]
 
+    def _bounded(self, row: Row, budget: int) -> int:
+        """Return how many tokens to read in one pass with this row in it."""
+        return min(budget, self._most_scored) if row.scores_prompt else budget
+
     def _known(self, row: Row) -> int:
-        """Count what a row need not read."""
+        """Count what a row need not read: what is to be scored must be."""
+        if row.scores_prompt:
+            return 0
         return self._prefixes.known(row.context[:-1])
 
     def _gains_by_waiting(self, row: Row, known: int, others: Iterable[tuple[Row, int]]) -> bool:
         """Tell whether another is about to read more of this prompt than is known."""
-        if row.is_suspect or not self._prefixes.is_on:
+        if row.is_suspect or row.scores_prompt or not self._prefixes.is_on:
             return False
         return any(
             shared(row.context[:-1], other.context[:-1]) > max(known, position)
@@ -160,7 +199,7 @@ class Prefill:
         # mlx-lm cannot pad a row that has nothing to read. Where a prefix is kept only as it is
         # at the end of a block, rows would have to end their blocks together.
         is_stopping = self._prefixes.needs_block_ends and rest >= BLOCK
-        return row.is_suspect or rest == 0 or is_stopping
+        return not self.is_batched or row.is_suspect or rest == 0 or is_stopping
 
     def _companions(self, first: Row, known: int, budget: int) -> list[Row]:
         """Choose who is read with the first; they leave the line."""
@@ -168,15 +207,21 @@ class Prefill:
         if self._is_alone(first, rests[0]):
             return rows
         others = [*self._being_read(), (first, known)]
+        lengths = [len(first.context)]
         for row in [each for each in self._line if isinstance(each, Row)]:
             known = self._known(row)
             rest = len(row.context) - 1 - known
             if self._is_alone(row, rest) or self._gains_by_waiting(row, known, others):
                 continue
+            if not _alike(row, first):
+                continue
             if take_prompts([*rests, rest], budget) == len(rows):
                 break
+            if _padding([*lengths, len(row.context)]) > budget:
+                continue  # what is at hand is padded too, and rows are counted by their own length
             rows.append(row)
             rests.append(rest)
+            lengths.append(len(row.context))
             others.append((row, known))
             self._line.remove(row)
         return rows
@@ -186,12 +231,18 @@ class Prefill:
         for row in rows:
             prompt = row.context[:-1]
             # A suspect reads all of it: a prefix may be what has broken it.
-            known, cache = (0, None) if row.is_suspect else self._prefixes.take(prompt)
+            is_whole = row.is_suspect or row.scores_prompt
+            known, cache = (0, None) if is_whole else self._prefixes.take(prompt)
             row.cached_tokens = known
             caches.append(cache or make_prompt_cache(self._model))
             prompts.append(prompt[known:])
-        batch = PromptProcessingBatch(
-            self._model, [row.id for row in rows], caches, prefill_step_size=max(budget, 1)
+        model = Scorer(self._model, rows) if rows[0].scores_prompt else self._model
+        batch = (
+            Alone(model, caches[0])
+            if self.is_plain
+            else PromptProcessingBatch(
+                model, [row.id for row in rows], caches, prefill_step_size=max(budget, 1)
+            )
         )
         return Cohort(rows, batch, prompts, [row.cached_tokens for row in rows])
 
@@ -203,3 +254,9 @@ class Prefill:
         start = cohort.starts[0]
         aligned = (start + end) // BLOCK * BLOCK - start
         return aligned if aligned > cohort.read else end
+
+
+def _alike(one: Row, other: Row) -> bool:
+    """Return whether two rows may be read together: both scored or neither, and to the same end."""
+    ends = [row.job.max_tokens == 0 for row in (one, other)]
+    return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]

@@ -115,6 +115,11 @@ class Prefixes:
             self._put(self._state_key(path), [_extracted(layer, row) for layer in others], path)
         self._use(path)
 
+    def stop(self) -> None:
+        """Keep nothing any more."""
+        self._limit = 0
+        self.clear()
+
     def clear(self) -> None:
         """Let everything go."""
         self._kept.clear()

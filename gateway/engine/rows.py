@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, replace
 
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import Matcher
-from gateway.engine.parsing import Parser, Part
+from gateway.engine.marks import Marks, plain, shown
+from gateway.engine.parts import AnswerParser, Part
+from gateway.engine.reasoning import Thinking
 from gateway.engine.sampling import Sampler
 from gateway.engine.text import Decoder, StopScanner
 from gateway.engine.vocabulary import Vocabulary
-from gateway.jobs import FinishReason, Likelihood, RowDelta, RowJob, TokenLogprob
+from gateway.jobs import EchoedPrompt, FinishReason, Likelihood, RowDelta, RowJob, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -18,24 +20,36 @@ class Speech:
     """How a row's tokens become parts: decoded, told apart, stopped."""
 
     decoder: Decoder
-    parser: Parser
+    parser: AnswerParser
     stops: StopScanner
     vocabulary: Vocabulary
+    marks: Marks
     _parsed: int = 0
     _told: int = 0
     _unplaced: list[tuple[int, TokenLogprob]] = field(default_factory=list)
 
     def hear(
-        self, token: int, scores: "TokenScores | None", *, is_shown_as_text: bool
+        self,
+        token: int,
+        scores: "TokenScores | None",
+        *,
+        is_shown_as_text: bool,
+        may_stop: bool = True,
     ) -> list[Part]:
         """Give the parts that the token makes certain."""
-        piece = self.decoder.push(token)
-        if scores is not None and not self.parser.is_thinking:
+        piece = self.marks.spelled(token)
+        if piece is None:
+            piece = plain(self.decoder.push(token))
+        begun, was_thinking = self._parsed, self.parser.is_thinking
+        parts = [self._stopped(part, may_stop=may_stop) for part in self.parser.push(piece)]
+        opens = self.parser.is_thinking and is_shown_as_text
+        if scores is not None and not (was_thinking or opens):
             # The texts of the tokens make the content; only an answer of one token, whose text
             # may be nothing, shows it nevertheless: rerankers read it.
-            shown = piece if is_shown_as_text else piece or self.vocabulary.text(token)
-            self._unplaced.append((self._parsed, scores.told(self.vocabulary, token, shown)))
-        return [self._stopped(part) for part in self.parser.push(piece)]
+            text = shown(piece)
+            text = text if is_shown_as_text else text or self.vocabulary.text(token)
+            self._unplaced.append((begun, scores.told(self.vocabulary, token, text)))
+        return parts
 
     def finish(self) -> list[Part]:
         """Give what was held back, once no more comes."""
@@ -54,11 +68,11 @@ class Speech:
         # A stop string may begin inside a token: what is shown of it is what was told.
         return [_cut(each, self._told - start) for start, each in placed]
 
-    def _stopped(self, part: Part) -> Part:
+    def _stopped(self, part: Part, *, may_stop: bool = True) -> Part:
         if not part.text:
             return part
         self._parsed += len(part.text)
-        text = self.stops.push(part.text)
+        text = self.stops.push(part.text) if may_stop else part.text
         self._told += len(text)
         return Part(text=text)
 
@@ -98,29 +112,61 @@ class Row:
         sampler: Sampler,
         speech: Speech,
         eos_ids: frozenset[int],
-        think: tuple[tuple[int, ...], tuple[int, ...]],
+        thinking: Thinking,
     ) -> None:
         self.id = row_id
         self.job = job
         self.sampler = sampler
         self.tokens: list[int] = []
+        self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens but the first
         self.cached_tokens = 0  # of the prompt: taken from what others had read
         self.is_suspect = False
         self.was_suspect = False
         self.is_broken = False
+        self.is_held = False  # does not run until it is resumed
         self._speech = speech
         self._eos_ids = eos_ids
-        self._think_start, self._think_end = think
+        self._thinking = thinking
+        sampling = job.sampling
+        self._ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_ids)
         assert job.compiled is None or isinstance(job.compiled, CompiledGrammar)
         self._grammar = job.compiled
         self._matcher = self._grammar.matcher() if self._grammar is not None else None
-        self._is_free = job.is_thinking  # of its grammar, while it thinks
         self._matched = 0
 
     @property
     def context(self) -> list[int]:
         """Give all that the model must have read before the next token."""
         return [*self.job.prompt, *self.tokens]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Return whether the logprobs of its prompt are wanted, and not told yet."""
+        job = self.job
+        return job.echoed is not None and job.logprobs is not None and not self.tokens
+
+    def take_prompt_score(self, token: int, scores: TokenScores) -> None:
+        """Take the logprobs of the prompt's next token."""
+        assert self.job.echoed is not None
+        text = self.job.echoed[len(self.prompt_logprobs) + 1]
+        self.prompt_logprobs.append(scores.told(self._speech.vocabulary, token, text))
+
+    def unsaid(self) -> RowDelta:
+        """Return the one delta of a row that gives its prompt back and says nothing."""
+        try:
+            prompt = self._echo()
+        except ValueError as error:
+            return RowDelta(self.id, error=str(error))
+        cached = self.cached_tokens
+        return RowDelta(self.id, finish_reason="length", cached_tokens=cached, prompt=prompt)
+
+    def _echo(self) -> EchoedPrompt | None:
+        """Return the prompt where it is given back; raises ValueError for what is no number."""
+        if self.job.echoed is None:
+            return None
+        if any(math.isnan(each.chosen.logprob) for each in self.prompt_logprobs):
+            raise ValueError("its output is not a number")
+        return EchoedPrompt(self.job.echoed, self.prompt_logprobs)
 
     @property
     def is_at_last(self) -> bool:
@@ -130,20 +176,29 @@ class Row:
     @property
     def matcher(self) -> Matcher | None:
         """Give what the next token must match, if anything."""
-        return None if self._is_free else self._matcher
+        return None if self._thinking.is_on else self._matcher
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Return the tokens that must not be next because they would end the answer too soon."""
+        return self._ends if len(self.tokens) < self.job.sampling.min_tokens else frozenset()
 
     @property
     def may_open_with(self) -> int | None:
         """Give the token that opens a block of thinking, where one may still come first."""
-        may = self.job.may_think and not self.tokens and len(self._think_start) == 1
-        return self._think_start[0] if may else None
+        return self._thinking.opens_with
+
+    @property
+    def thinking_first(self) -> Thinking | None:
+        """Return the thinking under way where an answer that was promised a form must follow."""
+        return self._thinking if self._thinking.is_on and self._matcher is not None else None
 
     @property
     def is_over(self) -> bool:
         """Tell whether the text met a stop string, or the one call it may make, or broke."""
         one_call = self.job.calling is not None and not self.job.calling.parallel
         parser = self._speech.parser
-        said_its_call = one_call and parser.mode == "free" and parser.calls > 0
+        said_its_call = one_call and parser.mode != "forced" and parser.calls > 0
         broke = self.is_broken or (self._matcher is not None and self._matcher.error is not None)
         return self._speech.stops.is_stopped or said_its_call or broke
 
@@ -151,28 +206,37 @@ class Row:
         """Let it say no more than so many tokens."""
         self.job = replace(self.job, max_tokens=min(max_tokens, self.job.max_tokens))
 
+    def preempt(self) -> None:
+        """Prepare to be read again, from what it has read and said, as if nothing had happened.
+
+        The token that was chosen and never said is chosen anew, from the key of its place.
+        """
+        self.cached_tokens = 0
+
+    def cut(self) -> list[RowDelta]:
+        """End it here: return what was held back, with `length`."""
+        return self._deltas(self._speech.finish(), "length", reasoned=False, tokens=0)
+
     def suspect(self) -> None:
         """Prepare to be read again, alone, after a step that went wrong."""
         self.is_suspect = self.was_suspect = True
-        self.cached_tokens = 0
-        self.sampler.recount(self.tokens)
+        self.preempt()
         if self._grammar is not None:
             matched = self.tokens[len(self.tokens) - self._matched :]
             self._matcher = self._grammar.matcher(matched)
 
     def say(self, token: int) -> FinishReason | None:
         """Take the next token; tell whether, without looking at the text, it is the last."""
-        self._is_free = self._is_free or token == self.may_open_with
+        is_free = self._thinking.say(token)
         self.tokens.append(token)
-        if token in self._eos_ids:
+        self.sampler.count(token)
+        if token in self._ends:
             return "stop"
-        if (matcher := self.matcher) is not None:
-            matcher.consume(token)
+        if self._matcher is not None and not is_free:
+            self._matcher.consume(token)
             self._matched += 1
-            if matcher.is_over:
+            if self._matcher.is_over:
                 return "stop"
-        elif self._is_free and self._think_end:
-            self._is_free = tuple(self.tokens[-len(self._think_end) :]) != self._think_end
         return "length" if len(self.tokens) >= self.job.max_tokens else None
 
     def told(self, ended: FinishReason | None, scores: TokenScores | None) -> list[RowDelta]:
@@ -182,10 +246,14 @@ class Row:
         token = self.tokens[-1]
         parts: list[Part] = []
         was_thinking = self._speech.parser.is_thinking
-        if token not in self._eos_ids or (scores is not None and len(self.tokens) == 1):
+        is_end = token in self._ends or (token in self._eos_ids and self._matcher is not None)
+        if not is_end or (scores is not None and len(self.tokens) == 1):
             # An answer of one token shows it, whatever it is: rerankers read its logprobs.
             is_only = ended is not None and len(self.tokens) == 1
-            parts = self._speech.hear(token, scores, is_shown_as_text=not is_only)
+            may_stop = len(self.tokens) > self.job.sampling.min_tokens
+            parts = self._speech.hear(
+                token, scores, is_shown_as_text=not is_only, may_stop=may_stop
+            )
         if self.is_over:
             ended = "stop"
         if ended is not None:
@@ -195,7 +263,12 @@ class Row:
         return self._deltas(parts, ended, reasoned=was_thinking)
 
     def _deltas(
-        self, parts: Sequence[Part], ended: FinishReason | None, *, reasoned: bool
+        self,
+        parts: Sequence[Part],
+        ended: FinishReason | None,
+        *,
+        reasoned: bool,
+        tokens: int = 1,
     ) -> list[RowDelta]:
         placed = self._speech.placed(is_last=ended is not None)
         deltas = [
@@ -209,7 +282,7 @@ class Row:
             RowDelta(
                 self.id,
                 last.text,
-                1,
+                tokens,
                 ended,
                 reasoning=last.reasoning,
                 call=last.call,
@@ -218,5 +291,6 @@ class Row:
             )
         )
         if len(self.tokens) == 1:
-            deltas[0] = replace(deltas[0], cached_tokens=self.cached_tokens)
+            cached = self.cached_tokens
+            deltas[0] = replace(deltas[0], cached_tokens=cached, prompt=self._echo())
         return deltas

@@ -1,13 +1,19 @@
-"""How many bytes a model will hold, from its files' headers and its config: nothing is read."""
+"""How many bytes a model will hold, from its files' headers and its config: nothing is read.
+
+What its rows hold is known better once the model is there: its own caches show their shapes.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from gateway.engine.backend import Device, pick_dtype
 from gateway.engine.weights import Checkpoint, Tensor
+from gateway.jobs import KvCost
 
 _FLOATING: Final = {
     "F64": mx.float32,
@@ -56,6 +62,63 @@ def kv_bytes(checkpoint: Checkpoint, device: Device, dtype: str | None, tokens: 
         return 0
     itemsize = pick_dtype(device, dtype, _checkpoint_dtype(checkpoint.tensors())).size
     return 2 * (layers + 1) * kv_heads * head * itemsize * min(tokens, longest)
+
+
+def measured_kv(model: Any) -> KvCost:
+    """Return what the KV of a row costs, by the shapes that one token and two leave in the model's
+    caches: the passes are never evaluated.
+
+    A layer more is counted than there is, as by `kv_bytes`.
+    """
+    one, two = _read(model, 1), _read(model, 2)
+    layers = [_layer_cost(*both) for both in zip(_plain(one), _plain(two), strict=True)]
+    windows = list(chain.from_iterable(each.windows for each in layers))
+    by_most: dict[int, int] = {}
+    for token, most in [*windows, *([max(windows)] if windows else [])]:
+        by_most[most] = by_most.get(most, 0) + token
+    return KvCost(
+        token=_and_one_more([each.token for each in layers]),
+        windows=tuple((token, most) for most, token in by_most.items()),
+        constant=_and_one_more([each.constant for each in layers]),
+    )
+
+
+def _read(model: Any, tokens: int) -> list[Any]:
+    """Return the caches as they would be after so many tokens."""
+    cache: list[Any] = make_prompt_cache(model)
+    model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+    return cache
+
+
+def _plain(caches: Sequence[Any]) -> Iterator[Any]:
+    """Walk the caches of the layers, those of layers with several among them."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _plain(cache.caches)
+        else:
+            yield cache
+
+
+def _layer_cost(one: Any, two: Any) -> KvCost:
+    """Compare a layer's caches after one token and two. There are three cases:
+
+    1. Keys and values in steps of many tokens: their shapes tell what one takes. Those that rotate
+       or are cut into chunks say how many they keep.
+    2. Arrays that are larger after two tokens than after one grow with each.
+    3. All others are states.
+    """
+    keys, values = getattr(one, "keys", None), getattr(one, "values", None)
+    if isinstance(keys, mx.array) and isinstance(values, mx.array) and keys.ndim == 4:
+        token = keys.nbytes // keys.shape[2] + values.nbytes // max(1, values.shape[2])
+        most = getattr(one, "max_size", None) or getattr(one, "chunk_size", None)
+        return KvCost(token) if most is None else KvCost(windows=((token, int(most)),))
+    token = max(0, int(two.nbytes) - int(one.nbytes))
+    return KvCost(token, constant=max(0, int(one.nbytes) - token))
+
+
+def _and_one_more(layers: Sequence[int]) -> int:
+    """Sum up the layers' bytes, the largest twice."""
+    return sum(layers) + max(layers, default=0)
 
 
 def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:

@@ -29,6 +29,9 @@ from gateway.registry import HubSource, ModelSpec, PackageSource, package_folder
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 # Weights as safetensors only: a pickle is never even fetched.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+# The same weights once more, as their makers' own tools read them: gpt-oss has them in a folder,
+# Mistral's models beside.
+COPIES = ["original/*", "consolidated*"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,18 @@ def has_weights(folder: Path) -> bool:
 def stored_bytes(folder: Path) -> int:
     """Count the bytes of a model's files in its folder."""
     files = {file for pattern in FILES for file in folder.rglob(pattern)}
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(
+        file.stat().st_size
+        for file in files
+        if file.is_file() and is_wanted(str(file.relative_to(folder)))
+    )
+
+
+def is_wanted(name: str) -> bool:
+    """Tell whether a file of a repository is one that a model needs."""
+    return any(fnmatch(name, each) for each in FILES) and not any(
+        fnmatch(name, each) for each in COPIES
+    )
 
 
 def ask_hub(spec: ModelSpec, hub: Hub) -> int:
@@ -135,6 +149,7 @@ def _downloaded(source: HubSource, hub: Hub) -> Path:
             cache_dir=hub.cache,
             etag_timeout=hub.timeout_s,
             allow_patterns=FILES,
+            ignore_patterns=COPIES,
         )
     )
     if folder.name != commit:  # the branch moved meanwhile
@@ -151,7 +166,7 @@ def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
     files = [
         HubFile(each.rfilename, each.size, each.lfs.sha256 if each.lfs else None)
         for each in found.siblings or []
-        if each.size is not None and any(fnmatch(each.rfilename, name) for name in FILES)
+        if each.size is not None and is_wanted(each.rfilename)
     ]
     return found.sha or "", files
 
@@ -170,6 +185,7 @@ def _cached(source: HubSource, hub: Hub) -> Path | None:
                 cache_dir=hub.cache,
                 local_files_only=True,
                 allow_patterns=FILES,
+                ignore_patterns=COPIES,
             )
         )
     except (LocalEntryNotFoundError, FileNotFoundError, HfHubHTTPError):

@@ -1,6 +1,6 @@
 """Token ids → text as it grows: whole characters only, and never a part of a stop string."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -16,22 +16,35 @@ def held_back(text: str, marks: Sequence[str]) -> int:
 
 
 class Decoder:
-    """The text of one row's tokens. Tokens in `silent` have none."""
+    """The text of one row's tokens.
 
-    def __init__(self, tokenizer: Tokenizer, silent: Collection[int]) -> None:
+    SentencePiece drops the space of a text's first word; `before` are tokens of a text that the
+    first one `continues`, or which stand in for what came before when a stream must begin anew.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, before: Sequence[int] = (), *, continues: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
-        self._silent = silent
-        self._stream = DecodeStream(skip_special_tokens=False)
+        self._before = list(before)
+        self._stream = self._begun() if continues else DecodeStream(skip_special_tokens=False)
 
     def push(self, token: int) -> str:
-        """Give the characters that `token` completes; half a character waits for its rest.
+        """Return the characters that `token` completes; half a character waits for its rest.
 
         Bytes that never become a character are left out, as there is nothing right to show.
         """
-        if token in self._silent:
-            return ""
-        piece: str | None = self._stream.step(self._tokenizer, token)
+        try:
+            piece: str | None = self._stream.step(self._tokenizer, token)
+        except (
+            Exception
+        ):  # "Invalid prefix": bytes turned out to be none, after their text was told
+            self._stream = self._begun()
+            piece = self._stream.step(self._tokenizer, token)
         return piece.replace("\ufffd", "") if piece else ""
+
+    def _begun(self) -> DecodeStream:
+        return DecodeStream(ids=self._before, skip_special_tokens=False)
 
 
 class StopScanner:

@@ -6,11 +6,14 @@ says "Already borrowed", and no call here changes it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer, normalizers
 
 from gateway.engine.weights import Checkpoint
+
+CHARS_A_TOKEN: Final = 16  # so many are more than enough but for texts that are mostly spaces
+WORDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,39 @@ class TextTokenizer:
     _after: int
     _eos: tuple[int, ...]
     _cut_left: bool
+    _splits_words: bool = False
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Give each text's ids with its special tokens, never truncated, never padded."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
         return [[*one.ids, *self._eos] for one in encoded]
+
+    def encode_start(self, texts: Sequence[str], limit: int) -> list[list[int]]:
+        """Return ids as `encode` does or, of a long text, as many as `truncate` needs of them.
+
+        What `truncate` keeps is the same. A text is cut before it is encoded only where that is
+        sure: words are encoded one by one, and three of them stand between the last token that is
+        kept and the cut, which changes no more than the word and the spaces before it.
+        """
+        if self._cut_left or not self._splits_words:
+            return self.encode(texts)
+        rows: dict[int, list[int]] = {}
+        waiting, chars = list(range(len(texts))), CHARS_A_TOKEN * limit
+        while waiting:
+            cut = [i for i in waiting if len(texts[i]) > chars]
+            whole = [i for i in waiting if len(texts[i]) <= chars]
+            rows |= zip(whole, self.encode([texts[i] for i in whole]), strict=True)
+            heads = [texts[i][:chars] for i in cut]
+            encoded = self._tokenizer.encode_batch(heads, add_special_tokens=True)
+            waiting = []
+            for i, head, one in zip(cut, heads, encoded, strict=True):
+                enough = len(one.ids) - self._after > limit
+                if enough and _words(head[one.offsets[limit - 1][1] :]) > WORDS:
+                    rows[i] = [*one.ids, *self._eos]
+                else:
+                    waiting.append(i)
+            chars *= 8
+        return [rows[i] for i in range(len(texts))]
 
     def truncate(self, ids: Sequence[int], limit: int) -> list[int]:
         """Cut to `limit` tokens, special tokens included: both ends' specials stay."""
@@ -67,7 +98,22 @@ def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextToke
         after + len(eos),
         eos,
         config.get("truncation_side") == "left",
+        _splits_words(tokenizer),
     )
+
+
+def _words(text: str) -> int:
+    """Count what stands between spaces and has a letter or digit."""
+    return sum(any(map(str.isalnum, word)) for word in text.split(" "))
+
+
+def _splits_words(tokenizer: Tokenizer) -> bool:
+    """Return True if what stands between spaces is encoded by itself, but for the space."""
+    if tokenizer.pre_tokenizer is None:
+        return False
+    one, two = (len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) for text in ("ab", "ab cd"))
+    added = tokenizer.get_added_tokens_decoder().values()
+    return one == 1 and two > 1 and all(token.content.count(" ") < WORDS for token in added)
 
 
 def _follow_bert_settings(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:

@@ -29,9 +29,31 @@ class Vocabulary:
         self._tokenizer = tokenizer
         # A token's text depends on whether one stands before it: SentencePiece drops the space
         # of the first. So each is decoded behind another, whose text is then cut off.
-        self._probe = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
-        self._prefix = len(self._decode(self._probe))
+        self.probe: list[int] = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._prefix = len(self._decode(self.probe))
         self.text = lru_cache(maxsize=65_536)(self._text)
+
+    def encode(self, text: str, plain_from: int) -> list[int]:
+        """Return a text's ids; from the character `plain_from` on no control token counts."""
+        # As a batch, for which alone Python's lock is let go of.
+        (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        added = self._tokenizer.get_added_tokens_decoder()
+        ids: list[int] = []
+        for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True):
+            is_control = start >= plain_from and token in added
+            ids += self._letters(added[token].content) if is_control else [token]
+        return ids
+
+    def _letters(self, content: str) -> list[int]:
+        """Return the ids of what spells a control token: the pipeline without the added ones."""
+        tokenizer = self._tokenizer
+        text = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
+        split = tokenizer.pre_tokenizer
+        pieces = [each for each, _ in split.pre_tokenize_str(text)] if split else [text]
+        # A space that the pipeline puts before every text is none of this one's.
+        if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
+            pieces[0] = pieces[0][1:]
+        return [each.id for piece in pieces if piece for each in tokenizer.model.tokenize(piece)]
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -39,7 +61,7 @@ class Vocabulary:
 
     def _text(self, token: int) -> str:
         """Give a token's own text; U+FFFD where it is part of a character."""
-        return self._decode([*self._probe, token])[self._prefix :]
+        return self._decode([*self.probe, token])[self._prefix :]
 
     def bytes(self, token: int) -> bytes:
         """Give a token's own bytes, a part of a character's too."""

@@ -174,6 +174,29 @@ def fit_weights(
     return {n: arrays[n] for n in shapes}
 
 
+def dequantized(
+    checkpoint: Checkpoint, arrays: Mapping[str, mx.array], quantization: Mapping[str, Any]
+) -> dict[str, mx.array]:
+    """Unpack the weights that have `scales`, as config.json's `quantization` says they are packed.
+
+    Its numbers are for all modules, but for those that it names. Raises ModelLoadFailed.
+    """
+    unpacked = dict(arrays)
+    for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
+        own = quantization.get(module)
+        packed = own if isinstance(own, Mapping) else quantization
+        with checkpoint.blamed():
+            unpacked[f"{module}.weight"] = mx.dequantize(
+                unpacked[f"{module}.weight"],
+                unpacked.pop(f"{module}.scales"),
+                unpacked.pop(f"{module}.biases", None),
+                group_size=packed.get("group_size"),
+                bits=packed.get("bits"),
+                mode=packed.get("mode", "affine"),
+            )
+    return unpacked
+
+
 def read_in_slices(
     checkpoint: Checkpoint, arrays: Iterable[mx.array], slice_bytes: int = SLICE_BYTES
 ) -> Iterator[None]:

@@ -3,14 +3,30 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
+
+from pydantic import BaseModel
 
 from gateway.errors import ModelNotFound
 from gateway.registry.names import nearest
 from gateway.registry.sections import Alias
 from gateway.registry.specs import ModelSpec
 
-UNLOADED = frozenset({"aliases", "preload", "pinned", "ttl_s"})
-"""Keys that a loaded model does not depend on: how it is named, and kept."""
+UNLOADED: Final = MappingProxyType(
+    {
+        "": {
+            *("aliases", "preload", "pinned", "ttl_s", "queue_limit", "queue_max_tokens"),
+            *("sampling", "thinking"),
+            *("overflow", "matryoshka", "token_ids", "default_prompt_name"),
+        },
+        "structured": {"rows", "schema_in_prompt"},
+        "batching": {
+            *("max_batch_size", "max_batch_tokens", "batch_window_ms", "adaptive_window"),
+            *("min_batch_size", "batch_deadline_ms", "cache_size", "prefill_chunk_tokens"),
+        },
+    }
+)
+"""Keys, by section, that no load depends on: a model that runs takes them over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +75,10 @@ class Catalog:
             return resolved
         raise ModelNotFound(name, nearest=nearest(name, self._by_name))
 
+    def by_id(self, model: str) -> ModelSpec | None:
+        """Return the spec of this id, if there is one."""
+        return next((each for each in self.specs if each.id == model), None)
+
     def current(self, spec: ModelSpec) -> ModelSpec | None:
         """Give the spec that a model loaded for this one serves; None: it would load otherwise.
 
@@ -91,5 +111,16 @@ def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
     """Tell whether a model loaded for one spec serves the other as well."""
     if one is other or one.id != other.id:
         return one is other
-    fields = type(one).model_fields.keys() - UNLOADED  # `kind` is among them
-    return all(getattr(one, field) == getattr(other, field, None) for field in fields)
+    return one.kind == other.kind and _alike(one, other, "")
+
+
+def _alike(one: BaseModel, other: BaseModel, section: str) -> bool:
+    for field in type(one).model_fields.keys() - UNLOADED.get(section, set()):
+        mine, theirs = getattr(one, field), getattr(other, field)
+        is_section = field in UNLOADED and isinstance(mine, BaseModel)
+        if is_section and type(mine) is type(theirs):
+            if not _alike(mine, theirs, field):
+                return False
+        elif mine != theirs:
+            return False
+    return True

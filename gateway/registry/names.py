@@ -3,9 +3,13 @@
 import difflib
 from collections.abc import Iterable
 
+MOST = 256  # characters of a name that is worth comparing: difflib takes the square of them
+
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """Find the valid name most like this one, if any is alike at all."""
+    if len(name) > MOST:
+        return None
     by_folded = {each.casefold(): each for each in valid}
     found = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
     return by_folded[found[0]] if found else None

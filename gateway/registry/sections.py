@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s,]+$")]
 
@@ -62,6 +62,15 @@ class EmbeddingBatching(Section):
     )
 
 
+BatchingMode = Literal["auto", "force", "off"]
+Modes = BatchingMode | bool
+
+
+def batching_mode(value: object) -> object:
+    """Read YAML's false, which an unquoted `off` is, as a mode."""
+    return {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
+
+
 class ChatBatching(Section):
     """How answers share decoding steps; each falls back to the setting of its name."""
 
@@ -73,6 +82,13 @@ class ChatBatching(Section):
     )
     prefix_cache_bytes: int | None = Field(
         default=None, ge=0, description="KV kept of prompts that others may begin with; 0 is none."
+    )
+    mode: Annotated[BatchingMode, BeforeValidator(batching_mode, json_schema_input_type=Modes)] = (
+        Field(
+            default="auto",
+            description="Whether answers are decoded together: as a self-test allows, always, or "
+            "one at a time.",
+        )
     )
 
 
@@ -98,12 +114,15 @@ class Structured(Section):
 
 
 class Sampling(Section):
-    """Defaults for what a request leaves out."""
+    """Defaults for what a request leaves out; absent, the checkpoint's generation_config.json."""
 
     temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus probability.")
     top_k: int | None = Field(default=None, ge=0, description="Best tokens kept; 0 keeps all.")
     min_p: float | None = Field(
         default=None, ge=0, le=1, description="Floor relative to the best token."
+    )
+    repetition_penalty: float | None = Field(
+        default=None, gt=0, le=10, description="Above 1, what was read or said is said less."
     )
     max_tokens: int | None = Field(default=None, ge=1, description="Longest answer, tokens.")

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     ValidationInfo,
@@ -22,10 +23,12 @@ from gateway.registry.sections import (
     Alias,
     ChatBatching,
     EmbeddingBatching,
+    Modes,
     Name,
     Sampling,
     Section,
     Structured,
+    batching_mode,
 )
 from gateway.registry.sources import SOURCE_PATTERN, Source, parse_source
 
@@ -47,6 +50,12 @@ def _template(value: object, info: ValidationInfo) -> object:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
+
+
+def _batching(value: object) -> object:
+    """Read a mode alone as a section."""
+    value = batching_mode(value)
+    return {"mode": value} if isinstance(value, str) else value
 
 
 def names_in(text: str) -> list[str]:
@@ -84,6 +93,48 @@ def _sizes(value: object) -> object:
     if isinstance(value, bool) or (sizes and all(type(s) is int and s > 0 for s in sizes)):
         return value if isinstance(value, bool) else sizes
     raise ValueError("write true, false or sizes such as [256, 512]")
+
+
+# How models mark their calls and their thinking: vLLM's names, and mlx-lm's where it has others.
+# `none` is for text that is never to be taken for either.
+TOOL_PARSERS = frozenset(
+    {
+        "cohere_command3", "cohere_command4", "command_r", "deepseek_v3", "deepseek_v31",
+        "deepseek_v32", "deepseek_v4", "function_gemma", "functiongemma", "gemma4", "glm45",
+        "glm47", "granite", "granite4", "hermes", "hunyuan_a13b", "json_tools", "kimi_k2",
+        "kimi_k3", "laguna", "lfm2", "llama3_json", "llama4_json", "llama4_pythonic", "longcat",
+        "mimo", "minicpm5", "minimax_m2", "mistral", "muse_spark", "nemotron_nano_v2", "none",
+        "openai", "phi4_mini_json", "poolside_v1", "pythonic", "qwen3_coder", "qwen3_xml",
+        "seed_oss", "step3p5",
+    }
+)  # fmt: skip
+REASONING_PARSERS = frozenset(
+    {
+        "cohere_command3", "cohere_command4", "deepseek_r1", "deepseek_v3", "deepseek_v4",
+        "ernie45", "exaone4", "exaone_deep", "gemma4", "glm45", "glm47", "granite",
+        "granite_response", "holo2", "hunyuan_a13b", "kimi_k2", "kimi_k3", "longcat", "mimo",
+        "minimax_m2", "mistral", "muse_spark", "nemotron_v3", "none", "olmo3", "openai_gptoss",
+        "poolside_v1", "qwen3", "seed_oss", "step3", "step3p5", "think_tokens",
+    }
+)  # fmt: skip
+
+
+def _named(value: str, names: frozenset[str]) -> str:
+    if value not in names:
+        raise ValueError(f"no parser is named {value!r}{did_you_mean(nearest(value, names))}")
+    return value
+
+
+ToolParser = Annotated[
+    str,
+    AfterValidator(lambda value: _named(value, TOOL_PARSERS)),
+    WithJsonSchema({"type": "string", "enum": sorted(TOOL_PARSERS)}),
+]
+ReasoningParser = Annotated[
+    str,
+    AfterValidator(lambda value: _named(value, REASONING_PARSERS)),
+    WithJsonSchema({"type": "string", "enum": sorted(REASONING_PARSERS)}),
+]
 
 
 class _Spec(Section):
@@ -187,14 +238,24 @@ class ChatSpec(_Spec):
     chat_template_kwargs: dict[str, Any] = Field(
         default={}, description="Passed to the template on every request."
     )
+    tool_parser: ToolParser | None = Field(
+        default=None, description="How the model marks its calls; absent, its files decide."
+    )
+    reasoning_parser: ReasoningParser | None = Field(
+        default=None, description="How the model marks its thinking; absent, its files decide."
+    )
     thinking: bool | None = Field(
         default=None, description="Whether the model thinks aloud; absent, its template decides."
     )
     structured: Structured = Field(
         default_factory=Structured, description="How answers are held to a grammar."
     )
-    batching: ChatBatching = Field(
-        default_factory=ChatBatching, description="Overrides of the gateway's settings."
+    batching: Annotated[
+        ChatBatching,
+        BeforeValidator(_batching, json_schema_input_type=ChatBatching | Modes),
+    ] = Field(
+        default_factory=ChatBatching,
+        description="Overrides of the gateway's settings; `force` and `off` stand for `{mode: …}`.",
     )
 
     @field_validator("aliases")

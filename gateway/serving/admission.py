@@ -31,14 +31,14 @@ class Bounded:
 
     def __init__(self, limit: int, clock: Callable[[], float] = metrics.now) -> None:
         self.held = 0
-        self._limit = limit
+        self.limit = limit
         self._clock = clock
         self._finished = 0.0
         self._since = 0.0
 
     def has_room(self, amount: int) -> bool:
         """Tell whether so much more may be held; anything may alone."""
-        return self.held == 0 or self.held + amount <= self._limit
+        return self.held == 0 or self.held + amount <= self.limit
 
     def hold(self, amount: int) -> None:
         """Hold so much more. Time in which nothing was held says nothing of how fast it goes."""
@@ -67,10 +67,15 @@ class Noun(StrEnum):
     """What is bounded: it is told so to who is refused."""
 
     REQUESTS = "requests"
+    CHOICES = "choices"
     TOKENS = "tokens"
 
 
-_GAUGES = {Noun.REQUESTS: metrics.QUEUE_DEPTH, Noun.TOKENS: metrics.QUEUE_TOKENS}
+_GAUGES = {
+    Noun.REQUESTS: metrics.QUEUE_DEPTH,
+    Noun.CHOICES: metrics.QUEUE_CHOICES,
+    Noun.TOKENS: metrics.QUEUE_TOKENS,
+}
 
 
 class Admission:
@@ -85,14 +90,17 @@ class Admission:
         self._gauge = metrics.of(_GAUGES[noun], model)
 
     @contextlib.contextmanager
-    def admitted(self, amount: int = 1, retry_after_s: float | None = None) -> Iterator[None]:
+    def admitted(
+        self, amount: int = 1, retry_after_s: float | None = None, *, is_more: bool = False
+    ) -> Iterator[None]:
         """Hold so much while entered; raises Overloaded where there is no room.
 
         Who is refused is to come back when all that is held will have gone, or in
-        `retry_after_s`.
+        `retry_after_s`. A request that holds some already and wants more leaves others half.
         """
         bounded = self._bounded
-        if not bounded.has_room(amount):
+        is_greedy = is_more and 2 * (bounded.held + amount) > bounded.limit
+        if is_greedy or not bounded.has_room(amount):
             if retry_after_s is None:
                 retry_after_s = bounded.retry_after_s()
             raise Overloaded(
@@ -106,6 +114,15 @@ class Admission:
         finally:
             bounded.let_go(amount)
             self._gauge.dec(amount)
+
+    @property
+    def limit(self) -> int:
+        """Return how much may be held. A lower one holds for those to come."""
+        return self._bounded.limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._bounded.limit = limit
 
     def begin(self) -> None:
         """Measure how fast they go from now on: until now they could not."""

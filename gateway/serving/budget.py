@@ -1,40 +1,6 @@
 """How many bytes models and their rows may hold, who holds them, and who gives way."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
-
-K = TypeVar("K")
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A loaded model, as the choice of who leaves sees it. `is_doomed`: it was chosen before."""
-
-    nbytes: int
-    last_used: float
-    is_idle: bool = True
-    is_doomed: bool = False
-
-
-def pick_leaving(held: Mapping[K, Held], *, places: int, nbytes: int) -> list[K]:
-    """Choose who leaves so that `places` and `nbytes` become free, as far as these have them.
-
-    The idle before those in use, those chosen before ahead of others, and among equals the one
-    that was used longest ago.
-    """
-    leaving: list[K] = []
-    for each in sorted(held, key=lambda each: _rank(held[each])):
-        if places <= 0 and nbytes <= 0:
-            break
-        leaving.append(each)
-        places -= 1
-        nbytes -= held[each].nbytes
-    return leaving
-
-
-def _rank(held: Held) -> tuple[bool, bool, float]:
-    return not held.is_idle, not held.is_doomed, held.last_used
+from collections.abc import Callable
 
 
 class Budget:
@@ -46,6 +12,7 @@ class Budget:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self.claimed_bytes = 0
         self._held_bytes = 0
         self._listeners: dict[Callable[[], None], Callable[[], None]] = {}
 
@@ -53,6 +20,17 @@ class Budget:
     def free_bytes(self) -> int:
         """Count what nobody holds; below 0 when models turned out larger than they seemed."""
         return self.limit_bytes - self._held_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Count what a new row may take: what is free, and not for a model that waits for it."""
+        return self.free_bytes - self.claimed_bytes
+
+    def claim(self, nbytes: int) -> None:
+        """Keep so many of the free bytes, those to come too, for a model that waits."""
+        was, self.claimed_bytes = self.claimed_bytes, nbytes
+        if nbytes < was:
+            self.announce()
 
     def share(self) -> "Share":
         """Give a share, which holds nothing yet."""

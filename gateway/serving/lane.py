@@ -22,6 +22,7 @@ Ts = TypeVarTuple("Ts")
 log = logs.get("lane")
 
 LOAD = "load"  # the kind of turn whose calls may take long
+MOST_LOAD_S = 1.0  # of one that counts: a slow disk must not bar the next load for minutes
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +111,7 @@ class Lane:
         weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._farewell = farewell
-        self._shares = Shares(weights)
+        self._shares = Shares(weights, {LOAD: MOST_LOAD_S})
         self._line: list[_Waiting] = []
         self._is_held = False
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()

@@ -1,9 +1,20 @@
 """What serving asks of an engine. app hands in the real ones, tests hand in scripted ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
-from gateway.jobs import GenerateJob, Grammar, Pass, RowDelta, RowJob, TokenIds, Vectors
+from gateway.jobs import (
+    Compiled,
+    GenerateJob,
+    Grammar,
+    KvCost,
+    Pass,
+    RowDelta,
+    RowJob,
+    TokenIds,
+    Vectors,
+    Verdict,
+)
 
 
 class EmbeddingEngine(Protocol):
@@ -31,6 +42,9 @@ class EmbeddingEngine(Protocol):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise, special tokens included. Safe on any thread."""
+
+    def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise as far as `truncate` keeps; more ids than `max_tokens` only tell of more."""
 
     def truncate(self, tokens: TokenIds) -> list[int]:
         """Cut one input to `max_tokens` as sentence-transformers would."""
@@ -66,20 +80,60 @@ class GenerationEngine(Protocol):
         that leaves no room for one token.
         """
 
-    def compile(self, grammar: Grammar) -> object:
+    def compile(self, grammar: Grammar) -> Compiled:
         """Make a grammar ready for rows; slow, and safe on any thread.
 
         Raises BadRequest naming the keyword or place that cannot be compiled.
         """
 
+    def fits(self, schema: str, answer: str) -> bool | None:
+        """Judge a finished answer by a JSON Schema, both as text; None where that cannot be told.
+
+        Slow, and safe on any thread.
+        """
+
     def join(self, job: RowJob) -> int:
         """Queue a row for prefill and give its id. On the lane only."""
+
+    @property
+    def is_batched(self) -> bool:
+        """Return True while rows run together, False once they run one at a time."""
+
+    def self_test(self) -> Generator[Verdict]:
+        """Compare rows in batches with the same rows alone, a pass a step, on the lane only.
+
+        Each step yields what is known by then; the last one leaves nothing unknown.
+        """
+
+    @property
+    def self_test_tokens(self) -> int:
+        """Return the most tokens that a row of the self-test has."""
+
+    def hold_to(self, verdict: Verdict) -> None:
+        """Run rows only as a verdict has not found wrong. On the lane only."""
+
+    def take_faults(self) -> Sequence[str]:
+        """Return what passes have thrown since this was last asked. On the lane only."""
 
     def leave(self, row: int) -> None:
         """Drop a row, wherever it is; an unknown id is fine. On the lane only."""
 
-    def curtail(self, row: int, max_tokens: int) -> None:
-        """Let a running row say no more than so many tokens. On the lane only."""
+    def park(self, row: int) -> None:
+        """Stop a row, its KV kept; one that is being read stops thereafter. On the lane only."""
+
+    def preempt(self, row: int) -> None:
+        """Stop a row and free its KV: resumed, it is read again from all it has read and said, and
+        goes on as if nothing had happened. On the lane only.
+        """
+
+    def resume(self, row: int) -> None:
+        """Let a row go on that was parked or preempted. On the lane only."""
+
+    def curtail(self, row: int, max_tokens: int) -> list[RowDelta]:
+        """Let a row say no more than so many tokens, wherever it is.
+
+        Returns the end of one that is parked or preempted and has said as many. On the lane only.
+        """
 
     def forget(self) -> None:
         """Let go of what is kept of prompts. On the lane only."""
@@ -100,6 +154,14 @@ class GenerationEngine(Protocol):
 
     def settle(self) -> None:
         """Wait until the device has done what was begun. On the lane only."""
+
+    @property
+    def kv_cost(self) -> KvCost:
+        """Tell what a row's KV costs; that of nothing where it is not known."""
+
+    @property
+    def reading(self) -> frozenset[int]:
+        """Return the rows that still have prompt to read."""
 
     @property
     def is_prefilling(self) -> bool:

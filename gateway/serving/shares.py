@@ -1,8 +1,7 @@
 """Whose turn it is: each kind of work that waits gets its share of the lane's time."""
 
 from collections.abc import Iterable, Mapping
-
-MOST_S = 1.0  # of one turn that counts: a model's load must not bar the next one for minutes
+from types import MappingProxyType
 
 
 class Shares:
@@ -12,10 +11,17 @@ class Shares:
     the kind whose clock is furthest behind is next. A kind that was idle starts where the one in
     service started, so that idleness saves nothing up. Kinds that always wait get time in
     proportion to their weights, and each one's turn comes after at most one turn of each other.
+
+    `most_s` says of how long a turn counts at most, by kind: one that has none counts in full.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        most_s: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self._weights = weights
+        self._most_s = most_s
         self._clocks: dict[str, float] = {}
         self._now = 0.0
 
@@ -44,4 +50,5 @@ class Shares:
         return max(self._now, self._clocks.get(kind, 0.0))
 
     def _after(self, kind: str, seconds: float) -> float:
-        return self._now + min(seconds, MOST_S) / self._weights.get(kind, 1.0)
+        seconds = min(seconds, self._most_s.get(kind, seconds))
+        return self._now + seconds / self._weights.get(kind, 1.0)

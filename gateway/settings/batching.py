@@ -78,6 +78,13 @@ class BatchingSettings(BaseModel):
     lane_weight_load: float = Field(
         default=1, gt=0, le=1000, description="The same: loading models."
     )
+    pass_limit_s: float = Field(
+        default=0.25,
+        gt=0,
+        le=60,
+        description="How long one pass of embeddings or of prompts may keep the device, as "
+        "measured; what takes longer is cut, and others have their turn between.",
+    )
     tier_head_start_s: float = Field(
         default=5,
         ge=0,
@@ -89,5 +96,5 @@ class BatchingSettings(BaseModel):
         default=256,
         ge=1,
         le=1_000_000,
-        description="Requests inside, per model; beyond it, 429.",
+        description="Requests inside, per model, and their choices; beyond it, 429.",
     )

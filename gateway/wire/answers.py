@@ -156,6 +156,13 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
+class Verdict(Answer):
+    """What of its schema no grammar held an answer to, and whether it fits; null if unknown."""
+
+    unenforced: list[str]
+    schema_valid: bool | None
+
+
 class ChatCompletionChunk(Answer):
     """An event of a stream; the one with usage has no choices, and comes last, before `[DONE]`."""
 
@@ -167,14 +174,18 @@ class ChatCompletionChunk(Answer):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     timings: dict[str, float] | None = None
+    gateway: Verdict | None = None
 
 
 class TextLogprobs(Answer):
-    """Every token of a text, in four lists of one length."""
+    """Every token of a text, in four lists of one length.
+
+    An echoed prompt's first token follows nothing: its logprobs are null.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -236,6 +247,39 @@ class Response(Answer):
     usage: ResponseUsage | None
     error: dict[str, str] | None
     incomplete_details: dict[str, str] | None
+    gateway: Verdict | None = None
+
+
+class InputItem(Answer):
+    """A piece of the conversation that a response answers, as it was sent."""
+
+    id: str
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+
+
+class InputItems(Answer):
+    """A page of them, newest first unless asked otherwise."""
+
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(Answer):
+    """How long a prompt is."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class Deleted(Answer):
+    """What was forgotten."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 class ResponseEvent(Answer):
@@ -245,6 +289,14 @@ class ResponseEvent(Answer):
     sequence_number: int
     response: Response | None = None
     item: OutputItem | None = None
+
+
+class Batching(Answer):
+    """How a loaded chat model runs its answers."""
+
+    rows: Literal["together", "one at a time"]
+    self_test: Literal["passed", "failed", "unfinished", "off"]
+    problem: str | None = Field(description="What the self-test found wrong.")
 
 
 class Model(Answer):
@@ -260,6 +312,7 @@ class Model(Answer):
     bytes: int | None = Field(description="What it holds of the memory budget.")
     last_used: float | None = Field(description="Unix time.")
     error: str | None = Field(description="Why it failed.")
+    batching: Batching | None = Field(description="Of a chat model that is loaded.")
 
 
 class Models(Answer):
@@ -285,7 +338,7 @@ class Health(Answer):
 
 
 class Ready(Answer):
-    """Whether requests are welcome, and how each model stands."""
+    """Whether requests are welcome, and how each model stands, for those who may list them."""
 
     status: str
-    models: dict[str, str]
+    models: dict[str, str] | None = None

@@ -7,17 +7,20 @@ from pydantic import Field, model_validator
 
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Calling, GenerateJob, Sampling
-from gateway.wire.bounds import FEW
+from gateway.wire.bounds import FAST, FEW, Label
 from gateway.wire.formats import FormedRequest, held_to_prompt
-from gateway.wire.messages import Message, to_template
+from gateway.wire.messages import Message, continued, to_template
 from gateway.wire.reading import Fields, Part, check_length
+from gateway.wire.sampling import MaxTokens, ServiceTier
 from gateway.wire.tools import (
+    AnyTool,
     Choice,
     FunctionName,
     FunctionParam,
     NamedTool,
     ToolParam,
     read_tools,
+    skipped,
 )
 
 _TEXT = "This gateway writes text."
@@ -41,6 +44,8 @@ FIELDS = Fields(
 class StreamOptions(Part):
     """What the stream says beside its text."""
 
+    harmless = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
 
 
@@ -50,23 +55,44 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class ChatRequest(FormedRequest):
     """What OpenAI's endpoint takes, with vLLM's structured fields besides."""
 
-    model: Annotated[str, Field(min_length=1)]
-    messages: Annotated[list[Message], FEW, Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    model: Annotated[Label, Field(min_length=1)]
+    messages: Annotated[list[Message], FAST, FEW, Field(min_length=1)]
+    max_tokens: MaxTokens = None
+    max_completion_tokens: MaxTokens = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    service_tier: str | None = None
-    tools: Annotated[list[ToolParam], Field(default_factory=list, max_length=128)]
+    service_tier: ServiceTier = "auto"
+    tools: Annotated[list[AnyTool[ToolParam]], FAST, Field(default_factory=list, max_length=128)]
     tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
-    functions: Annotated[list[FunctionParam], Field(default_factory=list, max_length=128)]
+    functions: Annotated[list[FunctionParam], FAST, Field(default_factory=list, max_length=128)]
     function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _an_answer_is_begun_or_continued(self) -> "ChatRequest":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequest(
+                "'continue_final_message' needs 'add_generation_prompt' to be false.",
+                param="add_generation_prompt",
+            )
+        if self.add_generation_prompt is False and not self.continues:
+            raise BadRequest(
+                "'add_generation_prompt' can only be false beside 'continue_final_message'.",
+                param="add_generation_prompt",
+            )
+        return self
+
+    @property
+    def continues(self) -> bool:
+        """Return True if the last message is the beginning of the answer."""
+        return continued(self.messages, asked=self.continue_final_message)
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> "ChatRequest":
@@ -81,6 +107,10 @@ class ChatRequest(FormedRequest):
         if isinstance(self.function_call, FunctionName) and not self.functions:
             raise BadRequest("'function_call' needs 'functions'.", param="function_call")
         return self
+
+    def skipped(self) -> Sequence[str]:
+        """Name the tools that are not served."""
+        return skipped(self.tools)
 
     @property
     def is_legacy(self) -> bool:
@@ -126,6 +156,11 @@ def to_job(
     check_length(request.tools or request.functions, max_chars, param="tools")
     tools, calling = request.calling()
     grammar_param, grammar = request.form()
+    if request.continues and (grammar is not None or (calling is not None and calling.forced)):
+        raise BadRequest(
+            "An answer that is continued can't be held to a form, nor to a call.",
+            param="tool_choice" if grammar is None else grammar_param,
+        )
     if schema_in_prompt:
         grammar = held_to_prompt(grammar, messages[-1]["content"])
     return GenerateJob(
@@ -140,5 +175,6 @@ def to_job(
         template_args={**template_args, **request.template_args()},
         grammar=grammar,
         grammar_param=grammar_param,
+        continues=request.continues,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )

@@ -33,7 +33,8 @@ class Heading:
         return orjson.dumps(
             {
                 **self._start("chat.completion"),
-                "choices": [choice.whole() for choice in choices],
+                # Each by itself: nobody else has a turn while one is being written.
+                "choices": [orjson.Fragment(orjson.dumps(choice.whole())) for choice in choices],
                 "usage": usage_json(usage),
             }
         )
@@ -42,8 +43,8 @@ class Heading:
         """Write a choice's first chunk: the only one with a role."""
         return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def chunks(self, delta: Delta) -> list[bytes]:
-        """Write what a delta tells: text, reasoning, a call, the end."""
+    def chunks(self, delta: Delta, verdict: Mapping[str, Any] | None = None) -> list[bytes]:
+        """Write what a delta tells: text, reasoning, a call, the end, with the verdict on it."""
         logprobs = logprobs_json(delta.logprobs) if delta.logprobs else None
         chunks = []
         if delta.reasoning:
@@ -53,7 +54,8 @@ class Heading:
         if delta.call is not None:
             chunks += [self._chunk(delta.index, piece) for piece in self._pieces(delta.call)]
         if delta.finish_reason is not None:
-            chunks.append(self._chunk(delta.index, {}, finish=self._reason(delta.finish_reason)))
+            reason = self._reason(delta.finish_reason)
+            chunks.append(self._chunk(delta.index, {}, finish=reason, verdict=verdict))
         return chunks
 
     def usage(self, usage: Usage, timings: Mapping[str, float]) -> bytes:
@@ -93,9 +95,11 @@ class Heading:
         logprobs: dict[str, Any] | None = None,
         *,
         finish: str | None = None,
+        verdict: Mapping[str, Any] | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return orjson.dumps({**self._start("chat.completion.chunk"), "choices": [choice]})
+        chunk = {**self._start("chat.completion.chunk"), "choices": [choice]}
+        return orjson.dumps(chunk if verdict is None else {**chunk, "gateway": verdict})
 
 
 class Choice:

@@ -2,18 +2,30 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Annotated, Any
 
 import orjson
 from pydantic import Field, WithJsonSchema, field_validator
 
 from gateway.errors import BadRequest
-from gateway.jobs import Caller, Delta, GenerateJob, Sampling, Timings, TokenLogprob, Usage
+from gateway.jobs import (
+    Caller,
+    Delta,
+    EchoedPrompt,
+    GenerateJob,
+    Sampling,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from gateway.wire import inputs
+from gateway.wire.bounds import Label
 from gateway.wire.chat import StreamOptions
 from gateway.wire.chat_answers import usage_json
 from gateway.wire.formats import FormedRequest
-from gateway.wire.reading import Fields
+from gateway.wire.reading import CharBounds, Fields
+from gateway.wire.sampling import MaxTokensOrZero, ServiceTier
 
 MAX_CHOICES = 4096
 
@@ -25,7 +37,7 @@ FIELDS = Fields(
     ),
     refused={
         "suffix": "This gateway only writes on; it fills no gaps.",
-        "prompt_logprobs": "This gateway does not score prompts.",
+        "prompt_logprobs": "Ask for them with 'echo' and 'logprobs'.",
         "use_beam_search": "This gateway samples.",
     },
     neutral={
@@ -43,16 +55,16 @@ _INVALID = (
 class CompletionRequest(FormedRequest):
     """What OpenAI's endpoint takes. `prompt` is always an array, of texts or of token ids."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: Annotated[Label, Field(min_length=1)]
     prompt: Annotated[Any, WithJsonSchema(inputs.SCHEMA)]
-    max_tokens: Annotated[int, Field(ge=1)] = 16
+    max_tokens: MaxTokensOrZero = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    service_tier: str | None = None
+    service_tier: ServiceTier = "auto"
 
     @field_validator("prompt")
     @classmethod
@@ -68,14 +80,18 @@ def to_jobs(
     caller: Caller,
     defaults: Sampling,
     *,
-    max_chars: int,
+    bounds: CharBounds,
 ) -> list[GenerateJob]:
     """Translate: one job a prompt, each with `n` choices.
 
     Raises BadRequest for combinations that cannot be served.
     """
-    _check(request, max_chars)
+    _check(request, bounds)
     grammar_param, grammar = request.form()
+    if (
+        grammar is not None and grammar.kind == "json_schema"
+    ):  # answers to bare prompts come without a verdict
+        grammar = replace(grammar, strict=True)
     caller.timings.beside = [Timings() for _ in request.prompt[1:]]
     return [
         GenerateJob(
@@ -89,6 +105,8 @@ def to_jobs(
             grammar=grammar,
             grammar_param=grammar_param,
             logprobs=request.logprobs,
+            # A text that is only repeated needs no engine.
+            echo=request.echo and (request.logprobs is not None or not isinstance(prompt, str)),
         )
         for prompt, timings in zip(
             request.prompt, [caller.timings, *caller.timings.beside], strict=True
@@ -96,7 +114,7 @@ def to_jobs(
     ]
 
 
-def _check(request: CompletionRequest, max_chars: int) -> None:
+def _check(request: CompletionRequest, bounds: CharBounds) -> None:
     if request.best_of not in (None, request.n):
         raise BadRequest(
             "Invalid 'best_of': this gateway makes no more answers than it gives, so it should "
@@ -108,19 +126,14 @@ def _check(request: CompletionRequest, max_chars: int) -> None:
             f"Invalid 'n': the prompts ask for more than {MAX_CHOICES} choices together.",
             param="n",
         )
-    is_text = isinstance(request.prompt[0], str)
-    if request.echo and request.logprobs is not None:
+    if request.max_tokens == 0 and not request.echo:
         raise BadRequest(
-            "Invalid 'echo': this gateway does not score prompts, so it cannot be combined "
-            "with 'logprobs'.",
-            param="echo",
+            "Invalid 'max_tokens': 0 asks for nothing, unless 'echo' gives the prompt back.",
+            param="max_tokens",
+            code="integer_below_min_value",
         )
-    if request.echo and not is_text:
-        raise BadRequest(
-            "Invalid 'echo': only a prompt that is a text can be echoed.", param="echo"
-        )
-    if is_text and any(len(prompt) > max_chars for prompt in request.prompt):
-        raise BadRequest(f"A prompt is longer than {max_chars} characters.", param="prompt")
+    texts = [prompt for prompt in request.prompt if isinstance(prompt, str)]
+    bounds.check(texts, param="prompt", noun="A prompt")
 
 
 def choices(request: CompletionRequest) -> list["Choice"]:
@@ -128,11 +141,17 @@ def choices(request: CompletionRequest) -> list["Choice"]:
     return [
         Choice(
             index,
-            echoed=request.prompt[index // request.n] if request.echo else "",
+            echoed=_echoed(request, index // request.n),
             with_logprobs=request.logprobs is not None,
         )
         for index in range(len(request.prompt) * request.n)
     ]
+
+
+def _echoed(request: CompletionRequest, index: int) -> str:
+    """Return the text that a choice begins with, as far as it is known: token ids have none yet."""
+    prompt = request.prompt[index]
+    return prompt if request.echo and isinstance(prompt, str) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +165,9 @@ class Heading:
 
     def whole(self, choices: Sequence["Choice"], usage: Usage) -> bytes:
         """Write the whole answer."""
-        return self._write([choice.whole() for choice in choices], usage_json(usage))
+        # Each by itself: nobody else has a turn while one is being written.
+        parts = [orjson.Fragment(orjson.dumps(choice.whole())) for choice in choices]
+        return self._write(parts, usage_json(usage))
 
     def chunk(self, choice: dict[str, Any]) -> bytes:
         """Write what is new in one choice."""
@@ -158,7 +179,7 @@ class Heading:
 
     def _write(
         self,
-        choices: list[dict[str, Any]],
+        choices: Sequence[dict[str, Any] | orjson.Fragment],
         usage: dict[str, Any] | None = None,
         timings: Mapping[str, float] | None = None,
     ) -> bytes:
@@ -189,10 +210,16 @@ class Choice:
 
     def add(self, delta: Delta) -> dict[str, Any]:
         """Take the next delta, and give what it adds."""
-        text = self._echoed + delta.text
-        self._echoed = ""
+        echoed, self._echoed = self._echoed, ""
+        new = _no_logprobs()
+        if delta.prompt is not None:
+            echoed = echoed or "".join(delta.prompt.texts)
+            new = _of_prompt(delta.prompt)
+            self._offset = len(echoed)
+        text = echoed + delta.text
         self._texts.append(text)
-        new = self._scored(delta.logprobs)
+        for name, values in self._scored(delta.logprobs).items():
+            new[name] += values
         for name, values in new.items():
             self._logprobs[name] += values
         self._finish = delta.finish_reason
@@ -219,6 +246,17 @@ class Choice:
             new["text_offset"].append(self._offset)
             self._offset += len(token.chosen.token)
         return new
+
+
+def _of_prompt(prompt: EchoedPrompt) -> dict[str, list[Any]]:
+    """Write a prompt's tokens. The first follows nothing, so its logprob is null."""
+    starts = accumulate(map(len, prompt.texts), initial=0)
+    return {
+        "tokens": list(prompt.texts),
+        "token_logprobs": [None, *(token.chosen.logprob for token in prompt.logprobs)],
+        "top_logprobs": [None, *map(_by_text, prompt.logprobs)],
+        "text_offset": list(starts)[:-1],
+    }
 
 
 def _no_logprobs() -> dict[str, list[Any]]:

@@ -1,6 +1,7 @@
 """POST /v1/embeddings: request → EmbedJob, Embedded → JSON bytes."""
 
 import base64
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -10,10 +11,12 @@ from pydantic import Field, WithJsonSchema, field_validator
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Embedded, EmbedJob, TokenIds
 from gateway.wire import inputs
-from gateway.wire.reading import Fields, Request
+from gateway.wire.bounds import Label
+from gateway.wire.reading import CharBounds, Fields, Request
 
 FIELDS = Fields(harmless=frozenset({"user"}), refused={}, neutral={})
 
+PIECE_FLOATS = 65_536
 _INVALID = (
     f"'$.input' is invalid. It must be a string, an array of 1 to {inputs.MOST} non-empty strings, "
     "an array of token ids, or an array of such arrays"
@@ -23,12 +26,12 @@ _INVALID = (
 class EmbeddingsRequest(Request):
     """What OpenAI's endpoint takes, and TEI's `truncate` and a `prompt_name` besides."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: Annotated[Label, Field(min_length=1)]
     input: Annotated[Any, WithJsonSchema(inputs.SCHEMA)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     truncate: bool | None = None
-    prompt_name: str | None = None
+    prompt_name: Label | None = None
 
     @field_validator("input")
     @classmethod
@@ -47,15 +50,14 @@ def to_job(
     truncate: bool,
     dimensions: int | None,
     prompt_name: str | None,
-    max_chars: int,
+    bounds: CharBounds,
 ) -> EmbedJob:
     """Translate; raises BadRequest for token ids where the model takes none."""
     texts: list[str] = []
     token_rows: list[TokenIds] = []
     if isinstance(request.input[0], str):
         texts = request.input
-        if any(len(text) > max_chars for text in texts):
-            raise BadRequest(f"An input is longer than {max_chars} characters.", param="input")
+        bounds.check(texts, param="input", noun="An input")
     elif accepts_ids:
         token_rows = request.input
     else:
@@ -75,25 +77,30 @@ def to_job(
     )
 
 
-def to_json(answer: Embedded, model: str, encoding: str) -> bytes:
-    """Write the answer; base64 is little-endian float32, which is what OpenAI's SDKs read."""
+def written(answer: Embedded, model: str, encoding: str) -> Iterator[bytes]:
+    """Yield the answer in pieces, each a few milliseconds' work at most.
+
+    base64 is little-endian float32, which is what OpenAI's SDKs read.
+    """
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
-    data: list[dict[str, Any]] = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": _base64(vector) if encoding == "base64" else vector,
-        }
-        for index, vector in enumerate(vectors)
-    ]
+    rows = max(1, PIECE_FLOATS // vectors.shape[1])
+    yield b'{"object":"list","data":['
+    for start in range(0, len(vectors), rows):
+        data: list[dict[str, Any]] = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _base64(vector) if encoding == "base64" else vector,
+            }
+            for index, vector in enumerate(vectors[start : start + rows], start)
+        ]
+        piece = orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        yield b"," + piece if start else piece
     usage = {
         "prompt_tokens": answer.prompt_tokens,
         "total_tokens": answer.prompt_tokens,
     }
-    return orjson.dumps(
-        {"object": "list", "data": data, "model": model, "usage": usage},
-        option=orjson.OPT_SERIALIZE_NUMPY,
-    )
+    yield b"]," + orjson.dumps({"model": model, "usage": usage})[1:]
 
 
 def _base64(vector: np.ndarray[Any, Any]) -> str:

@@ -22,7 +22,9 @@ class Form(Part):
 
 
 class JsonSchema(Form):
-    """A schema and its name. With or without `strict` the answer is held to it."""
+    """A schema and its name. With or without `strict` the answer is held to it, as far as a
+    grammar can; what none can is refused when `strict`.
+    """
 
     name: Name = "response"
     description: str | None = None
@@ -75,10 +77,13 @@ class StructuredOutputs(Form):
         return asked
 
 
-def json_schema(schema: dict[str, Any] | str | None, *, param: str) -> Grammar:
+def json_schema(
+    schema: dict[str, Any] | str | None, *, param: str, strict: bool = False
+) -> Grammar:
     """Give the grammar of a schema, or of any object where there is none.
 
-    The order of keys is kept: it is the order in which they are written.
+    The order of keys is kept: it is the order in which they are written. A `strict` schema is
+    held to whole, or refused.
     """
     if schema is None:
         return ANY_OBJECT
@@ -87,7 +92,7 @@ def json_schema(schema: dict[str, Any] | str | None, *, param: str) -> Grammar:
             schema = parse(schema.encode())
         except ValueError as error:
             raise BadRequest(f"The schema is not JSON: {error}.", param=param) from None
-    return Grammar("json_schema", orjson.dumps(schema).decode())
+    return Grammar("json_schema", orjson.dumps(schema).decode(), strict=strict)
 
 
 class FormedRequest(SampledRequest):
@@ -105,8 +110,9 @@ class FormedRequest(SampledRequest):
         asked: list[tuple[str, Grammar]] = []
         if self.response_format is not None and self.response_format.type != "text":
             wanted = self.response_format.json_schema
-            schema = wanted.schema_ if wanted is not None else None
-            asked.append(("response_format", json_schema(schema, param="response_format")))
+            schema, strict = (wanted.schema_, bool(wanted.strict)) if wanted else (None, False)
+            name = "response_format"
+            asked.append((name, json_schema(schema, param=name, strict=strict)))
         if self.structured_outputs is not None:
             name = "structured_outputs"
             asked += [(name, grammar) for grammar in self.structured_outputs.grammars(name)]

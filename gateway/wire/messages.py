@@ -1,11 +1,14 @@
 """Chat messages: OpenAI's many forms → the plain ones that chat templates read."""
 
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from gateway.errors import BadRequest
-from gateway.wire.bounds import parse
+from gateway.wire.bounds import FAST, Label, parse
 from gateway.wire.reading import Part
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
@@ -14,7 +17,9 @@ Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 class ContentPart(Part):
     """A piece of a message's content. Only text is served."""
 
-    type: str = Field(json_schema_extra={"enum": ["text", "refusal"]})
+    harmless = frozenset({"annotations", "cache_control", "logprobs", "prompt_cache_breakpoint"})
+
+    type: Label = Field(json_schema_extra={"enum": ["text", "refusal"]})
     text: str | None = None
     refusal: str | None = None
 
@@ -22,26 +27,56 @@ class ContentPart(Part):
 class Function(Part):
     """A function's name and its arguments, which are JSON inside a string."""
 
-    name: str
+    name: Label
     arguments: str = ""
 
 
 class ToolCall(Part):
     """A call that the assistant made in an earlier turn."""
 
-    id: str | None = None
-    type: str = "function"
+    harmless = frozenset({"index"})
+
+    id: Label | None = None
+    type: Label = "function"
     function: Function
 
 
 class Message(Part):
-    """One turn of a conversation, as a client sends it."""
+    """One turn of a conversation, as a client sends it: an answer's message, say, as it came."""
+
+    harmless = frozenset({"annotations", "reasoning", "reasoning_content", "refusal"})
 
     role: Role
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(min_length=1)] = None
-    tool_call_id: str | None = None
+    content: str | Annotated[list[ContentPart], FAST] | None = None
+    name: Label | None = None
+    tool_calls: Annotated[list[ToolCall], FAST] | None = None
+    tool_call_id: Label | None = None
+    prefix: bool | None = None
+
+
+def continued(messages: Sequence[Message], *, asked: bool) -> bool:
+    """Return True if the last message is the beginning of the answer, as `asked` or by its
+    `prefix`, which is Mistral's and DeepSeek's way.
+
+    Raises BadRequest where it cannot be.
+    """
+    *earlier, last = messages
+    for i, message in enumerate(earlier):
+        if message.prefix:
+            place = f"messages[{i}].prefix"
+            raise BadRequest(
+                f"Invalid '{place}': only the last message can begin the answer.", param=place
+            )
+    if not (asked or last.prefix):
+        return False
+    place = f"messages[{len(earlier)}]"
+    if last.role != "assistant" or last.tool_calls or not _text(last.content, place):
+        raise BadRequest(
+            f"Invalid '{place}': an answer is continued from an assistant's message that has text "
+            "and no 'tool_calls'.",
+            param=place,
+        )
+    return True
 
 
 def to_template(messages: list[Message]) -> list[dict[str, Any]]:
@@ -54,18 +89,26 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
     merged: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for turn in turns:
-        if turn["role"] == "system":
+    others = (turn for turn in turns if turn["role"] != "system")
+    for role, together in groupby(others, key=itemgetter("role")):
+        if role != "user":
+            merged += together
             continue
-        if merged and turn["role"] == merged[-1]["role"] == "user":
-            merged[-1]["content"] += "\n\n" + turn["content"]
-        else:
-            merged.append(turn)
+        first, *rest = together
+        if rest:
+            first["content"] = "\n\n".join(turn["content"] for turn in (first, *rest))
+        merged.append(first)
     return merged or [{"role": "system", "content": ""}]
 
 
 def _turn(message: Message, place: str) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    if message.role == "user" and message.content is None:
+        raise BadRequest(
+            f"Missing required parameter: '{place}.content'.",
+            param=f"{place}.content",
+            code="missing_required_parameter",
+        )
     turn: dict[str, Any] = {"role": role, "content": _text(message.content, place)}
     if message.name is not None:
         turn["name"] = message.name

@@ -1,15 +1,16 @@
 """Bytes → a checked request, or the 400 that names the field, as OpenAI words it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from itertools import islice
+from typing import Any, ClassVar, Generic, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from gateway.errors import BadRequest, UnknownParameter, UnsupportedParameter
-from gateway.wire.bounds import DEFAULT, Bounds, parse
+from gateway.errors import BadRequest, UnknownParameter, UnsupportedParameter, shown
+from gateway.wire.bounds import DEFAULT, NAME_CHARS, Bounds, parse
 
 
 class Request(BaseModel):
@@ -25,11 +26,18 @@ class Request(BaseModel):
         prompts = {"input", "instructions", "messages", "prompt"}
         return self.model_dump(include=prompts, exclude_none=True)
 
+    def skipped(self) -> Sequence[str]:
+        """Name what was understood and is not served, yet changes nothing that is."""
+        return ()
+
 
 class Part(BaseModel):
-    """A piece of a request; what it has beyond our fields is the client's own affair."""
+    """A piece of a request. What it has beyond our fields and the harmless ones is ignored, and the
+    answer says so.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    harmless: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -40,6 +48,9 @@ class Part(BaseModel):
 
 
 R = TypeVar("R", bound=Request)
+
+
+MOST_NAMED = 64  # of what nobody knows in a request's parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +76,7 @@ class Read(Generic[R]):
 
 
 def read_request(
-    body: bytes,
+    body: bytes | bytearray,
     shape: type[R],
     fields: Fields,
     *,
@@ -83,15 +94,39 @@ def read_request(
     for name, reason in fields.refused.items():
         if name in given and not _is_any(given[name], fields.neutral.get(name, ())):
             raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
+    for name in fields.harmless:  # those that are texts name something
+        if isinstance(text := given.get(name), str) and len(text) > NAME_CHARS:
+            raise _too_long(name, NAME_CHARS, len(text))
     try:
         request = shape.model_validate(given, context=bounds)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False)[0]) from None
+        raise _refusal(error.errors(include_url=False)) from None
     known = fields.harmless | fields.refused.keys()
-    ignored = tuple(sorted((request.model_extra or {}).keys() - known))
+    outer = sorted((request.model_extra or {}).keys() - known)
+    ignored = (*outer, *request.skipped(), *islice(_unknown(request, ""), MOST_NAMED))
     if ignored and strict:
-        raise UnknownParameter(f"Unrecognized request argument: {ignored[0]}", param=ignored[0])
+        raise UnknownParameter(
+            f"Unrecognized request argument: {shown(ignored[0])}", param=shown(ignored[0])
+        )
     return Read(request, ignored)
+
+
+def _unknown(part: BaseModel, place: str) -> Iterator[str]:
+    """Name the fields of a request's parts that nobody knows, by their places."""
+    for name, field in type(part).model_fields.items():
+        value = getattr(part, name)
+        if isinstance(value, Part):
+            yield from _unknown_of(value, f"{place}{field.alias or name}")
+        elif isinstance(value, list):
+            for i, each in enumerate(value):
+                if isinstance(each, Part):
+                    yield from _unknown_of(each, f"{place}{field.alias or name}[{i}]")
+
+
+def _unknown_of(part: Part, place: str) -> Iterator[str]:
+    if part.model_extra:
+        yield from (f"{place}.{name}" for name in sorted(part.model_extra.keys() - part.harmless))
+    yield from _unknown(part, f"{place}.")
 
 
 def _is_any(value: object, others: Iterable[object]) -> bool:
@@ -99,7 +134,7 @@ def _is_any(value: object, others: Iterable[object]) -> bool:
     return any(type(value) is type(each) and value == each for each in others)
 
 
-def _parse(body: bytes, max_depth: int) -> dict[str, Any]:
+def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     try:
         parsed = parse(body, max_depth)
     except ValueError as error:
@@ -124,9 +159,37 @@ _LENGTHS = {
 }
 
 
-def _refusal(error: ErrorDetails) -> BadRequest:
-    """Word pydantic's first finding as OpenAI does, with its code."""
+_TYPES = {
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dict_type": "an object",
+    "list_type": "an array",
+    "string_type": "a string",
+    "bool_type": "a boolean",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+}
+
+
+def _refusal(errors: Sequence[ErrorDetails]) -> BadRequest:
+    """Word pydantic's first finding as OpenAI does, with its code.
+
+    Of a union's branches, the finding is that of the one that got furthest.
+    """
+    param = _path(errors[0]["loc"])
+    of_one_field = [each for each in errors if _path(each["loc"]).startswith(param)]
+    error = max(of_one_field, key=lambda each: len(_steps(each["loc"])))
     param = _path(error["loc"])
+    if error["type"] in _TYPES:
+        here = (each["type"] for each in of_one_field if _path(each["loc"]) == param)
+        wanted = dict.fromkeys(_TYPES[kind] for kind in here if kind in _TYPES)
+        return BadRequest(
+            f"Invalid type for '{param}': expected {' or '.join(wanted)}, but got "
+            f"{_noun(error['input'])} instead.",
+            param=param,
+            code="invalid_type",
+        )
     kind, context, given = error["type"], error.get("ctx", {}), error["input"]
     if kind == "missing":
         return BadRequest(
@@ -136,9 +199,9 @@ def _refusal(error: ErrorDetails) -> BadRequest:
         )
     if kind in _BOUNDS:
         code, phrase, sign, key = _BOUNDS[kind]
-        noun = "integer" if isinstance(given, int) else "decimal"
+        noun = "decimal" if isinstance(context[key], float) else "integer"
         return BadRequest(
-            f"Invalid '{param}': {noun} {phrase}. Expected a value {sign} {context[key]}, "
+            f"Invalid '{param}': {noun} {phrase}. Expected a value {sign} {context[key]:g}, "
             f"but got {given} instead.",
             param=param,
             code=f"{noun}_{code}",
@@ -152,32 +215,84 @@ def _refusal(error: ErrorDetails) -> BadRequest:
             code=f"array_{code}",
         )
     if kind == "string_too_long":
-        return BadRequest(
-            f"Invalid '{param}': string too long. Expected a string with maximum length "
-            f"{context['max_length']}, but got a string with length {len(given)} instead.",
-            param=param,
-            code="string_above_max_length",
-        )
+        return _too_long(param, context["max_length"], len(given))
+    if kind == "extra_forbidden":
+        return UnknownParameter(f"Unrecognized request argument: {param}", param=param)
     message = error["msg"].removeprefix("Value error, ")
+    for start in ("Input should", "String should"):
+        message = message.replace(start, "it should")
     return BadRequest(
         f"Invalid '{param}': {message[0].lower()}{message[1:]}." if param else message,
         param=param,
-        code="invalid_type" if kind.endswith("_type") else "invalid_value",
+        code="invalid_value",
+    )
+
+
+def _noun(given: object) -> str:
+    """Return what JSON calls a value."""
+    match given:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int():
+            return "an integer"
+        case float():
+            return "a decimal"
+        case str():
+            return "a string"
+        case list():
+            return "an array"
+    return "an object"
+
+
+def _too_long(param: str, most: int, length: int) -> BadRequest:
+    return BadRequest(
+        f"Invalid '{param}': string too long. Expected a string with maximum length {most}, "
+        f"but got a string with length {length} instead.",
+        param=param,
+        code="string_above_max_length",
     )
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Write a place as OpenAI does: messages[0].role. A union's branches are no place."""
+    """Write a place as OpenAI does: messages[0].role."""
     path = ""
-    for step in location:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step.isidentifier() and step not in _BRANCHES:
-            path += f".{step}" if path else step
-    return path
+    for step in _steps(location):
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+    return shown(path)
+
+
+def _steps(location: tuple[int | str, ...]) -> list[int | str]:
+    """Leave a union's branches out: they are types, and no place."""
+    return [
+        step
+        for step in location
+        if isinstance(step, int)
+        or (step.isidentifier() and step not in _BRANCHES and not step[0].isupper())
+    ]
 
 
 _BRANCHES = frozenset({"str", "int", "float", "bool", "list", "dict"})
+
+
+@dataclass(frozen=True, slots=True)
+class CharBounds:
+    """The most characters of a text, and of a request's texts together."""
+
+    text: int
+    request: int
+
+    def check(self, texts: Sequence[str], *, param: str, noun: str) -> None:
+        """Refuse texts of which one, or all, are too long to be worth tokenising."""
+        lengths = [len(text) for text in texts]
+        if any(length > self.text for length in lengths):
+            raise BadRequest(f"{noun} is longer than {self.text} characters.", param=param)
+        if sum(lengths) > self.request:
+            raise BadRequest(
+                f"'{param}' has more than {self.request} characters in all: send fewer at once.",
+                param=param,
+            )
 
 
 def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:

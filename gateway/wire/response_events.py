@@ -1,11 +1,14 @@
 """What a Responses answer writes: deltas → output items, and the events that tell them growing."""
 
 import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 from gateway.errors import BadRequest, GatewayError, Overloaded
-from gateway.jobs import CallDelta, Delta, Usage
+from gateway.jobs import CallDelta, Delta, Sampling, Usage
 from gateway.wire.chat_answers import token_json
+from gateway.wire.response_tools import Place
 
 Event: TypeAlias = dict[str, Any]
 Told: TypeAlias = tuple[str, dict[str, Any]]  # an event's type, and what it says of its item
@@ -65,7 +68,7 @@ class _Prose:
 class _Message(_Prose):
     def __init__(self) -> None:
         super().__init__("output_text", annotations=[], logprobs=[])
-        self.id = f"msg_{secrets.token_hex(12)}"
+        self.id = f"msg_{secrets.token_hex(16)}"
 
     def json(self, status: str) -> dict[str, Any]:
         return {
@@ -80,7 +83,7 @@ class _Message(_Prose):
 class _Reasoning(_Prose):
     def __init__(self) -> None:
         super().__init__("reasoning_text")
-        self.id = f"rs_{secrets.token_hex(12)}"
+        self.id = f"rs_{secrets.token_hex(16)}"
 
     def json(self, status: str) -> dict[str, Any]:
         return {
@@ -93,11 +96,11 @@ class _Reasoning(_Prose):
 
 
 class _Call:
-    def __init__(self, call: CallDelta) -> None:
+    def __init__(self, call: CallDelta, place: Place) -> None:
         self.index = call.index
-        self.id = f"fc_{secrets.token_hex(12)}"
-        self._call_id = call.id or f"call_{secrets.token_hex(12)}"
-        self._name = call.name or ""
+        self.id = f"fc_{secrets.token_hex(16)}"
+        self._call_id = call.id or f"call_{secrets.token_hex(16)}"
+        self._namespace, self._name = place
         self._arguments: list[str] = []
 
     def add(self, arguments: str) -> Told:
@@ -118,6 +121,7 @@ class _Call:
             "status": status,
             "call_id": self._call_id,
             "name": self._name,
+            **({"namespace": self._namespace} if self._namespace else {}),
             "arguments": "".join(self._arguments),
         }
 
@@ -126,10 +130,14 @@ class Answer:
     """A response as it grows. Each method gives the events to tell, in order.
 
     What is whole at the end is what the events told: a stream and an unstreamed answer are one.
+    `places` tell where functions stand that the model knows by another name.
     """
 
-    def __init__(self, described: dict[str, Any]) -> None:
+    def __init__(
+        self, described: dict[str, Any], places: Mapping[str, Place] = MappingProxyType({})
+    ) -> None:
         self._described = dict(described)
+        self._places = places
         self._told = 0
         self._done: list[dict[str, Any]] = []
         self._open: _Item | None = None
@@ -142,6 +150,14 @@ class Answer:
             self._event(kind, response=self.whole())
             for kind in ("response.created", "response.in_progress")
         ]
+
+    def describe(self, sampling: Sampling) -> None:
+        """Take in how the answer is sampled, which the model's own files may have a say in."""
+        self._described |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+
+    def judge(self, verdict: Mapping[str, Any]) -> None:
+        """Take in whether the answer fits its schema, where no grammar held all of that."""
+        self._described |= {"gateway": dict(verdict)}
 
     def add(self, delta: Delta) -> list[Event]:
         """Take the next delta."""
@@ -157,7 +173,8 @@ class Answer:
             events += self._texted(delta.text)
         if delta.call is not None:
             if not (isinstance(self._open, _Call) and self._open.index == delta.call.index):
-                events += self._next(_Call(delta.call))
+                name = delta.call.name or ""
+                events += self._next(_Call(delta.call, self._places.get(name, (None, name))))
             assert isinstance(self._open, _Call)
             if delta.call.arguments:
                 events.append(self._grown(self._open.add(delta.call.arguments)))

@@ -1,39 +1,50 @@
 """POST /v1/responses: request → GenerateJob, and what the answer says of its request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, model_validator
 
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, GenerateJob, Grammar, Sampling
-from gateway.wire.bounds import Schema
+from gateway.wire.bounds import FAST, Label, Schema
 from gateway.wire.chat import Effort
 from gateway.wire.formats import ANY_OBJECT, Name, json_schema
 from gateway.wire.messages import to_template
 from gateway.wire.reading import Fields, Part
-from gateway.wire.response_items import Items, to_messages
-from gateway.wire.sampling import SampledRequest
-from gateway.wire.tools import AllowedChoice, AllowedTools, Choice, NamedTool, ToolParam, read_tools
-from gateway.wire.tools import FunctionName as Meant
-from gateway.wire.tools import FunctionParam as Described
+from gateway.wire.response_items import Item, Items, to_messages
+from gateway.wire.response_tools import MAX_TOOLS, Namespace, Tool, read_choice, unpack
+from gateway.wire.sampling import MaxTokens, SampledRequest, ServiceTier
+from gateway.wire.tools import OtherTool, read_tools, skipped
 
 LOGPROBS = "message.output_text.logprobs"
+# What a client may ask to be told; only the first is ever there to tell.
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 
-_STATELESS = "This gateway keeps no responses: send the whole conversation as 'input'."
+INPUT_TOKENS_OBJECT = "response.input_tokens"
 _MOVED = "In the Responses API it is '{}'."
 FIELDS = Fields(
     harmless=frozenset(
         {
-            "access_programs", "context_management", "image", "max_tool_calls", "prompt_cache_key",
-            "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "store",
+            "access_programs", "client_metadata", "context_management", "image", "max_tool_calls",
+            "prompt_cache_key",
+            "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
             "stream_options", "user",
         }
     ),
     refused={
-        "previous_response_id": _STATELESS,
-        "conversation": _STATELESS,
-        "background": "This gateway keeps no responses, so there is none to come back for.",
+        "conversation": "This gateway keeps no conversations: send 'previous_response_id', or the "
+        "whole conversation as 'input'.",
+        "background": "A response is answered while its client waits.",
         "prompt": "This gateway keeps no prompt templates.",
         "moderation": "This gateway does not moderate.",
         "messages": _MOVED.format("input"),
@@ -78,7 +89,8 @@ class TextFormat(Part):
     def grammar(self) -> Grammar | None:
         """Give what the answer must match, if anything."""
         if self.type == "json_schema":
-            return json_schema(self.schema_, param="text.format.schema")
+            param = "text.format.schema"
+            return json_schema(self.schema_, param=param, strict=bool(self.strict))
         return ANY_OBJECT if self.type == "json_object" else None
 
 
@@ -86,45 +98,14 @@ class TextConfig(Part):
     """What the text is to look like."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Label | None = None
 
 
 class Reasoning(Part):
     """How much the model may think. Summaries are not written."""
 
     effort: Effort | None = None
-    summary: str | None = None
-
-
-class FunctionTool(Part):
-    """A function in OpenAI's flat form; other tools are not served."""
-
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: Schema | None = None
-    strict: bool | None = None
-
-    def nested(self) -> ToolParam:
-        """Give it as chat completions have it."""
-        return ToolParam(
-            function=Described(
-                name=self.name,
-                description=self.description,
-                parameters=self.parameters,
-                strict=self.strict,
-            )
-        )
-
-    def told(self) -> dict[str, Any]:
-        """Give it as the answer repeats it."""
-        return {
-            "type": "function",
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": bool(self.strict),
-        }
+    summary: Label | None = None
 
 
 _NAMED = {
@@ -150,24 +131,38 @@ _CHOICE = {
 
 
 class ResponsesRequest(SampledRequest):
-    """What OpenAI's endpoint takes, without state and with functions as the only tools."""
+    """What OpenAI's endpoint takes, with functions as the only tools."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: Annotated[Label, Field(min_length=1)]
     input: Items
+    previous_response_id: Annotated[Label, Field(min_length=1)] | None = None
+    store: bool = True
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: MaxTokens = None
     text: TextConfig = TextConfig()
-    tools: Annotated[list[FunctionTool], Field(default_factory=list, max_length=128)]
+    tools: Annotated[list[Tool], FAST, Field(default_factory=list, max_length=MAX_TOOLS)]
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
-    include: Annotated[list[str], Field(default_factory=list)]
+    include: Annotated[list[Includable], FAST, Field(default_factory=list, max_length=64)]
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: Annotated[dict[str, Any], Field(default_factory=dict)]
-    service_tier: str | None = None
+    service_tier: ServiceTier = "auto"
     stream: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+    def skipped(self) -> Sequence[str]:
+        """Name the tools that are not served."""
+        inner = [tool.tools if isinstance(tool, Namespace) else [tool] for tool in self.tools]
+        return skipped([tool for tools in inner for tool in tools])
+
+    @property
+    def goes_on(self) -> bool:
+        """Return True if it stands for more than it says: for a response, or items of some."""
+        return self.previous_response_id is not None or any(
+            item.is_reference for item in self.input
+        )
 
     @property
     def logprobs(self) -> int | None:
@@ -191,17 +186,25 @@ def to_job(
     caller: Caller,
     defaults: Sampling,
     *,
+    items: Sequence[Item],
     max_tokens: int | None,
     template_args: Mapping[str, Any],
     max_chars: int,
 ) -> GenerateJob:
-    """Translate; what the request leaves out comes from the model's defaults."""
-    messages = to_template(to_messages(request.instructions, request.input))
+    """Translate; what the request leaves out comes from the model's defaults.
+
+    `items` is the whole conversation, of which the request's own input is the end.
+    """
+    earlier = len(items) - len(request.input)
+    toolset = unpack(request.tools)
+    messages = to_template(
+        to_messages(request.instructions, items, earlier=earlier, names=toolset.names)
+    )
     if sum(len(message["content"]) for message in messages) > max_chars:
         raise BadRequest(f"The input is longer than {max_chars} characters.", param="input")
     tools, calling = read_tools(
-        [tool.nested() for tool in request.tools],
-        _choice(request.tool_choice),
+        toolset.functions,
+        read_choice(request.tool_choice),
         parallel=request.parallel_tool_calls,
     )
     return GenerateJob(
@@ -221,35 +224,10 @@ def to_job(
     )
 
 
-def _choice(given: Any) -> Choice | None:
-    """Read OpenAI's flat form of a choice. Raises BadRequest for tools that are not functions."""
-    match given:
-        case "none" | "auto" | "required":
-            return given  # type: ignore[no-any-return]
-        case {"type": "function", "name": str(name)}:
-            return _named(name)
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools]}:
-            names = [_choice(tool) for tool in tools]
-            named = [name for name in names if isinstance(name, NamedTool)]
-            if named and len(named) == len(names):
-                allowed = AllowedTools(mode=mode, tools=named)
-                return AllowedChoice(type="allowed_tools", allowed_tools=allowed)
-    raise BadRequest(
-        "Invalid 'tool_choice': it should be 'none', 'auto', 'required', a function's name as "
-        "{'type': 'function', 'name': …}, or 'allowed_tools' of such.",
-        param="tool_choice",
-        code="invalid_value",
-    )
-
-
-def _named(name: str) -> NamedTool:
-    return NamedTool(type="function", function=Meant(name=name))
-
-
 def described(
-    request: ResponsesRequest, job: GenerateJob, *, response_id: str, created: int
+    request: ResponsesRequest, job: GenerateJob, *, response_id: str, created: int, is_kept: bool
 ) -> dict[str, Any]:
-    """Give all of the answer that is known before its first token."""
+    """Return all of the answer that is known before its first token."""
     text_format = request.text.format or TextFormat(type="text")
     return {
         "id": response_id,
@@ -267,20 +245,20 @@ def described(
         "model": request.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": request.reasoning.effort, "summary": None},
         "service_tier": job.caller.tier.value,
-        "store": False,
+        "store": is_kept,
         "temperature": job.sampling.temperature,
         "text": {
             "format": text_format.model_dump(by_alias=True, exclude_none=True),
             "verbosity": request.text.verbosity,
         },
         "tool_choice": request.tool_choice,
-        "tools": [tool.told() for tool in request.tools],
+        "tools": [tool.repeated() for tool in request.tools if not isinstance(tool, OtherTool)],
         "top_logprobs": request.top_logprobs,
         "top_p": job.sampling.top_p,
         "truncation": request.truncation,
         "usage": None,
-        "user": (request.model_extra or {}).get("user"),
+        **({"user": user} if (user := (request.model_extra or {}).get("user")) else {}),
     }

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gateway.wire import answers
+from gateway.wire.bounds import NAME_CHARS
 from gateway.wire.reading import Fields
 from gateway.wire.table import ENDPOINTS
 
@@ -21,6 +22,9 @@ GIVEN: tuple[type[BaseModel], ...] = (
     answers.Completion,
     answers.Response,
     answers.ResponseEvent,
+    answers.InputItems,
+    answers.InputTokens,
+    answers.Deleted,
     answers.Models,
     answers.Reload,
     answers.Health,
@@ -74,7 +78,7 @@ def _taken(field: Schema) -> Schema:
 def _unserved(fields: Fields) -> Iterator[tuple[str, Schema]]:
     """Describe what an endpoint knows beyond its shape."""
     for name in sorted(fields.harmless):
-        yield name, {"description": "Accepted, without effect."}
+        yield name, {"description": "Accepted, without effect.", "maxLength": NAME_CHARS}
     for name, reason in fields.refused.items():
         allowed = [None, *fields.neutral.get(name, ())]
         yield name, {"enum": allowed, "description": f"Refused. {reason}"}

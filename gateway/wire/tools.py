@@ -1,13 +1,14 @@
 """Functions the model may call: OpenAI's `tools` and `tool_choice`, and their older names."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function
-from gateway.wire.bounds import Schema
+from gateway.wire.bounds import FAST, Label, Schema
 from gateway.wire.formats import Name
 from gateway.wire.reading import Part
 
@@ -22,16 +23,40 @@ class FunctionParam(Part):
 
 
 class ToolParam(Part):
-    """A tool; only functions are served."""
+    """A function among the tools."""
 
     type: Literal["function"] = "function"
     function: FunctionParam
 
 
+class OtherTool(Part):
+    """A tool that is not served: beside a function it is skipped, and the answer says so."""
+
+    @property
+    def model_extra(self) -> None:
+        """Return nothing: what it holds is skipped with it."""
+
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
+
+
+def kind_of(given: object) -> str:
+    """Return the tag of a tool's type. A tool without a type, or an odd one, is a function."""
+    kind = given.get("type", "function") if isinstance(given, dict) else "function"
+    return OTHER if isinstance(kind, str) and kind != "function" else FUNCTION
+
+
+T = TypeVar("T")
+# The tags are no identifiers: nothing in a request is called so.
+FUNCTION, OTHER = "function tool", "other tool"
+AnyTool = Annotated[
+    Annotated[T, Tag(FUNCTION)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(kind_of)
+]
+
+
 class FunctionName(Part):
     """A function, meant by its name."""
 
-    name: str
+    name: Label
 
 
 class NamedTool(Part):
@@ -45,7 +70,7 @@ class AllowedTools(Part):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
+    tools: Annotated[list[NamedTool], FAST, Field(min_length=1)]
 
 
 class AllowedChoice(Part):
@@ -58,15 +83,29 @@ class AllowedChoice(Part):
 Choice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice
 
 
+def skipped(tools: Sequence[object]) -> list[str]:
+    """Name the tools that are not served, by their types."""
+    return [f"tools.{tool.type}" for tool in tools if isinstance(tool, OtherTool)]
+
+
 def read_tools(
-    tools: Sequence[ToolParam], choice: Choice | None, *, parallel: bool
+    given: Sequence[ToolParam | OtherTool], choice: Choice | None, *, parallel: bool
 ) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
     """Give what the template is shown of the tools, and which may or must be called.
 
-    Raises BadRequest for a choice that names no tool, and for two tools of one name.
+    Raises BadRequest for a choice that names no tool, for two tools of one name, and where no tool
+    is a function.
     """
+    tools = [tool for tool in given if isinstance(tool, ToolParam)]
+    if given and not tools:
+        others = ", ".join(sorted({f"'{tool.type[:64]}'" for tool in given}))
+        raise BadRequest(
+            f"Invalid 'tools[0].type': functions are the only tools served, not {others}.",
+            param="tools[0].type",
+            code="unsupported_value",
+        )
     names = [tool.function.name for tool in tools]
-    if twice := {name for name in names if names.count(name) > 1}:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise BadRequest(f"Two tools are named '{min(twice)}'.", param="tools")
     allowed, forced = _meant(names, choice)
     if not allowed:

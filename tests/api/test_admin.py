@@ -153,7 +153,7 @@ async def test_a_reload_drops_no_request(
     body = {**CHAT, "messages": [{"role": "user", "content": "a longer text"}]}
     answering = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=USER))
     await asyncio.to_thread(engines.writer.gate.reached.wait, 20)
-    catalog(tmp_path, {"writer": {**MODELS["writer"], "queue_limit": 9}})
+    catalog(tmp_path, {"writer": {**MODELS["writer"], "max_context": 500}})
     assert (await post(client, "reload")).json()["changed"] == ["writer"]
     engines.writer.gate.open()
     assert (await answering).json()["choices"][0]["message"]["content"] == "a longer text"

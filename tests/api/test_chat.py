@@ -1,12 +1,17 @@
 """POST /v1/chat/completions over a socket, with a scripted engine."""
 
 import asyncio
+import threading
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx2
 import orjson
 import pytest
+from starlette.types import Message
 
+from gateway.api.replies import MANY, written
+from gateway.api.streams import EventStream, frame
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
@@ -127,7 +132,7 @@ async def test_what_the_template_refuses_is_a_400_before_the_stream(
         ("messages", []), ("messages", "hi"), ("messages", None), ("temperature", -0.1),
         ("temperature", 2.1), ("temperature", "hot"), ("top_p", 1.1), ("min_p", -1),
         ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 1.5), ("n", 0), ("n", 129),
-        ("stop", []), ("stop", ["a"] * 5), ("stop", [""]), ("stop", 3), ("seed", "x"),
+        ("stop", ["a"] * 65), ("stop", ["a" * 257]), ("stop", 3), ("seed", "x"),
         ("presence_penalty", 3), ("frequency_penalty", -3), ("logit_bias", {"a": 1}),
         ("logit_bias", {"5": 101}), ("logit_bias", []), ("stream", "yes"),
         ("chat_template_kwargs", []), ("logprobs", 1), ("top_logprobs", 21),
@@ -233,6 +238,34 @@ async def test_a_slow_first_token_opens_the_stream_and_keeps_it_alive(
             lines = [line async for line in answer.aiter_lines() if line]
     assert lines[0] == ": keep-alive"
     assert lines[-1] == "data: [DONE]"
+
+
+async def test_a_stream_that_pauses_in_its_middle_is_kept_alive_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By comments between whole events, a line feed each, and nothing else: no `id:`, no `event:`,
+    no blank line, which some clients take for an empty event.
+    """
+    monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.02)
+    sent = bytearray()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for word in (b"1", b"2", b"3"):
+            yield frame(word)
+            await asyncio.sleep(0.1)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.extend(message.get("body", b""))
+
+    stream = await EventStream(events(), {}, receive).primed(1)
+    await stream({}, receive, send)
+    parts = bytes(sent).split(b"data: ")
+    assert all(b": keep-alive\n" in part for part in parts[1:])
+    assert bytes(sent).replace(b": keep-alive\n", b"") == b"data: 1\n\ndata: 2\n\ndata: 3\n\n"
 
 
 async def test_a_deadline_header_ends_the_wait(
@@ -387,3 +420,80 @@ async def test_tool_results_go_back_in(
     assistant, tool = engines.writer.jobs[0].messages[1:]
     assert assistant["tool_calls"][0]["function"] == {"name": "get", "arguments": {"a": 1}}
     assert (tool["role"], tool["content"], tool["tool_call_id"]) == ("tool", "42", "c")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_whose_form_of_calls_is_unknown_is_said_to_be(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
+) -> None:
+    """Its calls come as text: a header tells, where there are tools, whole or streamed."""
+    engines.writer.calls_are_text = True
+    answer = await post(client, "hi", tools=TOOLS, stream=stream)
+    assert answer.headers["x-gateway-tool-format"] == "unknown"
+    answer = await post(client, "hi", stream=stream)
+    assert "x-gateway-tool-format" not in answer.headers
+
+
+BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "more"),
+    [
+        (BEGUN, {"continue_final_message": True}),
+        (BEGUN, {"continue_final_message": True, "add_generation_prompt": False}),
+        ([BEGUN[0], {**BEGUN[1], "prefix": True}], {}),
+    ],
+)
+async def test_a_last_message_of_the_assistants_may_be_continued(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, messages: list[Any], more: dict[str, Any]
+) -> None:
+    """In vLLM's way, or in Mistral's and DeepSeek's."""
+    answer = await post(client, "", messages=messages, **more)
+    assert answer.status_code == 200, answer.text
+    assert engines.writer.jobs[-1].continues
+    assert "prefix" not in engines.writer.jobs[-1].messages[-1]
+    assert (await post(client, "", messages=BEGUN)).status_code == 200
+    assert not engines.writer.jobs[-1].continues
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "param"),
+    [
+        (BEGUN[:1], {"continue_final_message": True}, "messages[0]"),
+        ([{**BEGUN[0], "prefix": True}], {}, "messages[0]"),
+        ([{"role": "assistant", "content": "a", "prefix": True}, BEGUN[0]], {},
+         "messages[0].prefix"),
+        ([{"role": "assistant", "content": ""}], {"continue_final_message": True}, "messages[0]"),
+        (BEGUN, {"continue_final_message": True, "add_generation_prompt": True},
+         "add_generation_prompt"),
+        (BEGUN, {"add_generation_prompt": False}, "add_generation_prompt"),
+        (BEGUN, {"continue_final_message": True, "response_format": {"type": "json_object"}},
+         "response_format"),
+        (BEGUN, {"continue_final_message": True, "guided_choice": ["a"]}, "guided_choice"),
+        (BEGUN, {"continue_final_message": True, "tools": TOOLS, "tool_choice": "required"},
+         "tool_choice"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_continued_is_refused(
+    client: httpx2.AsyncClient, messages: list[Any], more: dict[str, Any], param: str
+) -> None:
+    """With the field that is in the way."""
+    answer = await post(client, "", messages=messages, **more)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(("logprobs", "is_here"), [(0, True), (MANY, True), (MANY + 1, False)])
+async def test_very_many_logprobs_are_written_off_the_event_loop(
+    logprobs: int, is_here: bool
+) -> None:
+    """128 choices of a thousand tokens, twenty likely ones at each place, take seconds."""
+    threads: list[int] = []
+
+    def write() -> bytes:
+        threads.append(threading.get_ident())
+        return b"{}"
+
+    assert await written(write, logprobs) == b"{}"
+    assert (threads == [threading.get_ident()]) is is_here

@@ -110,6 +110,31 @@ async def test_token_ids_are_a_prompt(client: httpx2.AsyncClient) -> None:
     assert texts((await post(client, [104, 105])).json()) == ["hi"]
 
 
+@pytest.mark.parametrize("prompt", ["abc", [97, 98, 99]])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored(
+    client: httpx2.AsyncClient, prompt: Any, max_tokens: int, stream: bool
+) -> None:
+    """Text or token ids, whole or streamed, with an answer or without one."""
+    asked: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    if stream:
+        chunks = await events(client, prompt, **asked)
+        choices = [chunk["choices"][0] for chunk in chunks]
+    else:
+        answer = (await post(client, prompt, **asked)).json()
+        choices = answer["choices"]
+        assert answer["usage"]["prompt_tokens"] == 3
+        assert answer["usage"]["completion_tokens"] == max_tokens
+    assert "".join(choice["text"] for choice in choices) == "abc" + "a" * max_tokens
+    assert choices[-1]["finish_reason"] == "length"
+    scored = choices[0]["logprobs"]
+    assert scored["tokens"][:3] == ["a", "b", "c"]
+    assert scored["token_logprobs"][:3] == [None, -1.0, -1.0]
+    assert scored["top_logprobs"][:3] == [None, {"b": -1.0}, {"c": -1.0}]
+    assert scored["text_offset"][:3] == [0, 1, 2]
+
+
 async def test_a_stream_tells_every_choice_whole(client: httpx2.AsyncClient) -> None:
     """Mixed as they come, each with one finish reason, and usage last when asked for."""
     chunks = await events(client, ["ab", "cde"], n=2, stream_options={"include_usage": True})
@@ -226,6 +251,43 @@ async def test_a_full_queue_refuses_the_first_prompt_and_so_the_request(
         assert (await holding).status_code == 200
 
 
+async def test_a_prompt_that_waits_for_room_is_read_once(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Not anew each time it asks: a few of them would keep every thread that reads prompts."""
+    async with served(models, engines, queue_limit=4) as client:
+        engines.writer.gate.close()
+        asking = asyncio.create_task(post(client, ["ab", "cd", "ef"], n=3))
+        await asyncio.to_thread(engines.writer.gate.reached.wait, 5)
+        await asyncio.sleep(0.5)
+        engines.writer.gate.open()
+        answer = await asking
+    assert texts(answer.json()) == ["ab"] * 3 + ["cd"] * 3 + ["ef"] * 3
+    assert len(engines.writer.jobs) == 3
+
+
+async def test_requests_that_share_an_id_have_a_place_each(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """An id that a client sends may be that of all it asks, or another's: it makes no one of them.
+
+    So they are not refused at half of the queue, as more prompts of one request are.
+    """
+    headers = {"x-request-id": "the-same"}
+    async with served(models, engines, queue_limit=4) as client:
+        engines.writer.gate.close()
+        asking = [
+            asyncio.create_task(client.post("/v1/completions", json=ask("ab"), headers=headers))
+            for _ in range(4)
+        ]
+        async with asyncio.timeout(10):
+            while len(engines.writer.jobs) < 4:
+                await asyncio.sleep(0.01)
+        engines.writer.gate.open()
+        statuses = [answer.status_code for answer in await asyncio.gather(*asking)]
+    assert statuses == [200] * 4
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_prompt_too_long_refuses_them_all(
     client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
@@ -275,7 +337,7 @@ async def test_a_failure_after_the_first_token_ends_the_stream(
         ("prompt", None), ("prompt", ""), ("prompt", []), ("prompt", ["a", ""]), ("prompt", [[]]),
         ("prompt", ["a", [1]]), ("prompt", 5), ("prompt", [-1]), ("prompt", [True]),
         ("prompt", {}), ("max_tokens", 0), ("n", 0), ("best_of", 2), ("logprobs", 6),
-        ("logprobs", True), ("echo", "yes"), ("suffix", "end"), ("stop", []), ("temperature", 3),
+        ("logprobs", True), ("echo", "yes"), ("suffix", "end"), ("stop", [5]), ("temperature", 3),
         ("logit_bias", {"a": 1}), ("seed", 0.5), ("stream", 1), ("structured_outputs", []),
         ("guided_regex", 3), ("guided_choice", "a"),
     ],
@@ -292,8 +354,8 @@ async def test_a_wrong_value_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"echo": True, "logprobs": 1}, "echo"),
-        ({"echo": True, "prompt": [1, 2]}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"n": 128, "prompt": ["a"] * 100}, "n"),
         ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),

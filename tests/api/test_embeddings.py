@@ -6,8 +6,11 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import orjson
 import pytest
 
+from gateway.jobs import Embedded
+from gateway.wire.embeddings import PIECE_FLOATS, written
 from tests.fakes import ScriptedEngines
 
 pytestmark = pytest.mark.anyio
@@ -181,3 +184,21 @@ async def test_a_failed_row_is_a_500_that_names_the_model(
     assert "org/embed" in error(answer)["message"]
     assert answer.headers["x-request-id"]
     assert (await post(client, input="good")).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+@pytest.mark.parametrize("rows", [1, 3, 2048])
+def test_a_large_answer_is_written_in_pieces(encoding: str, rows: int) -> None:
+    """None of which keeps everybody else waiting; together they are the answer."""
+    vectors = (np.arange(rows * 1000).reshape(rows, 1000) / 7).astype(np.float32)
+    answer = Embedded(vectors=vectors, prompt_tokens=5, truncated=0)
+    pieces = list(written(answer, "m", encoding))
+    assert max(map(len, pieces)) < 25 * PIECE_FLOATS
+    told = orjson.loads(b"".join(pieces))
+    assert told["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    assert (told["object"], told["model"], len(told["data"])) == ("list", "m", rows)
+    assert [each["index"] for each in told["data"]] == list(range(rows))
+    last = told["data"][-1]["embedding"]
+    if encoding == "base64":
+        last = np.frombuffer(base64.b64decode(last), dtype="<f4")
+    assert np.array_equal(np.array(last, dtype=np.float32), vectors[-1])

@@ -38,6 +38,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 VALUES: dict[str, Any] = {
     "encoding_format": "base64", "dimensions": 2, "truncate": True, "prompt_name": "query",
+    "repetition_penalty": 1.1, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [5],
     "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "stop": ["x"], "seed": 1,
     "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"5": 1}, "max_tokens": 3,
     "max_completion_tokens": 3, "max_output_tokens": 16, "n": 1, "best_of": 1, "echo": True,
@@ -50,7 +51,8 @@ VALUES: dict[str, Any] = {
     "instructions": "Be brief.", "text": {"format": {"type": "json_object"}},
     "reasoning": {"effort": "low"}, "include": ["message.output_text.logprobs"],
     "truncation": "disabled", "metadata": {"a": "b"}, "background": True,
-    "modalities": ["audio"], "suffix": "x", "use_beam_search": True,
+    "continue_final_message": False, "add_generation_prompt": True,
+    "store": False, "modalities": ["audio"], "suffix": "x", "use_beam_search": True,
 }  # fmt: skip
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/chat/completions", "top_logprobs"): {"logprobs": True, "top_logprobs": 2},
@@ -83,7 +85,9 @@ def body(path: str, field: str) -> dict[str, Any]:
 
 
 def cases(column: int) -> list[tuple[str, str]]:
-    return [(path, field) for path, columns in rows().items() for field in columns[column]]
+    """List them, but for the one whose value must have been given by an earlier answer."""
+    cases = [(path, field) for path, columns in rows().items() for field in columns[column]]
+    return [each for each in cases if each[1] != "previous_response_id"]
 
 
 @pytest.mark.parametrize("path", MINIMAL)
@@ -120,3 +124,54 @@ async def test_what_nobody_knows_is_named(client: httpx2.AsyncClient, path: str)
     answer = await client.post(path, json={**MINIMAL[path], "colour": "red"})
     assert answer.status_code == 200
     assert answer.headers["x-gateway-ignored"] == "colour"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/models/", "/v1/models"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/v1//embeddings", "/v1/embeddings"),
+        ("/v1/v1/v1/responses/", "/v1/responses"),
+        ("/health/", "/health"),
+        ("/v1/nowhere/", None),
+        ("/v2/models", None),
+    ],
+)
+async def test_a_path_that_is_nearly_one_is_answered_with_the_one(
+    client: httpx2.AsyncClient, path: str, meant: str | None
+) -> None:
+    """Clients put /v1 before what has it, and slashes behind."""
+    answer = await client.get(path)
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["code"] == "unknown_url"
+    assert error["message"].partition(". ")[2] == (f"Did you mean {meant}?" if meant else "")
+
+
+async def test_the_user_is_repeated_only_if_there_is_one(client: httpx2.AsyncClient) -> None:
+    """OpenAI's type has no null for it."""
+    assert "user" not in (await client.post("/v1/responses", json=MINIMAL["/v1/responses"])).json()
+    given = {**MINIMAL["/v1/responses"], "user": "me"}
+    assert (await client.post("/v1/responses", json=given)).json()["user"] == "me"
+
+
+async def test_nested_fields_are_named_in_the_header_too(client: httpx2.AsyncClient) -> None:
+    """By a place that can be read."""
+    messages = [{"role": "user", "content": "hi", "mood": "good"}]
+    answer = await client.post(
+        "/v1/chat/completions", json={"model": "writer", "messages": messages, "colour": 1}
+    )
+    assert answer.headers["x-gateway-ignored"] == "colour,messages[0].mood"
+
+
+@pytest.mark.parametrize("item", [{"role": "user"}, {"role": "user", "content": None}])
+async def test_a_user_of_the_responses_api_says_something_too(
+    client: httpx2.AsyncClient, item: dict[str, Any]
+) -> None:
+    """An item of a user's without content is a mistake."""
+    answer = await client.post("/v1/responses", json={"model": "writer", "input": [item]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input[0].content"

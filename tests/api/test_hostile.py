@@ -2,19 +2,26 @@
 
 import asyncio
 import json
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import httpx2
 import orjson
 import pytest
 
-from gateway.registry import Catalog
+from gateway.registry import Catalog, Resolved
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 USER = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": "writer", "messages": USER}
+PATHS: dict[str, dict[str, Any]] = {
+    "chat/completions": CHAT,
+    "completions": {"model": "writer", "prompt": "hi"},
+    "responses": {"model": "writer", "input": "hi"},
+    "embeddings": {"model": "embed", "input": "hi"},
+}
 
 
 def nested(depth: int) -> Any:
@@ -71,6 +78,116 @@ async def test_it_is_a_400_and_the_next_request_is_served(
     assert answer.status_code == 400, answer.text[:200]
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+LONG = "xyzw" * 65  # 260 characters
+
+
+def called(**given: Any) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}, **given}
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        *((path, {"model": LONG * 1000}, "model") for path in PATHS),
+        *((path, {"user": LONG * 1000}, "user") for path in PATHS),
+        ("chat/completions", {"messages": [{**USER[0], "name": LONG}]}, "messages[0].name"),
+        ("chat/completions", {"messages": [{**USER[0], "role": LONG}]}, "messages[0].role"),
+        (
+            "chat/completions",
+            {"messages": [{**USER[0], "role": "tool", "tool_call_id": LONG}]},
+            "messages[0].tool_call_id",
+        ),
+        ("chat/completions", called(id=LONG), "messages[0].tool_calls[0].id"),
+        (
+            "chat/completions",
+            called(function={"name": LONG}),
+            "messages[0].tool_calls[0].function.name",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": LONG}]}]}, None),
+        ("chat/completions", {"tools": [{"function": {"name": LONG}}]}, "tools[0].function.name"),
+        (
+            "chat/completions",
+            {"tool_choice": {"type": "function", "function": {"name": LONG}}},
+            None,
+        ),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": LONG}}},
+            "response_format.json_schema.name",
+        ),
+        ("chat/completions", {"prompt_cache_key": LONG}, "prompt_cache_key"),
+        ("chat/completions", {"safety_identifier": LONG}, "safety_identifier"),
+        ("chat/completions", {"logit_bias": {LONG: 1}}, None),
+        ("embeddings", {"prompt_name": LONG}, "prompt_name"),
+        ("responses", {"input": [{"type": LONG}]}, "input[0].type"),
+        ("responses", {"input": [{"type": "function_call", "call_id": LONG}]}, "input[0].call_id"),
+        ("responses", {"include": [LONG]}, "include[0]"),
+        ("responses", {"tool_choice": {"type": "function", "name": LONG}}, "tool_choice"),
+        ("responses", {"tools": [{"type": "function", "name": LONG}]}, "tools[0].name"),
+    ],
+)
+async def test_a_name_is_short_and_is_refused_before_it_is_looked_for(
+    client: httpx2.AsyncClient, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    """By its place, in an answer that doesn't repeat it."""
+    answer = await client.post(f"/v1/{path}", json={**PATHS[path], **body})
+    assert answer.status_code == 400, answer.text[:200]
+    assert len(answer.content) < 700
+    if param is not None:
+        assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["models/", "nowhere/", "responses/"])
+async def test_what_is_repeated_of_a_path_is_cut(client: httpx2.AsyncClient, path: str) -> None:
+    """And a name of thousands of characters is like no other."""
+    answer = await client.get(f"/v1/{path}{'writer' * 2000}")
+    assert answer.status_code == 404
+    assert len(answer.content) < 700
+
+
+async def test_one_kept_item_meant_many_times_is_refused_before_all_are_read(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """A body of some kilobytes could stand for gigabytes."""
+    async with served(models, engines, max_input_chars=100) as client:
+        asked = {"model": "writer", "input": "x" * 80}
+        kept = (await client.post("/v1/responses", json=asked)).json()
+        items = (await client.get(f"/v1/responses/{kept['id']}/input_items")).json()
+        meant = {"type": "item_reference", "id": items["data"][0]["id"]}
+        answer = await client.post("/v1/responses", json={**asked, "input": [meant] * 40})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input"
+    assert "refers to" in answer.json()["error"]["message"]
+
+
+class Watched(Catalog):
+    """A catalog that knows on which thread it is read."""
+
+    threads: ClassVar[list[int]] = []
+
+    def resolve(self, name: str) -> Resolved:
+        self.threads.append(threading.get_ident())
+        return super().resolve(name)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_large_body_is_read_and_translated_off_the_event_loop(
+    models: Catalog, engines: ScriptedEngines, path: str
+) -> None:
+    """A small one isn't: a thread costs more."""
+    name = {"embeddings": "input", "completions": "prompt", "responses": "instructions"}.get(path)
+    large = {**PATHS[path], name or "messages": "x" * 300_000}
+    if name is None:
+        large["messages"] = [{"role": "user", "content": "x" * 300_000}]
+    async with served(Watched(models.specs), engines) as client:
+        Watched.threads.clear()
+        await client.post(f"/v1/{path}", json=PATHS[path])
+        await client.post(f"/v1/{path}", json=large)
+    here = threading.get_ident()
+    assert [thread == here for thread in Watched.threads] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["€", "a\r\nx-evil: 1", "b" * 100_000, "c,d", " "])

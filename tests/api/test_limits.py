@@ -1,15 +1,19 @@
 """What a request may cost before it is looked at: each bound is a setting, each refusal ours."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
 import pytest
 
+from gateway.api.limits import UNCOUNTED_BYTES
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
+StreamPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 pytestmark = pytest.mark.anyio
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": "writer", "messages": [USER]}
@@ -112,6 +116,20 @@ async def test_a_head_without_end_is_not_read_to_its_end(
             {"model": "embed", "input": "hi"},
             {"model": "embed", "input": "hi!"},
         ),
+        (
+            "max_request_chars",
+            4,
+            "embeddings",
+            {"model": "embed", "input": ["hi", "hi"]},
+            {"model": "embed", "input": ["hi", "hi", "!"]},
+        ),
+        (
+            "max_request_chars",
+            4,
+            "completions",
+            {"model": "writer", "prompt": ["hi", "hi"]},
+            {"model": "writer", "prompt": ["hi", "hi", "!"]},
+        ),
     ],
 )
 async def test_every_bound_is_a_setting(
@@ -165,3 +183,89 @@ async def test_a_body_of_many_brackets_costs_no_more_than_reading_it(
     answer = await client.post("/v1/chat/completions", content=b"[" * (16 * 1024 * 1024))
     assert answer.status_code == 400
     assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+@contextlib.asynccontextmanager
+async def unfinished(client: httpx2.AsyncClient, nbytes: int) -> AsyncIterator[StreamPair]:
+    """Send so much of a body that is one byte longer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+    head = (
+        f"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: {nbytes + 1}\r\n\r\n"
+    )
+    writer.write(head.encode() + b"x" * nbytes)
+    await writer.drain()
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def held(client: httpx2.AsyncClient) -> int:
+    """Return the bytes that /metrics tells of."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    return int(next(float(line.split()[1]) for line in lines if line.startswith("gateway_body_")))
+
+
+async def until_held(client: httpx2.AsyncClient, nbytes: int) -> None:
+    async with asyncio.timeout(10):
+        while await held(client) != nbytes:
+            await asyncio.sleep(0.01)
+
+
+LARGE = 100_000
+COUNTED = LARGE - UNCOUNTED_BYTES
+
+
+async def test_bodies_that_are_too_large_together_find_no_room(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """They are told when to come again, whole bodies or not; small ones are let in, and so is one
+    that is larger than the room but alone.
+    """
+    async with served(models, engines, max_bodies_bytes=2 * COUNTED) as client:
+        large = {**CHAT, "ignored": "x" * 2 * LARGE}
+        assert (await client.post("/v1/chat/completions", json=large)).status_code == 200
+        async with unfinished(client, LARGE), unfinished(client, LARGE) as (_, last):
+            await until_held(client, 2 * COUNTED)
+            answer = await client.post("/v1/chat/completions", json=large)
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["code"] == "service_unavailable"
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            last.close()
+            await until_held(client, COUNTED)
+        await until_held(client, 0)
+        assert (await client.post("/v1/chat/completions", json=large)).status_code == 200
+
+
+async def test_what_is_refused_for_its_size_is_not_held(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """While the rest of it is read and thrown away."""
+    async with served(models, engines, max_body_bytes=LARGE) as client:
+        async with unfinished(client, LARGE - 1):
+            await until_held(client, COUNTED - 1)
+        async with unfinished(client, 2 * LARGE) as (reader, writer):
+            await asyncio.sleep(0.05)
+            assert await held(client) == 0
+            writer.write(b"x")
+            assert b" 413 " in await reader.readline()
+
+
+async def test_a_body_is_held_until_its_answer_ends(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """What was in it is held as long: texts in the queue, messages of a stream."""
+    async with served(models, engines) as client:
+        body = {"model": "embed", "input": ["x" * 50] * 2000}
+        assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+        engines.embedder.gate.close()
+        asking = asyncio.create_task(client.post("/v1/embeddings", json=body))
+        async with asyncio.timeout(10):
+            while not await held(client):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert await held(client) > 0
+        engines.embedder.gate.open()
+        assert (await asking).status_code == 200
+        await until_held(client, 0)

@@ -10,6 +10,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.door import Door
+from gateway.api.limits import Bodies
 from gateway.api.middleware import PIECE_BYTES, Context, is_loopback, pieces
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
@@ -264,7 +265,7 @@ async def test_an_error_nobody_foresaw_is_a_500_in_the_envelope() -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("secret path")
 
-    app = Context(broken, Door(), max_header_bytes=1024, send_timeout_s=1)
+    app = Context(broken, Door(), Bodies(10**9), max_header_bytes=1024, send_timeout_s=1)
     transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.get("/")

@@ -2,11 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
 from gateway.errors import ModelLoadFailed
+from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, ready, served
 
@@ -28,6 +30,33 @@ async def test_ready_waits_for_what_is_preloaded_while_health_does_not(tmp_path:
         engines.load_gate.open()
         await ready(client)
         assert (await client.get("/ready")).json()["models"] == {"writer": "loaded"}
+
+
+@pytest.mark.parametrize(
+    ("given", "headers", "is_told"),
+    [
+        ({}, {}, True),
+        ({}, {"host": "evil.example"}, False),
+        ({}, {"origin": "http://evil.example"}, False),
+        ({"allowed_hosts": "ours.example"}, {"host": "ours.example"}, True),
+        ({"api_keys": "k"}, {}, False),
+        ({"api_keys": "k"}, {"authorization": "Bearer wrong"}, False),
+        ({"api_keys": "k"}, {"authorization": "Bearer k", "host": "any.example"}, True),
+    ],
+)
+async def test_ready_names_models_to_those_who_may_list_them(
+    models: Catalog,
+    engines: ScriptedEngines,
+    given: dict[str, Any],
+    headers: dict[str, str],
+    is_told: bool,
+) -> None:
+    """A probe needs no key and no host, and learns the status alone."""
+    async with served(models, engines, **given) as client:
+        answer = await client.get("/ready", headers=headers)
+    assert answer.status_code == 200
+    assert answer.json()["status"] == "ready"
+    assert ("models" in answer.json()) is is_told
 
 
 async def test_a_preload_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ async def test_what_is_refused_before_the_first_token_is_a_status(
         ("max_output_tokens", 0), ("tools", {}), ("tools", [{"type": "mcp"}]), ("tool_choice", 3),
         ("parallel_tool_calls", "no"), ("text", "json"), ("text", {"format": {"type": "xml"}}),
         ("reasoning", "high"), ("include", "all"), ("metadata", []), ("top_logprobs", 21),
-        ("stream", 1), ("previous_response_id", "resp_1"), ("conversation", {"id": "c"}),
+        ("stream", 1), ("previous_response_id", ""), ("store", "no"), ("conversation", {"id": "c"}),
         ("background", True), ("prompt", {"id": "p"}), ("response_format", {"type": "json_object"}),
         ("messages", [{"role": "user", "content": "hi"}]),
     ],
@@ -178,26 +178,6 @@ async def test_harmless_fields_and_nulls_are_accepted(client: httpx2.AsyncClient
     assert answer.status_code == 200
     assert "x-gateway-ignored" not in answer.headers
     assert (await post(client, "hi", mood=1)).headers["x-gateway-ignored"] == "mood"
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "resp_1"),
-        ("DELETE", "resp_1"),
-        ("GET", "resp_1/input_items"),
-        ("POST", "resp_1/cancel"),
-        ("POST", "input_tokens"),
-    ],
-)
-async def test_no_response_is_kept(client: httpx2.AsyncClient, method: str, path: str) -> None:
-    """So none is found, and the envelope says why."""
-    answer = await client.request(method, f"/v1/responses/{path}")
-    assert answer.status_code == 404
-    error = answer.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert error["code"] == "response_not_found"
-    assert path.split("/")[0] in error["message"]
 
 
 async def test_a_failure_after_the_first_token_is_told_twice(
@@ -277,3 +257,14 @@ async def test_a_failure_after_the_opening_and_before_any_event_is_still_a_respo
             lines = [line async for line in answer.aiter_lines() if line.startswith("event: ")]
     assert lines[0] == "event: response.created"
     assert lines[-2:] == ["event: error", "event: response.failed"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_whose_form_of_calls_is_unknown_is_said_to_be(
+    models: Catalog, stream: bool
+) -> None:
+    """As on the chat endpoint."""
+    engines = ScriptedEngines(writer=ScriptedWriter(calls_are_text=True))
+    async with served(models, engines) as client:
+        answer = await post(client, "hi", tools=[TOOL], stream=stream)
+        assert answer.headers["x-gateway-tool-format"] == "unknown"

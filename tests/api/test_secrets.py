@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import logs
 from gateway.api.door import Door
+from gateway.api.limits import Bodies
 from gateway.api.middleware import Context, Guard
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
@@ -98,7 +99,7 @@ async def test_a_traceback_shows_neither_key_nor_prompt(written: io.StringIO) ->
     door = Door()
     guard = Guard(broken, door, keys=[KEY], hosts=[], origins=[])
     transport = httpx2.ASGITransport(
-        Context(guard, door, max_header_bytes=10_000, send_timeout_s=1)
+        Context(guard, door, Bodies(10**9), max_header_bytes=10_000, send_timeout_s=1)
     )
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post("/", json=CHAT, headers={"authorization": f"Bearer {KEY}"})

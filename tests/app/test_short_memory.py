@@ -1,6 +1,7 @@
 """Several models in too little memory: whoever can give way does, and nobody waits for ever."""
 
 import asyncio
+import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +11,9 @@ import httpx2
 import pytest
 
 from gateway.app.opening import Size
-from gateway.jobs import GenerateJob, RowJob
+from gateway.jobs import GenerateJob, KvCost, RowDelta, RowJob
 from gateway.registry import ChatSpec, ModelSpec
-from gateway.serving.generation.memory import rectangle
+from gateway.serving.generation.memory import Layout, RowCosts
 from gateway.serving.ports import GenerationEngine
 from tests.fakes import Gate, ScriptedEmbedder, ScriptedEngines, ScriptedWriter
 from tests.serving_app import catalog, served
@@ -20,7 +21,9 @@ from tests.serving_app import catalog, served
 pytestmark = pytest.mark.anyio
 MODEL = 10_000  # bytes of each; a token of a chat model takes one
 LONG = 500
-ROW = rectangle([LONG])
+COSTS = RowCosts(KvCost(1), chunk_tokens=512)
+SMALL = Layout([2 + 9]).nbytes(COSTS)  # bytes of a row that may say nine tokens
+ROW = Layout([2 + 256]).nbytes(COSTS)  # of one that may say LONG, when it joins
 CHATS: dict[str, dict[str, Any]] = {
     name: {"kind": "chat", "source": "path:."} for name in ("one", "two")
 }
@@ -29,10 +32,10 @@ CHATS: dict[str, dict[str, Any]] = {
 @dataclass
 class Large(ScriptedWriter):
     max_context: int = 100_000
-    reading: Gate = field(default_factory=Gate)
+    planning: Gate = field(default_factory=Gate)
 
     def plan(self, job: GenerateJob) -> list[RowJob]:
-        self.reading.pass_through()
+        self.planning.pass_through()
         return super().plan(job)
 
     def nbytes(self) -> int:
@@ -55,9 +58,7 @@ class SizedEngines(ScriptedEngines):
     async def size(self, spec: ModelSpec, folder: Path) -> Size:
         return Size(MODEL, kv_token=int(isinstance(spec, ChatSpec)))
 
-    def generation(
-        self, spec: ChatSpec, folder: Path
-    ) -> Generator[GenerationEngine | None, None, None]:
+    def writing(self, spec: ChatSpec) -> Generator[GenerationEngine | None, None, None]:
         self._load(spec)
         yield self.writers[spec.id]
 
@@ -77,7 +78,7 @@ async def test_a_row_has_the_memory_of_a_model_that_becomes_idle(tmp_path: Path)
     models = {**CHATS, "embedder": {"kind": "embedding", "source": "path:."}}
     body = {"model": "embedder", "input": "x"}
     async with served(
-        catalog(tmp_path, models), engines, cache_max_bytes=2 * MODEL + 600
+        catalog(tmp_path, models), engines, cache_max_bytes=2 * MODEL + SMALL, load_wait_s=4
     ) as client:
         assert (await ask(client, "one")).status_code == 200
         engines.embedder.gate.close()
@@ -95,19 +96,19 @@ async def test_a_row_has_the_memory_of_a_model_that_becomes_idle(tmp_path: Path)
 async def test_rows_of_two_models_that_wait_for_each_other_do_not_for_ever(tmp_path: Path) -> None:
     """Who has waited as long as a load may is told to come back, and the other has its room."""
     engines = SizedEngines()
-    budget = 2 * MODEL + 600
+    budget = 2 * MODEL + SMALL
     async with served(
         catalog(tmp_path, CHATS), engines, cache_max_bytes=budget, load_wait_s=1
     ) as client:
         for name in CHATS:
             assert (await ask(client, name)).status_code == 200
-        reading = engines.writers["two"].reading
-        reading.close()
+        planning = engines.writers["two"].planning
+        planning.close()
         second = asyncio.create_task(ask(client, "two", LONG))
-        await asyncio.to_thread(reading.reached.wait, 20)
+        await asyncio.to_thread(planning.reached.wait, 20)
         first = asyncio.create_task(ask(client, "one", LONG))
         await asyncio.sleep(0.5)
-        reading.open()
+        planning.open()
         refused = await first
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "no_room"
@@ -134,3 +135,62 @@ async def test_what_a_pinned_model_keeps_of_prompts_gives_way(
         assert (await ask(client, "two", LONG)).status_code == 200
         assert engines.writers["one"].kept_bytes == 0
         assert sorted(engines.loads) == ["one", "two"]
+
+
+@dataclass
+class Slow(Large):
+    """Takes its time over each step."""
+
+    def decode(self) -> list[RowDelta]:
+        time.sleep(0.01)
+        return super().decode()
+
+
+async def test_no_idle_model_goes_for_rows_that_wait_where_it_does_not_help(
+    tmp_path: Path,
+) -> None:
+    """Long answers hold what the others wait for; an embedding now and then keeps its model."""
+    engines = SizedEngines()
+    engines.writers["one"] = Slow()
+    models = {**CHATS, "embedder": {"kind": "embedding", "source": "path:."}}
+    budget = 2 * MODEL + Layout([500]).nbytes(COSTS)
+    async with served(catalog(tmp_path, models), engines, cache_max_bytes=budget) as client:
+        body = {"model": "embedder", "input": "x"}
+        assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+
+        async def chat(length: int) -> httpx2.Response:
+            messages = [{"role": "user", "content": "x" * length}]
+            asked = {"model": "one", "messages": messages, "max_tokens": 200}
+            return await client.post("/v1/chat/completions", json=asked)
+
+        chats = [asyncio.create_task(chat(300)) for _ in range(3)]
+        while not all(chat.done() for chat in chats):
+            assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+            await asyncio.sleep(0.1)
+        assert [(await chat).status_code for chat in chats] == [200] * 3
+    assert engines.loads.count("embedder") == 1
+
+
+async def test_a_prompt_that_never_fits_beside_a_pinned_model_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
+    """507, not 503 for ever; one that fits with a short answer is served, whatever it may say."""
+    engines = SizedEngines()
+    models = {**CHATS, "one": {**CHATS["one"], "pinned": True}}
+    budget = 2 * MODEL + Layout([400]).nbytes(COSTS)
+    async with served(catalog(tmp_path, models), engines, cache_max_bytes=budget) as client:
+        for name in CHATS:
+            assert (await ask(client, name)).status_code == 200
+
+        async def read(length: int) -> httpx2.Response:
+            messages = [{"role": "user", "content": "x" * length}]
+            asked = {"model": "two", "messages": messages, "max_tokens": 16_384}
+            return await asyncio.wait_for(client.post("/v1/chat/completions", json=asked), 5)
+
+        refused = await read(400)
+        assert refused.status_code == 507
+        assert refused.json()["error"]["code"] == "insufficient_memory"
+        assert "retry-after" not in refused.headers
+        answer = await read(390)
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["finish_reason"] == "length"

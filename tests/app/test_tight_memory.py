@@ -1,31 +1,35 @@
 """A budget that few rows fit into, over HTTP on real MLX: the others wait, and all are answered."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import httpx2
 import mlx.core as mx
 import pytest
+import structlog
 
 from gateway.app.engines import MlxEngines
 from gateway.engine.sources import Hub
-from gateway.serving.generation.memory import rectangle
+from gateway.jobs import KvCost
+from gateway.serving.generation.memory import Layout, RowCosts
 from tests.checkpoints import write_chat
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
-ROWS = 3  # of so many tokens have room at once
 TOKENS = 200
 
 
 @dataclass
 class Tight:
-    """A gateway with room for ROWS rows beside its two models."""
+    """A gateway with little room for rows."""
 
     client: httpx2.AsyncClient
-    kv_token: int
+    costs: RowCosts
 
     async def ask(self, text: str, max_tokens: int | None = TOKENS) -> httpx2.Response:
         body = {
@@ -37,52 +41,119 @@ class Tight:
         return await self.client.post("/v1/chat/completions", json=body)
 
 
-@pytest.fixture
-async def tight(tmp_path: Path) -> AsyncIterator[Tight]:
-    """Serve two tiny models of random weights."""
+@asynccontextmanager
+async def tight(
+    folder: Path,
+    models: int,
+    layout: Layout,
+    config: Mapping[str, Any] = MappingProxyType({}),
+    **given: Any,
+) -> AsyncIterator[Tight]:
+    """Serve two tiny models of random weights, with room for some of them and for these rows."""
     for seed, name in enumerate(("chat", "other")):
-        write_chat(tmp_path / name, seed)
-    models = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("chat", "other")}
+        write_chat(folder / name, seed, **config)
+    entries = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("chat", "other")}
     engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"), kv_allowance_tokens=0)
-    read = catalog(tmp_path, models)
-    size = await engines.size(read.specs[0], tmp_path / "chat")
-    budget = 2 * size.weights + rectangle([TOKENS] * ROWS) * size.kv_token
-    async with served(read, engines, cache_max_bytes=budget) as client:
-        yield Tight(client, size.kv_token)
+    read = catalog(folder, entries)
+    size = await engines.size(read.specs[0], folder / "chat")
+    costs = RowCosts(KvCost(size.kv_token), chunk_tokens=512)
+    budget = models * size.weights + layout.nbytes(costs)
+    async with served(read, engines, cache_max_bytes=budget, **given) as client:
+        yield Tight(client, costs)
 
 
-async def test_rows_that_do_not_fit_wait_and_answer_as_they_would_alone(tight: Tight) -> None:
+async def test_rows_that_do_not_fit_wait_and_answer_as_they_would_alone(tmp_path: Path) -> None:
     """Nine at once where three have room; what is on the device never exceeds what is allowed."""
     texts = [f"tell me about the number {i}" for i in range(9)]
-    alone = [(await tight.ask(text)).json()["choices"][0]["message"]["content"] for text in texts]
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    answers = await asyncio.gather(*(tight.ask(text) for text in texts))
-    assert [answer.status_code for answer in answers] == [200] * 9
-    together = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
-    assert together == alone
-    counted = rectangle([256] * ROWS) * tight.kv_token
-    assert mx.get_peak_memory() - before < 2 * counted, "nine rows would take three times as much"
+    layout = Layout([TOKENS + 50] * 3)
+    async with tight(tmp_path, 1, layout) as gateway:
+        alone = [content(await gateway.ask(text)) for text in texts]
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        answers = await asyncio.gather(*(gateway.ask(text) for text in texts))
+        assert [answer.status_code for answer in answers] == [200] * 9
+        assert [content(answer) for answer in answers] == alone
+        counted = layout.nbytes(gateway.costs)
+        assert mx.get_peak_memory() - before < 2 * counted, (
+            "nine rows would take three times as much"
+        )
 
 
-async def test_an_idle_model_gives_way_to_rows(tight: Tight) -> None:
-    """It is loaded again when it is asked for."""
-    await tight.client.post("/v1/completions", json={"model": "other", "prompt": "a"})
-    states = {"chat": "unloaded", "other": "loaded"}
-    assert await _states(tight.client) == states
-    answer = await tight.ask("Hello", 600)
-    assert answer.status_code == 200, answer.text
-    assert await _states(tight.client) == {"chat": "loaded", "other": "unloaded"}
+async def test_an_idle_model_gives_way_to_rows(tmp_path: Path) -> None:
+    """Once it has been idle for a while; it is loaded again when it is asked for."""
+    async with tight(tmp_path, 2, Layout([100])) as gateway:
+        await gateway.client.post(
+            "/v1/completions", json={"model": "other", "prompt": "a", "max_tokens": 9}
+        )
+        states = {"chat": "unloaded", "other": "loaded"}
+        assert await _states(gateway.client) == states
+        answer = await gateway.ask("Hello", 600)
+        assert answer.status_code == 200, answer.text
+        assert await _states(gateway.client) == {"chat": "loaded", "other": "unloaded"}
 
 
-async def test_a_row_that_can_never_fit_is_refused_and_says_what_would(tight: Tight) -> None:
-    """At once, as a fault of the request; without a bound of its own it is given what there is."""
-    refused = await tight.ask("Hello", 3000)
-    assert refused.status_code == 400
-    error = refused.json()["error"]
-    assert (error["code"], error["param"]) == ("insufficient_memory", "max_tokens")
-    unbounded = await tight.ask("Hello", None)
-    assert unbounded.status_code == 200
+async def test_only_a_prompt_that_can_never_fit_is_refused(tmp_path: Path) -> None:
+    """At once; a bound on the answer is no need: it ends where memory does, if it comes so far."""
+    async with tight(tmp_path, 1, Layout([300])) as gateway:
+        refused = await gateway.ask("Hello there. " * 200)
+        assert refused.status_code == 507
+        assert refused.json()["error"]["code"] == "insufficient_memory"
+        for max_tokens in (3000, None):
+            answer = await gateway.ask("Hello", max_tokens)
+            assert answer.status_code == 200
+            assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+            usage = answer.json()["usage"]
+            assert usage["total_tokens"] <= 300
+
+
+FLAGS = {
+    "type": "object",
+    "properties": {
+        "flags": {"type": "array", "items": {"type": "boolean"}, "minItems": 46, "maxItems": 46}
+    },
+    "required": ["flags"],
+    "additionalProperties": False,
+}
+
+
+async def test_forty_calls_with_a_huge_bound_run_as_many_as_really_fit(tmp_path: Path) -> None:
+    """As Graphiti sends them: structured, 16,384 tokens at the most, some 200 written, in memory
+    for 16 such. Greedy and seeded, they say what they say where there is memory for all.
+    """
+
+    async def ask(gateway: Tight, number: int) -> httpx2.Response:
+        schema = {"name": "flags", "schema": FLAGS, "strict": True}
+        body = {
+            "model": "chat",
+            "messages": [{"role": "user", "content": f"Episode {number}: Alice met Bob. " * 4}],
+            "response_format": {"type": "json_schema", "json_schema": schema},
+            "temperature": number % 2,
+            "seed": number,
+            "max_tokens": 16_384,
+        }
+        return await gateway.client.post("/v1/chat/completions", json=body, timeout=120)
+
+    given = {"structured_rows": 32}
+    context = {"max_position_embeddings": 32_768}
+    async with tight(tmp_path / "a", 1, Layout([2000] * 41), context, **given) as gateway:
+        alike = await asyncio.gather(*(ask(gateway, number) for number in range(40)))
+        usages = [answer.json()["usage"] for answer in alike]
+        assert all(160 <= usage["completion_tokens"] <= 300 for usage in usages)
+    layout = Layout([max(usage["total_tokens"] for usage in usages)] * 16)
+    given["prefix_cache_bytes"] = 0  # what is kept would be counted too
+    async with tight(tmp_path / "b", 1, layout, context, **given) as gateway:
+        with structlog.testing.capture_logs() as logged:
+            answers = await asyncio.gather(*(ask(gateway, number) for number in range(40)))
+    assert [answer.status_code for answer in answers] == [200] * 40
+    assert [content(answer) for answer in answers] == [content(answer) for answer in alike]
+    rows = [line["rows"] for line in logged if line.get("kind") == "decode"]
+    print(f"rows in a step: {max(rows)} at the most, {sum(rows) / len(rows):.1f} on average")
+    assert max(rows) >= 12
+    assert sum(rows) / len(rows) >= 12
+
+
+def content(answer: httpx2.Response) -> Any:
+    return answer.json()["choices"][0]["message"]["content"]
 
 
 async def _states(client: httpx2.AsyncClient) -> dict[str, str]:

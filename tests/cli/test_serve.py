@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from gateway.cli.serve import listening
 from tests.checkpoints import write_chat
 from tests.processes import command, environment, started
 
@@ -130,13 +133,68 @@ def test_a_second_signal_ends_it_now(tmp_path: Path) -> None:
             assert process.wait(5) == 1
 
 
+async def asked(path: Path, headers: dict[str, str] | None = None) -> int:
+    """Ask for the models over a unix socket."""
+    transport = httpx2.AsyncHTTPTransport(uds=str(path))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://any.example") as client:
+        async with asyncio.timeout(10):
+            return (await client.get("/v1/models", headers=headers)).status_code
+
+
 @pytest.mark.anyio
-async def test_a_unix_socket_is_served(tmp_path: Path) -> None:
-    """GATEWAY_BIND hands Hypercorn's own binds through."""
+async def test_a_unix_socket_is_served_by_whatever_name_and_goes_at_exit(tmp_path: Path) -> None:
+    """A browser can't be led to it, so a Host tells nothing; an Origin still does."""
     path = tmp_path / "gw.sock"
-    with serving(tmp_path, GATEWAY_BIND=f"unix:{path}") as (_, bind):
+    with serving(tmp_path, GATEWAY_BIND=f"unix:{path}") as (process, bind):
         assert bind == f"unix:{path}"
-        transport = httpx2.AsyncHTTPTransport(uds=str(path))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            async with asyncio.timeout(10):
-                assert (await client.get("/ready")).status_code == 200
+        assert await asked(path) == 200
+        assert await asked(path, {"host": "gateway:8000"}) == 200
+        assert await asked(path, {"origin": "http://evil.example"}) == 403
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert not path.exists()
+
+
+@pytest.mark.anyio
+async def test_a_socket_that_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+    """Its file is there, and nobody answers."""
+    path = tmp_path / "gw.sock"
+    with serving(tmp_path, GATEWAY_BIND=f"unix:{path}") as (process, _):
+        process.kill()
+        process.wait(10)
+    assert path.is_socket()
+    with serving(tmp_path, GATEWAY_BIND=f"unix:{path}"):
+        assert await asked(path) == 200
+
+
+@pytest.mark.anyio
+async def test_a_socket_that_is_listened_on_is_not_taken(tmp_path: Path) -> None:
+    """The second gateway is refused in one line, and the first goes on; nor is a file replaced."""
+    path, file = tmp_path / "gw.sock", tmp_path / "file"
+    file.write_text("mine")
+    with serving(tmp_path, GATEWAY_BIND=f"unix:{path}"):
+        for bind in (path, file):
+            done = subprocess.run(  # noqa: ASYNC221
+                command("serve"),
+                cwd=tmp_path,
+                env=environment(GATEWAY_BIND=f"unix:{bind}"),
+                capture_output=True,
+                timeout=60,
+                check=False,
+            )
+            assert done.returncode == 2
+            assert b"in use" in done.stderr
+            assert b"Traceback" not in done.stderr
+        assert await asked(path) == 200
+    assert file.read_text() == "mine"
+
+
+def test_a_socket_that_is_another_s_by_now_is_left(tmp_path: Path) -> None:
+    """Somebody removed ours and made their own."""
+    path = tmp_path / "gw.sock"
+    with listening([f"unix:{path}"], scheme="http") as (bind,):
+        os.close(int(bind.removeprefix("fd://")))
+        path.unlink()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+    assert path.is_socket()

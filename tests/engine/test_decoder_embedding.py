@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3_text
 from mlx_lm.utils import load_model
 
 from gateway.engine.backend import Device
@@ -91,3 +92,29 @@ def test_a_quantised_decoder_is_float32_on_the_cpu(tmp_path: Path) -> None:
     kept = load(folder, Device.METAL)
     assert kept.nbytes() < engine.nbytes() / 2
     assert np.abs(kept.embed([[5, 6, 7]]) - engine.embed([[5, 6, 7]])).max() < 1e-3
+
+
+def test_a_gemma3_saved_without_its_head_is_loaded(tmp_path: Path) -> None:
+    """mlx-lm's own class drops the head that it has made, and must find it."""
+    folder = tiny(tmp_path)
+    config = {
+        "model_type": "gemma3_text",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "sliding_window_pattern": 2,
+        "head_dim": 16,
+        "vocab_size": 320,
+        "max_position_embeddings": 512,
+    }
+    rewrite(folder / "config.json", **config)
+    classes: Any = gemma3_text
+    model = classes.Model(classes.ModelArgs.from_dict(config))
+    named: Any = tree_flatten(model.parameters())
+    bare = {n.removeprefix("model."): a for n, a in named if not n.startswith("lm_head")}
+    mx.save_safetensors(str(folder / "model.safetensors"), bare)
+    vectors = load(folder).embed([[5, 6, 7], [8, 9]])
+    assert vectors.shape == (2, 32)
+    assert np.isfinite(vectors).all()

@@ -151,6 +151,47 @@ def test_names_with_a_prefix_and_a_head_load_alike(tmp_path: Path, name: str, pr
     assert np.array_equal(vectors(load(folder)), vectors(load(GOLDEN / name)))
 
 
+def test_the_names_of_old_checkpoints_are_understood(tmp_path: Path) -> None:
+    """bert-base-uncased's own file says gamma and beta."""
+    folder = tiny(tmp_path)
+    old = {
+        n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("Norm.bias", "Norm.beta"): a
+        for n, a in weights(folder).items()
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), old)
+    assert np.array_equal(vectors(load(folder)), vectors(load(GOLDEN / "bert")))
+
+
+@pytest.mark.parametrize("device", [Device.CPU, Device.METAL])
+def test_quantised_weights_are_unpacked(tmp_path: Path, device: Device) -> None:
+    """The hub has encoders in 4 and 8 bits, one module perhaps otherwise than the rest."""
+    folder, packed = tiny(tmp_path), {}
+    odd = "embeddings.word_embeddings"
+    for name, array in weights(folder).items():
+        module, _, part = name.rpartition(".")
+        if part != "weight" or array.ndim < 2 or array.shape[-1] % 32:
+            packed[name] = array
+            continue
+        parts = mx.quantize(array, 32, 4 if module == odd else 8)
+        packed |= zip([name, f"{module}.scales", f"{module}.biases"], parts, strict=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), packed)
+    sizes: dict[str, Any] = {"group_size": 32, "bits": 8, odd: {"group_size": 32, "bits": 4}}
+    spoil(folder, quantization=sizes)
+    cosines = (vectors(load(folder, device=device)) * vectors(load(GOLDEN / "bert"))).sum(axis=1)
+    assert cosines.min() > 0.98
+    spoil(folder, quantization={"group_size": 64, "bits": 3})
+    with pytest.raises(ModelLoadFailed):
+        load(folder)
+
+
+def test_an_architecture_that_is_not_supported_hears_which_are(tmp_path: Path) -> None:
+    """Whoever chooses a model chooses among them."""
+    folder = tiny(tmp_path)
+    spoil(folder, model_type="modernbert")
+    with pytest.raises(ModelLoadFailed, match=r"`modernbert`.*bert, roberta, .*mlx-lm 0"):
+        load(folder)
+
+
 def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
     """Split weights are found through the index."""
     folder = tiny(tmp_path)

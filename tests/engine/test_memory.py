@@ -9,8 +9,16 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from gateway.engine import backend
 from gateway.engine.backend import Device, Limits, configure, memory_limits
-from gateway.engine.memory import active_bytes, cached_bytes, cgroup_limits, give_back, memory_bytes
+from gateway.engine.memory import (
+    active_bytes,
+    cached_bytes,
+    cgroup_limits,
+    clear_cache,
+    give_back,
+    memory_bytes,
+)
 
 LIMITS = {
     "memory.max": "max\n",
@@ -59,17 +67,17 @@ MAC = {"max_recommended_working_set_size": 75, "memory_size": 100}
 @pytest.mark.parametrize(
     ("device", "info", "cache", "wired", "limits"),
     [
-        (Device.METAL, MAC, None, None, Limits(cache=100, wired=75)),
+        (Device.METAL, MAC, None, None, Limits(cache=18, wired=None)),
         (Device.METAL, MAC, 0, 0, Limits(cache=0, wired=0)),
         (Device.METAL, MAC, 40, 50, Limits(cache=40, wired=50)),
-        (Device.METAL, MAC, None, 90, Limits(cache=100, wired=75)),
+        (Device.METAL, MAC, None, 90, Limits(cache=18, wired=75)),
         (Device.CUDA, {"total_memory": 100}, None, 50, Limits(cache=None, wired=None)),
         (Device.CUDA, {"total_memory": 100}, 40, None, Limits(cache=40, wired=None)),
         (Device.CPU, {}, 40, 50, Limits(cache=40, wired=None)),
         (Device.CPU, {}, None, None, Limits(cache=None, wired=None)),
     ],
 )
-def test_memory_is_wired_on_metal_alone_and_within_bounds(
+def test_memory_is_wired_only_where_asked_for_and_within_bounds(
     device: Device, info: dict[str, int], cache: int | None, wired: int | None, limits: Limits
 ) -> None:
     """What was asked for, else all that is recommended; the cache may hold all there is."""
@@ -87,6 +95,35 @@ def test_freed_memory_is_given_back_and_arrays_stay() -> None:
     assert cached_bytes() == 0
     assert active_bytes() >= kept.nbytes
     assert mx.sum(kept).item() == 100_000
+
+
+class Recorded:
+    """Takes down what is done with freed buffers."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def clear_cache(self) -> None:
+        self.calls.append("clear_cache")
+
+
+def test_buffers_go_back_when_nothing_is_in_flight() -> None:
+    """Else Metal's kernel may panic."""
+    recorded = Recorded()
+    clear_cache(recorded)
+    assert recorded.calls == ["synchronize", "clear_cache"]
+
+
+def test_one_place_alone_gives_buffers_back_and_one_wires_memory() -> None:
+    """A call of MLX's own elsewhere would not wait for what is in flight."""
+    engine = Path(backend.__file__).parent
+    texts = {file.name: file.read_text(encoding="utf-8") for file in engine.rglob("*.py")}
+    assert [name for name, text in texts.items() if "mx.clear_cache" in text] == []
+    assert [name for name, text in texts.items() if "mlx.clear_cache" in text] == ["memory.py"]
+    assert [name for name, text in texts.items() if "set_wired_limit(" in text] == ["backend.py"]
 
 
 def test_the_limit_on_freed_memory_holds_on_a_cpu(request: pytest.FixtureRequest) -> None:

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.engine.parsing import Markup, Mode, Parser
+from gateway.engine.parsing import Markup, Parser
+from gateway.engine.parts import Mode
 
 MARKUP = Markup(
-    think=("<think>", "</think>"),
-    call=("<tool_call>", "</tool_call>"),
-    parse_call=lambda text: [json.loads(text)],
+    opens=("<think>",),
+    closes=("</think>",),
+    calls=(("<tool_call>", "</tool_call>"),),
+    read=lambda text: [json.loads(text)],
 )
 
 
@@ -119,3 +121,13 @@ def test_a_forced_call_may_be_thought_about_first() -> None:
 def test_text_that_only_looks_like_a_mark_is_text(text: str) -> None:
     """Held back until it is certain, and then told."""
     assert read(text, tuple(range(len(text))))["text"] == text
+
+
+def test_a_long_call_is_looked_at_once() -> None:
+    """Twice the call is never four times the work: what cannot hold a mark is put aside."""
+    parser = Parser(MARKUP, "free", is_thinking=False)
+    parser.push("<tool_call>")
+    for _ in range(1000):
+        parser.push("x" * 50)
+        assert len(parser._held) < len("</tool_call>")
+    assert len(parser.flush()[0].text) == 50_011

@@ -27,6 +27,9 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
     folder = write_chat(tmp_path / "repo")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
     (folder / "modeling.py").write_text("raise SystemExit")
+    (folder / "consolidated.safetensors").write_bytes(b"the same once more")
+    (folder / "original").mkdir()
+    (folder / "original" / "model.safetensors").write_bytes(b"and once more")
     with FakeHub({REPO: folder}).serving() as hub:
         yield hub
 
@@ -66,7 +69,8 @@ def test_a_hub_model_is_fetched_once_and_then_found_on_disk(hub: FakeHub, tmp_pa
     folder = download(wanted, place)
     names = {file.name for file in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
-    assert not names & {"pytorch_model.bin", "modeling.py"}
+    assert not names & {"pytorch_model.bin", "modeling.py", "consolidated.safetensors", "original"}
+    assert not any("original" in path for path in hub.asked)
     hub.asked.clear()
     assert on_disk(wanted, place) == folder
     assert hub.asked == []

@@ -1,13 +1,15 @@
 """Text as it grows: whole characters, and no part of a stop string."""
 
+import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from gateway.engine.text import Decoder, StopScanner, held_back
+from gateway.engine.vocabulary import Vocabulary
 
 DEMO = Path(__file__).parents[2] / "gateway" / "demo" / "chat" / "tokenizer.json"
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(DEMO))
@@ -15,7 +17,7 @@ TOKENIZER: Tokenizer = Tokenizer.from_file(str(DEMO))
 
 def stream(text: str, stops: tuple[str, ...] = ()) -> tuple[list[str], StopScanner]:
     """Push a text's tokens one at a time."""
-    decoder, scanner = Decoder(TOKENIZER, ()), StopScanner(stops)
+    decoder, scanner = Decoder(TOKENIZER), StopScanner(stops)
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     pieces = [scanner.push(decoder.push(token)) for token in ids]
     return [*pieces, scanner.flush()], scanner
@@ -32,15 +34,80 @@ def test_any_text_comes_through_whole_in_whole_characters(text: str) -> None:
 def test_half_a_character_at_the_end_is_dropped() -> None:
     """There is nothing right to show for it."""
     ids = TOKENIZER.encode("ok🙂", add_special_tokens=False).ids
-    decoder = Decoder(TOKENIZER, ())
+    decoder = Decoder(TOKENIZER)
     assert "".join(decoder.push(token) for token in ids[:-1]) == "ok"
 
 
-def test_silent_tokens_have_no_text() -> None:
-    """The end of a turn is no part of it."""
-    decoder = Decoder(TOKENIZER, {2})
-    ids = TOKENIZER.encode("a b", add_special_tokens=False).ids
-    assert "".join(map(decoder.push, [2, *ids, 2])) == "a b"
+def sentencepiece() -> Tokenizer:
+    """Return a tokenizer as Llama 2's: bytes for what it has no piece for, and a space before the
+    first word, which its decoder drops.
+    """
+    words = ["▁The", "▁Paris", "▁", "a", "b", "▁Hello", "."]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    for each in (*(f"<0x{byte:02X}>" for byte in range(256)), *words):
+        vocabulary[each] = len(vocabulary)
+    spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    decoders = [
+        spaces,
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    normalizers = [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ]
+    whole = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": [],
+            "unk_token": "<unk>",
+            "byte_fallback": True,
+            "fuse_unk": True,
+        },
+    }
+    return Tokenizer.from_str(json.dumps(whole))
+
+
+SPM = sentencepiece()
+
+
+def piece(text: str) -> int:
+    token: int | None = SPM.token_to_id(text)
+    assert token is not None
+    return token
+
+
+def decoder(*, continues: bool = False) -> Decoder:
+    return Decoder(SPM, Vocabulary(SPM).probe, continues=continues)
+
+
+def test_the_first_word_of_a_text_that_goes_on_keeps_its_space() -> None:
+    """SentencePiece drops that of a text's first word, which an answer's first word is."""
+    tokens = [piece("▁Paris"), piece(".")]
+    assert "".join(map(decoder(continues=True).push, tokens)) == " Paris."
+    assert "".join(map(decoder().push, tokens)) == "Paris."
+
+
+def test_bytes_that_turn_out_to_be_none_do_not_end_the_answer() -> None:
+    """A newline, as a byte, then a part of a character, then a word: nothing else is lost."""
+    tokens = ["▁Hello", "<0x0A>", "<0xF0>", "<0x9F>", "▁Hello", "a", "<0xE2>", "▁Hello"]
+    growing = decoder()
+    assert "".join(growing.push(piece(token)) for token in tokens) == ("Hello\n Helloa Hello")
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(st.integers(3, 258), st.sampled_from([262, 264])), max_size=40))
+def test_any_tokens_have_a_text(tokens: list[int]) -> None:
+    """None raises, and words come through whatever bytes stand between."""
+    growing = decoder(continues=True)
+    text = "".join(map(growing.push, tokens))
+    assert text.count(" Hello") == tokens.count(264)
 
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))

@@ -1,4 +1,5 @@
 import json
+import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,3 +138,70 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelLoadFailed, match=r"tokenizer\.json cannot be read"):
         load(tmp_path)
+
+
+PIECES = (
+    *(
+        "a",
+        "the",
+        "Straße",
+        "naïve",
+        "e\u0301",
+        "x" * 150,
+        "12345",
+        "3.14",
+        "don't",
+        "日本語",
+        "ᄒ",
+    ),
+    *(
+        "\u200d",
+        "👩‍👩‍👧",
+        "\n",
+        "\t",
+        "\r\n",
+        "\u00a0",
+        "\u3000",
+        "\x00",
+        "[SEP]",
+        "</s>",
+        "<|im_end|>",
+    ),
+    *("!", "--", "...", "@@", "Ａ", "ﬁ", "\u0301", "ि", "İ", "Σ", "ς"),
+)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("limit", [4, 16, 60])
+def test_a_text_is_cut_before_it_is_encoded_only_where_that_changes_nothing(
+    name: str, limit: int
+) -> None:
+    """Token by token, over texts of odd pieces with many spaces, few or none between them."""
+    tokenizer, chance = load(GOLDEN / name), random.Random(limit)
+    texts = [
+        "".join(
+            chance.choice(PIECES) + " " * chance.choices((0, 1, 2, 9), weights)[0]
+            for _ in range(chance.choice((30, 400)))
+        )
+        for weights in ((1, 5, 1, 0), (5, 1, 0, 0), (1, 0, 0, 0), (1, 1, 1, 5))
+        for _ in range(40)
+    ]
+    texts += [*TEXTS, " " * 5000, " " * 5000 + "a b c d e " * 400, "x" * 5000, "日" * 5000, ""]
+    whole, start = tokenizer.encode(texts), tokenizer.encode_start(texts, limit)
+    kept = [tokenizer.truncate(ids, limit) for ids in whole]
+    assert [tokenizer.truncate(ids, limit) for ids in start] == kept
+    assert [len(ids) > limit for ids in start] == [len(ids) > limit for ids in whole]
+
+
+def test_a_long_text_that_is_cut_costs_what_is_kept() -> None:
+    """Not what is thrown away."""
+    tokenizer = load(GOLDEN / "bert")
+    [start] = tokenizer.encode_start(["some words " * 90_000], 16)
+    assert 16 < len(start) < 16 * 16
+
+
+def test_what_is_cut_on_the_left_is_encoded_whole(tmp_path: Path) -> None:
+    """Its last tokens are those that count."""
+    tokenizer = load(tiny(tmp_path, "bert", truncation_side="left"))
+    text = "some words " * 900 + "the end"
+    assert tokenizer.encode_start([text], 8) == tokenizer.encode([text])

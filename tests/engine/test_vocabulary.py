@@ -1,6 +1,10 @@
 """Single tokens as logprobs show them: decoded text and true bytes."""
 
+import itertools
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -8,7 +12,9 @@ from tokenizers.decoders import ByteFallback, Fuse, Replace, Strip
 from tokenizers.decoders import Sequence as Decoders
 from tokenizers.models import BPE
 
+from gateway.engine.chat import load_chat_tokenizer
 from gateway.engine.vocabulary import Vocabulary
+from gateway.jobs import Caller, GenerateJob, Sampling
 
 DEMO = Path(__file__).parents[2] / "gateway" / "demo" / "chat" / "tokenizer.json"
 
@@ -50,3 +56,38 @@ def test_sentencepiece_spaces_and_bytes_are_decoded() -> None:
     assert vocabulary.text(2) == " True"
     assert vocabulary.text(3) == "True"
     assert b"".join(map(vocabulary.bytes, [4, 5, 6, 7])) == "🙂".encode()
+
+
+@pytest.mark.parametrize("way", ["bare", "chat", "continued"])
+def test_other_threads_run_while_a_long_prompt_is_encoded(way: str) -> None:
+    """The event loop is one of them: a megabyte takes seconds, and nobody may wait as long."""
+    chat = load_chat_tokenizer(
+        DEMO.parent, name="demo", eos_ids=2, chat_template=None, template_args={}
+    )
+    text = "x" * 400_000
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
+    given: dict[str, dict[str, Any]] = {
+        "bare": {"prompt": text},
+        "chat": {"messages": [{"role": "user", "content": text}]},
+        "continued": {"messages": turns, "continues": True},
+    }
+    job = GenerateJob(
+        caller=Caller(request_id="r", deadline=1e9, allowed_s=1), sampling=Sampling(), **given[way]
+    )
+    ticks: list[float] = []
+    is_over = threading.Event()
+
+    def tick() -> None:
+        while not is_over.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    started = time.perf_counter()
+    chat.prompt(job)
+    taken = time.perf_counter() - started
+    is_over.set()
+    ticking.join()
+    longest = max(after - before for before, after in itertools.pairwise(ticks))
+    assert longest < max(0.6 * taken, 0.1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gateway.jobs import GenerateJob, Grammar, RowDelta, RowJob, Stage, TokenIds, Vectors
+from gateway.jobs import Compiled, GenerateJob, Grammar, RowDelta, RowJob, Stage, TokenIds, Vectors
 from gateway.registry import ModelSpec
 from tests.fakes import Gate, ScriptedEmbedder, ScriptedEngines, ScriptedWriter
 
@@ -57,7 +57,7 @@ class HeldWriter(ScriptedWriter):
         self.gates[Stage.TOKENISE].pass_through()
         return super().plan(job)
 
-    def compile(self, grammar: Grammar) -> object:
+    def compile(self, grammar: Grammar) -> Compiled:
         self.gates[Stage.COMPILE].pass_through()
         return super().compile(grammar)
 

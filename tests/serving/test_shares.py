@@ -1,9 +1,10 @@
 """Fair shares of the lane, with numbers."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.serving.shares import MOST_S, Shares
+from gateway.serving.shares import Shares
 
 
 def serve(shares: Shares, waiting: list[str], costs: dict[str, float], turns: int) -> list[str]:
@@ -38,13 +39,21 @@ def test_idleness_saves_nothing_up() -> None:
     assert served.count("embedding") == 5
 
 
-def test_a_turn_of_minutes_counts_as_a_second() -> None:
-    """A model's load must not make the next load wait as long as it took."""
-    shares = Shares({})
+def test_a_load_of_minutes_counts_as_a_second() -> None:
+    """It must not make the next load wait as long as it took."""
+    shares = Shares({}, {"load": 1.0})
     costs = {"load": 300.0, "decode": 0.1}
     served = serve(shares, ["load", "decode"], costs, 30)
     assert served.count("load") == 3
-    assert MOST_S == 1.0
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 30.0])
+def test_every_other_turn_counts_in_full(seconds: float) -> None:
+    """Passes of half a minute beside decoding get half of the time, as short ones do."""
+    costs = {"embedding": seconds, "decode": 0.05}
+    served = serve(Shares({}, {"load": 1.0}), ["embedding", "decode"], costs, 5000)
+    spent = {kind: served.count(kind) * cost for kind, cost in costs.items()}
+    assert spent["embedding"] / sum(spent.values()) == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_turn_goes_on_until_it_has_had_what_the_other_had() -> None:

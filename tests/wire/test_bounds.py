@@ -41,10 +41,17 @@ def test_much_that_is_shallow_is_not_deep() -> None:
     assert parse(orjson.dumps("[" * 5000), 2) == "[" * 5000
 
 
+def test_what_opens_too_much_is_refused_before_it_is_parsed() -> None:
+    """As text, though it isn't JSON at all; what is below the bound is read."""
+    with pytest.raises(ValueError, match="more than 1000000 arrays"):
+        parse(b"[]," * 1_000_001)
+    assert len(parse(b"[" + b"{}," * 900_000 + b"{}]")) == 900_001
+
+
 def test_a_million_levels_are_refused_at_once() -> None:
     """By orjson itself, which looks no deeper than 1024."""
     with pytest.raises(ValueError, match="depth"):
-        parse(b"[" * 1_000_000)
+        parse(b"[" * 999_999)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,16 @@ import orjson
 import pytest
 
 from gateway.errors import BadRequest, UnsupportedParameter
-from gateway.jobs import Delta, GenerateJob, Grammar, Likelihood, Sampling, TokenLogprob, Usage
+from gateway.jobs import (
+    Delta,
+    EchoedPrompt,
+    GenerateJob,
+    Grammar,
+    Likelihood,
+    Sampling,
+    TokenLogprob,
+    Usage,
+)
 from gateway.wire.completions import (
     FIELDS,
     Choice,
@@ -15,7 +24,7 @@ from gateway.wire.completions import (
     choices,
     to_jobs,
 )
-from gateway.wire.reading import read_request
+from gateway.wire.reading import CharBounds, read_request
 from tests.fakes import caller
 
 
@@ -25,7 +34,8 @@ def read(**fields: Any) -> CompletionRequest:
 
 
 def jobs(**fields: Any) -> list[GenerateJob]:
-    return to_jobs(read(**fields), caller(), Sampling(temperature=0.3, top_k=7), max_chars=100)
+    sampling, bounds = Sampling(temperature=0.3, top_k=7), CharBounds(100, 150)
+    return to_jobs(read(**fields), caller(), sampling, bounds=bounds)
 
 
 def test_every_prompt_is_a_job_and_takes_no_template() -> None:
@@ -44,6 +54,90 @@ def test_what_is_left_out_comes_from_the_models_defaults() -> None:
     assert asked.sampling == Sampling(temperature=0, top_p=0.5, seed=-3, logit_bias={5: -100})
 
 
+SCORED = EchoedPrompt(
+    ["a", "", "bc"],
+    [
+        TokenLogprob(Likelihood("", b"\xe2", -1.5), [Likelihood("x", b"x", -0.5)]),
+        TokenLogprob(Likelihood("bc", b"bc", -2.0), [Likelihood("bc", b"bc", -2.0)]),
+    ],
+)
+
+
+def test_a_scored_prompt_is_the_beginning_of_text_and_logprobs() -> None:
+    """Its first token follows nothing; the answer's tokens go on where it ends."""
+    choice = Choice(0, echoed="abc", with_logprobs=True)
+    said = TokenLogprob(Likelihood("d", b"d", -0.25))
+    choice.add(Delta(0, "d", 1, None, logprobs=[said], prompt=SCORED))
+    choice.add(Delta(0, "e", 1, "stop", logprobs=[said]))
+    whole = choice.whole()
+    assert whole["text"] == "abcde"
+    assert whole["logprobs"] == {
+        "tokens": ["a", "", "bc", "d", "d"],
+        "token_logprobs": [None, -1.5, -2.0, -0.25, -0.25],
+        "top_logprobs": [None, {"x": -0.5, "": -1.5}, {"bc": -2.0}, {"d": -0.25}, {"d": -0.25}],
+        "text_offset": [0, 1, 1, 3, 4],
+    }
+
+
+def test_a_prompt_of_token_ids_comes_back_as_its_tokens_texts() -> None:
+    """Nothing else knows what they say."""
+    choice = Choice(0, echoed="", with_logprobs=False)
+    first = choice.add(Delta(0, "d", 1, "length", prompt=EchoedPrompt(["a", "", "bc"])))
+    assert first["text"] == choice.whole()["text"] == "abcd"
+    assert first["logprobs"] is None
+
+
+def test_the_engine_gives_back_only_what_the_request_does_not_have() -> None:
+    """A text is at hand; its logprobs and the texts of token ids are not."""
+    assert not jobs(echo=True)[0].echo
+    assert jobs(echo=True, logprobs=0)[0].echo
+    assert jobs(echo=True, prompt=[5, 6])[0].echo
+    assert not jobs(prompt=[5, 6], logprobs=3)[0].echo
+    assert jobs(echo=True, max_tokens=0)[0].max_tokens == 0
+
+
+def test_a_bias_of_more_tokens_than_a_step_can_bear_is_refused() -> None:
+    """It names the bound, which is above OpenAI's."""
+    most = {str(token): 1.0 for token in range(1024)}
+    assert len(jobs(logit_bias=most)[0].sampling.logit_bias) == 1024
+    with pytest.raises(BadRequest, match="at most 1024 tokens, but names 1025") as refused:
+        jobs(logit_bias={**most, "1024": 1.0})
+    assert refused.value.param == "logit_bias"
+
+
+def test_vllms_sampling_fields_are_taken_and_tell_what_nobody_has_set() -> None:
+    """A model's own files may then say it; what the request says is set, its zeros too."""
+    unset = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+    asked = read(
+        repetition_penalty=1.1, min_tokens=2, ignore_eos=True, stop_token_ids=[5, 5, 9], top_k=-1
+    ).sampling(Sampling(unset=unset))
+    assert asked == Sampling(
+        repetition_penalty=1.1,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=frozenset({5, 9}),
+        unset=frozenset({"temperature", "top_p", "min_p"}),
+    )
+    assert read(temperature=0, min_p=0).sampling(Sampling(unset=unset)).unset == {
+        "top_p", "top_k", "repetition_penalty",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("repetition_penalty", 0), ("repetition_penalty", 11), ("min_tokens", -1),
+        ("ignore_eos", 1), ("stop_token_ids", [-1]), ("stop_token_ids", [2**31]),
+        ("stop_token_ids", [1] * 257), ("stop_token_ids", ["5"]),
+    ],
+)  # fmt: skip
+def test_vllms_sampling_fields_have_bounds(name: str, given: Any) -> None:
+    """The refusal names the field."""
+    with pytest.raises(BadRequest) as refused:
+        read(**{name: given})
+    assert (refused.value.param or "").startswith(name)
+
+
 @pytest.mark.parametrize("given", [0, 0.0, "", [], True])
 def test_only_what_asks_for_nothing_is_let_through(given: Any) -> None:
     """Python takes 0 for False; JSON does not."""
@@ -52,14 +146,19 @@ def test_only_what_asks_for_nothing_is_let_through(given: Any) -> None:
         read(use_beam_search=given)
 
 
+def whole(schema: str) -> Grammar:
+    """Expect a schema of which nothing is left to be checked: nobody would tell the verdict."""
+    return Grammar("json_schema", schema, strict=True)
+
+
 @pytest.mark.parametrize(
     ("fields", "grammar"),
     [
         ({"guided_regex": "[ab]+"}, Grammar("regex", "[ab]+")),
         ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a","b"]')),
-        ({"guided_json": {"type": "null"}}, Grammar("json_schema", '{"type":"null"}')),
+        ({"guided_json": {"type": "null"}}, whole('{"type":"null"}')),
         ({"structured_outputs": {"grammar": "start: A"}}, Grammar("grammar", "start: A")),
-        ({"response_format": {"type": "json_object"}}, Grammar("json_schema", '{"type":"object"}')),
+        ({"response_format": {"type": "json_object"}}, whole('{"type":"object"}')),
         ({"response_format": {"type": "text"}}, None),
         ({}, None),
     ],

@@ -6,6 +6,7 @@ import pytest
 
 from gateway.errors import BadRequest
 from gateway.wire.messages import Message, to_template
+from tests.fuzz.growing import MOST, least, uncollected
 
 
 def turns(*messages: dict[str, Any]) -> list[dict[str, Any]]:
@@ -34,6 +35,13 @@ def test_user_turns_in_a_row_become_one() -> None:
         {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
     )
     assert told == [{"role": "user", "content": "a\n\nbc"}]
+
+
+def test_four_times_as_many_user_turns_take_about_four_times_as_long() -> None:
+    """They are joined at once, not one to all before it."""
+    few, many = ([Message(role="user", content="x" * 500)] * count for count in (2000, 8000))
+    with uncollected():
+        assert least(lambda: to_template(many), 3) < MOST * least(lambda: to_template(few), 3)
 
 
 def test_an_assistants_calls_keep_their_arguments_as_values() -> None:

@@ -6,7 +6,7 @@ import orjson
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from gateway.errors import BadRequest, EngineFailed, Overloaded
+from gateway.errors import BadRequest, EngineFailed, Overloaded, UnknownParameter
 from gateway.jobs import (
     CallDelta,
     Delta,
@@ -20,6 +20,7 @@ from gateway.jobs import (
 )
 from gateway.wire.reading import read_request
 from gateway.wire.response_events import Answer, Event
+from gateway.wire.response_tools import unpack
 from gateway.wire.responses import FIELDS, ResponsesRequest, described, to_job
 from gateway.wire.sampling import tier
 from tests.fakes import caller
@@ -39,14 +40,16 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
 
 def read(given: Any = "hi", **fields: Any) -> ResponsesRequest:
     body = orjson.dumps({"model": "m", "input": given, **fields})
-    return read_request(body, ResponsesRequest, FIELDS, strict=True).request
+    return read_request(body, ResponsesRequest, FIELDS, strict=False).request
 
 
 def job(given: Any = "hi", **fields: Any) -> GenerateJob:
+    request = read(given, **fields)
     return to_job(
-        read(given, **fields),
+        request,
         caller(),
         Sampling(temperature=0.3),
+        items=request.input,
         max_tokens=50,
         template_args={"a": 1},
         max_chars=100,
@@ -116,7 +119,6 @@ def test_a_call_may_come_first() -> None:
         ([], "input"),
         (5, "input"),
         ([{"type": "reasoning", "summary": []}], "input"),
-        ([{"type": "item_reference", "id": "msg_1"}], "input[0].type"),
         ([{"type": "web_search_call", "id": "ws_1"}], "input[0].type"),
         ([{"content": "hi"}], "input[0].role"),
         ([{"role": "robot", "content": "hi"}], "input[0].role"),
@@ -141,7 +143,7 @@ def test_formats_are_flat() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "null"}}}
     flat = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     asked = job(text={"format": flat, "verbosity": "low"})
-    assert asked.grammar == Grammar("json_schema", orjson.dumps(schema).decode())
+    assert asked.grammar == Grammar("json_schema", orjson.dumps(schema).decode(), strict=True)
     assert job(text={"format": {"type": "json_object"}}).grammar is not None
     assert job(text={"format": {"type": "text"}}).grammar is None
     assert job(text={"format": None}).grammar is None
@@ -205,7 +207,6 @@ def test_a_choice_is_flat(choice: Any, names: list[str], forced: bool) -> None:
             },
             "tool_choice",
         ),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
@@ -270,7 +271,7 @@ def test_an_answers_length_is_asked_for_or_the_models() -> None:
 
 def answer(**fields: Any) -> Answer:
     request = read(**fields)
-    return Answer(described(request, job(**fields), response_id="resp_1", created=5))
+    return Answer(described(request, job(**fields), response_id="resp_1", created=5, is_kept=False))
 
 
 def told(answer: Answer, *deltas: Delta) -> list[Event]:
@@ -460,3 +461,69 @@ def test_the_sdks_models_find_every_required_field() -> None:
 def scored(text: str) -> TokenLogprob:
     likelihood = Likelihood(text, text.encode(), -0.5)
     return TokenLogprob(likelihood, (likelihood,))
+
+
+SEARCH = {"type": "function", "name": "search", "parameters": None}
+SPACES = [
+    {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [SEARCH, CLOCK]},
+    {"type": "namespace", "name": "wiki", "description": None, "tools": [SEARCH]},
+]
+
+
+def test_functions_in_namespaces_are_functions_of_their_own_name() -> None:
+    """Of two that share one, each is known by its namespace's besides."""
+    calling = job(tools=SPACES).calling
+    assert calling is not None
+    assert [each.name for each in calling.functions] == ["crm__search", "clock", "wiki__search"]
+
+
+def test_a_call_into_a_namespace_names_it() -> None:
+    """With the function's own name: clients route by both."""
+    places = unpack(read(tools=SPACES).tools).places
+    growing = Answer(described(read(), job(), response_id="r", created=5, is_kept=False), places)
+    told(
+        growing,
+        Delta(0, call=CallDelta(0, "c1", "wiki__search", "{}")),
+        Delta(0, call=CallDelta(1, "c2", "clock", "{}"), finish_reason="tool_calls"),
+    )
+    calls = [(each.get("namespace"), each["name"]) for each in growing.whole()["output"]]
+    assert calls == [("wiki", "search"), ("crm", "clock")]
+
+
+def test_an_earlier_call_into_a_namespace_is_shown_as_the_model_knows_it() -> None:
+    """Else it would see a function that it does not have."""
+    items = [
+        {"role": "user", "content": "find"},
+        {**CALL, "name": "search", "namespace": "wiki"},
+        {**OUTPUT},
+    ]
+    turns = job(items, tools=SPACES).messages
+    assert turns[1]["tool_calls"][0]["function"]["name"] == "wiki__search"
+    assert turns[2]["name"] == "wiki__search"
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [CLOCK, {"type": "web_search"}, {"type": "mcp", "server_label": "x"}],
+        [CLOCK, {"type": "namespace", "name": "n", "tools": [{"type": "web_search"}, SEARCH]},
+         {"type": "mcp"}],
+    ],
+)  # fmt: skip
+def test_tools_of_other_types_are_skipped_and_named(tools: Any) -> None:
+    """Where a function remains; in strict mode nothing is skipped."""
+    body = orjson.dumps({"model": "m", "input": "hi", "tools": tools})
+    assert read_request(body, ResponsesRequest, FIELDS, strict=False).ignored == (
+        "tools.web_search", "tools.mcp",
+    )  # fmt: skip
+    with pytest.raises(UnknownParameter):
+        read_request(body, ResponsesRequest, FIELDS, strict=True)
+    calling = job(tools=tools).calling
+    assert calling is not None
+    assert calling.functions[0].name == "clock"
+
+
+def test_an_unknown_thing_to_include_is_refused() -> None:
+    """What OpenAI knows is taken, and never there."""
+    assert job(include=["reasoning.encrypted_content"]).logprobs is None
+    assert refused(include=["everything"]).param == "include[0]"

@@ -17,7 +17,7 @@ CLOCK = {"type": "function", "function": {"name": "clock", "description": "Tell 
 
 def read(**fields: Any) -> tuple[list[str], Calling | None]:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    request = read_request(orjson.dumps(body), ChatRequest, FIELDS, strict=True).request
+    request = read_request(orjson.dumps(body), ChatRequest, FIELDS, strict=False).request
     shown, calling = request.calling()
     return [tool["function"]["name"] for tool in shown], calling
 
@@ -99,3 +99,14 @@ def test_a_choice_of_nothing_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as caught:
         read(**fields)
     assert caught.value.param is not None
+
+
+def test_tools_of_other_types_are_skipped_beside_a_function() -> None:
+    """And named: with the type that the client gave them."""
+    custom = {"type": "custom", "custom": {"name": "x"}}
+    shown, calling = read(tools=[custom, CLOCK])
+    assert calling is not None
+    assert shown == [each.name for each in calling.functions] == ["clock"]
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [custom, CLOCK]}
+    ignored = read_request(orjson.dumps(body), ChatRequest, FIELDS, strict=False).ignored
+    assert ignored == ("tools.custom",)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from gateway.engine.backend import Device, pick_dtype
 from gateway.engine.encoders.arithmetic import ACTIVATIONS, PADDING_SCORE, arithmetic
 from gateway.engine.encoders.layers import make_layer, make_norm
-from gateway.engine.weights import Checkpoint, fit_weights
+from gateway.engine.weights import Checkpoint, dequantized, fit_weights
 
 # Buffers, and what sits on top of the encoder in checkpoints saved with a head.
 IGNORED: Final = (
@@ -40,6 +40,15 @@ class Config:
     padding_id: int
     epsilon: float
     activation: str
+    quantization: Mapping[str, Any]
+
+
+def modern_name(name: str) -> str:
+    """Rename a weight of checkpoints from before 2019: bert-base-uncased has such."""
+    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+        if name.endswith(f"LayerNorm{old}"):
+            return name.removesuffix(old) + new
+    return name
 
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
@@ -64,6 +73,7 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
             padding_id=int(raw.get("pad_token_id") or 0),
             epsilon=float(raw.get("layer_norm_eps", 1e-12)),
             activation=activation,
+            quantization=dict(raw.get("quantization") or {}),
         )
     except KeyError as error:
         raise checkpoint.failed(f"config.json has no {error.args[0]}") from error
@@ -112,7 +122,8 @@ class Bert:
     def __init__(
         self, checkpoint: Checkpoint, config: Config, device: Device, dtype: str | None
     ) -> None:
-        arrays = {n.removeprefix(self.prefix): a for n, a in checkpoint.weights().items()}
+        packed = dequantized(checkpoint, checkpoint.weights(), config.quantization)
+        arrays = {modern_name(n.removeprefix(self.prefix)): a for n, a in packed.items()}
         weights = fit_weights(checkpoint, arrays, weight_shapes(config), IGNORED)
         kept = pick_dtype(device, dtype, weights["embeddings.word_embeddings.weight"].dtype)
         weights = {name: array.astype(kept) for name, array in weights.items()}

@@ -2,9 +2,17 @@
 
 structured     what one model can be held to; the face of this room
 calls          functions that may be called → a grammar
-schemas        JSON Schemas: read, checked, brought up to date
+schemas        JSON Schemas as values: read, walked, rebuilt
+drafts         checked by their own draft, said in the newest one's words
+enforcement    what of a schema a grammar can hold, and what is left to be checked
+disjoint       proofs that no value fits two schemas
+patterns       regular expressions: how long they match, all but some words
+forms          the forms of a schema that may be compiled, tightest first
+validation     whether a finished answer fits what was left
+references     how far a schema leads through its references
 shaping        a schema drawn tighter, so that a small model stays on course
 compiling      a grammar → what rows are matched against, by llguidance
-indexes        the same by outlines_core, in a process of its own (index_worker)
+indexes        the same by outlines_core
+trial          a first try in the sandbox, so that no grammar ends this process
 matching       where a row stands, and the masks of a step
 """

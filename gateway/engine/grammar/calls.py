@@ -5,36 +5,53 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from gateway.engine.grammar.schemas import bare
+from gateway.engine.grammar.forms import guided
+from gateway.engine.grammar.schemas import Node, bare
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Grammar
 
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 ANY: dict[str, Any] = {"type": "object"}
+# Beside any of these, an object may have properties that its own `properties` don't name.
+_OPENING = frozenset(
+    {
+        "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
+        "dependentSchemas", "dependencies", "allOf", "anyOf", "oneOf", "not", "if", "$ref",
+        "$dynamicRef", "$recursiveRef",
+    }
+)  # fmt: skip
+
+
+class Checked(Protocol):
+    """Returns a schema as an answer is to be held to it."""
+
+    def __call__(self, schema: Mapping[str, Any], function: str, /, *, strict: bool) -> Node:
+        """`function` is whose parameters these are, if any; raises BadRequest for no schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
     """How a model writes a call of its own accord: JSON between two marks.
 
-    The flags tell which marks llguidance takes for special tokens: those have no bytes.
+    The flags tell which marks llguidance takes for special tokens: those have no bytes. Calls that
+    are `is_apart` are messages beside the answer, with which its grammar has nothing to do.
     """
 
     start: str
     end: str
     is_special: bool
     closing_is_special: bool
+    is_apart: bool = False
 
 
 def answer_grammar(
     calling: Calling | None,
     form: CallFormat | None,
     answer: Grammar | None,
-    checked: Callable[[Mapping[str, Any], str], dict[str, Any]],
+    checked: Checked,
 ) -> Grammar | None:
     """Give what a row must match, of calls and of the answer asked for; None when it is free.
 
@@ -46,10 +63,15 @@ def answer_grammar(
     if calling is None:
         return answer
     if calling.forced:
-        schemas = [(each.name, checked(each.parameters, each.name)) for each in calling.functions]
+        schemas = [
+            (each.name, checked(_closed(each.parameters), each.name, strict=each.strict))
+            for each in calling.functions
+        ]
         return Grammar("calls", _lark("start: call", schemas, "", ""))
+    if form is not None and form.is_apart:
+        return answer
     free = [
-        (each.name, checked(each.parameters, each.name) if each.strict else ANY)
+        (each.name, checked(each.parameters, each.name, strict=True) if each.strict else ANY)
         for each in calling.functions
     ]
     if answer is not None:
@@ -59,7 +81,7 @@ def answer_grammar(
                 "'tools' or 'response_format', or a 'tool_choice'.",
                 param="response_format",
             )
-        schema = checked(json.loads(answer.source), "")
+        schema = checked(json.loads(answer.source), "", strict=answer.strict)
         start = f"start: answer | call+\nanswer: {_json(schema)}"
         opening = form.start if form.is_special else json.dumps(form.start)
         return Grammar("calls", _lark(start, free, opening, _closing(form)))
@@ -71,6 +93,16 @@ def answer_grammar(
         start = f"start: tag* TEXT\ntag: trigger body\ntrigger[lazy]: TEXT {json.dumps(form.start)}"
     rules = _lark(f"{start}\nTEXT: /(.|\\n)*/", free, "", _closing(form))
     return Grammar("calls", rules.replace("\ncall:", "\nbody:", 1))
+
+
+def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Forbid arguments that a function does not declare, unless it says that there may be more.
+
+    A model that must call a function without parameters would otherwise invent some, without end.
+    """
+    if _OPENING & parameters.keys():
+        return parameters
+    return {"type": "object", **parameters, "additionalProperties": False}
 
 
 def _closing(form: CallFormat) -> str:
@@ -98,4 +130,4 @@ def _lark(
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**bare(schema), **COMPACT})}"
+    return f"%json {json.dumps(guided(bare(schema)))}"

@@ -8,34 +8,34 @@ milliseconds and more: on a worker thread, never on the lane.
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-import jsonschema  # type: ignore[import-untyped]
-import llguidance
-import llguidance.hf
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from outlines.backends.llguidance import LLGuidanceBackend
-from outlines.types import JsonSchema
+from llguidance import LLMatcher, LLParserLimits
 from outlines.types.dsl import Choice, to_regex
 
-from gateway.engine.grammar import schemas
-from gateway.engine.grammar.matching import LLState, Matcher, State, Texts, words
-from gateway.engine.grammar.shaping import Shape, shaped
+from gateway.engine.grammar import forms, schemas
+from gateway.engine.grammar.forms import Read, check_strict, form_that_compiles, guided
+from gateway.engine.grammar.matching import LLState, Matcher, State, Texts
+from gateway.engine.grammar.references import MAX_PATH, check_path
+from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.tokenizer import GrammarTokenizer
+from gateway.engine.grammar.trial import (
+    LARK_TEXT,
+    LIMITS,
+    Sandbox,
+    is_open,
+    try_grammar,
+    without_texts,
+)
+from gateway.engine.sandboxed import TRIAL_FORCED, TRIAL_STEPS
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 
-Backend: TypeAlias = Literal["llguidance", "outlines_core"]
 RENEW_AFTER: Final = 256  # copies share a lexer whose states only grow: start another now and then
-_OPTIONS: Final = frozenset(
-    {"whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator"}
-)
-_TRIAL_STEPS: Final = 8
-_TRIAL_FORCED: Final = 64  # tokens at a step
-_LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-_LARK_TEXT: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
+_LARK_SCHEMA: Final = re.compile(rf"{LARK_TEXT.pattern}|%json\s*")
 _LARK_SPECIAL: Final = re.compile(r"<[^<>\s]+>|\btemperature\s*=|@\w+|%llguidance\b")
 
 
@@ -45,83 +45,27 @@ class Bounds:
 
     max_schema_bytes: int = 256 * 1024
     max_depth: int = 128
+    max_path: int = MAX_PATH  # subschemas, one inside the other or by `$ref`
     max_text_chars: int = 32 * 1024
     max_calls_chars: int = 4 * 1024 * 1024  # of our own making, from schemas bounded one by one
     max_choices: int = 4096
 
 
-class GrammarTokenizer:
-    """What grammars need to know of a model's tokens. Slow to build, and holds the GIL: at load.
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar any number of rows may follow, each from its own matcher. Safe on any thread.
 
-    `tokenizer` is the transformers one. `vocab_size` is the length of the model's logits, which
-    may exceed the tokenizer's: ids beyond it are never allowed. Special and added tokens are
-    never text, but for `marks` in calls. Raises ValueError for one that cannot serve grammars.
+    `unenforced` are JSON pointers to the keywords of its schema that it does not hold a row to.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        vocab_size: int,
-        eos_ids: Collection[int],
-        marks: Collection[int] = (),
-        backend: Backend = "llguidance",
-    ) -> None:
-        size = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
-        self.backend: Backend = backend
-        self.eos_ids = tuple(sorted(token for token in eos_ids if 0 <= token < vocab_size))
-        if not self.eos_ids:
-            raise ValueError("the model has no end-of-sequence token")
-        self.vocab_size = vocab_size
-        self.maker = _Maker(tokenizer, size, self.eos_ids)
-        self.tokens: LLTokenizer = self.maker.llg_tokenizer
-        self.texts = self._texts()
-        self.texts_and_marks = self.texts.beside(marks)
-
-    @property
-    def words(self) -> int:
-        """Count the words of a row's mask."""
-        return words(self.tokens.vocab_size)
-
-    def _texts(self) -> Texts:
-        found: dict[bytes, list[int]] = {}
-        others = np.full(self.words, 0xFFFFFFFF, dtype=np.uint32)
-        for token in range(self.vocab_size):
-            if token in self.eos_ids or self.tokens.is_special_token(token):
-                continue
-            text = self.tokens.decode_bytes([token])
-            found.setdefault(text, []).append(token)
-            others[token // 32] &= ~np.uint32(1 << (token % 32))
-        return Texts(found, others)
-
-
-class _Maker(LLGuidanceBackend):
-    """Outlines' backend, told the size of the logits and every end of sequence."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self.llg = llguidance
-        self.tensor_library_name = "numpy"  # its processors are made, never run
-        self.llg_tokenizer = llguidance.hf.from_tokenizer(
-            tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids)
-        )
-
-
-class CompiledGrammar:
-    """A grammar any number of rows may follow, each from its own matcher. Safe on any thread."""
-
-    def __init__(
-        self,
-        begin: Callable[[], State],
-        eos_ids: Collection[int],
-        alone: Callable[[], State] | None = None,
-    ) -> None:
-        self._begin = begin
-        self._eos_ids = eos_ids
-        self._alone = alone
+    begin: Callable[[], State]
+    eos_ids: Collection[int]
+    alone: Callable[[], State] | None = None
+    unenforced: tuple[str, ...] = ()
 
     def matcher(self, said: Sequence[int] = ()) -> Matcher:
         """Begin a row, or begin it again where `said` leaves it."""
-        matcher = Matcher(self._begin, self._eos_ids, self._alone)
+        matcher = Matcher(self.begin, self.eos_ids, self.alone)
         matcher.replay(said)
         return matcher
 
@@ -132,49 +76,43 @@ def compile_grammar(
     *,
     shape: Shape | None = None,
     bounds: Bounds | None = None,
+    sandbox: Sandbox | None = None,
 ) -> CompiledGrammar:
     """Compile with llguidance. Raises BadRequest for what it can't do, or would only half do.
 
-    `shape` tightens JSON Schemas; a schema that cannot be met so is compiled as it came.
+    `shape` tightens JSON Schemas; a schema that cannot be met so is compiled as it came. What is
+    compiled has survived the `sandbox`, where there is one.
     """
     bounds = bounds or Bounds()
     if grammar.kind == "json_schema":
-        schema = read_schema(grammar.source, bounds)
-        options = _options(schema)
-        tight = shaped(schema, shape or Shape())
-        if tight != schema:
-            try:
-                return _json(tokenizer, tight, options)
-            except BadRequest:
-                pass
-        return _json(tokenizer, schema, options)
+        read = read_schema(grammar.source, bounds)
+        form, compiled = form_that_compiles(
+            read, shape or Shape(), lambda schema: _json(tokenizer, schema, read.options, sandbox)
+        )
+        if grammar.strict:
+            check_strict(form)
+        return replace(compiled, unenforced=form.unenforced)
     source = text_of(grammar, bounds)
     if grammar.kind in ("grammar", "calls"):
         if grammar.kind == "grammar":  # ours may say more than a caller's
-            _check_lark(source)
+            _check_lark(source, bounds)
         spec = tokenizer.maker.get_cfg_logits_processor(source).grammar
     else:
         spec = tokenizer.maker.get_regex_logits_processor(source).grammar
     # Only a call of our own making may use the model's marks, which are control tokens.
     texts = tokenizer.texts_and_marks if grammar.kind == "calls" else tokenizer.texts
-    return _compiled(tokenizer, spec, "invalid_grammar", texts)
+    compiled = _compiled(tokenizer, spec, "invalid_grammar", texts, sandbox)
+    return replace(compiled, unenforced=grammar.unenforced)
 
 
-def read_schema(source: str, bounds: Bounds) -> schemas.Schema:
-    """Read a JSON Schema, check it against its draft's own schema, and bring it up to date."""
-    schema = schemas.parse_schema(
-        source, max_bytes=bounds.max_schema_bytes, max_depth=bounds.max_depth
+def read_schema(source: str, bounds: Bounds) -> Read:
+    """Read a JSON Schema within bounds, checked and brought up to date."""
+    return forms.read_schema(
+        source,
+        max_bytes=bounds.max_schema_bytes,
+        max_depth=bounds.max_depth,
+        max_path=bounds.max_path,
     )
-    try:
-        JsonSchema(json.dumps(schema))
-    except jsonschema.SchemaError as error:
-        at = "/".join(["#", *map(str, error.absolute_path)])
-        raise schemas.refused(f"The JSON Schema is not valid at {at}: {error.message}") from error
-    except RecursionError as error:
-        raise schemas.refused("The JSON Schema is nested too deep.") from error
-    schema = schemas.modern(schema if isinstance(schema, dict) else {} if schema else False)
-    schemas.check(schema)
-    return schema
 
 
 def text_of(grammar: Grammar, bounds: Bounds) -> str:
@@ -203,36 +141,45 @@ def _refused(message: str, code: str = "invalid_grammar") -> BadRequest:
     return BadRequest(message, param="response_format", code=code)
 
 
-def _options(schema: schemas.Schema) -> dict[str, Any]:
-    """Read llguidance's own options from the schema: those of form, none that loosen it."""
-    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
-    if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
-        raise schemas.refused(
-            f"The JSON Schema keyword `x-guidance` may have {', '.join(sorted(_OPTIONS))} only."
-        )
-    return {"whitespace_flexible": False, **options}  # or a model may write spaces for ever
-
-
 def _json(
-    tokenizer: GrammarTokenizer, schema: schemas.Schema, options: dict[str, Any]
+    tokenizer: GrammarTokenizer,
+    schema: schemas.Schema,
+    options: Mapping[str, Any],
+    sandbox: Sandbox | None,
 ) -> CompiledGrammar:
-    text = json.dumps({**schema, "x-guidance": options})
+    text = json.dumps(guided(schema, options))
     spec = tokenizer.maker.get_json_schema_logits_processor(text).grammar
-    return _compiled(tokenizer, spec, "invalid_json_schema", tokenizer.texts)
+    return _compiled(tokenizer, spec, "invalid_json_schema", tokenizer.texts, sandbox)
 
 
-def _check_lark(source: str) -> None:
+def _check_lark(source: str, bounds: Bounds) -> None:
     """Refuse what the grammar could say and the answer's text would not, or we would ignore."""
-    found = _LARK_SPECIAL.search(_LARK_TEXT.sub('""', source))
-    if found:
+    if open_at := next(filter(is_open, LARK_TEXT.finditer(source)), None):
+        raise _refused(f"The grammar has a text or a regex without an end: {open_at[0][:64]}")
+    if found := _LARK_SPECIAL.search(without_texts(source)):
         raise _refused(f"The grammar uses `{found[0]}`, which is not supported.")
+    at = 0
+    while found := _LARK_SCHEMA.search(source, at):
+        at = found.end()
+        if found[0].startswith("%"):
+            try:
+                schema, at = json.JSONDecoder().raw_decode(source, at)
+            except (ValueError, RecursionError) as error:
+                raise _refused(f"The grammar's %json is not JSON: {error}") from None
+            schemas.check_depth(schema, bounds.max_depth)
+            check_path(schema, bounds.max_path)
 
 
-def _compiled(tokenizer: GrammarTokenizer, spec: str, code: str, texts: Texts) -> CompiledGrammar:
+def _compiled(
+    tokenizer: GrammarTokenizer, spec: str, code: str, texts: Texts, sandbox: Sandbox | None
+) -> CompiledGrammar:
     """Make the grammar's first matcher; every row's is a copy."""
+    if sandbox is not None:
+        try_grammar(sandbox, spec, code)
+    limits = LLParserLimits(**LIMITS)
 
     def first() -> LLMatcher:
-        return LLMatcher(tokenizer.tokens, spec, log_level=0, limits=_LIMITS)
+        return LLMatcher(tokenizer.tokens, spec, log_level=0, limits=limits)
 
     matcher = first()
     noun = "JSON Schema" if code == "invalid_json_schema" else "grammar"
@@ -253,8 +200,8 @@ def _try(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
     Some grammars are too wide to be followed and show it only then.
     """
     row = np.zeros(tokenizer.words, dtype=np.uint32)
-    for _ in range(_TRIAL_STEPS):
-        trial.replay(trial.forced_tokens()[:_TRIAL_FORCED])
+    for _ in range(TRIAL_STEPS):
+        trial.replay(trial.forced_tokens()[:TRIAL_FORCED])
         trial.allowed(row)
         tokens = set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
         tokens -= {*tokenizer.eos_ids}

@@ -1,17 +1,15 @@
 """The second backend: outlines_core, a finite automaton over the model's tokens.
 
 It ignores much of JSON Schema without a word, so a schema may use only what is listed here. It
-has no fuel either, so the automaton is built in a process that a deadline can end.
+has no fuel either, so the automaton is built in the sandbox.
 """
 
 import json
 import math
 import pickle
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterator
+from typing import Any, Final
 
 from outlines_core import Guide, Index  # type: ignore[import-untyped]
 
@@ -19,25 +17,30 @@ from gateway.engine.grammar import schemas
 from gateway.engine.grammar.compiling import (
     Bounds,
     CompiledGrammar,
-    GrammarTokenizer,
     read_schema,
     text_of,
 )
 from gateway.engine.grammar.matching import GuideState
 from gateway.engine.grammar.schemas import Node, Schema
 from gateway.engine.grammar.shaping import Shape, shaped
+from gateway.engine.grammar.tokenizer import GrammarTokenizer
+from gateway.engine.grammar.trial import Sandbox, check_survived, key_of
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 
-Runner: TypeAlias = Callable[[Sequence[str], bytes], bytes]
-"""Runs a command on an input and gives its output; raises TimeoutError past the deadline."""
-
-_WORKER: Final = (sys.executable, "-P", str(Path(__file__).with_name("index_worker.py")))
+_MAX_BYTES: Final = 4 << 30  # an automaton may be large, and is then what the caller asked for
 _NOTES: Final = frozenset(
     {
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
         *("$schema", "$id", "$comment", "$defs", "definitions", "x-guidance"),
         *("contentEncoding", "contentMediaType", "discriminator", "nullable"),
+    }
+)
+_UNSUPPORTED: Final = frozenset(
+    {
+        *("not", "if", "then", "else", "uniqueItems", "propertyNames"),
+        *("contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
+        *("dependentRequired", "dependentSchemas", "$dynamicRef", "$recursiveRef"),
     }
 )
 _SHAPES: Final = {
@@ -84,17 +87,16 @@ _OPEN: Final[Node] = {"anyOf": [{}]}  # it writes `{}` as alternatives without b
 def compile_index(
     tokenizer: GrammarTokenizer,
     grammar: Grammar,
-    run: Runner,
+    sandbox: Sandbox,
     *,
     shape: Shape | None = None,
     bounds: Bounds | None = None,
-    max_bytes: int = 4 << 30,
 ) -> CompiledGrammar:
     """Compile with outlines_core. Raises BadRequest for what it can't do, or would ignore."""
     bounds = bounds or Bounds()
     code = "invalid_json_schema" if grammar.kind == "json_schema" else "invalid_grammar"
     if grammar.kind == "json_schema":
-        schema = read_schema(grammar.source, bounds)
+        schema = read_schema(grammar.source, bounds).schema
         check_index_schema(schema)
         tight = schemas.rebuilt(shaped(schema, shape or Shape(), recursive=False), _plain)
         source = json.dumps(tight, ensure_ascii=False)
@@ -106,31 +108,27 @@ def compile_index(
         )
     else:
         source = text_of(grammar, bounds)
-    request = {
-        "kind": "json_schema" if grammar.kind == "json_schema" else "regex",
+    form = "json_schema" if grammar.kind == "json_schema" else "regex"
+    eos_id = tokenizer.eos_ids[0]
+    request: dict[str, Any] = {
+        "form": form,
         "source": source,
-        "eos_id": tokenizer.eos_ids[0],
+        "eos_id": eos_id,
         "texts": tokenizer.texts.ids,
-        "max_bytes": max_bytes,
     }
-    outcome, value = _answer(run(_WORKER, pickle.dumps(request)))
+    request |= {"kind": "index", "max_bytes": _MAX_BYTES}
+    outcome, value = sandbox(request, key_of("index", form, source, str(len(tokenizer.texts.ids))))
     if outcome == "refused":
         raise BadRequest(
             f"outlines_core cannot compile it: {str(value)[:1000].strip()}",
             param="response_format",
             code=code,
         )
+    check_survived(outcome, value, code)
     index: Index = pickle.loads(value)
     return CompiledGrammar(
         lambda: GuideState(Guide(index), tokenizer.eos_ids[0]), tokenizer.eos_ids
     )
-
-
-def _answer(output: bytes) -> tuple[str, Any]:
-    if not output:
-        return "refused", "it needs more memory than it may have"
-    outcome, value = pickle.loads(output)
-    return outcome, value
 
 
 def _plain(node: Schema) -> Schema:
@@ -159,6 +157,11 @@ def check_index_schema(schema: Schema) -> None:
     """Refuse, naming keyword and place, whatever outlines_core would ignore or get wrong."""
     known = {id(node) for _, node in schemas.walk(schema)}
     for place, node in schemas.walk(schema):
+        for key in node:
+            if key in _UNSUPPORTED:
+                raise schemas.refused(
+                    f"The JSON Schema keyword `{key}` at {place} is not supported."
+                )
         keys = (node.keys() & _KEYWORDS) - _NOTES
         _check_node(place, node, keys)
         target = schemas.resolve(schema, node["$ref"]) if "$ref" in keys else node

@@ -17,7 +17,6 @@ from outlines_core import Guide  # type: ignore[import-untyped]
 
 Mask: TypeAlias = npt.NDArray[np.uint32]
 _WORD = 32
-_ALL = np.uint32(0xFFFFFFFF)
 
 
 def words(vocab_size: int) -> int:
@@ -283,14 +282,17 @@ def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.arra
     `rows` says which rows of the batch the masks are for; the others stay free. Forbidden is
     -inf, and so is every id beyond the masks. Plain operations: any device will do.
     """
-    batch, vocab_size = logits.shape
     if not len(rows):
         return logits
-    every = np.full((batch, words(vocab_size)), _ALL, dtype=np.uint32)
-    width = min(bitmask.shape[1], every.shape[1])
-    for mask, row in zip(bitmask, rows, strict=True):
-        every[row, :width] = mask[:width]
-        every[row, width:] = 0
-    bits = (mx.array(every)[:, :, None] >> mx.arange(_WORD, dtype=mx.uint32)) & 1
-    is_allowed = bits.reshape(batch, -1)[:, :vocab_size].astype(mx.bool_)
-    return mx.where(is_allowed, logits, mx.array(-mx.inf, dtype=logits.dtype))
+    batch, vocab_size = logits.shape
+    # On the host, which has the time while the pass runs, and only of the rows concerned: a
+    # shift, an "and" and a cast for every row on a CPU device took two to three times as long.
+    octets = np.ascontiguousarray(bitmask).view(np.uint8)
+    is_allowed = np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little")
+    forbidden = mx.array(-mx.inf, dtype=logits.dtype)
+    if list(rows) == list(range(batch)):
+        return mx.where(mx.array(is_allowed.view(np.bool_)), logits, forbidden)
+    at = mx.array(list(rows))
+    masked = mx.array(logits)
+    masked[at] = mx.where(mx.array(is_allowed.view(np.bool_)), logits[at], forbidden)
+    return masked

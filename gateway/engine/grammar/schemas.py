@@ -1,10 +1,10 @@
-"""JSON Schemas as plain values: read, bring to one draft, refuse what would be half-honoured.
+"""JSON Schemas as plain values: read, walk, rebuild, follow references.
 
-Pure functions; nothing here changes the value it is given. Refusals name the keyword and where.
+Pure functions; nothing here changes the value it is given.
 """
 
 import json
-import math
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
@@ -18,20 +18,12 @@ _ONE: Final = (
     *("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties"),
 )
 _LIST: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_MAP: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-UNSUPPORTED: Final = frozenset(
-    {
-        *("not", "if", "then", "else", "uniqueItems", "propertyNames"),
-        *("contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
-        *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
-    }
-)
+_DEFINITIONS: Final = ("$defs", "definitions")
+_MAP: Final = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)
 SCALARS: Final = frozenset({"string", "number", "integer", "boolean", "null"})
 TYPES: Final = SCALARS | {"array", "object"}
-_NOTES: Final = frozenset({"title", "description", "default", "examples", "$comment"})
-_LARGEST: Final = 2**53  # beyond it neighbouring integers are one double, and llguidance has those
-_UPPER: Final = ("maximum", "exclusiveMaximum")
-_LOWER: Final = ("minimum", "exclusiveMinimum")
+_TO_READ: Final = frozenset({"title", "description", "default", "examples", "$comment"})
+NOTES: Final = _TO_READ | {"$defs", "definitions", "deprecated", "readOnly", "writeOnly"}
 
 
 def refused(message: str) -> BadRequest:
@@ -49,9 +41,14 @@ def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
         raise refused(f"The JSON Schema is not JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise refused("A JSON Schema is an object or a boolean.")
-    if _is_deeper(schema, max_depth):
-        raise refused(f"The JSON Schema is nested more than {max_depth} levels deep.")
+    check_depth(schema, max_depth)
     return schema
+
+
+def check_depth(schema: Schema, most: int) -> None:
+    """Refuse a schema whose values are nested more than `most` levels deep."""
+    if _is_deeper(schema, most):
+        raise refused(f"The JSON Schema is nested more than {most} levels deep.")
 
 
 def _no_such_number(name: str) -> float:
@@ -86,7 +83,23 @@ def walk(schema: Schema, place: str = "#") -> Iterator[tuple[str, Node]]:
                 yield from walk(child, f"{place}/{key}/{i}")
         elif key in _MAP and isinstance(value, dict):
             for name, child in value.items():
-                yield from walk(child, f"{place}/{key}/{name}")
+                yield from walk(child, f"{place}/{key}/{escaped(name)}")
+
+
+def escaped(name: str) -> str:
+    """Write a name as a step of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def children(node: Node) -> Iterator[Node]:
+    """Visit the subschemas right below one, but for definitions, which only references enter."""
+    for key, value in node.items():
+        if key in _ONE and isinstance(value, dict):
+            yield value
+        elif key in _LIST and isinstance(value, list):
+            yield from (child for child in value if isinstance(child, dict))
+        elif key in _MAP and key not in _DEFINITIONS and isinstance(value, dict):
+            yield from (child for child in value.values() if isinstance(child, dict))
 
 
 def rebuilt(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
@@ -114,73 +127,7 @@ def bare(schema: Schema) -> Schema:
 def _bare(node: Schema) -> Schema:
     if not isinstance(node, dict):
         return node
-    return {key: value for key, value in node.items() if key not in _NOTES}
-
-
-def modern(schema: Schema) -> Schema:
-    """Say in draft 2020-12 what older drafts said otherwise, and leave out what says nothing.
-
-    A list of `items` becomes `prefixItems`; bounds beyond 2^53 are drawn in to it, since the
-    compilers count in doubles.
-    """
-    return rebuilt(schema, _modern)
-
-
-def _modern(node: Schema) -> Schema:
-    if not isinstance(node, dict):
-        return node
-    node.pop("$schema", None)
-    if node.get("uniqueItems") is False:
-        del node["uniqueItems"]
-    rest = node.pop("additionalItems", None)
-    if isinstance(node.get("items"), list):
-        node["prefixItems"] = node.pop("items")
-        if rest is not None:
-            node["items"] = rest
-    for key in (*_LOWER, *_UPPER):
-        if isinstance(node.get(key), (int, float)):
-            is_upper = key in _UPPER
-            node[key] = min(node[key], _LARGEST) if is_upper else max(node[key], -_LARGEST)
-    return node
-
-
-def check(schema: Schema) -> None:
-    """Refuse, naming keyword and place, what no grammar of ours holds an answer to."""
-    if schema is False:
-        raise refused("The JSON Schema `false` allows no answer.")
-    for place, node in walk(schema):
-        for key in node:
-            if key in UNSUPPORTED:
-                raise refused(f"The JSON Schema keyword `{key}` at {place} is not supported.")
-        _check_numbers(place, node)
-        ref = node.get("$ref", "")
-        if ref.startswith("#") and ref != "#" and not ref.startswith("#/"):
-            raise refused(f"The $ref `{ref}` at {place}: anchors are not supported.")
-        if node.get("minProperties", 0) > len(node.get("required", ())) + 1:
-            # Names beyond `properties` may repeat, so only one of them surely counts.
-            raise refused(
-                f"The JSON Schema keyword `minProperties` at {place} is supported only up to one "
-                "more than the required properties."
-            )
-    if not can_end(schema):
-        raise refused("The JSON Schema allows no finite answer: something required is impossible.")
-
-
-def _check_numbers(place: str, node: Node) -> None:
-    for key in (*_LOWER, *_UPPER, "multipleOf", "const", "enum"):
-        if any(abs(number) > _LARGEST for number in _numbers(node.get(key))):
-            raise refused(
-                f"The JSON Schema keyword `{key}` at {place} has a number beyond 2^53, which "
-                "cannot be held to exactly."
-            )
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, (int, float)):
-        yield value if math.isfinite(value) else math.inf
-    elif isinstance(value, (list, dict)):
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(child)
+    return {key: value for key, value in node.items() if key not in _TO_READ}
 
 
 def types(node: Node) -> frozenset[str]:
@@ -192,11 +139,14 @@ def types(node: Node) -> frozenset[str]:
 
 
 def resolve(root: Schema, ref: str) -> Schema | None:
-    """Follow a JSON pointer within the schema; None for what is not one, or leads nowhere."""
+    """Follow a JSON pointer within the schema; None for what is not one, or leads nowhere.
+
+    As in any URI, `%24` stands for `$` (RFC 6901, section 6).
+    """
     if ref != "#" and not ref.startswith("#/"):
         return None
     found = root
-    for part in ref[1:].split("/")[1:] if ref != "#" else ():
+    for part in urllib.parse.unquote(ref[1:]).split("/")[1:] if ref != "#" else ():
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and name in found:
             found = found[name]

@@ -6,12 +6,16 @@ Whatever fits the shaped schema fits the caller's own. Pure functions, copies th
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gateway.engine.grammar.patterns import ENDLESS_FORMATS, all_but, widths, within
 from gateway.engine.grammar.schemas import Node, Schema, can_end, rebuilt, types, walk
 
 _APPLICATORS: Final = ("$ref", "anyOf", "oneOf", "allOf")
 _SETTLED: Final = (*_APPLICATORS, "enum", "const")
+_SPEAKING: Final = ("properties", "patternProperties", "required")
+_MARK: Final = "gateway-closed"
 _OPEN: Final = "gateway-open"
 _OPEN_DEPTH: Final = 3
+_SHORTEST_FORMAT: Final = 16  # characters that an address or a link of any use has
 _SAFE: Final = 2**53 - 1  # the integers that every JSON reader keeps exact
 _NUMERIC: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
@@ -79,23 +83,48 @@ def _may_say_nothing(schema: Schema) -> bool:
 def closed(schema: Schema) -> Schema:
     """Say `additionalProperties: false` where an object names its properties and not the rest.
 
-    Left alone where several subschemas may speak of one object (`allOf`, or properties beside
-    `anyOf`, `oneOf` or `$ref`), since each would forbid what the others name.
+    Where several subschemas speak of one object, the outer one is closed if it names all that
+    the inner ones do, and they are left alone: each would forbid what the others name. With a
+    reference among them nothing is closed, since others may lead there too.
     """
     for _, node in walk(schema):
-        if len(node.get("allOf", ())) > 1:
+        beside = _beside(node)
+        speakers = len(node.get("allOf", ())) + any(key in node for key in _SPEAKING)
+        if speakers > 1 and any("$ref" in each for each in (node, *beside)):
             return schema
-        speaks = any(key in node for key in ("properties", "patternProperties", "required"))
-        if speaks and any(key in node for key in _APPLICATORS):
-            return schema
-    return rebuilt(schema, _closed)
+    return rebuilt(rebuilt(schema, _closed), _unmarked)
+
+
+def _beside(node: Node) -> list[Node]:
+    """List the subschemas, however deep, that speak of the same value."""
+    found = []
+    for key in ("allOf", "anyOf", "oneOf"):
+        for each in node.get(key, ()):
+            if isinstance(each, dict):
+                found += [each, *_beside(each)]
+    return found
 
 
 def _closed(node: Schema) -> Schema:
-    if isinstance(node, dict) and node.get("properties") and "patternProperties" not in node:
-        if not set(node.get("required", ())) <= node["properties"].keys():
-            return node
-        node.setdefault("additionalProperties", False)
+    if not isinstance(node, dict):
+        return node
+    beside = _beside(node)
+    named = set(node.get("required", ())).union(
+        *(each.get(key, ()) for each in beside for key in ("properties", "required"))
+    )
+    if len(node.get("allOf", ())) > 1 or any(key in node for key in _SPEAKING):
+        for each in beside:
+            if each.pop(_MARK, False):
+                del each["additionalProperties"]
+    is_open = "additionalProperties" not in node and "patternProperties" not in node
+    if node.get("properties") and is_open and named <= node["properties"].keys():
+        node |= {"additionalProperties": False, _MARK: True}
+    return node
+
+
+def _unmarked(node: Schema) -> Schema:
+    if isinstance(node, dict):
+        node.pop(_MARK, None)
     return node
 
 
@@ -108,9 +137,10 @@ def bounded(
 ) -> Schema:
     """Add `maxLength` and `maxItems` where a schema has neither, however deep.
 
-    Enumerations, constants, formats and patterns stay as they are. With `recursive`, integers
-    are kept to those that are exact, and values of any shape (`{}`, an object of anything) are
-    bounded as the rest is, all the way down.
+    So are formats and patterns bounded that go on for ever, and names that are not given;
+    enumerations and constants stay as they are. With `recursive`, integers are kept to those
+    that are exact, and values of any shape (`{}`, an object of anything) are bounded as the rest
+    is, all the way down.
     """
     limits: Node = {}
     if max_string_chars is not None:
@@ -125,14 +155,17 @@ def bounded(
         nonlocal is_used
         if node is True and limits:
             node = {}
-        if not isinstance(node, dict) or any(key in node for key in _SETTLED):
+        if not isinstance(node, dict):
             return node
+        if any(key in node for key in _SETTLED):
+            return _named(node, limits) if recursive else node
         if not recursive:
-            return _limited(node, limits) if "type" in node else node
+            is_free = "type" in node and not {"pattern", "format"} & node.keys()
+            return _limited(node, limits) if is_free else node
         counted = _limited(_counted(node, limits), limits)
         opened = _opened(counted, limits) if limits else counted
         is_used = is_used or opened is not node
-        return opened
+        return _named(opened, limits)
 
     copy = rebuilt(schema, bound)
     if is_used:
@@ -142,12 +175,52 @@ def bounded(
 
 def _limited(node: Node, limits: Node) -> Node:
     kinds = types(node)
-    is_free = not any(key in node for key in ("maxLength", "pattern", "format"))
-    if "maxLength" in limits and "string" in kinds and is_free:
-        node["maxLength"] = max(limits["maxLength"], node.get("minLength", 0))
+    most = _most_chars(node, limits["maxLength"]) if "maxLength" in limits else None
+    if most is not None and "string" in kinds and "maxLength" not in node:
+        node["maxLength"] = most
     if "maxItems" in limits and "array" in kinds and "maxItems" not in node:
         least = max(node.get("minItems", 0), len(node.get("prefixItems", ())))
         node["maxItems"] = max(limits["maxItems"], least)
+    return node
+
+
+def _most_chars(node: Node, limit: int) -> int | None:
+    """Bound a string that could go on; None where it ends by its own form."""
+    most = max(limit, int(node.get("minLength", 0)))
+    if "pattern" in node:
+        least, widest = widths(node["pattern"])
+        return None if widest is not None else max(most, least + limit if least else 0)
+    if "format" in node:
+        return max(most, _SHORTEST_FORMAT) if node["format"] in ENDLESS_FORMATS else None
+    return most
+
+
+def _named(node: Node, limits: Node) -> Node:
+    """Bound the names of properties, and how many an object has beyond those declared."""
+    own, patterns = node.get("properties", {}), node.get("patternProperties")
+    rest = node.get("additionalProperties", True)
+    if "maxLength" not in limits or "object" not in types(node):
+        return node
+    chars, required = limits["maxLength"], node.get("required", ())
+    if patterns is not None:
+        is_alone = rest is not False and any(key in node for key in _APPLICATORS)
+        if is_alone or any(len(name) > chars for name in (*own, *required)):
+            return node
+        drawn = {
+            pattern if widths(pattern)[1] is not None else within(pattern, chars): value
+            for pattern, value in patterns.items()
+        }
+        node = {**node, "patternProperties": drawn, "additionalProperties": False}
+    elif rest is not False and ("additionalProperties" in node or own):
+        names = all_but(own, chars) if own else _any_name(chars)
+        if names is None:
+            return node
+        node = {**node, "patternProperties": {names: rest}, "additionalProperties": False}
+    else:
+        return node
+    if "maxItems" in limits and "maxProperties" not in node and own.keys() <= set(required):
+        most = max(limits["maxItems"], node.get("minProperties", 0)) + len(required)
+        node["maxProperties"] = most
     return node
 
 
@@ -207,5 +280,9 @@ def _any_properties(limits: Node, value: Node) -> Node:
     """Let an object have any properties, their names bounded as other strings are."""
     if "maxLength" not in limits:
         return {"additionalProperties": value}
-    names = f"^(?s:.{{0,{limits['maxLength']}}})$"
+    names = _any_name(limits["maxLength"])
     return {"patternProperties": {names: value}, "additionalProperties": False}
+
+
+def _any_name(chars: int) -> str:
+    return f"^(?s:.{{0,{chars}}})$"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,13 +12,16 @@ from gateway.engine.grammar.calls import CallFormat, answer_grammar
 from gateway.engine.grammar.compiling import (
     Bounds,
     CompiledGrammar,
-    GrammarTokenizer,
     compile_grammar,
     read_schema,
 )
-from gateway.engine.grammar.indexes import Runner, compile_index
+from gateway.engine.grammar.forms import check_strict, first_form
+from gateway.engine.grammar.indexes import compile_index
 from gateway.engine.grammar.matching import Masks, apply_masks
-from gateway.engine.grammar.shaping import Shape, shaped
+from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.tokenizer import GrammarTokenizer
+from gateway.engine.grammar.trial import Sandbox
+from gateway.engine.grammar.validation import fits
 from gateway.engine.rows import Row
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Grammar
@@ -26,19 +30,23 @@ from gateway.jobs import GenerateJob, Grammar
 class Structured:
     """A model's grammar tokenizer, and how far schemas are tightened for it.
 
-    `run` calls a command in a process that a deadline ends: outlines_core needs it, having no
-    bound of its own.
+    Without a tokenizer every grammar is refused, naming the `problem` with the model's. What is
+    compiled goes through the `sandbox`, where there is one; outlines_core, having no bound of its
+    own, needs it.
     """
 
     def __init__(
         self,
-        tokenizer: GrammarTokenizer,
+        tokenizer: GrammarTokenizer | None,
         shape: Shape,
         call_format: CallFormat | None,
-        run: Runner | None = None,
+        sandbox: Sandbox | None = None,
+        *,
+        problem: str = "",
     ) -> None:
         self._tokenizer = tokenizer
-        self._run = run
+        self._problem = problem
+        self._sandbox = sandbox
         self._shape = shape
         self._bounds = Bounds()
         self._call_format = call_format
@@ -49,34 +57,69 @@ class Structured:
 
         Raises BadRequest for a function whose parameters are no schema.
         """
-        return answer_grammar(job.calling, self._call_format, job.grammar, self._checked)
+        unenforced: list[str] = []
+
+        def checked(schema: Mapping[str, Any], function: str, *, strict: bool) -> dict[str, Any]:
+            return self._checked(schema, function, strict=strict, unenforced=unenforced)
+
+        grammar = answer_grammar(job.calling, self._call_format, job.grammar, checked)
+        if grammar is None or not unenforced:
+            return grammar
+        return replace(grammar, unenforced=tuple(unenforced))
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile; slow, and safe on any thread. Raises BadRequest saying what is wrong."""
-        if self._run is None or grammar.kind == "calls":  # calls are Lark: llguidance's alone
-            return compile_grammar(self._tokenizer, grammar, shape=self._shape, bounds=self._bounds)
-        return compile_index(
-            self._tokenizer, grammar, self._run, shape=self._shape, bounds=self._bounds
-        )
+        if self._tokenizer is None:
+            raise BadRequest(
+                "This model's answers cannot be held to a schema, a grammar or a required tool: "
+                f"its tokenizer cannot serve grammars: {self._problem}",
+                param="response_format",
+                code="grammar_not_supported",
+            )
+        tokenizer, sandbox = self._tokenizer, self._sandbox
+        if tokenizer.backend == "llguidance" or grammar.kind == "calls":  # calls are in Lark
+            return compile_grammar(
+                tokenizer, grammar, shape=self._shape, bounds=self._bounds, sandbox=sandbox
+            )
+        assert sandbox is not None
+        return compile_index(tokenizer, grammar, sandbox, shape=self._shape, bounds=self._bounds)
+
+    def fits(self, schema: str, answer: str) -> bool | None:
+        """Judge a finished answer by a JSON Schema; None where that cannot be told. Slow."""
+        return fits(schema, answer, self._sandbox)
 
     def masked(self, logits: mx.array, rows: Sequence[Row], bound: Sequence[int]) -> mx.array:
         """Forbid, in logits, (rows, vocabulary), what the grammars of the `bound` rows exclude."""
+        assert self._tokenizer is not None  # or there were no matchers
         matchers = [matcher for i in bound if (matcher := rows[i].matcher) is not None]
         bitmask = np.zeros((len(bound), self._tokenizer.words), dtype=np.uint32)
         self._masks.fill(matchers, bitmask)
         for mask, i in zip(bitmask, bound, strict=True):
             if (token := rows[i].may_open_with) is not None:
                 mask[token // 32] |= np.uint32(1 << (token % 32))
+            if barred := rows[i].barred:
+                others = mask.copy()
+                for token in barred:
+                    others[token // 32] &= ~np.uint32(1 << (token % 32))
+                if others.any():  # a grammar that must end wins over min_tokens
+                    mask[:] = others
         return apply_masks(logits, bitmask, bound)
 
-    def _checked(self, schema: Mapping[str, Any], function: str) -> dict[str, Any]:
-        """Check a function's schema, or the answer's where there is none, and tighten it."""
+    def _checked(
+        self, schema: Mapping[str, Any], function: str, *, strict: bool, unenforced: list[str]
+    ) -> dict[str, Any]:
+        """Check a function's schema, or the answer's where there is none, and tighten it.
+
+        What is not enforced is added, behind the function's name.
+        """
         try:
-            read = read_schema(json.dumps(dict(schema)), self._bounds)
+            form = first_form(read_schema(json.dumps(dict(schema)), self._bounds), self._shape)
+            if strict:
+                check_strict(form)
         except BadRequest as error:
             if not function:
                 raise
             message = f"The parameters of '{function}': {error.message}"
             raise BadRequest(message, param="tools", code=error.code) from None
-        tight = shaped(read, self._shape)
-        return tight if isinstance(tight, dict) else {}
+        unenforced += [f"{function}{pointer}" for pointer in form.unenforced]
+        return form.schema if isinstance(form.schema, dict) else {}

@@ -16,6 +16,7 @@ from gateway.serving.embedding.cache import EmbeddingCache, Known
 from gateway.serving.embedding.inputs import fitted, known_ids, prompted
 from gateway.serving.embedding.tickets import EmbedTicket, Input
 from gateway.serving.lane import Lane, Turn
+from gateway.serving.pace import Pace
 from gateway.serving.ports import EmbeddingEngine
 from gateway.serving.tokens import Tokeniser, TokenPool
 from gateway.serving.workers import unending
@@ -40,7 +41,9 @@ class EmbeddingBatcher:
         self._lane = lane
         self._limits = limits
         self._tokeniser = Tokeniser(engine.encode, pool)
+        self._truncating = Tokeniser(engine.encode_start, pool)
         self._arrivals = arrivals or Arrivals()
+        self._pace = Pace(limits.pass_limit_s)
         self._cache = EmbeddingCache(name, limits.cache_size)
         self._waiting: list[EmbedTicket] = []
         self._tokens = Admission(name, Noun.TOKENS, limits.queue_max_tokens)
@@ -55,6 +58,13 @@ class EmbeddingBatcher:
     def tickets(self) -> int:
         """Count the requests with inputs that wait."""
         return sum(ticket.is_waiting for ticket in self._waiting)
+
+    def adopt(self, limits: EmbeddingLimits) -> None:
+        """Take over other limits, as it runs."""
+        self._limits = limits
+        self._pace.limit_s = limits.pass_limit_s
+        self._tokens.limit = limits.queue_max_tokens
+        self._cache.resize(limits.cache_size)
 
     async def embed(self, job: EmbedJob, arrival: Arrival | None = None) -> Embedded:
         """Give a vector for every input, in order. `arrival` is over when the inputs wait.
@@ -120,7 +130,8 @@ class EmbeddingBatcher:
         if not texts:
             return known_ids(self._engine, self._name, job.token_rows)
         started = metrics.now()
-        rows = await self._tokeniser.tokenise(texts)
+        tokeniser = self._truncating if job.truncate else self._tokeniser
+        rows = await tokeniser.tokenise(texts)
         job.caller.timings.add(Stage.TOKENISE, metrics.now() - started)
         return rows
 
@@ -183,7 +194,8 @@ class EmbeddingBatcher:
         most = self._limits.max_batch_size
         giving = self._waiting[:most]
         lengths = [ticket.lengths(most) for ticket in giving]
-        counts = take_batch(lengths, most, self._limits.max_batch_tokens)
+        tokens = min(self._limits.max_batch_tokens, self._pace.tokens)
+        counts = take_batch(lengths, most, tokens)
         pairs = zip(giving, counts, strict=True)
         chosen = [each for ticket, count in pairs for each in ticket.take(count)]
         return sorted(chosen, key=lambda each: len(each.tokens))
@@ -212,6 +224,7 @@ class EmbeddingBatcher:
         for ticket in {each.ticket for each in batch}:
             ticket.passed(seconds, turn)
         padded = len(batch) * max(1, len(batch[-1].tokens))
+        self._pace.note(padded, seconds)
         metrics.of(metrics.BATCH_ROWS, self._name).observe(len(batch))
         metrics.of(metrics.BATCH_PADDING, self._name).observe(
             1 - sum(len(each.tokens) for each in batch) / padded

@@ -22,6 +22,7 @@ class EmbeddingLimits:
 
     With `windows` the window follows the load and `batch_window_s` is not used. No input waits
     for others longer than `batch_deadline_s`. `cache_size` counts the vectors kept; 0 keeps none.
+    No pass has more tokens than, as measured, take `pass_limit_s`.
     """
 
     max_batch_size: int
@@ -32,6 +33,7 @@ class EmbeddingLimits:
     windows: Windows | None = None
     queue_max_tokens: int = NO_BOUND
     cache_size: int = 0
+    pass_limit_s: float = 0.25
 
 
 def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int) -> list[int]:

@@ -29,6 +29,12 @@ class EmbeddingCache:
         self._hit = metrics.of(metrics.EMBEDDING_CACHE, model, "hit")
         self._missed = metrics.of(metrics.EMBEDDING_CACHE, model, "miss")
 
+    def resize(self, size: int) -> None:
+        """Keep at most so many from now on."""
+        self._size = size
+        while len(self._known) > size:
+            self._known.popitem(last=False)
+
     def get(self, text: str, *, truncate: bool) -> Known | None:
         """Give what is known of a text; one that was cut only to who lets it be cut."""
         if not self._size:

@@ -3,12 +3,38 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 
 from gateway import logs, metrics
-from gateway.errors import EngineFailed, GatewayError, NoRoom, Unavailable
-from gateway.jobs import Delta, GenerateJob, Pass, RowDelta, RowJob, Stage, Usage
+from gateway.errors import (
+    ContextLengthExceeded,
+    EngineFailed,
+    GatewayError,
+    NoRoom,
+    Overloaded,
+    Unavailable,
+)
+from gateway.jobs import (
+    Compiled,
+    Delta,
+    GenerateJob,
+    Pass,
+    RowDelta,
+    RowJob,
+    Sampling,
+    Stage,
+    Usage,
+    Verdict,
+)
 from gateway.serving.admission import Admission, Noun, until_deadline
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batches import GenerationLimits, rank
@@ -17,22 +43,31 @@ from gateway.serving.generation.memory import RowCosts, RowMemory
 from gateway.serving.generation.rows import Rows
 from gateway.serving.generation.steps import Steps
 from gateway.serving.generation.tickets import Moves, Ticket, size
+from gateway.serving.generation.verdicts import Verdicts
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import GenerationEngine
-from gateway.serving.tokens import TokenPool
+from gateway.serving.tokens import TokenPool, prompt_kind
 from gateway.serving.workers import unending
 
 log = logs.get("generation")
 
+ASK_AGAIN_S = 0.1  # for room in a queue that is full
 BREATH_S = 0.1  # after a turn that failed: the next may fail as well, and so on
 
 
 @dataclass(slots=True)
 class Generation:
-    """A job under way: what it read, and its deltas as they come."""
+    """A job under way: what it read, how it is sampled, and its deltas as they come.
+
+    `calls_are_text` tells that the model may call, but that its form of calls is not known;
+    `verdicts` judges what no grammar holds, of a choice whose last delta has come.
+    """
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
+    sampling: Sampling
+    verdicts: Verdicts
+    calls_are_text: bool = False
 
 
 class GenerationBatcher:
@@ -49,7 +84,7 @@ class GenerationBatcher:
         lane: Lane,
         pool: TokenPool,
         limits: GenerationLimits,
-        grammars: GrammarCache[object],
+        grammars: GrammarCache[Compiled],
         memory: RowMemory | None = None,
     ) -> None:
         self._name = name
@@ -59,19 +94,26 @@ class GenerationBatcher:
         self._limits = limits
         self._grammars = grammars
         self._tokens = Admission(name, Noun.TOKENS, limits.queue_max_tokens)
+        self._choices = Admission(name, Noun.CHOICES, limits.queue_limit)
+        self._inside: Counter[int] = Counter()  # jobs, by their requests
         self._memory = memory or RowMemory(Budget(0), RowCosts())
-        self._rows = Rows(limits, self._memory)
+        self._rows = Rows(name, self._limited(limits), self._memory)
         self._stirred = {kind: asyncio.Event() for kind in ("prefill", "decode")}
+        self._has_warned = False
         self._news = threading.Event()  # rows that leave, for the lane's thread
         self._steps = Steps(
             name,
             engine,
             self._news,
             chunk_tokens=limits.prefill_chunk_tokens,
+            pass_limit_s=limits.pass_limit_s,
             joined=self._joined,
             deliver=self._deliver,
-            kept=self._memory.keep,
+            settled=self._settled,
+            faulted=self._faulted,
         )
+        self.verdict: Verdict | None = None  # of the model's self-test, where there is one
+        self._was_batched = self.is_batched
 
     @property
     def rows(self) -> int:
@@ -80,22 +122,67 @@ class GenerationBatcher:
 
     @property
     def tickets(self) -> int:
-        """Count the rows that wait to join."""
-        return self._rows.waiting
+        """Count the rows that wait to join, or for their turn."""
+        return self._rows.waiting + self._rows.parked
+
+    @property
+    def is_short(self) -> bool:
+        """Return True while a row waits for memory."""
+        return self._rows.is_wanting
+
+    @property
+    def is_batched(self) -> bool:
+        """Return True while rows run together, False once they run one at a time."""
+        return self._engine.is_batched
+
+    def _limited(self, limits: GenerationLimits) -> GenerationLimits:
+        return limits if self.is_batched else replace(limits, max_batch_size=1)
+
+    def note_batching(self) -> None:
+        """See whether the engine runs rows together still: they join one at a time if not."""
+        if self._was_batched and not self.is_batched:
+            self._was_batched = False
+            log.warning("batching_ended", model=self._name)
+            self.adopt(self._limits)
+
+    def _faulted(self, said: str) -> None:
+        """Note what a pass has thrown, whose rows are read again."""
+        metrics.of(metrics.BATCH_FAULTS, self._name).inc()
+        log.warning("batch_fault", model=self._name, error=said)
+        self.note_batching()
+
+    def adopt(self, limits: GenerationLimits) -> None:
+        """Take over other limits, as it runs."""
+        self._limits = limits
+        self._rows.limits = self._limited(limits)
+        self._tokens.limit = limits.queue_max_tokens
+        self._choices.limit = limits.queue_limit
+        self._steps.chunk_tokens = limits.prefill_chunk_tokens
+        self._steps.pace.limit_s = limits.pass_limit_s
+        self._memory.adopt(limits.prefill_chunk_tokens)
+        self._stir()
 
     @contextlib.asynccontextmanager
-    async def generate(self, job: GenerateJob) -> AsyncIterator[Generation]:
+    async def generate(
+        self, job: GenerateJob, refused: Callable[[], None] | None = None
+    ) -> AsyncIterator[Generation]:
         """Enter with the prompt accepted; then iterate `deltas`. Leaving drops every row.
 
-        Raises Overloaded when too much waits, BadRequest for what cannot be rendered and
-        ContextLengthExceeded for what does not fit; iterating raises DeadlineExceeded and
-        EngineFailed.
+        A job that is given `refused` waits where the queue is full, read once, until its deadline;
+        `refused` is called each time there is no room.
+
+        Raises Overloaded when too much waits, BadRequest for what cannot be rendered,
+        ContextLengthExceeded for what does not fit and PromptTooLarge for what no memory holds;
+        iterating raises DeadlineExceeded and EngineFailed.
         """
         timings = job.caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENISE
         planned = await self._planned(job)
-        with self._tokens.admitted(sum(len(row.prompt) for row in planned)):
-            rows = [self._memory.admitted(row) for row in await self._compiled(job, planned)]
+        with contextlib.ExitStack() as place:
+            await self._let_in(place, job, planned, refused)
+            for row in planned:
+                self._memory.check(self._name, row)
+            rows = await self._compiled(job, planned)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
             mine = rank(metrics.now(), job.caller.tier, self._limits.tier_head_start_s)
             tickets = [
@@ -105,7 +192,7 @@ class GenerationBatcher:
                     inbox,
                     mine,
                     None if index else timings,
-                    length=self._memory.counted(row),
+                    str(job.caller.number),
                 )
                 for index, row in enumerate(rows)
             ]
@@ -113,19 +200,76 @@ class GenerationBatcher:
             usage = Usage(prompt_tokens=len(rows[0].prompt))
             timings.tokens_in = usage.prompt_tokens
             metrics.of(metrics.TOKENS_IN, self._name).inc(usage.prompt_tokens)
-            deltas = self._deltas(job, inbox, len(tickets))
+            verdicts = Verdicts(self._name, self._engine, self._pool, job, _unenforced(rows[0]))
+            deltas = self._deltas(job, inbox, len(tickets), verdicts)
+            warned = self._warned(rows[0])
             try:
-                yield Generation(usage, deltas)
+                yield Generation(usage, deltas, rows[0].sampling, verdicts, warned)
             finally:
                 timings.stage = next((each.stage for each in tickets if not each.is_over), None)
                 self._drop(tickets)
 
+    async def count_tokens(self, job: GenerateJob) -> int:
+        """Return how many tokens a job's prompt has, be it longer than the model can read.
+
+        Raises BadRequest for what cannot be rendered.
+        """
+        job.caller.timings.model, job.caller.timings.stage = self._name, Stage.TOKENISE
+        try:
+            return len((await self._planned(job))[0].prompt)
+        except ContextLengthExceeded as error:
+            return error.tokens
+
+    async def _let_in(
+        self,
+        place: contextlib.ExitStack,
+        job: GenerateJob,
+        rows: Sequence[RowJob],
+        refused: Callable[[], None] | None,
+    ) -> None:
+        """Take a place in the queue, at once or, where it may wait, as soon as there is one."""
+        while True:
+            try:
+                place.enter_context(self._admitted(job.caller.number, rows))
+            except Overloaded:
+                if refused is None:
+                    raise
+                refused()
+                job.caller.timings.stage = Stage.QUEUE
+            else:
+                return
+            async with until_deadline(job.caller):
+                await asyncio.sleep(ASK_AGAIN_S)
+
+    @contextlib.contextmanager
+    def _admitted(self, request: int, rows: Sequence[RowJob]) -> Iterator[None]:
+        """Hold what the rows of one of a request's jobs take of the queue."""
+        tokens = sum(len(row.prompt) for row in rows)
+        is_more = self._inside[request] > 0
+        with (
+            self._tokens.admitted(tokens),
+            self._choices.admitted(len(rows), is_more=is_more),
+        ):
+            self._inside[request] += 1
+            try:
+                yield
+            finally:
+                self._inside[request] -= 1
+                self._inside += Counter()  # forget those without jobs
+
     async def _planned(self, job: GenerateJob) -> Sequence[RowJob]:
         started = metrics.now()
         async with until_deadline(job.caller):
-            rows = await self._pool.run(self._engine.plan, job)
+            rows = await self._pool.run(self._engine.plan, job, kind=prompt_kind(job))
         job.caller.timings.add(Stage.TOKENISE, metrics.now() - started)
         return rows
+
+    def _warned(self, row: RowJob) -> bool:
+        """Return True if calls will be text, and log so, once."""
+        if row.calls_are_text and not self._has_warned:
+            self._has_warned = True
+            log.warning("tool_format_unknown", model=self._name, hint="set `tool_parser:`")
+        return row.calls_are_text
 
     async def _compiled(self, job: GenerateJob, rows: Sequence[RowJob]) -> Sequence[RowJob]:
         if (grammar := rows[0].grammar) is None:
@@ -137,7 +281,11 @@ class GenerationBatcher:
         return [replace(row, compiled=compiled) for row in rows]
 
     async def _deltas(
-        self, job: GenerateJob, inbox: asyncio.Queue[Delta | GatewayError], choices: int
+        self,
+        job: GenerateJob,
+        inbox: asyncio.Queue[Delta | GatewayError],
+        choices: int,
+        verdicts: Verdicts,
     ) -> AsyncGenerator[Delta, None]:
         written, timings = metrics.of(metrics.TOKENS_OUT, self._name), job.caller.timings
         while choices:
@@ -150,6 +298,7 @@ class GenerationBatcher:
             timings.tokens_out += news.tokens
             if news.cached_tokens:
                 metrics.of(metrics.CACHED_TOKENS, self._name).inc(news.cached_tokens)
+            verdicts.add(news)
             yield news
 
     def _wait(self, tickets: Iterable[Ticket]) -> None:
@@ -164,8 +313,8 @@ class GenerationBatcher:
 
     def _look_again(self) -> None:
         """See whether there is memory for those who wait, or need for what is kept."""
-        if self._rows.waiting or self._memory.must_forget:
-            self._stirred["prefill"].set()
+        if self.tickets or self._memory.must_forget:
+            self._stir()
 
     def _stir(self) -> None:
         for event in self._stirred.values():
@@ -176,12 +325,13 @@ class GenerationBatcher:
         engine, rows = self._engine, self._rows
         while True:
             try:
-                async with asyncio.timeout_at(rows.give_up_at()):
+                async with asyncio.timeout_at(rows.look_again_at()):
                     await self._stirred["prefill"].wait()
             except TimeoutError:
                 rows.end_stuck(NoRoom(self._name, ()))
+                self._stirred["decode"].set()  # some may end where they stand
             self._stirred["prefill"].clear()
-            while engine.is_prefilling or rows.chosen() or rows.may_forget:
+            while engine.is_prefilling or rows.may_join:
                 if not await self._turn("prefill", self._steps.read):
                     break
             if rows.is_wanting:
@@ -192,7 +342,7 @@ class GenerationBatcher:
         while True:
             await self._stirred["decode"].wait()
             self._stirred["decode"].clear()
-            while self._engine.is_decoding or self._rows.leaving:
+            while self._engine.is_decoding or self._rows.must_move:
                 if not await self._turn("decode", self._steps.write):
                     break
 
@@ -215,9 +365,14 @@ class GenerationBatcher:
             log.error("batch_failed", model=self._name, exc_info=True)
             self._rows.end_running(EngineFailed(self._name, str(error)))
             await asyncio.sleep(BREATH_S)
+        self.note_batching()
         self._rows.hold()
         self._stir()  # what the one did may be work for the other
         return True
+
+    def _settled(self, kept: int, reading: frozenset[int]) -> None:
+        self._memory.keep(kept)
+        self._rows.settled(reading)
 
     def _joined(self, ticket: Ticket, row: int) -> None:
         if not self._rows.joined(ticket, row):
@@ -277,3 +432,7 @@ class GenerationBatcher:
 def _param(job: GenerateJob) -> str:
     """Name the field that asked for the grammar."""
     return "tools" if job.calling is not None and job.grammar is None else job.grammar_param
+
+
+def _unenforced(row: RowJob) -> Sequence[str]:
+    return row.compiled.unenforced if row.compiled is not None else ()

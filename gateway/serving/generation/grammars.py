@@ -1,13 +1,12 @@
 """Compiled grammars, one model's: equal ones compile once, the last used are kept.
 
-Compiling runs on a worker thread with a deadline, one at a time, so that no grammar keeps the
-tokenisers from their work.
+Compiling runs on worker threads with a deadline, few at a time, so that one that is slow keeps
+neither the others from theirs nor the machine from its work.
 """
 
 import asyncio
-import subprocess
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -21,7 +20,7 @@ ERRORS_LAST_S = 60.0
 
 
 class Run(Protocol):
-    """Calls a function on a worker thread: a `TokenPool`'s `run`."""
+    """Calls a function on a worker thread: a `TokenPool`'s `compile`."""
 
     def __call__(self, function: Callable[[Grammar], T], grammar: Grammar, /) -> Awaitable[T]:
         """Call it there and await its result."""
@@ -50,6 +49,7 @@ class GrammarCache(Generic[T]):
         *,
         size: int = 64,
         timeout_s: float = 10.0,
+        at_once: int = 2,
     ) -> None:
         self._model = model
         self._compile = compile
@@ -57,7 +57,7 @@ class GrammarCache(Generic[T]):
         self._size = max(1, size)
         self._timeout_s = timeout_s
         self._entries: OrderedDict[Grammar, _Entry[T]] = OrderedDict()
-        self._turn = asyncio.Semaphore(1)
+        self._turn = asyncio.Semaphore(at_once)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -137,23 +137,3 @@ class GrammarCache(Generic[T]):
 
     def _count(self, outcome: str) -> None:
         metrics.of(metrics.GRAMMARS, self._model, outcome).inc()
-
-
-class Worker:
-    """Runs a command in a process of its own, killed at the deadline. For a worker thread."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-
-    def __call__(self, command: Sequence[str], data: bytes) -> bytes:
-        """Feed `data` to the command and give what it printed; nothing if it died.
-
-        Raises TimeoutError at the deadline, when the process is dead.
-        """
-        try:
-            done = subprocess.run(
-                command, input=data, capture_output=True, timeout=self._timeout_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise TimeoutError from None
-        return done.stdout if done.returncode == 0 else b""

@@ -1,51 +1,78 @@
-"""The KV of a model's rows, counted before they join: what does not fit waits, and kills nobody."""
+"""The KV of a model's rows, counted before it is taken: what does not fit waits, and kills nobody.
+
+Rows are counted by what they have, not by the most they may ask for: they join with room for a
+usual answer, grow while there is memory, and when it ends the youngest gives its own back.
+"""
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from gateway.errors import BadRequest
-from gateway.jobs import RowJob
+from gateway.errors import PromptTooLarge
+from gateway.jobs import KvCost, RowJob
 from gateway.serving.budget import Budget
 
-KV_STEP = 256  # tokens by which mlx-lm's caches grow
-GROWTH = 1024  # tokens by which an open row asks for more, MARGIN before it needs them
-MARGIN = 64  # more than one turn's steps
+KV_STEP = 256  # tokens by which mlx-lm's caches grow: they may hold so many more than are used
+GROWTH = 256  # tokens by which a row's count grows, while that is free
+MARGIN = 32  # tokens, more than one turn's steps and the pass that is launched ahead of the last
+LONGEST = 1 << 24  # tokens, beyond every model's context
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """What rows cost in bytes: each token of KV, 0 where that is not known and nothing is counted;
-    what the model's own share has for them already; what is left when only this model is here.
+    """What rows cost in bytes: their KV, what the model's own share has for them already, and the
+    most there could be if all that may leave had left.
 
-    A row that its client has bounded is counted whole, an open one as `answer_tokens` long.
+    A row joins with room for `answer_tokens`. Prompts are read in chunks of `chunk_tokens`.
     """
 
-    token: int = 0
+    kv: KvCost = field(default_factory=KvCost)
     included: int = 0
-    most: int = 0
-    answer_tokens: int = 4096
+    most: Callable[[], int] = lambda: 0
+    answer_tokens: int = 256
+    chunk_tokens: int = 0
 
 
-def rectangle(lengths: Sequence[int]) -> int:
-    """Count the tokens of KV that rows of such lengths, prompt and answer, take at the most.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How rows of such lengths, in tokens, lie in memory.
 
-    KV is a rectangle, the rows times the longest of them, and one row more while some join or
-    leave (measured: one long row among seven short ones takes 14 times the memory of them all).
+    Those `together` decode, or will once they are read: their KV is a rectangle, rows times the
+    longest of them (measured: one long row among seven short ones takes 14 times the memory of
+    them all). Those `apart` have caches of their own: they are parked, or read for one token.
     """
-    if not lengths:
-        return 0
-    return (len(lengths) + 1) * _rounded_up(max(lengths))
+
+    together: Sequence[int] = ()
+    apart: Sequence[int] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.together or self.apart)
+
+    def nbytes(self, costs: RowCosts) -> int:
+        """Count the bytes: what is held of rows that are being read is padded by a chunk at most,
+        and windows hold a chunk more than they keep.
+        """
+        if not self:
+            return 0
+        kv, chunk = costs.kv, costs.chunk_tokens
+        longest = max(self.together, default=0)
+        rectangle = len(self.together) * kv.of(longest + KV_STEP, chunk) if longest else 0
+        return rectangle + sum(kv.of(each + KV_STEP, chunk) for each in self.apart) + kv.of(chunk)
 
 
 class RowMemory:
-    """One model's rows' share of the budget. `clear` lets idle models go for so many bytes.
+    """One model's rows' share of the budget. `clear` lets idle models go for so many bytes, those
+    used a moment ago only if it is pressing.
 
     `kept` counts the bytes of prefixes, which give way to rows, and to whoever else is short.
     """
 
     def __init__(
-        self, budget: Budget, costs: RowCosts, clear: Callable[[int], None] = lambda _: None
+        self,
+        budget: Budget,
+        costs: RowCosts,
+        clear: Callable[[int, bool], None] = lambda _nbytes, _is_pressing: None,
     ) -> None:
         self._budget = budget
         self._costs = costs
@@ -59,55 +86,64 @@ class RowMemory:
         """Tell whether prefixes are kept in memory that others need, or that nobody may use."""
         return self.kept > 0 and (self._is_recalled or self._budget.free_bytes < 0)
 
-    def admitted(self, row: RowJob) -> RowJob:
-        """Give the row as it may be: an open one with as much room as there could ever be.
+    def adopt(self, chunk_tokens: int) -> None:
+        """Count prompts as read in such chunks from now on."""
+        self._costs = replace(self._costs, chunk_tokens=chunk_tokens)
 
-        Raises BadRequest for one that would not fit if it were alone.
+    def check(self, model: str, row: RowJob) -> None:
+        """Raise PromptTooLarge for a prompt that, alone, leaves no room for one token.
+
+        `max_tokens` does not count: it is a bound, not a need.
         """
-        longest = self._longest()
-        whole = len(row.prompt) + row.max_tokens
-        if longest is None or whole <= longest:
-            return row
-        if row.is_open and len(row.prompt) < longest:
-            return replace(row, max_tokens=longest - len(row.prompt))
-        raise BadRequest(
-            f"A prompt of {len(row.prompt)} tokens and {row.max_tokens} more need more memory than "
-            f"the gateway may use: together they can be {longest} here.",
-            code="insufficient_memory",
-            param="max_tokens" if len(row.prompt) < longest else None,
-        )
+        if (longest := self.longest) <= len(row.prompt):
+            raise PromptTooLarge(model, len(row.prompt), max(0, longest - 1))
 
-    def counted(self, row: RowJob) -> int:
-        """Give the tokens, prompt and answer, that a row is counted as when it joins."""
-        answer = min(row.max_tokens, self._costs.answer_tokens) if row.is_open else row.max_tokens
-        return len(row.prompt) + answer
+    @property
+    def longest(self) -> int:
+        """Return the most tokens, prompt and answer, that a row could ever have."""
+        if not self._costs.kv:
+            return LONGEST
+        most = max(self._costs.most(), self._costs.included)
 
-    def fitting(self, running: Sequence[int], waiting: Sequence[int]) -> int:
-        """Count how many of those who wait fit beside those who run; nobody is overtaken."""
-        for count in range(len(waiting), 0, -1):
-            if self._lacking([*running, *waiting[:count]]) <= 0:
-                return count
-        return 0
+        def alone(length: int) -> int:
+            return Layout([length]).nbytes(self._costs)
 
-    def grown(self, length: int, others: Sequence[int], whole: int) -> int:
-        """Give what a row counted as `length` is counted as from now on: more, if it is free."""
-        wanted = min(whole, length + GROWTH)
-        return wanted if self._lacking([*others, wanted]) <= 0 else length
+        return bisect_right(range(1, LONGEST), most, key=alone)
 
-    def hold(self, lengths: Sequence[int]) -> None:
-        """Hold what these rows may come to need, and what is kept of prefixes."""
-        if self._costs.token:
-            rows = max(0, self._bytes(lengths) - self._costs.included)
+    def granted(self, used: int, whole: int, preemptions: int) -> int:
+        """Return the length that a row is counted by when it joins with `used` tokens of KV, of the
+        `whole` it may come to.
+
+        One that was preempted has room for a longer answer each time, so that it soon stays.
+        """
+        wanted = used + (self._costs.answer_tokens << preemptions)
+        return min(whole, max(used + 1, min(wanted, self.longest)))
+
+    def fits(self, layout: Layout, *, grown: bool = False) -> bool:
+        """Tell whether there is memory for these rows, if they are all there are. Those that have
+        only `grown` may take what a model waits for; new ones may not.
+        """
+        budget = self._budget
+        return self._lacking(layout, budget.free_bytes if grown else budget.spare_bytes) <= 0
+
+    def hold(self, layout: Layout) -> None:
+        """Hold what these rows take, and what is kept of prefixes."""
+        if self._costs.kv:
+            rows = max(0, layout.nbytes(self._costs) - self._costs.included)
             self._share.state(rows + self.kept)
 
-    def make_room(self, lengths: Sequence[int]) -> None:
-        """Let idle models go, if that helps these rows."""
-        if (lacking := self._lacking(lengths)) > 0:
-            self._clear(lacking + max(0, self._budget.free_bytes))
+    def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
+        """Let idle models go, if these rows fit then. It is pressing when no row runs, whose end
+        would give memory back. While a model waits for bytes, rows wait for those of rows.
+        """
+        free = self._budget.free_bytes
+        if not self._budget.claimed_bytes and (lacking := self._lacking(layout, free)) > 0:
+            self._clear(lacking + max(0, free), is_pressing)
 
     def forget(self) -> None:
         """Note that what is kept goes in this turn."""
         self._is_recalled = False
+        self.kept = 0
 
     def keep(self, nbytes: int) -> None:
         """Note what is kept of prefixes now."""
@@ -134,23 +170,9 @@ class RowMemory:
         """Hold nothing any more."""
         self._share.release()
 
-    def _bytes(self, lengths: Sequence[int]) -> int:
-        return rectangle(lengths) * self._costs.token
-
-    def _lacking(self, lengths: Sequence[int]) -> int:
-        """Count the bytes that rows lack, beyond what is free, if they are all there are."""
-        if not self._costs.token:
+    def _lacking(self, layout: Layout, available: int) -> int:
+        """Count the bytes that rows lack, beyond the available, if they are all there are."""
+        if not self._costs.kv:
             return 0
-        needed = self._bytes(lengths) - self._costs.included + self.kept
-        return needed - self._share.nbytes - max(0, self._budget.free_bytes)
-
-    def _longest(self) -> int | None:
-        """Give the most tokens that a row alone could ever have; None where nothing is counted."""
-        if not self._costs.token:
-            return None
-        tokens = max(self._costs.most, self._costs.included) // self._costs.token
-        return tokens // 2 // KV_STEP * KV_STEP
-
-
-def _rounded_up(tokens: int) -> int:
-    return -(-tokens // KV_STEP) * KV_STEP
+        needed = layout.nbytes(self._costs) - self._costs.included + self.kept
+        return needed - self._share.nbytes - max(0, available)

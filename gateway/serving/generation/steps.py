@@ -8,6 +8,7 @@ from gateway.errors import EngineFailed
 from gateway.jobs import Pass, RowDelta
 from gateway.serving.generation.tickets import Moves, Ticket
 from gateway.serving.lane import Turn
+from gateway.serving.pace import Pace
 from gateway.serving.ports import GenerationEngine
 
 log = logs.get("generation")
@@ -19,8 +20,9 @@ Deliver = Callable[[Pass, str, Sequence[RowDelta], float], None]
 
 
 class Steps:
-    """What one turn does. `joined`, `deliver` and `kept`, the bytes kept of prompts, are called on
-    the loop; `news` ends a turn.
+    """What one turn does. `joined`, `deliver`, `faulted`, with what a pass has thrown, and
+    `settled`, with the bytes kept of prompts and the rows being read, are called on the loop;
+    `news` ends a turn.
     """
 
     def __init__(
@@ -30,17 +32,21 @@ class Steps:
         news: threading.Event,
         *,
         chunk_tokens: int,
+        pass_limit_s: float,
         joined: Callable[[Ticket, int], None],
         deliver: Deliver,
-        kept: Callable[[int], None],
+        settled: Callable[[int, frozenset[int]], None],
+        faulted: Callable[[str], None],
     ) -> None:
         self._name = name
         self._engine = engine
         self._news = news
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
+        self.pace = Pace(pass_limit_s)
         self._joined = joined
         self._deliver = deliver
-        self._kept = kept
+        self._settled = settled
+        self._faulted = faulted
         self._stuck: dict[int, int] = {}  # how often rows that could not leave have tried
 
     def read(self, moves: Moves, turn: Turn) -> None:
@@ -51,7 +57,8 @@ class Steps:
         self._move(moves)
         while engine.is_prefilling:
             started = metrics.now()
-            deltas = engine.prefill(self._chunk_tokens)
+            deltas = engine.prefill(min(self.chunk_tokens, self.pace.tokens))
+            self.pace.note(engine.last_pass.padded_tokens, metrics.now() - started)
             self._told(moves, turn, "prefill", deltas, started)
             if self._news.is_set() or turn.is_up or not turn.is_contended:
                 break
@@ -74,17 +81,35 @@ class Steps:
     def _move(self, moves: Moves) -> None:
         for row in (*self._stuck, *moves.leaving):
             self._leave(row)
+        engine = self._engine
+        for row in moves.parked:
+            engine.park(row)
+        for row in moves.resumed:
+            engine.resume(row)
+        for row in moves.preempted:
+            engine.preempt(row)
         for row, max_tokens in moves.curtailed:
-            self._engine.curtail(row, max_tokens)
+            if ends := engine.curtail(row, max_tokens):
+                moves.tell(self._deliver, Pass(), "end", ends, 0.0)
         if moves.forgets:
-            self._engine.forget()
+            engine.forget()
+        for ticket in moves.rejoining:
+            assert ticket.row is not None
+            engine.resume(ticket.row)
+            self._hold(ticket, ticket.row)
         for ticket in moves.joining:
             try:
-                row = self._engine.join(ticket.job)
+                row = engine.join(ticket.job)
+                self._hold(ticket, row)
             except Exception as error:  # its own: the others have done nothing
                 moves.tell(ticket.end, EngineFailed(self._name, str(error)))
             else:
                 moves.tell(self._joined, ticket, row)
+
+    def _hold(self, ticket: Ticket, row: int) -> None:
+        """Have a row stop once it is read, where others' turn comes first."""
+        if ticket.is_held:
+            self._engine.park(row)
 
     def _leave(self, row: int) -> None:
         """Have a row leave, which is nobody else's trouble. One that cannot tries so many times;
@@ -104,10 +129,12 @@ class Steps:
         self, moves: Moves, turn: Turn, kind: str, deltas: Sequence[RowDelta], started: float
     ) -> None:
         turn.beat()
+        for fault in self._engine.take_faults():
+            moves.tell(self._faulted, fault)
         moves.tell(self._deliver, self._engine.last_pass, kind, deltas, metrics.now() - started)
 
     def _settle(self, moves: Moves, turn: Turn) -> None:
         """What was begun is ours: it must not run in another's turn."""
-        moves.tell(self._kept, self._engine.kept_bytes)
+        moves.tell(self._settled, self._engine.kept_bytes, self._engine.reading)
         if turn.is_contended:
             self._engine.settle()

@@ -26,10 +26,16 @@ class Ticket:
     inbox: asyncio.Queue[Delta | GatewayError]
     rank: float = 0.0
     timings: Timings | None = None
+    request: str = ""  # whose rows take turns with other requests'
     row: int | None = None
     is_over: bool = False
+    is_in_line: bool = False  # to join, or to join again
+    is_held: bool = False  # it has KV, or is being read, and may not run now
     tokens: int = 0
     length: int = 0  # in tokens, prompt and answer: what its memory is counted by
+    preemptions: int = 0
+    turn_began: int = 0  # at so many tokens, where rows take turns
+    stuck_since: float | None = None  # when memory that only others hold was first missed
     # When it came, joined, or had its first token.
     since: float = field(default_factory=metrics.now)
 
@@ -46,15 +52,24 @@ class Ticket:
         return self.row is None and not self.is_over
 
     @property
+    def used(self) -> int:
+        """Count the tokens that it has read or said."""
+        return len(self.job.prompt) + self.tokens
+
+    @property
     def whole(self) -> int:
         """Count the tokens of its prompt and of the longest answer that it may give."""
         return len(self.job.prompt) + self.job.max_tokens
 
     @property
+    def will_decode(self) -> bool:
+        """Tell whether it runs once it is read: one that may say one more token never does."""
+        return self.whole - self.used > 1
+
+    @property
     def needs_more(self) -> bool:
         """Tell whether it soon has more tokens than it is counted by."""
-        said = len(self.job.prompt) + self.tokens
-        return self.length < self.whole and said + MARGIN >= self.length
+        return self.length < min(self.whole, self.used + MARGIN)
 
     def curtail(self) -> int:
         """Have it end where its memory does; give how many tokens that is."""
@@ -66,6 +81,14 @@ class Ticket:
     def is_bound(self) -> bool:
         """Tell whether the row is held to a grammar."""
         return self.job.grammar is not None
+
+    def preempt(self) -> None:
+        """Note that its KV goes, and that it waits to be read again."""
+        self.preemptions += 1
+        self.is_held = False
+        self.stuck_since = None
+        if self.timings is not None:
+            self.timings.preemptions += 1
 
     def join(self, turn: Turn) -> None:
         """Note that it joins in this turn."""
@@ -98,6 +121,7 @@ class Ticket:
                 reasoning_tokens=delta.reasoning_tokens,
                 # Every choice reads the same prompt, which is counted once.
                 cached_tokens=0 if self.index else delta.cached_tokens,
+                prompt=delta.prompt,
             )
         )
 
@@ -129,13 +153,18 @@ def size(*rows: Iterable[Ticket]) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Moves:
-    """What changed since the last turn: rows to let in, to drop, to end sooner; whether memory is
-    so short that what is kept of prompts must go. Told on the loop.
+    """What changed since the last turn: rows to let in, to drop, to park and to resume, to preempt
+    and to let in again, to end sooner; whether memory is so short that what is kept of prompts
+    must go. Told on the loop.
     """
 
     loop: asyncio.AbstractEventLoop
     joining: list[Ticket] = field(default_factory=list)
     leaving: list[int] = field(default_factory=list)
+    parked: list[int] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    rejoining: list[Ticket] = field(default_factory=list)
     curtailed: list[tuple[int, int]] = field(default_factory=list)
     forgets: bool = False
 

@@ -23,7 +23,8 @@ class Failures:
                 seconds = BROKEN_S
             case _:
                 return
-        self._errors[model] = error
+        # A traceback's frames hold what was read of the model: only the facts are kept.
+        self._errors[model] = fresh(error)
         self._until[model] = metrics.now() + seconds
 
     def forget(self, model: str) -> None:

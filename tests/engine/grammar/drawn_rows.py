@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import load
 
-from gateway.engine.grammar.compiling import CompiledGrammar, GrammarTokenizer, compile_grammar
+from gateway.engine.grammar.compiling import CompiledGrammar, compile_grammar
 from gateway.engine.grammar.matching import Matcher
 from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.jobs import Grammar
 
 DEMO = Path(__file__).parents[3] / "gateway" / "demo" / "chat"
@@ -27,14 +28,14 @@ def tokenizer() -> GrammarTokenizer:
     return GrammarTokenizer(load(DEMO)._tokenizer, vocab_size=VOCAB, eos_ids=ENDS)
 
 
-def schema_grammar(schema: Any) -> Grammar:
+def schema_grammar(schema: Any, *, strict: bool = False) -> Grammar:
     """Write a schema as wire does."""
-    return Grammar("json_schema", json.dumps(schema))
+    return Grammar("json_schema", json.dumps(schema), strict=strict)
 
 
-def compiled(schema: Any, shape: Shape = OPEN) -> CompiledGrammar:
+def compiled(schema: Any, shape: Shape = OPEN, *, strict: bool = False) -> CompiledGrammar:
     """Compile a schema for the demo tokenizer."""
-    return compile_grammar(tokenizer(), schema_grammar(schema), shape=shape)
+    return compile_grammar(tokenizer(), schema_grammar(schema, strict=strict), shape=shape)
 
 
 def ids(text: str) -> list[int]:

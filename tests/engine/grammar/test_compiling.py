@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -11,11 +12,13 @@ from gateway.engine.grammar.calls import answer_grammar
 from gateway.engine.grammar.compiling import Bounds, compile_grammar
 from gateway.engine.grammar.indexes import compile_index
 from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.trial import try_grammar
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, Grammar
-from gateway.serving.generation.grammars import Worker
+from gateway.serving.sandbox import Sandbox
 from tests.engine.grammar.drawn_rows import (
     ENDS,
+    OPEN,
     allowed,
     answer,
     compiled,
@@ -23,6 +26,7 @@ from tests.engine.grammar.drawn_rows import (
     schema_grammar,
     tokenizer,
 )
+from tests.sandboxes import sandbox
 
 TEXT = {"type": "string"}
 NAME = {"type": "string", "title": "Name", "description": "A name"}
@@ -141,15 +145,6 @@ SCHEMAS: dict[str, Any] = {
 
 
 FORMATS = jsonschema.FormatChecker()
-_is_date_time = FORMATS.checkers["date-time"][0]
-
-
-def is_date_time(value: object) -> bool:
-    """Allow RFC 3339's leap seconds, which a grammar says and this checker does not know."""
-    return not isinstance(value, str) or bool(_is_date_time(re.sub(r":60\b", ":59", value)))
-
-
-FORMATS.checks("date-time")(is_date_time)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -212,45 +207,96 @@ def test_json_is_compact_unless_asked_otherwise() -> None:
     assert compiled(roomy).matcher(ids('{ "a" : "b" }')).is_over
 
 
+UNHELD: list[tuple[Any, str]] = [
+    (closed(a={"not": {"multipleOf": 2}}), "#/properties/a/not"),
+    (closed(a={"if": {"multipleOf": 2}, "then": {"minimum": 4}}), "#/properties/a/if"),
+    ({"type": "array", "uniqueItems": True}, "#/uniqueItems"),
+    ({"type": "array", "contains": TEXT}, "#/contains"),
+    ({"type": "object", "propertyNames": {"format": "email"}}, "#/propertyNames"),
+    ({"type": "object", "dependentSchemas": {"a": {}}}, "#/dependentSchemas"),
+    (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "type": "object",
+            "dependencies": {"a": {"required": ["b"]}},
+        },
+        "#/dependencies",
+    ),
+    (
+        {"allOf": [thing(a=TEXT)], "unevaluatedProperties": False},
+        "#/unevaluatedProperties",
+    ),
+    ({"type": "object", "minProperties": 2}, "#/minProperties"),
+    ({**thing(a=TEXT, b=TEXT), "required": [], "maxProperties": 1}, "#/maxProperties"),
+    ({"$dynamicRef": "#a"}, "#/$dynamicRef"),
+    (closed(a={"$ref": "https://example.com/schema"}), "#/properties/a/$ref"),
+    ({"type": "string", "pattern": "(?=a)b"}, "#/pattern"),
+    ({"type": "string", "pattern": "(a)\\1"}, "#/pattern"),
+    (closed(**{"a/b": {"oneOf": [TEXT, {"minLength": 2}]}}), "#/properties/a~1b/oneOf"),
+    ({"const": 2**53 + 1}, "#/const"),
+    ({"type": "integer", "minimum": 2**60}, "#/minimum"),
+    (
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "items": [{"type": "array", "uniqueItems": True}],
+            "additionalItems": {"not": {"multipleOf": 2}},
+        },
+        "#/items/0/uniqueItems",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "pointer"), UNHELD, ids=str)
+def test_what_no_grammar_holds_is_named_and_a_strict_schema_refused(
+    schema: Any, pointer: str
+) -> None:
+    """The rest of the schema is held. A refusal names keyword and place."""
+    assert compiled(schema, Shape(max_string_chars=9)).unenforced[0] == pointer
+    with pytest.raises(BadRequest) as caught:
+        compiled(schema, Shape(max_string_chars=9), strict=True)
+    place, _, keyword = pointer.rpartition("/")
+    assert f"`{keyword}` at {place} " in caught.value.message
+    assert caught.value.code == "invalid_json_schema"
+    assert caught.value.param == "response_format"
+
+
+def test_definitions_that_nothing_leads_to_ask_for_nothing() -> None:
+    """What is not enforced there is nobody's affair."""
+    unique = {"type": "array", "uniqueItems": True}
+    assert not compiled({**closed(a=TEXT), "$defs": {"u": unique}}).unenforced
+    led_to = {**closed(a={"$ref": "#/$defs/o/anyOf/0"}), "$defs": {"o": {"anyOf": [unique]}}}
+    assert compiled(led_to).unenforced == ("#/$defs/o/anyOf/0/uniqueItems",)
+
+
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
-        ({"not": {}}, "not"),
-        (closed(a={"if": {"type": "string"}, "then": {}}), "if` at #/properties/a"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "array", "contains": TEXT}, "contains"),
-        ({"type": "object", "propertyNames": TEXT}, "propertyNames"),
-        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-        ({"type": "object", "dependentSchemas": {"a": {}}}, "dependentSchemas"),
-        ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
-        ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
-        ({"type": "object", "minProperties": 2}, "minProperties"),
-        ({"$dynamicRef": "#a"}, "$dynamicRef"),
-        ({"$ref": "#/$defs/Gone"}, "/$defs/Gone"),
-        ({"$ref": "https://example.com/schema"}, "https://example.com/schema"),
-        (closed(a={"$ref": "#b"}), "`#b` at #/properties/a: anchors are not supported"),
-        ({"type": "string", "format": "phone"}, "phone"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
-        ({"type": "string", "pattern": "(a)\\1"}, "backreferences"),
-        ({"oneOf": [TEXT, {"type": "string", "minLength": 2}]}, "oneOf"),
-        ({"type": "strin"}, "#/type"),
+        ({"not": {}}, "allows no finite answer"),
+        ({"$ref": "#/$defs/Gone"}, "`$ref` at # leads nowhere: `#/$defs/Gone`"),
+        (closed(a={"$ref": "#b"}), "`$ref` at #/properties/a leads nowhere: `#b`"),
+        ({"type": "strin"}, "`type` at #/type"),
+        (closed(**{"a/b": {"type": 1}}), "`type` at #/properties/a~1b/type"),
         ({"type": "integer", "minimum": 1, "exclusiveMinimum": True}, "exclusiveMinimum"),
-        ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum (3)"),
-        ({"const": 2**53 + 1}, "const"),
-        ({"type": "integer", "minimum": 2**60}, "minimum"),
-        ({"enum": []}, "empty"),
+        ({"items": [TEXT]}, "`items` at #/items is not as https://json-schema.org/draft/2020-12"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "`minimum` at # is above `maximum`"),
+        ({"enum": []}, "`enum` at # is empty"),
         ({**closed(), "required": ["z"]}, "impossible"),
         ({"$ref": "#/$defs/A", "$defs": {"A": closed(x={"$ref": "#/$defs/A"})}}, "finite"),
         ({**TEXT, "x-guidance": {"lenient": True}}, "x-guidance"),
+        ({**TEXT, "x-guidance": {"coerce_one_of": True}}, "x-guidance"),
         (False, "false"),
     ],
     ids=str,
 )
-def test_what_cannot_be_honoured_is_refused_by_name(schema: Any, named: str) -> None:
-    """Never a grammar that lets through what the schema forbids."""
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_no_schema_or_has_no_answer_is_refused(
+    schema: Any, named: str, strict: bool
+) -> None:
+    """In our words, with keyword and place where there is one."""
     with pytest.raises(BadRequest) as caught:
-        compiled(schema, Shape(max_string_chars=9))
+        compiled(schema, Shape(max_string_chars=9), strict=strict)
     assert named in caught.value.message
+    assert "coerce_one_of" not in caught.value.message
     assert caught.value.code == "invalid_json_schema"
     assert caught.value.param == "response_format"
 
@@ -300,7 +346,7 @@ WIDE = {"type": "object", "properties": {f"property_{i}": TEXT for i in range(70
 @pytest.mark.parametrize("schema", [WIDE, closed(name=TEXT, n={"type": "integer"}, wide=WIDE)])
 def test_what_is_too_wide_to_follow_is_refused_at_once(schema: Any) -> None:
     """Not at the first steps of an answer, when it is too late to say so."""
-    with pytest.raises(BadRequest, match="items; max is"):
+    with pytest.raises(BadRequest, match="too wide"):
         compiled(schema, Shape())
 
 
@@ -316,7 +362,7 @@ def test_calls_leave_out_what_is_there_to_be_read() -> None:
     """Long descriptions cost nothing; a parameter called `description` stays."""
     parameters = closed(description={**TEXT, "description": "d" * 40_000, "title": "t"})
     calling = Calling(functions=[Function("f", parameters)], forced=True)
-    grammar = answer_grammar(calling, None, None, lambda schema, _: dict(schema))
+    grammar = answer_grammar(calling, None, None, lambda schema, _, strict: dict(schema))
     assert grammar is not None
     assert len(grammar.source) < 400
     said = '{"name":"f","arguments":{"description":"x"}}'
@@ -349,6 +395,13 @@ def test_regexes_choices_and_grammars(kind: Any, source: str, fits: str) -> None
         assert re.fullmatch(fits, answer(grammar.matcher(), seed))
 
 
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    """Give the sandbox that grammars are tried in."""
+    with sandbox("grammar", 60) as box:
+        yield box
+
+
 INDEXABLE = (
     *("typed enum", "date", "date-time", "uuid", "lengths", "integer", "number", "items", "tuple"),
     *("alternation", "nullable type", "object", "nested", "any object", "any", "any array"),
@@ -373,11 +426,11 @@ EXTRA["nested"]["$defs"]["E"] = closed(name={"type": "string", "maxLength": 5})
 
 
 @pytest.mark.parametrize("name", INDEXABLE)
-def test_outlines_core_keeps_what_it_accepts(name: str) -> None:
-    """The second backend, built in a process of its own, gives valid answers too."""
+def test_outlines_core_keeps_what_it_accepts(name: str, box: Sandbox) -> None:
+    """The second backend, built in the sandbox, gives valid answers too."""
     schema = EXTRA.get(name, SCHEMAS.get(name))
     shape = Shape(max_string_chars=5, max_array_items=2)
-    grammar = compile_index(tokenizer(), schema_grammar(schema), Worker(60), shape=shape)
+    grammar = compile_index(tokenizer(), schema_grammar(schema), box, shape=shape)
     for seed in range(5):
         matcher = grammar.matcher()
         said = answer(matcher, seed)
@@ -425,25 +478,59 @@ def test_outlines_core_keeps_what_it_accepts(name: str) -> None:
     ],
     ids=str,
 )
-def test_outlines_core_refuses_what_it_would_ignore(schema: Any, named: str) -> None:
+def test_outlines_core_refuses_what_it_would_ignore(schema: Any, named: str, box: Sandbox) -> None:
     """Its own builder takes most of these without a word."""
     with pytest.raises(BadRequest) as caught:
-        compile_index(tokenizer(), schema_grammar(schema), Worker(60))
+        compile_index(tokenizer(), schema_grammar(schema), box)
     assert named in caught.value.message
     assert caught.value.code == "invalid_json_schema"
 
 
-def test_outlines_core_knows_regexes_but_no_grammars() -> None:
+def test_outlines_core_knows_regexes_but_no_grammars(box: Sandbox) -> None:
     """A choice is a regex; a grammar is refused; a wrong regex says why."""
-    grammar = compile_index(tokenizer(), Grammar("choice", '["ab","a"]'), Worker(60))
+    grammar = compile_index(tokenizer(), Grammar("choice", '["ab","a"]'), box)
     assert {answer(grammar.matcher(), seed) for seed in range(12)} == {"a", "ab"}
     with pytest.raises(BadRequest, match="llguidance"):
-        compile_index(tokenizer(), Grammar("grammar", 'start: "a"'), Worker(60))
+        compile_index(tokenizer(), Grammar("grammar", 'start: "a"'), box)
     with pytest.raises(BadRequest, match="cannot compile"):
-        compile_index(tokenizer(), Grammar("regex", "(a"), Worker(60))
+        compile_index(tokenizer(), Grammar("regex", "(a"), box)
 
 
 def test_seeds_repeat() -> None:
     """The same random row twice is the same answer: matchers keep nothing between rows."""
     grammar = compiled(SCHEMAS["entities"], Shape(max_string_chars=6))
     assert answer(grammar.matcher(), 5) == answer(grammar.matcher(), 5)
+
+
+def chain(length: int) -> Any:
+    """Make a schema of which llguidance's recursion overflows any stack."""
+    links = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": TEXT}}
+
+
+def test_a_grammar_that_ends_a_process_ends_the_sandbox(box: Sandbox) -> None:
+    """Whatever bound it slipped by: here there is none. What comes after it is compiled."""
+    bounds = Bounds(max_path=10**6)
+    for _ in range(2):  # the second time nothing is tried
+        with pytest.raises(BadRequest, match=r"cannot be compiled: it ended the process.*SIG"):
+            compile_grammar(
+                tokenizer(), schema_grammar(chain(5000)), bounds=bounds, sandbox=box, shape=OPEN
+            )
+    compiled = compile_grammar(tokenizer(), schema_grammar(ENTITY), sandbox=box)
+    assert answer(compiled.matcher(), 1)
+
+
+def test_a_grammar_with_control_tokens_is_tried_as_well(box: Sandbox) -> None:
+    """Our own may name the model's marks, of which the sandbox's tokenizer knows nothing."""
+    spec = 'start: <|call|> call\ncall: %json {"type":"object"} </call>\n'
+    try_grammar(box, spec, "invalid_grammar")
+    deadly = "start: <|call|> %json " + json.dumps(chain(5000))
+    with pytest.raises(BadRequest, match="it ended the process"):
+        try_grammar(box, deadly, "invalid_grammar")
+
+
+def test_a_grammar_that_takes_too_long_is_given_up() -> None:
+    """Hundreds of patterns at once explode; the process is killed, and nothing of it goes on."""
+    schema = {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(2000)]}
+    with sandbox("grammar", 1.0, quick_s=0.3) as short, pytest.raises(TimeoutError):
+        compile_grammar(tokenizer(), schema_grammar(schema), sandbox=short, shape=OPEN)

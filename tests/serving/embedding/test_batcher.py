@@ -1,6 +1,7 @@
 """The embedding batcher: who shares a pass, who is refused, what a failure costs."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from gateway.serving.arrivals import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.batches import EmbeddingLimits
 from gateway.serving.lane import Lane
+from gateway.serving.pace import START_TOKENS
 from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedEmbedder, caller, embed_job
 
@@ -377,3 +379,37 @@ async def test_what_waits_when_the_model_goes_is_told() -> None:
         asyncio.get_running_loop().call_later(0.05, engine.gate.open)
     for answer in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(answer, GatewayError)
+
+
+class Paced(ScriptedEmbedder):
+    """Takes a tenth of a millisecond for each padded token."""
+
+    def embed(self, rows: Sequence[TokenIds]) -> Vectors:
+        time.sleep(0.0001 * len(rows) * max(map(len, rows)))
+        return super().embed(rows)
+
+
+async def test_a_batch_that_would_take_long_is_cut_and_others_have_the_lane_between() -> None:
+    """By what was measured; every input has its own vector all the same."""
+    engine, order = Paced(), list[str]()
+    limits = replace(LIMITS, max_batch_size=64, max_batch_tokens=16_384, pass_limit_s=0.05)
+    texts = [chr(ord("a") + n % 26) * (40 + n) for n in range(60)]
+    with TokenPool() as pool:
+        async with Lane() as lane:
+            async with EmbeddingBatcher("m", engine, lane, pool, limits).running() as batcher:
+
+                async def decode() -> None:
+                    while True:
+                        async with lane.turn("decode"):
+                            order.append(f"after {len(engine.batches)}")
+                            await asyncio.sleep(0.002)
+
+                beside = asyncio.create_task(decode())
+                embedded = await batcher.embed(embed_job(*texts))
+                beside.cancel()
+                await asyncio.wait([beside])
+    assert [int(vector[0]) for vector in embedded.vectors] == [len(text) for text in texts]
+    assert len(engine.batches) > 4
+    assert all(len(rows) * max(rows) <= 2 * START_TOKENS for rows in engine.batches)
+    between = {f"after {done}" for done in range(1, len(engine.batches))}
+    assert between <= set(order), "decoding had its turn between any two passes"

@@ -22,6 +22,8 @@ from gateway.serving.admission import NO_BOUND
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.batches import GenerationLimits
 from gateway.serving.generation.grammars import GrammarCache
+from gateway.serving.generation.rows import QUANTUM
+from gateway.serving.generation.steps import STEPS_PER_TURN
 from gateway.serving.lane import Lane
 from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
@@ -31,13 +33,21 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def batching(
-    engine: ScriptedWriter, *, rows: int = 32, tokens: int = NO_BOUND, bound: int = 1
+    engine: ScriptedWriter,
+    *,
+    rows: int = 32,
+    tokens: int = NO_BOUND,
+    bound: int = 1,
+    choices: int = NO_BOUND,
+    pass_limit_s: float = 0.25,
 ) -> AsyncIterator[GenerationBatcher]:
     limits = GenerationLimits(
         max_batch_size=rows,
         structured_rows=bound,
         prefill_chunk_tokens=512,
         queue_max_tokens=tokens,
+        queue_limit=choices,
+        pass_limit_s=pass_limit_s,
     )
     with TokenPool() as pool:
         grammars = GrammarCache("m", engine.compile, pool.run)
@@ -390,3 +400,102 @@ async def test_a_worker_that_breaks_tells_those_inside_and_works_on() -> None:
         with pytest.raises(EngineFailed, match="a bug of ours"):
             await asyncio.wait_for(text(batcher, generate_job("first")), 5)
         assert await asyncio.wait_for(text(batcher, generate_job("second")), 5) == "second"
+
+
+async def test_a_request_of_many_choices_keeps_nobody_waiting() -> None:
+    """Another's row joins with the next place, not behind thousands."""
+    engine = ScriptedWriter()
+    async with batching(engine, rows=4) as batcher:
+        big = asyncio.create_task(deltas(batcher, generate_job("x" * 20, n=1000)))
+        await until(lambda: len(engine.joined) >= 8)
+        before = len(engine.joined)
+        assert await text(batcher, generate_job("small")) == "small"
+        assert len(engine.joined) - before < 20
+        big.cancel()
+        await asyncio.gather(big, return_exceptions=True)
+        await until(lambda: batcher.tickets == 0)
+
+
+async def test_choices_are_counted_against_the_queue() -> None:
+    """One request alone may have any number; beside it only as many as there is room for."""
+    engine = ScriptedWriter()
+    async with batching(engine, rows=4, choices=8) as batcher:
+        engine.gate.close()
+        alone = asyncio.create_task(deltas(batcher, generate_job("ab", n=20)))
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        with pytest.raises(Overloaded, match="20 choices waiting"):
+            await deltas(batcher, generate_job("ab"))
+        engine.gate.open()
+        await alone
+        assert await text(batcher, generate_job("ab")) == "ab"
+
+
+async def test_the_prompts_of_one_request_leave_others_half_of_the_queue() -> None:
+    """Its first is let in as any request; more of them only while half is free."""
+    engine = ScriptedWriter()
+    async with batching(engine, rows=4, choices=8) as batcher:
+        engine.gate.close()
+        first = generate_job("ab", n=3)
+        second = replace(first, n=2)
+        asked = [asyncio.create_task(deltas(batcher, first))]
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        with pytest.raises(Overloaded):
+            await deltas(batcher, second)
+        asked.append(asyncio.create_task(deltas(batcher, replace(first, n=1))))
+        asked.append(asyncio.create_task(deltas(batcher, generate_job("ab", n=4))))
+        await until(lambda: batcher.tickets + engine.rows == 8)
+        engine.gate.open()
+        await asyncio.gather(*asked)
+
+
+@pytest.mark.parametrize("others", [1, 4])
+async def test_a_short_bound_answer_waits_a_quantum_of_each_long_one(others: int) -> None:
+    """Not for their ends: they take turns though only one runs at a time."""
+    engine = ScriptedWriter(max_context=10_000)
+    async with batching(engine, bound=1) as batcher:
+        long = [
+            asyncio.create_task(text(batcher, replace(generate_job("g" * 4000), grammar=ANY)))
+            for _ in range(others)
+        ]
+        await until(lambda: len(engine.steps) > 10)
+        began = len(engine.steps)
+        assert await text(batcher, replace(generate_job("12345"), grammar=ANY)) == "12345"
+        waited = len(engine.steps) - began
+        assert waited <= others * (QUANTUM + STEPS_PER_TURN) + 2 * STEPS_PER_TURN
+        assert max(engine.steps) == 1
+        for task in long:
+            task.cancel()
+        await asyncio.gather(*long, return_exceptions=True)
+
+
+async def test_bound_rows_that_take_turns_say_it_all() -> None:
+    """Also those whose client leaves while they are parked."""
+    engine = ScriptedWriter(max_context=10_000)
+    async with batching(engine, bound=2) as batcher:
+        asked = [
+            asyncio.create_task(text(batcher, replace(generate_job(c * 300), grammar=ANY)))
+            for c in "abcdef"
+        ]
+        await until(lambda: len(engine.steps) > 100)
+        asked[3].cancel()
+        done = await asyncio.gather(*asked, return_exceptions=True)
+        assert [each for each in done if isinstance(each, str)] == [c * 300 for c in "abcef"]
+        await until(lambda: not engine.rows and not batcher.tickets)
+        assert not engine._parked
+        assert max(engine.steps) == 2
+
+
+async def test_bound_rows_that_wait_have_read_their_prompts() -> None:
+    """Their turn begins with a token, not with a prompt."""
+    engine = ScriptedWriter(max_context=10_000)
+    async with batching(engine, bound=1) as batcher:
+        asked = [
+            asyncio.create_task(text(batcher, replace(generate_job("g" * 2000), grammar=ANY)))
+            for _ in range(5)
+        ]
+        await until(lambda: len(engine._parked) == 4)
+        assert batcher.tickets == 4
+        assert engine.rows == 1
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)

@@ -1,19 +1,23 @@
 """The KV of rows: counted before they join, so that what does not fit waits."""
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from gateway.errors import BadRequest, NoRoom
-from gateway.jobs import Delta, GenerateJob, RowJob, Sampling
+from gateway import metrics
+from gateway.errors import NoRoom, PromptTooLarge
+from gateway.jobs import Delta, GenerateJob, Grammar, KvCost, RowJob, Sampling
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.batches import GenerationLimits
 from gateway.serving.generation.grammars import GrammarCache
-from gateway.serving.generation.memory import GROWTH, KV_STEP, RowCosts, RowMemory, rectangle
+from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts, RowMemory
 from gateway.serving.lane import Lane
 from gateway.serving.tokens import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
@@ -26,90 +30,98 @@ def row(prompt: int, max_tokens: int, *, is_open: bool = False) -> RowJob:
     return RowJob(prompt=[1] * prompt, max_tokens=max_tokens, sampling=Sampling(), is_open=is_open)
 
 
-def test_kv_is_a_rectangle_of_the_longest_row() -> None:
-    """Rows times longest, rounded up as the caches grow, and one row more for joining."""
-    assert rectangle([]) == 0
-    assert rectangle([1]) == 2 * 256
-    assert rectangle([256, 257]) == 3 * 512
-    assert rectangle([3000] + [100] * 7) == 9 * 3072
+def costs(token: int = 1, most: int = 10**9, **given: Any) -> RowCosts:
+    return RowCosts(KvCost(token), most=lambda: most, **given)
 
 
-def test_a_bounded_row_is_counted_whole_and_an_open_one_as_it_may_well_be() -> None:
-    """Who sets no bound mostly gets a short answer."""
-    memory = RowMemory(Budget(10**9), RowCosts(1, most=10**9, answer_tokens=500))
-    assert memory.counted(row(100, 9000)) == 9100
-    assert memory.counted(row(100, 9000, is_open=True)) == 600
-    assert memory.counted(row(100, 80, is_open=True)) == 180
+def test_what_decodes_together_is_a_rectangle_and_what_is_apart_is_not() -> None:
+    """Rows times longest; each may hold a step more than it uses, as the caches grow."""
+    assert Layout().nbytes(costs()) == 0
+    assert Layout([1]).nbytes(costs()) == 1 + KV_STEP
+    assert Layout([3000] + [100] * 7).nbytes(costs()) == 8 * (3000 + KV_STEP)
+    assert Layout([], [3000] + [100] * 7).nbytes(costs()) == 3700 + 8 * KV_STEP
+    assert Layout([10], [20]).nbytes(costs(chunk_tokens=50)) == 30 + 2 * KV_STEP + 50
 
 
-def test_a_row_that_never_fits_is_refused_and_an_open_one_made_to_fit() -> None:
-    """Alone it would take two rows of its length."""
-    memory = RowMemory(Budget(20_480), RowCosts(10, most=20_480))
-    assert memory.admitted(row(24, 1000)).max_tokens == 1000
-    with pytest.raises(BadRequest, match="more memory than the gateway may use") as refused:
-        memory.admitted(row(25, 1000))
-    assert (refused.value.code, refused.value.param) == ("insufficient_memory", "max_tokens")
-    assert memory.admitted(row(24, 90_000, is_open=True)).max_tokens == 1000
-    with pytest.raises(BadRequest):
-        memory.admitted(row(1024, 1, is_open=True))
+def test_windows_and_states_are_counted_as_they_are_held() -> None:
+    """A window no longer than it is, and a chunk more while a prompt is read; a state whole."""
+    kv = KvCost(token=2, windows=((3, 100), (1, 1000)), constant=7)
+    assert kv.of(10) == 7 + 10 * (2 + 3 + 1)
+    assert kv.of(500) == 7 + 2 * 500 + 3 * 100 + 500
+    assert kv.of(500, beyond=50) == 7 + 2 * 500 + 3 * 150 + 500
+    assert kv
+    assert not KvCost()
+
+
+def test_a_row_is_counted_by_what_it_has_and_a_usual_answer() -> None:
+    """Not by max_tokens, a bound; one that was preempted has room for more each time."""
+    memory = RowMemory(Budget(10**9), costs(answer_tokens=500))
+    assert memory.granted(100, 16_484, 0) == 600
+    assert memory.granted(100, 180, 0) == 180
+    assert memory.granted(100, 16_484, 2) == 2100
+    small = RowMemory(Budget(700), costs(most=700, answer_tokens=500))
+    assert small.longest == 700 - KV_STEP
+    assert small.granted(100, 16_484, 0) == 700 - KV_STEP
+    assert small.granted(600, 16_484, 1) == 601
+
+
+def test_a_prompt_that_never_fits_is_refused_and_no_other() -> None:
+    """Whatever it asks for: a bound is no need."""
+    memory = RowMemory(Budget(1000), costs(most=1000))
+    memory.check("m", row(743, 90_000))
+    with pytest.raises(PromptTooLarge, match=r"744 tokens .* at most 743") as refused:
+        memory.check("m", row(744, 1))
+    assert (refused.value.status, refused.value.code) == (507, "insufficient_memory")
+    RowMemory(Budget(0), RowCosts()).check("m", row(10**6, 10**6))
+
+
+def test_what_must_stay_leaves_the_less_for_rows() -> None:
+    """A pinned model may be loaded while this one is."""
+    most = [1000]
+    memory = RowMemory(Budget(1000), RowCosts(KvCost(1), most=lambda: most[0]))
+    memory.check("m", row(700, 1))
+    most[0] = 900
+    with pytest.raises(PromptTooLarge):
+        memory.check("m", row(700, 1))
 
 
 def test_a_model_larger_than_it_seemed_has_room_for_the_rows_its_share_includes() -> None:
     """Though with its weights alone the budget is overdrawn."""
-    memory = RowMemory(Budget(0), RowCosts(1, included=4 * KV_STEP, most=-1000))
-    assert memory.admitted(row(100, 100)).max_tokens == 100
-    assert memory.fitting([], [200]) == 1
-    with pytest.raises(BadRequest, match="together they can be 512 here"):
-        memory.admitted(row(100, 1000))
+    memory = RowMemory(Budget(0), costs(included=4 * KV_STEP, most=-1000))
+    memory.check("m", row(100, 100))
+    assert memory.fits(Layout([100] * 2))
+    assert not memory.fits(Layout([2 * KV_STEP] * 2))
 
 
-def test_where_the_cost_of_a_token_is_not_known_nothing_is_counted() -> None:
-    """A config in other words than usual must not stop a model from working."""
+def test_a_model_whose_kv_is_unknown_counts_nothing() -> None:
+    """It is served as if there were memory for all."""
     memory = RowMemory(Budget(0), RowCosts())
-    assert memory.admitted(row(10**6, 10**6)).max_tokens == 10**6
-    assert memory.fitting([10**6], [10**6, 10**6]) == 2
-    memory.hold([10**6])
-    assert memory.grown(10, [], 5000) == 10 + GROWTH
+    assert memory.fits(Layout([10**6] * 99))
+    assert memory.granted(5, 10**6, 0) == 261
 
 
-def test_as_many_join_as_fit_and_nobody_is_overtaken() -> None:
-    """Beside those that run, with what the model's own share includes for them."""
-    budget = Budget(5 * KV_STEP * 10)
-    memory = RowMemory(budget, RowCosts(10, included=2 * KV_STEP * 10))
-    assert memory.fitting([], [200] * 10) == 6
-    assert memory.fitting([200, 200], [200] * 10) == 4
-    assert memory.fitting([200, 200], [2000, 10]) == 0
-    memory.hold([200] * 6)
-    assert budget.free_bytes == 0
-    memory.hold([200])
-    assert budget.free_bytes == budget.limit_bytes
-    memory.kept = KV_STEP * 10
-    assert memory.fitting([], [200] * 10) == 5
-    memory.hold([200] * 5)
-    assert budget.free_bytes == 0
-    memory.release()
-    assert budget.free_bytes == budget.limit_bytes
+def test_a_share_holds_what_its_rows_take_and_gives_it_back() -> None:
+    """Beyond what the model's own share includes."""
+    budget = Budget(10**6)
+    memory = RowMemory(budget, costs(10, included=2 * KV_STEP * 10))
+    memory.hold(Layout([KV_STEP]))
+    assert budget.free_bytes == 10**6
+    memory.hold(Layout([KV_STEP] * 3))
+    assert budget.free_bytes == 10**6 - 4 * KV_STEP * 10
+    memory.hold(Layout())
+    assert budget.free_bytes == 10**6
 
 
-def test_bytes_that_others_hold_are_not_there() -> None:
-    """Nor are those that nobody has: what was larger than it seemed overdraws a budget."""
+def test_rows_fit_in_what_nobody_has() -> None:
+    """What was larger than it seemed overdraws a budget."""
     budget = Budget(4 * KV_STEP)
     other = budget.share()
-    memory = RowMemory(budget, RowCosts(1))
+    memory = RowMemory(budget, costs())
     other.state(2 * KV_STEP)
-    assert memory.fitting([], [1, 1, 1]) == 1
+    assert memory.fits(Layout([KV_STEP]))
+    assert not memory.fits(Layout([KV_STEP + 1]))
     other.state(9 * KV_STEP)
-    assert memory.fitting([], [1]) == 0
-    assert memory.grown(KV_STEP, [], 10_000) == KV_STEP
-
-
-def test_an_open_row_grows_while_there_is_memory() -> None:
-    """At most to its whole length."""
-    budget = Budget(2 * (KV_STEP + GROWTH))
-    memory = RowMemory(budget, RowCosts(1))
-    assert memory.grown(KV_STEP, [], 10_000) == KV_STEP + GROWTH
-    assert memory.grown(KV_STEP, [], KV_STEP + 10) == KV_STEP + 10
-    assert memory.grown(KV_STEP, [KV_STEP], 10_000) == KV_STEP
+    assert not memory.fits(Layout([1]))
 
 
 @asynccontextmanager
@@ -134,10 +146,10 @@ def text(deltas: list[Delta]) -> str:
 
 
 async def test_rows_beyond_the_budget_wait_and_are_all_answered() -> None:
-    """Three at once, where four rows' rectangle is what fits."""
-    budget = Budget(4 * KV_STEP)
+    """Three at once, where so many fit."""
+    budget = Budget(3 * (28 + KV_STEP))
     engine = ScriptedWriter()
-    async with batching(engine, RowMemory(budget, RowCosts(1, most=4 * KV_STEP))) as batcher:
+    async with batching(engine, RowMemory(budget, costs())) as batcher:
         answers = await asyncio.gather(
             *(said(batcher, generate_job(f"number {i}", max_tokens=20)) for i in range(10))
         )
@@ -148,35 +160,40 @@ async def test_rows_beyond_the_budget_wait_and_are_all_answered() -> None:
 
 async def test_a_row_joins_when_another_holder_gives_bytes_back() -> None:
     """Nothing of its own model runs, so nothing else would wake it."""
-    budget = Budget(2 * KV_STEP)
+    budget = Budget(13 + KV_STEP)
     other = budget.share()
     other.state(1)
     cleared: list[int] = []
-    memory = RowMemory(budget, RowCosts(1, most=2 * KV_STEP), cleared.append)
+
+    def clear(nbytes: int, is_pressing: bool) -> None:
+        assert is_pressing, "no row runs"
+        cleared.append(nbytes)
+
+    memory = RowMemory(budget, costs(most=2 * KV_STEP), clear)
     async with batching(ScriptedWriter(), memory) as batcher:
         waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
         while not cleared:
             await asyncio.sleep(0.001)
         assert not waiting.done()
-        assert set(cleared) == {2 * KV_STEP}, "so much must be free, not so much more"
+        assert set(cleared) == {13 + KV_STEP}, "so much must be free, not so much more"
         other.release()
         assert text(await asyncio.wait_for(waiting, 5)) == "late"
 
 
 async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> None:
     """No byte has come back by then: whoever waits must look again."""
-    budget = Budget(2 * KV_STEP)
+    budget = Budget(13 + KV_STEP)
     other = budget.share()
     other.state(1)
     is_idle, asked = False, 0
 
-    def clear(_: int) -> None:
+    def clear(_nbytes: int, _is_pressing: bool) -> None:
         nonlocal asked
         asked += 1
         if is_idle:
             other.release()
 
-    memory = RowMemory(budget, RowCosts(1, most=2 * KV_STEP), clear)
+    memory = RowMemory(budget, costs(most=2 * KV_STEP), clear)
     async with batching(ScriptedWriter(), memory) as batcher:
         waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
         while not asked:
@@ -191,7 +208,7 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
     budget = Budget(4 * KV_STEP)
     other = budget.share()
     other.state(2 * KV_STEP)
-    memory = RowMemory(budget, RowCosts(1, most=4 * KV_STEP))
+    memory = RowMemory(budget, costs(most=4 * KV_STEP))
     limits = replace(LIMITS, memory_wait_s=0.05)
     async with batching(ScriptedWriter(max_context=1000), memory, limits) as batcher:
         big = generate_job("b" * 200, max_tokens=80)
@@ -211,7 +228,7 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
 async def test_who_waits_for_rows_of_its_own_model_waits_on() -> None:
     """They give back what they hold, however long it takes them."""
     engine = ScriptedWriter()
-    memory = RowMemory(Budget(2 * KV_STEP), RowCosts(1, most=2 * KV_STEP))
+    memory = RowMemory(Budget(100 + KV_STEP), costs())
     async with batching(engine, memory, replace(LIMITS, memory_wait_s=0.01)) as batcher:
         engine.gate.close()
         rows = [asyncio.create_task(said(batcher, generate_job(word))) for word in ("one", "two")]
@@ -225,7 +242,7 @@ async def test_what_is_kept_of_prompts_goes_when_others_are_short() -> None:
     """Once: what is kept after that stays, though nobody runs."""
     budget = Budget(10**6)
     engine = ScriptedWriter(kept_bytes=1000)
-    async with batching(engine, RowMemory(budget, RowCosts(1, most=10**6))) as batcher:
+    async with batching(engine, RowMemory(budget, costs(most=10**6))) as batcher:
         await said(batcher, generate_job("one", max_tokens=9))
         while budget.free_bytes != budget.limit_bytes - 1000:
             await asyncio.sleep(0.001)  # the row's own bytes are on their way back
@@ -242,7 +259,7 @@ async def test_what_is_kept_of_prompts_never_overdraws_the_budget_for_long() -> 
     """The engine bounds it by a setting of its own, which may be more than there is."""
     budget = Budget(2 * KV_STEP)
     engine = ScriptedWriter(kept_bytes=10**6)
-    async with batching(engine, RowMemory(budget, RowCosts(1, most=2 * KV_STEP))) as batcher:
+    async with batching(engine, RowMemory(budget, costs(most=2 * KV_STEP))) as batcher:
         assert text(await said(batcher, generate_job("one", max_tokens=9))) == "one"
         while budget.free_bytes < 0:
             await asyncio.sleep(0.001)
@@ -253,7 +270,7 @@ async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
     """Prefixes only save time."""
     budget = Budget(2 * KV_STEP)
     engine = ScriptedWriter(kept_bytes=KV_STEP)
-    memory = RowMemory(budget, RowCosts(1, most=2 * KV_STEP))
+    memory = RowMemory(budget, costs(most=2 * KV_STEP))
     memory.keep(KV_STEP)
     async with batching(engine, memory) as batcher:
         answer = await asyncio.wait_for(said(batcher, generate_job("now", max_tokens=9)), 5)
@@ -265,7 +282,7 @@ async def test_a_cancelled_row_gives_its_bytes_back() -> None:
     """While it waits, and while it runs."""
     budget = Budget(2 * KV_STEP)
     engine = ScriptedWriter()
-    async with batching(engine, RowMemory(budget, RowCosts(1, most=2 * KV_STEP))) as batcher:
+    async with batching(engine, RowMemory(budget, costs(most=2 * KV_STEP))) as batcher:
         engine.gate.close()
         first, second, third = (
             asyncio.create_task(said(batcher, generate_job(word, max_tokens=20)))
@@ -281,26 +298,202 @@ async def test_a_cancelled_row_gives_its_bytes_back() -> None:
     assert budget.free_bytes == budget.limit_bytes
 
 
-async def test_open_rows_without_memory_to_grow_end_where_it_does() -> None:
-    """With `length`, as if they had been bounded; those that fit are not."""
-    budget = Budget(3 * KV_STEP)
-    engine = ScriptedWriter(max_context=1000)
-    costs = RowCosts(1, most=10**6, answer_tokens=90)
-    async with batching(engine, RowMemory(budget, costs)) as batcher:
-        jobs = [generate_job(letter * 150) for letter in "ab"]
-        answers = await asyncio.wait_for(asyncio.gather(*(said(batcher, job) for job in jobs)), 10)
-    assert engine.curtailed == {1: 90, 2: 90}
-    assert [text(answer) for answer in answers] == ["a" * 90, "b" * 90]
-    assert [answer[-1].finish_reason for answer in answers] == ["length", "length"]
+async def test_a_row_that_fits_passes_one_that_others_keep_waiting() -> None:
+    """It waits for another model, whose end nobody knows; those behind it must not."""
+    budget = Budget(4 * KV_STEP)
+    other = budget.share()
+    other.state(2 * KV_STEP)
+    async with batching(ScriptedWriter(max_context=1000), RowMemory(budget, costs())) as batcher:
+        big = asyncio.create_task(said(batcher, generate_job("b" * 200, max_tokens=80)))
+        while not batcher.tickets:
+            await asyncio.sleep(0.001)
+        small = said(batcher, generate_job("small", max_tokens=9))
+        assert text(await asyncio.wait_for(small, 5)) == "small"
+        assert not big.done()
+        other.release()
+        assert len(text(await asyncio.wait_for(big, 5))) == 80
+
+
+async def test_each_row_that_is_stuck_waits_its_own_time() -> None:
+    """One that has just come is not refused with one that came long before."""
+    budget = Budget(2 * KV_STEP)
+    other = budget.share()
+    other.state(2 * KV_STEP)
+    limits = replace(LIMITS, memory_wait_s=0.4)
+    ends: dict[str, float] = {}
+
+    async def refused(batcher: GenerationBatcher, word: str) -> None:
+        began = metrics.now()
+        with pytest.raises(NoRoom):
+            await said(batcher, generate_job(word, max_tokens=9))
+        ends[word] = metrics.now() - began
+
+    async with batching(ScriptedWriter(), RowMemory(budget, costs()), limits) as batcher:
+        first = asyncio.create_task(refused(batcher, "first"))
+        await asyncio.sleep(0.3)
+        await asyncio.gather(first, refused(batcher, "second"))
+    assert min(ends.values()) >= 0.4
+
+
+@pytest.mark.parametrize("max_tokens", [None, 16_384])
+async def test_a_row_that_cannot_grow_though_it_is_alone_ends_with_length(
+    max_tokens: int | None,
+) -> None:
+    """Where its memory does, as if it had been bounded so."""
+    budget = Budget(240 + KV_STEP)
+    engine = ScriptedWriter(max_context=20_000)
+    memory = RowMemory(budget, costs(answer_tokens=90))
+    async with batching(engine, memory) as batcher:
+        job = generate_job("a" * 150, max_tokens=max_tokens)
+        answer = await asyncio.wait_for(said(batcher, job), 10)
+    assert text(answer) == "a" * 90
+    assert answer[-1].finish_reason == "length"
+    assert engine.preempted == []
     assert budget.free_bytes == budget.limit_bytes
 
 
-async def test_an_open_row_with_memory_to_grow_says_it_all() -> None:
-    """It has asked for more before it needs it."""
-    budget = Budget(2 * (KV_STEP + GROWTH))
-    engine = ScriptedWriter(max_context=1000)
-    costs = RowCosts(1, most=2 * (KV_STEP + GROWTH), answer_tokens=90)
-    async with batching(engine, RowMemory(budget, costs)) as batcher:
-        answer = await asyncio.wait_for(said(batcher, generate_job("a" * 150)), 10)
-    assert text(answer) == "a" * 150
-    assert engine.curtailed == {}
+@pytest.mark.parametrize("max_tokens", [None, 16_384])
+async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
+    max_tokens: int | None,
+) -> None:
+    """Both have begun; only one can go on to its end."""
+    budget = Budget(2 * (260 + KV_STEP))
+    engine = ScriptedWriter(max_context=20_000)
+    counted = metrics.of(metrics.PREEMPTIONS, "m")._value
+    before = counted.get()
+    jobs = [generate_job(letter * 150, max_tokens=max_tokens) for letter in "ab"]
+    async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
+        answers = await asyncio.wait_for(asyncio.gather(*(said(batcher, job) for job in jobs)), 10)
+    assert [text(answer) for answer in answers] == ["a" * 150, "b" * 150]
+    assert [answer[-1].finish_reason for answer in answers] == ["stop", "stop"]
+    assert max(engine.steps) == 2
+    assert engine.preempted == [2]
+    assert counted.get() - before == 1
+    assert [job.caller.timings.preemptions for job in jobs] == [0, 1]
+    assert budget.free_bytes == budget.limit_bytes
+
+
+async def test_rows_that_read_one_token_are_counted_by_their_own_prompts() -> None:
+    """A reranker's beside a long answer: they never enter its rectangle."""
+    budget = Budget(2000 + 2 * KV_STEP + 8 * (10 + 1 + KV_STEP))
+    engine = ScriptedWriter(max_context=5000)
+    async with batching(engine, RowMemory(budget, costs())) as batcher:
+        engine.gate.close()
+        long = asyncio.create_task(said(batcher, generate_job("x" * 1700, max_tokens=300)))
+        await asyncio.to_thread(engine.gate.reached.wait, 20)
+        short = [
+            asyncio.create_task(said(batcher, generate_job("y" * 10, max_tokens=1)))
+            for _ in range(8)
+        ]
+        while batcher.tickets < 8:
+            await asyncio.sleep(0.001)
+        engine.gate.open()
+        await asyncio.wait_for(asyncio.gather(long, *short), 10)
+    assert max(engine.steps) == 9
+
+
+async def test_one_that_gave_way_waits_ahead_of_newcomers() -> None:
+    """It came before them, and its caller has begun to read."""
+    budget = Budget(2 * (260 + KV_STEP))
+    engine = ScriptedWriter(max_context=20_000)
+    ends: list[str] = []
+
+    async def ask(batcher: GenerationBatcher, letter: str) -> None:
+        assert text(await said(batcher, generate_job(letter * 150))) == letter * 150
+        ends.append(letter)
+
+    async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
+        asked = [asyncio.create_task(ask(batcher, letter)) for letter in "ab"]
+        while not engine.preempted:
+            await asyncio.sleep(0.001)
+        asked += [asyncio.create_task(ask(batcher, letter)) for letter in "cd"]
+        await asyncio.wait_for(asyncio.gather(*asked), 10)
+    assert ends[:2] == ["a", "b"]
+
+
+async def test_a_client_may_leave_while_its_row_waits_to_be_read_again() -> None:
+    """Nothing of it is left, in the engine either."""
+    budget = Budget(2 * (260 + KV_STEP))
+    engine = ScriptedWriter(max_context=20_000)
+    async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
+        asked = [asyncio.create_task(said(batcher, generate_job(letter * 150))) for letter in "ab"]
+        while not engine.preempted:
+            await asyncio.sleep(0.001)
+        asked[1].cancel()
+        assert text(await asyncio.wait_for(asked[0], 10)) == "a" * 150
+        await asyncio.gather(*asked, return_exceptions=True)
+        while 2 not in engine.left:
+            await asyncio.sleep(0.001)
+    assert not engine._preempted
+    assert budget.free_bytes == budget.limit_bytes
+
+
+async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has_said() -> None:
+    """With `length`, and never with an error: its caller has begun to read."""
+    budget = Budget(2 * (260 + KV_STEP))
+    other = budget.share()
+    engine = ScriptedWriter(max_context=20_000)
+    limits = replace(LIMITS, memory_wait_s=0.05)
+    async with batching(engine, RowMemory(budget, costs(answer_tokens=90)), limits) as batcher:
+        asked = [asyncio.create_task(said(batcher, generate_job(letter * 150))) for letter in "ab"]
+        while not engine.preempted:
+            await asyncio.sleep(0.001)
+        other.state(budget.limit_bytes - 600)  # the first has what it needs, and no more
+        answers = await asyncio.wait_for(asyncio.gather(*asked), 10)
+    assert text(answers[0]) == "a" * 150
+    assert answers[1][-1].finish_reason == "length"
+    assert 0 < len(text(answers[1])) < 150
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_no_answer_is_lost_when_memory_ends_again_and_again(seed: int) -> None:
+    """Rows of all lengths in little memory, some whose clients leave; none gives way thrice."""
+    chance = random.Random(seed)
+    budget = Budget(chance.choice([1500, 2500, 4000]))
+    engine = ScriptedWriter(max_context=20_000)
+    memory = RowMemory(budget, costs(answer_tokens=chance.choice([16, 64])))
+    limits = replace(LIMITS, structured_rows=chance.choice([1, 2]))
+
+    async def ask(batcher: GenerationBatcher, number: int) -> None:
+        words = chr(65 + number) * chance.choice([5, 60, 200, 400])
+        await asyncio.sleep(chance.choice([0, 0, 0.01, 0.05]))
+        job = generate_job(words, n=chance.choice([1, 1, 3]), max_tokens=16_384)
+        if chance.random() < 0.4:
+            job = replace(job, grammar=Grammar("choice", '["a"]'))
+        asking = asyncio.create_task(said(batcher, job))
+        if chance.random() < 0.2:
+            await asyncio.sleep(0.02)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            return
+        answer = await asking
+        for index in range(job.n):
+            mine = [delta for delta in answer if delta.index == index]
+            assert text(mine) == words
+            assert mine[-1].finish_reason == "stop"
+
+    async with batching(engine, memory, limits) as batcher, asyncio.timeout(30):
+        await asyncio.gather(*(ask(batcher, number) for number in range(20)))
+        assert batcher.tickets == 0
+    assert max(Counter(engine.preempted).values(), default=0) <= 2
+    assert engine.rows == 0
+    assert not engine._preempted
+    assert not engine._parked
+    assert budget.free_bytes == budget.limit_bytes
+
+
+async def test_forty_calls_with_a_huge_bound_run_as_many_as_really_fit() -> None:
+    """As Graphiti sends them: 16,384 tokens at the most, 200 written, where 16 such have room."""
+    prompt, answer = 800, 200
+    budget = Budget(16 * (prompt + answer + KV_STEP))
+    engine = ScriptedWriter(max_context=20_000, script=[{"text": "x", "tokens": 1}] * answer)
+    engine.script[-1] = {"text": "x", "tokens": 1, "finish_reason": "stop"}
+    async with batching(engine, RowMemory(budget, costs())) as batcher, asyncio.timeout(30):
+        answers = await asyncio.gather(
+            *(said(batcher, generate_job("p" * prompt, max_tokens=16_384)) for _ in range(40))
+        )
+    steps = engine.steps
+    print(f"rows in a step: {max(steps)} at the most, {sum(steps) / len(steps):.1f} on average")
+    assert [text(each) for each in answers] == ["x" * answer] * 40
+    assert max(engine.steps) >= 12
+    assert sum(engine.steps) / len(engine.steps) >= 12

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import GatewayError, ModelLoadFailed
+from gateway.jobs import KvCost
 from gateway.registry import Catalog, ModelSpec
 from gateway.registry.specs import ChatSpec
 from gateway.serving.budget import Budget
@@ -77,7 +78,8 @@ class Shelf:
             raise ModelLoadFailed(spec.id, "bad luck")
         nbytes = WEIGHTS[spec.id] + self._chance.choice([0, 0, 500])
         engine = ScriptedWriter(max_context=3000, kept_bytes=self._chance.choice([0, 800, 9000]))
-        costs = RowCosts(1, self._chance.choice([0, 512]), LIMIT - nbytes, answer_tokens=90)
+        included = self._chance.choice([0, 512])
+        costs = RowCosts(KvCost(1), included, lambda: LIMIT - nbytes, answer_tokens=90)
         memory = RowMemory(self.budget, costs, self.models.room.clear)
         grammars = GrammarCache(spec.id, engine.compile, self._pool.run)
         batcher = GenerationBatcher(

@@ -23,6 +23,7 @@ from gateway.registry import Catalog, ModelSpec
 from gateway.registry.specs import ChatSpec
 from gateway.serving.budget import Budget
 from gateway.serving.models.cache import Loaded, ModelCache, Prepared, Status
+from gateway.serving.models.room import RECENT_S
 from tests.fakes import caller
 
 pytestmark = pytest.mark.anyio
@@ -397,7 +398,7 @@ async def test_bytes_that_rows_hold_are_not_given_to_models() -> None:
 
 
 async def test_rows_may_have_idle_models_leave() -> None:
-    """Never those in use."""
+    """As few as suffice, never those in use, and nobody where all would not suffice."""
     shelf = Shelf()
     budget = Budget(30)
     async with ModelCache(
@@ -406,14 +407,33 @@ async def test_rows_may_have_idle_models_leave() -> None:
         await _use(models, "a")
         await _use(models, "b")
         async with models.lease(spec("c")):
-            rows = budget.share()
-            models.room.clear(5)
+            models.room.clear(21, True)
+            await asyncio.sleep(0.02)
+            assert shelf.open == ["a", "b", "c"]
+            models.room.clear(5, True)
             await asyncio.sleep(0.02)
             assert shelf.open == ["b", "c"]
-            rows.state(5)
-            models.room.clear(1000)
+            models.room.clear(20, True)
             await asyncio.sleep(0.02)
             assert shelf.open == ["c"]
+
+
+async def test_a_model_used_a_moment_ago_does_not_leave_for_rows_beside_others() -> None:
+    """It would be back at once; rows that run give their memory back."""
+    shelf = Shelf()
+    budget = Budget(20)
+    async with ModelCache(
+        shelf, lambda: shelf.catalog, budget, max_models=3, load_wait_s=5
+    ) as models:
+        await _use(models, "a")
+        models.room.clear(15, False)
+        await asyncio.sleep(0.02)
+        assert shelf.open == ["a"]
+        [entry] = models.entries
+        entry.last_used -= RECENT_S
+        models.room.clear(15, False)
+        await asyncio.sleep(0.02)
+        assert shelf.open == []
 
 
 async def test_nobody_leaves_while_a_download_is_under_way() -> None:

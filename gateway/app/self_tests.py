@@ -1,0 +1,213 @@
+"""A chat model's self-test: in short turns at load, and to its end while nobody uses the model.
+
+What it has found is kept on disk, under a name made of everything that it depends on.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from gateway import logs, metrics
+from gateway.app.apart import apart
+from gateway.errors import Unavailable
+from gateway.jobs import KvCost, Verdict
+from gateway.registry import ChatSpec
+from gateway.serving.budget import Budget
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.lane import Lane
+from gateway.serving.ports import GenerationEngine
+
+log = logs.get("self_test")
+
+LANE_S = 2.0  # that a load may spend on it
+LOOK_AGAIN_S = 0.5  # between two steps in idle time
+ROWS = 6  # that are in memory at once: three, padded to the longest, and copied when one joins
+LARGEST_BYTES = 4096  # of a file that holds a verdict
+
+
+def default_folder() -> Path:
+    """Return where verdicts are kept unless a setting says otherwise."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "mlx-gateway" / "self-tests"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """Verdicts on disk: a small file each, of this user alone."""
+
+    folder: Path
+
+    def read(self, digest: str) -> Verdict:
+        """Return what is known; nothing, where there is no such file or none that is sound."""
+        try:
+            with self._file(digest).open(encoding="utf-8") as file:
+                kept = json.loads(file.read(LARGEST_BYTES))
+            found = {each.name: kept[each.name] for each in fields(Verdict)}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return Verdict()
+        problem = found.pop("problem")
+        is_sound = all(each is None or isinstance(each, bool) for each in found.values())
+        return Verdict(**found, problem=problem) if is_sound and type(problem) is str else Verdict()
+
+    def write(self, digest: str, verdict: Verdict) -> None:
+        """Keep a verdict: whole or not at all. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(dir=self.folder, prefix=".verdict-")  # mode 0600
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(asdict(verdict), file)
+            os.replace(name, self._file(digest))
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    def _file(self, digest: str) -> Path:
+        return self.folder / f"{digest}.json"
+
+
+class SelfTest:
+    """One model's, from its load to its end.
+
+    `name` gives a digest of all that the verdict depends on; `kv` is what a row's KV takes.
+    """
+
+    def __init__(
+        self,
+        spec: ChatSpec,
+        engine: GenerationEngine,
+        lane: Lane,
+        budget: Budget,
+        verdicts: Verdicts,
+        name: Callable[[], Awaitable[str]],
+        *,
+        kv: KvCost,
+        is_on: bool,
+    ) -> None:
+        self._model = spec.id
+        self._mode = spec.batching.mode
+        self._is_on = is_on and self._mode == "auto"
+        self._engine = engine
+        self._lane = lane
+        self._budget = budget
+        self._verdicts = verdicts
+        self._name = name
+        self._digest = ""
+        self._kv = kv
+        self._steps: Generator[Verdict] | None = None
+        self.verdict = Verdict()
+
+    async def begin(self) -> None:
+        """Learn what is known, or find it out as far as the time at load reaches."""
+        if self._mode == "off":
+            self.verdict = Verdict(rows=False, problem="models.yaml turns batching off")
+        elif not self._is_on:
+            return
+        else:
+            self._digest = await self._name()
+            self.verdict = await apart(self._verdicts.read, self._digest)
+            if not self.verdict.is_whole:
+                await self._start()
+        await self._hold()
+
+    @contextlib.asynccontextmanager
+    async def ending(self, batcher: GenerationBatcher) -> AsyncIterator[None]:
+        """Go on, while entered, whenever nobody uses the model."""
+        batcher.verdict = self.verdict if self._is_on or self._mode == "off" else None
+        batcher.note_batching()
+        if not self._is_on or self._is_over:
+            yield
+            return
+        task = asyncio.create_task(self._end(batcher), name=f"self-test {self._model}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            await self._close()
+
+    @property
+    def _is_over(self) -> bool:
+        return self.verdict.is_whole and self.verdict.window is not None
+
+    async def _start(self) -> None:
+        spent_s = 0.0
+        while not self.verdict.is_whole and spent_s < LANE_S:
+            self.verdict, seconds = await self._step()
+            spent_s += seconds
+        await self._keep()
+
+    async def _step(self) -> tuple[Verdict, float]:
+        """Make one step; return what is known then, and how long the lane worked at it."""
+        async with self._lane.turn("load") as run:
+            if self._steps is None:
+                self._steps = self._engine.self_test()
+            began = metrics.now()
+            verdict = await run(next, self._steps)
+            return verdict, metrics.now() - began
+
+    async def _end(self, batcher: GenerationBatcher) -> None:
+        """Find out the rest; what is known already holds until all of it is found anew.
+
+        While the model is used nothing moves here: so where memory is short, what was begun is let
+        go of, and begun again in idle time. Rows would wait for that memory in vain.
+        """
+        share = self._budget.share()
+        needed = ROWS * self._kv.of(self._engine.self_test_tokens)
+        try:
+            while not self._is_over:
+                await asyncio.sleep(LOOK_AGAIN_S)
+                if batcher.rows or batcher.tickets or not self._lane.is_idle:
+                    is_short = batcher.is_short or self._budget.spare_bytes < needed
+                    if share.nbytes and is_short:
+                        await self._close()
+                        share.release()
+                    continue
+                if not share.nbytes:
+                    if needed > self._budget.spare_bytes:
+                        continue
+                    share.state(needed)
+                found, _ = await self._step()
+                if found.is_whole and found != self.verdict:
+                    self.verdict = batcher.verdict = found
+                    await self._hold()
+                    batcher.note_batching()
+                    await self._keep()
+        except Unavailable:
+            pass  # the lane is no more
+        except Exception:
+            log.error("self_test_failed", model=self._model, exc_info=True)
+        finally:
+            share.release()
+
+    async def _hold(self) -> None:
+        """Have the engine run rows as the verdict allows, and say so."""
+        async with self._lane.turn("load") as run:
+            await run(self._engine.hold_to, self.verdict)
+        told = {"model": self._model, "verdict": asdict(self.verdict)}
+        if self.verdict.forbids_batches or self.verdict.prefixes is False:
+            log.warning("batching_restricted", **told)
+        elif self.verdict.is_whole:
+            log.info("self_test_passed", **told)
+        else:
+            log.info("self_test_unfinished", **told)
+
+    async def _keep(self) -> None:
+        if not self.verdict.is_whole:
+            return
+        try:
+            await apart(self._verdicts.write, self._digest, self.verdict)
+        except OSError as error:
+            log.warning("self_test_not_kept", model=self._model, error=str(error))
+
+    async def _close(self) -> None:
+        """Let go of what a test was in the midst of, on the lane's thread."""
+        if self._steps is not None:
+            with contextlib.suppress(Unavailable):
+                async with self._lane.turn("load") as run:
+                    await run(self._steps.close)
+            self._steps = None

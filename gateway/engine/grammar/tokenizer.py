@@ -1,0 +1,134 @@
+"""What grammars need to know of a model's tokens: made once a model, when it is loaded.
+
+llguidance makes its own tokenizer in native code that holds the GIL, 1.3 s for a vocabulary of
+152k in one piece: whatever the process does meanwhile stands still. So it is made in parts, on a
+thread of its own, which others may pass between.
+"""
+
+import json
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import llguidance
+import numpy as np
+from llguidance import LLTokenizer
+from outlines.backends.llguidance import LLGuidanceBackend
+from tokenizers import Tokenizer
+
+from gateway.engine.grammar.matching import Texts, words
+
+Backend: TypeAlias = Literal["llguidance", "outlines_core"]
+_BYTE = '"<0x0A>"'  # as a vocabulary with tokens for bytes has it
+_PAUSE_S = 0.01  # between two parts: time to answer what has waited meanwhile
+
+
+class GrammarTokenizer:
+    """What grammars need to know of a model's tokens. Slow to make, on any thread but the loop's.
+
+    `tokenizer` is the transformers one. `vocab_size` is the length of the model's logits, which
+    may exceed the tokenizer's: ids beyond it are never allowed. Special and added tokens are
+    never text, but for `marks` in calls. Raises ValueError for one that cannot serve grammars.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        marks: Collection[int] = (),
+        backend: Backend = "llguidance",
+    ) -> None:
+        size = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
+        self.backend: Backend = backend
+        self.eos_ids = tuple(sorted(token for token in eos_ids if 0 <= token < vocab_size))
+        if not self.eos_ids:
+            raise ValueError("the model has no end-of-sequence token")
+        self.vocab_size = vocab_size
+        self.maker = _Maker(_tokens(tokenizer.backend_tokenizer, size, self.eos_ids))
+        self.tokens: LLTokenizer = self.maker.llg_tokenizer
+        self.texts = self._texts()
+        self.texts_and_marks = self.texts.beside(marks)
+
+    @property
+    def words(self) -> int:
+        """Count the words of a row's mask."""
+        return words(self.tokens.vocab_size)
+
+    def _texts(self) -> Texts:
+        is_special, decode = self.tokens.is_special_token, self.tokens.decode_bytes
+        found: dict[bytes, list[int]] = {}
+        is_other = np.ones(32 * self.words, dtype=np.bool_)
+        is_other[: self.vocab_size] = [is_special(token) for token in range(self.vocab_size)]
+        is_other[list(self.eos_ids)] = True
+        for token in np.flatnonzero(~is_other).tolist():
+            found.setdefault(decode([token]), []).append(token)
+        return Texts(found, np.packbits(is_other, bitorder="little").view(np.uint32))
+
+
+class _Maker(LLGuidanceBackend):
+    """Outlines' backend, given a tokenizer that knows the size of the logits and all ends."""
+
+    def __init__(self, tokens: LLTokenizer) -> None:
+        self.llg = llguidance
+        self.tensor_library_name = "numpy"  # its processors are made, never run
+        self.llg_tokenizer = tokens
+
+
+def _tokens(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """Make llguidance's tokenizer; raises ValueError for one that it cannot read.
+
+    Its tables of what the rest of a string may be are a third of the work, and a part of their
+    own. llguidance.hf would copy the tokenizer besides, by writing and reading it.
+    """
+    text = _readable(tokenizer.to_str())
+    time.sleep(_PAUSE_S)
+    try:
+        tokens = LLTokenizer(text, n_vocab=size, eos_token=list(eos_ids), slices=[])
+    except BaseException as error:
+        # A panic of Rust code, PyO3's PanicException, is no Exception.
+        if type(error).__name__ != "PanicException" and not isinstance(error, Exception):
+            raise
+        raise ValueError(str(error)) from error
+    time.sleep(_PAUSE_S)
+    return tokens.with_slices(LLTokenizer.general_slices())
+
+
+def _readable(text: str) -> str:
+    """Write a tokenizer whose spaces are marked, as SentencePiece's are, so that llguidance reads
+    it: it knows byte-level decoders, and those that replace one character and fall back to bytes.
+
+    The tokens and their ids stay; only the first word's mark, which no answer within a grammar
+    has, is no longer put there by itself. Raises ValueError where tokens would mean other bytes.
+    """
+    if '"Metaspace"' not in text:  # reading and writing them all takes a while
+        return text
+    whole = json.loads(text)
+    decoders = list(_parts(whole.get("decoder"), "decoders"))
+    marks = {each.get("replacement", "▁") for each in decoders if each.get("type") == "Metaspace"}
+    for each in _parts(whole.get("pre_tokenizer"), "pretokenizers"):
+        if each.get("type") == "Metaspace":
+            each["prepend_scheme"] = "never"
+    if len(marks) == 1:
+        if _BYTE in text and not any(each.get("type") == "ByteFallback" for each in decoders):
+            raise ValueError("its decoder leaves the tokens of bytes as they are")
+        whole["decoder"] = {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": marks.pop()}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        }
+    return json.dumps(whole, ensure_ascii=False)
+
+
+def _parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
+    """List a part of a tokenizer, or the parts of it where it is a sequence."""
+    if isinstance(part, dict):
+        if part.get("type") == "Sequence":
+            for each in part.get(name) or ():
+                yield from _parts(each, name)
+        else:
+            yield part

@@ -1,0 +1,118 @@
+"""A model's chat template: a program of its checkpoint's, whose cost nobody has bounded.
+
+What it may do is bounded by transformers, which runs it in jinja2's sandbox; what it may cost, by
+ours, a process that a deadline or its memory ends. There transformers' own function renders it, so
+that the text is the same to the byte.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from gateway.engine.grammar.trial import Sandbox
+from gateway.errors import BadRequest, ModelLoadFailed, Overloaded
+
+MOST_CHARS: Final = 1_000_000  # of a prompt beyond twice what it was made of
+MOST_BYTES: Final = 1 << 29  # of memory beyond eight times that
+BUSY_S: Final = 2.0
+HELLO: Final = ({"role": "user", "content": "Hello!"},)
+
+
+class ChatTemplate:
+    """Renders conversations. Safe on any thread.
+
+    Without a sandbox, and where mlx-lm brings a program of its own for the model in place of a
+    template, that is done here.
+    """
+
+    def __init__(self, wrapper: TokenizerWrapper, sandbox: Sandbox | None) -> None:
+        self._wrapper: Any = wrapper
+        self._sandbox = sandbox
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+    ) -> str:
+        """Return what `apply_chat_template` does for these messages, tools and other arguments.
+
+        Raises BadRequest with the template's own words when it refuses the conversation, or
+        when that takes too much, and Overloaded when other templates take all the time.
+        """
+        outcome, value = self._rendered(messages, tools, arguments)
+        if outcome == "rendered":
+            return str(value)
+        if outcome == "busy":
+            raise Overloaded(
+                "Other chat templates are being rendered; ask again.", retry_after_s=BUSY_S
+            )
+        verb = "refuses" if outcome == "refused" else "could not render"
+        raise BadRequest(
+            f"The model's chat template {verb} these messages: {str(value)[:500]}",
+            param="messages",
+        )
+
+    def check(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """Raise ModelLoadFailed for a template that cannot even greet within bounds.
+
+        One that refuses to is another matter: it may want more than a greeting.
+        """
+        if self._sandbox is None:
+            return
+        outcome, why = self._rendered(HELLO, (), {"add_generation_prompt": True, **arguments})
+        if outcome in ("late", "died", "large"):
+            raise ModelLoadFailed(name, f"its chat template cannot be rendered: {why}")
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+    ) -> tuple[str, Any]:
+        wrapper = self._wrapper
+        try:
+            if self._sandbox is None or wrapper._chat_template is not None:
+                text = wrapper.apply_chat_template(
+                    list(messages), tools=list(tools) or None, tokenize=False, **arguments
+                )
+                return "rendered", text
+            data = pickle.dumps(self._arguments(messages, tools, arguments))
+        except Exception as error:  # a template is a program, and raises whatever it likes
+            return "refused", str(error)
+        request = {
+            "kind": "template",
+            "arguments": data,
+            "max_chars": MOST_CHARS + 2 * len(data),
+            "max_bytes": MOST_BYTES + 8 * len(data),
+        }
+        return self._sandbox(request, hashlib.blake2b(data, digest_size=32).digest())
+
+    def _arguments(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return what mlx-lm 0.32 and transformers 5.23 call `render_jinja_template` with."""
+        wrapper = self._wrapper
+        given = dict(arguments)
+        if wrapper._thinking_kwarg != "enable_thinking" and "enable_thinking" in given:
+            given[wrapper._thinking_kwarg] = given.pop("enable_thinking")
+        given.setdefault(wrapper._thinking_kwarg, wrapper.has_thinking)
+        tokenizer = wrapper._tokenizer
+        listed = [dict(tool) for tool in tools] or None
+        present = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
+        return {
+            **tokenizer.special_tokens_map,
+            **given,
+            "conversations": [present],
+            "tools": listed,
+            "chat_template": tokenizer.get_chat_template(None, listed),
+        }

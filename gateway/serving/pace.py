@@ -1,0 +1,35 @@
+"""How fast a model computes, measured pass by pass, and how much work fits in a bound of time."""
+
+START_TOKENS = 512  # of the first pass, before anything is known
+LEAST_TOKENS = 32  # a pass costs something that no cutting saves
+MOST_GROWTH = 4  # from one pass to the next: a short one says little of a long one
+
+
+def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) -> int:
+    """Return how many padded tokens the next pass may have, after one that was just measured.
+
+    `allowed` is what that one might have had, `tokens` what it had. There are three cases:
+    1. It took more than half of the time that it may: it tells the speed. A small one that did may
+       have been held up by something else, and halves what is allowed at most.
+    2. It was quick for its tokens: so many more as its speed says, but not many times as many.
+    3. It was quick because it was small, and most of it was what any pass costs: it tells nothing.
+    """
+    if tokens <= 0 or seconds <= 0:
+        return allowed
+    as_fast = int(tokens * limit_s / seconds)
+    if 2 * seconds < limit_s:
+        return max(allowed, min(as_fast, MOST_GROWTH * allowed))
+    is_small = 2 * tokens < allowed
+    return max(LEAST_TOKENS, as_fast, allowed // 2 if is_small else 0)
+
+
+class Pace:
+    """What one kind of pass of one model may have, so that none takes longer than `limit_s`."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.tokens = START_TOKENS
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Learn from a pass of so many padded tokens."""
+        self.tokens = allowed_tokens(self.tokens, tokens, seconds, self.limit_s)

@@ -1,0 +1,253 @@
+"""Responses that are kept: going on from them, by id or item by item, and forgetting them."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from gateway.registry import Catalog
+from tests.fakes import ScriptedEngines
+from tests.serving_app import served
+
+pytestmark = pytest.mark.anyio
+
+TOOL = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
+URL = "/v1/responses"
+
+
+async def post(client: httpx2.AsyncClient, given: Any, **more: Any) -> httpx2.Response:
+    return await client.post(URL, json={"model": "writer", "input": given, **more})
+
+
+async def answered(client: httpx2.AsyncClient, given: Any, **more: Any) -> Any:
+    answer = await post(client, given, **more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def prompts(engines: ScriptedEngines) -> list[list[tuple[str, str]]]:
+    """Give what the model was shown, request by request."""
+    return [
+        [(turn["role"], turn["content"]) for turn in job.messages] for job in engines.writer.jobs
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_goes_on_from_the_response_it_names(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
+) -> None:
+    """It reads the whole conversation; instructions and tools are not inherited."""
+    if stream:
+        first = await _streamed(client, "one", instructions="Shout.", tools=[TOOL])
+    else:
+        first = await answered(client, "one", instructions="Shout.", tools=[TOOL])
+    second = await answered(client, "two", previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+    assert (second["instructions"], second["tools"]) == (None, [])
+    await answered(client, "three", previous_response_id=second["id"])
+    assert prompts(engines)[1:] == [
+        [("user", "one"), ("assistant", "one"), ("user", "two")],
+        [
+            ("user", "one"), ("assistant", "one"), ("user", "two"), ("assistant", "two"),
+            ("user", "three"),
+        ],
+    ]  # fmt: skip
+
+
+async def _streamed(client: httpx2.AsyncClient, given: Any, **more: Any) -> Any:
+    answer = await post(client, given, stream=True, **more)
+    last = answer.text.strip().rpartition("data: ")[2]
+    return orjson.loads(last)["response"]
+
+
+async def test_an_item_is_sent_by_its_id(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """With its type or, as the specification allows, without."""
+    first = await answered(client, "one")
+    (message,) = first["output"]
+    for reference in ({"type": "item_reference", "id": message["id"]}, {"id": message["id"]}):
+        await answered(client, [{"role": "user", "content": "one"}, reference, _user("two")])
+    assert prompts(engines)[1] == [("user", "one"), ("assistant", "one"), ("user", "two")]
+    assert prompts(engines)[2] == prompts(engines)[1]
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "input_text", "text": text}]}
+
+
+async def test_what_is_kept_is_shown_listed_and_forgotten(client: httpx2.AsyncClient) -> None:
+    """As OpenAI does."""
+    first = await answered(client, "one")
+    second = await answered(client, [_user("two")], previous_response_id=first["id"])
+    assert (await client.get(f"{URL}/{second['id']}")).json() == second
+    page = (await client.get(f"{URL}/{second['id']}/input_items?order=asc&limit=2")).json()
+    assert [item["type"] for item in page["data"]] == ["message"] * 2
+    assert [item["content"][0]["text"] for item in page["data"]] == ["one", "one"]
+    assert page["data"][1]["id"] == first["output"][0]["id"]
+    assert (page["object"], page["has_more"]) == ("list", True)
+    rest = (
+        await client.get(f"{URL}/{second['id']}/input_items?order=asc&after={page['last_id']}")
+    ).json()
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["two"]
+    assert not rest["has_more"]
+    newest = (await client.get(f"{URL}/{second['id']}/input_items?limit=1")).json()
+    assert newest["data"] == rest["data"]
+    gone = await client.delete(f"{URL}/{first['id']}")
+    assert gone.json() == {"id": first["id"], "object": "response", "deleted": True}
+    assert (await client.get(f"{URL}/{first['id']}")).status_code == 404
+    assert (await client.delete(f"{URL}/{first['id']}")).status_code == 404
+    third = await post(client, "x", previous_response_id=second["id"])
+    assert third.status_code == 200  # its conversation is its own
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=msg_1"])
+async def test_a_page_that_cannot_be_is_refused(client: httpx2.AsyncClient, query: str) -> None:
+    """By the parameter's name."""
+    first = await answered(client, "one")
+    answer = await client.get(f"{URL}/{first['id']}/input_items?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == query.partition("=")[0]
+
+
+async def test_what_asks_not_to_be_kept_is_not(client: httpx2.AsyncClient) -> None:
+    """And says so."""
+    first = await answered(client, "one", store=False)
+    assert first["store"] is False
+    for path in (first["id"], f"{first['id']}/input_items"):
+        assert (await client.get(f"{URL}/{path}")).status_code == 404
+    assert (await answered(client, "one"))["store"] is True
+
+
+async def test_an_id_is_not_to_be_guessed(client: httpx2.AsyncClient) -> None:
+    """128 random bits at the least."""
+    answer = await answered(client, "one")
+    assert len(answer["id"].removeprefix("resp_")) >= 32
+    page = (await client.get(f"{URL}/{answer['id']}/input_items")).json()
+    for item in (*answer["output"], *page["data"]):
+        assert len(item["id"].partition("_")[2]) >= 32
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_another_keys_response_is_as_good_as_none(
+    models: Catalog, engines: ScriptedEngines, stream: bool
+) -> None:
+    """Found, followed, cited, listed, forgotten: the same 404 as for one that never was."""
+    keys = {name: {"authorization": f"Bearer {name}"} for name in ("mine", "yours")}
+    async with served(models, engines, api_keys="mine,yours") as client:
+        made = await client.post(
+            URL, json={"model": "writer", "input": "secret"}, headers=keys["mine"]
+        )
+        mine = made.json()
+        item = mine["output"][0]["id"]
+        for response_id, item_id in ((mine["id"], item), ("resp_0", "msg_0")):
+            for method, path in (
+                ("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel"),
+            ):  # fmt: skip
+                answer = await client.request(
+                    method, f"{URL}/{response_id}{path}", headers=keys["yours"]
+                )
+                assert _refusal(answer, response_id) == (404, "response_not_found", "response_id")
+            body = {"model": "writer", "input": "hi", "stream": stream}
+            followed = await client.post(
+                URL, json={**body, "previous_response_id": response_id}, headers=keys["yours"]
+            )
+            assert _refusal(followed, response_id)[::2] == (404, "previous_response_id")
+            cited = await client.post(
+                URL, json={**body, "input": [{"id": item_id}]}, headers=keys["yours"]
+            )
+            assert _refusal(cited, item_id) == (404, "item_not_found", "input[0].id")
+        shown = await client.get(f"{URL}/{mine['id']}", headers=keys["mine"])
+        assert shown.json() == mine
+
+
+def _refusal(answer: httpx2.Response, name: str) -> tuple[int, str, str]:
+    error = answer.json()["error"]
+    assert name in error["message"]
+    return answer.status_code, error["code"], error["param"]
+
+
+async def test_one_key_cannot_push_out_anothers(models: Catalog, engines: ScriptedEngines) -> None:
+    """Each has its share of what may be kept."""
+    keys = {name: {"authorization": f"Bearer {name}"} for name in ("mine", "yours")}
+    body = {"model": "writer", "input": "x"}
+    async with served(models, engines, api_keys="mine,yours", responses_kept=4) as client:
+        mine = (await client.post(URL, json=body, headers=keys["mine"])).json()["id"]
+        theirs = [
+            (await client.post(URL, json=body, headers=keys["yours"])).json()["id"]
+            for _ in range(6)
+        ]
+        found = [
+            (await client.get(f"{URL}/{each}", headers=keys["yours"])).status_code
+            for each in theirs
+        ]
+        assert found == [404] * 4 + [200] * 2
+        assert (await client.get(f"{URL}/{mine}", headers=keys["mine"])).status_code == 200
+        metrics = (await client.get("/metrics", headers=keys["mine"])).text
+        assert "gateway_responses_kept 3.0" in metrics
+
+
+async def test_a_gateway_may_keep_none(models: Catalog, engines: ScriptedEngines) -> None:
+    """`GATEWAY_RESPONSES_KEPT=0`."""
+    async with served(models, engines, responses_kept=0) as client:
+        first = await answered(client, "one", store=True)
+        assert first["store"] is False
+        answer = await post(client, "two", previous_response_id=first["id"])
+        assert answer.status_code == 404
+
+
+async def test_an_answer_that_fails_is_not_kept(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """There is nothing to go on from."""
+    engines.writer.fail_at_step = 2
+    last = await _streamed(client, "one")
+    assert last["status"] == "failed"
+    assert (await client.get(f"{URL}/{last['id']}")).status_code == 404
+
+
+async def test_what_no_response_is_made_in_is_refused(client: httpx2.AsyncClient) -> None:
+    """There is nothing in the background to cancel, and no stream to begin again."""
+    first = await answered(client, "one")
+    assert (await client.post(f"{URL}/{first['id']}/cancel")).status_code == 400
+    answer = await client.get(f"{URL}/{first['id']}?stream=true")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+    answer = await post(client, "hi", conversation="conv_1")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "conversation")
+
+
+async def test_a_prompts_tokens_are_counted_without_running_it(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """The same as an answer's `input_tokens`, with what came before."""
+    first = await answered(client, "hello")
+    steps = len(engines.writer.steps)
+    body = {"model": "writer", "input": "you", "previous_response_id": first["id"]}
+    counted = await client.post(f"{URL}/input_tokens", json=body)
+    assert counted.json()["object"] == "response.input_tokens"
+    assert len(engines.writer.steps) == steps
+    second = await client.post(URL, json=body)
+    assert counted.json()["input_tokens"] == second.json()["usage"]["input_tokens"]
+    long = await client.post(f"{URL}/input_tokens", json={"model": "writer", "input": "x" * 5000})
+    assert long.json()["input_tokens"] >= 5000  # longer than the model can read
+
+
+CODEX = Path(__file__).with_name("codex_first_request.json")
+
+
+async def test_codexs_first_request_is_served(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """As version 0.169.0 of the CLI sends it, its texts left out: namespaces are unpacked, web
+    search is skipped and named.
+    """
+    body = orjson.loads(CODEX.read_bytes()) | {"model": "writer", "stream": False}
+    answer = await client.post(URL, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-gateway-ignored"] == "tools.web_search"
+    job = engines.writer.jobs[-1]
+    shown = {tool["function"]["name"] for tool in job.tools}
+    assert {"exec_command", "close_agent"} <= shown
+    assert {tool["type"] for tool in answer.json()["tools"]} == {"function", "namespace"}

@@ -1,0 +1,236 @@
+"""What no grammar holds is named, checked and told, over a socket with a scripted engine."""
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+from prometheus_client import REGISTRY
+
+from tests.fakes import ScriptedEngines, ScriptedWriter
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+
+UNIQUE = {"type": "array", "uniqueItems": True}
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIQUE}}
+NAMED = "%23%2FuniqueItems,%23%2Fa~1%C3%BC"
+POINTERS = ["#/uniqueItems", "#/a~1ü"]
+
+
+@dataclass
+class SlowJudge(ScriptedWriter):
+    """Judges nothing before `is_over` is set."""
+
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def fits(self, schema: str, answer: str) -> bool | None:
+        self.is_over.wait(20)
+        return super().fits(schema, answer)
+
+
+def ask(**more: Any) -> dict[str, Any]:
+    return {
+        "model": "writer",
+        "messages": [{"role": "user", "content": "[1]"}],
+        "response_format": FORM,
+        **more,
+    }
+
+
+async def post(client: httpx2.AsyncClient, **more: Any) -> httpx2.Response:
+    return await client.post("/v1/chat/completions", json=ask(**more))
+
+
+def counted(outcome: str) -> float:
+    labels = {"model": "writer", "outcome": outcome}
+    return REGISTRY.get_sample_value("gateway_checked_answers_total", labels) or 0.0
+
+
+async def test_what_is_not_enforced_is_named_and_checked(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """By pointer, percent-quoted; the answer is judged by the whole schema, once."""
+    before = counted("valid")
+    answer = await post(client)
+    assert answer.headers["x-gateway-unenforced"] == NAMED
+    assert answer.headers["x-gateway-schema-valid"] == "true"
+    [(schema, text)] = engines.writer.judged
+    assert (orjson.loads(schema), text) == (UNIQUE, "[1]")
+    assert counted("valid") == before + 1
+    held = await post(client, response_format={"type": "json_object"})
+    assert not {"x-gateway-unenforced", "x-gateway-schema-valid"} & held.headers.keys()
+    assert len(engines.writer.judged) == 1
+
+
+@pytest.mark.parametrize(
+    "form", [{"guided_json": UNIQUE}, {"structured_outputs": {"json": UNIQUE}}]
+)
+async def test_it_is_so_in_every_way_to_ask(client: httpx2.AsyncClient, form: Any) -> None:
+    """vLLM's fields name it too."""
+    answer = await post(client, **{"response_format": None, **form})
+    assert answer.headers["x-gateway-unenforced"] == NAMED
+
+
+async def test_an_answer_that_violates_is_written_once_more(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """Usage counts both; the second stands, whatever it is."""
+    engines.writer.verdicts = [False]
+    before = counted("invalid")
+    answer = await post(client)
+    assert answer.headers["x-gateway-schema-valid"] == "true"
+    assert answer.json()["usage"]["prompt_tokens"] == 6
+    assert answer.json()["usage"]["completion_tokens"] == 8
+    assert answer.json()["choices"][0]["message"]["content"] == "[1]"
+    engines.writer.verdicts = [False, False]
+    answer = await post(client)
+    assert answer.headers["x-gateway-schema-valid"] == "false"
+    assert len(engines.writer.judged) == 4
+    assert counted("invalid") == before + 3
+
+
+async def test_only_choices_that_violate_are_written_again(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """The others stay, in their places."""
+    engines.writer.verdicts = [True, False, True]
+    answer = await post(client, n=3)
+    assert [job.n for job in engines.writer.jobs] == [3, 1]
+    assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2]
+    assert answer.headers["x-gateway-schema-valid"] == "true"
+
+
+@pytest.mark.parametrize("more", [{"seed": 7}, {"temperature": 0}])
+async def test_what_would_come_out_the_same_is_not_written_again(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, more: dict[str, Any]
+) -> None:
+    """A seed or no temperature: the verdict stands."""
+    engines.writer.verdicts = [False]
+    answer = await post(client, **more)
+    assert answer.headers["x-gateway-schema-valid"] == "false"
+    assert len(engines.writer.jobs) == 1
+
+
+async def test_an_answer_that_was_cut_is_not_judged(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """It breaks no schema by being too short, nor would another try be longer."""
+    answer = await post(client, max_tokens=2)
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    assert answer.headers["x-gateway-schema-valid"] == "unknown"
+    assert not engines.writer.judged
+    assert len(engines.writer.jobs) == 1
+
+
+async def test_nobody_can_tell_is_said_too(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """A schema that can't be judged by, or takes too long, is neither kept to nor broken."""
+    engines.writer.verdicts = [None]
+    before = counted("unknown")
+    assert (await post(client)).headers["x-gateway-schema-valid"] == "unknown"
+    assert counted("unknown") == before + 1
+    assert len(engines.writer.jobs) == 1
+
+
+async def test_a_second_try_that_fails_leaves_the_first(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """An engine that breaks meanwhile takes no answer back."""
+    engines.writer.verdicts = [False]
+    engines.writer.fail_at_step = 5  # the first answer takes four
+    answer = await post(client)
+    assert answer.status_code == 200
+    assert answer.headers["x-gateway-schema-valid"] == "false"
+    assert answer.json()["choices"][0]["message"]["content"] == "[1]"
+
+
+@pytest.mark.parametrize("with_usage", [False, True])
+async def test_a_stream_tells_the_verdict_with_its_end(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, with_usage: bool
+) -> None:
+    """In the chunk that has the finish reason, and nowhere else; the header comes before."""
+    engines.writer.verdicts = [False]
+    body = ask(stream=True, stream_options={"include_usage": with_usage})
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.headers["x-gateway-unenforced"] == NAMED
+        lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
+    chunks = [orjson.loads(line.removeprefix("data: ")) for line in lines]
+    told = [chunk for chunk in chunks if "gateway" in chunk]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in told] == ["stop"]
+    assert told[0]["gateway"] == {"unenforced": POINTERS, "schema_valid": False}
+    assert len(engines.writer.jobs) == 1
+
+
+async def test_responses_tell_it_too(client: httpx2.AsyncClient, engines: ScriptedEngines) -> None:
+    """Whole, written once more where that violates, and in a stream's last event."""
+    engines.writer.verdicts = [False, True, False]
+    form = {"format": {"type": "json_schema", "name": "a", "schema": UNIQUE}}
+    body: dict[str, Any] = {"model": "writer", "input": "[1]", "text": form}
+    answer = await client.post("/v1/responses", json=body)
+    assert answer.headers["x-gateway-unenforced"] == NAMED
+    assert answer.headers["x-gateway-schema-valid"] == "true"
+    assert answer.json()["gateway"] == {"unenforced": POINTERS, "schema_valid": True}
+    assert answer.json()["usage"]["input_tokens"] == 6
+    async with client.stream("POST", "/v1/responses", json={**body, "stream": True}) as streamed:
+        lines = [line async for line in streamed.aiter_lines() if line.startswith("data: {")]
+    last = orjson.loads(lines[-1].removeprefix("data: "))
+    assert last["type"] == "response.completed"
+    assert last["response"]["gateway"]["schema_valid"] is False
+
+
+async def test_at_most_sixteen_are_named(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """Each cut, as ignored fields are."""
+    wide = {"enum": ["many unenforced"], **UNIQUE}
+    answer = await post(
+        client,
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": wide}},
+    )
+    names = answer.headers["x-gateway-unenforced"].split(",")
+    assert len(names) == 16
+    assert all(len(name) <= 3 * 64 for name in names)
+
+
+async def test_a_bare_prompts_schema_is_always_strict(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """Its answer would come without a verdict."""
+    body = {"model": "writer", "prompt": "[1]", "guided_json": UNIQUE}
+    await client.post("/v1/completions", json=body)
+    [job] = engines.writer.jobs
+    assert job.grammar is not None
+    assert job.grammar.strict
+
+
+async def test_answers_that_are_slow_to_judge_keep_no_other_request(tmp_path: Path) -> None:
+    """Nor are they waited for beyond the deadline: then nobody can tell."""
+    judge = SlowJudge()
+    models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:."}})
+    async with served(models, ScriptedEngines(writer=judge)) as client:
+        hurried = {"x-gateway-timeout-s": "0.5"}
+        asking = [
+            asyncio.create_task(
+                client.post("/v1/chat/completions", json=ask(), headers=hurried if i else {})
+            )
+            for i in range(40)
+        ]
+        try:
+            async with asyncio.timeout(10):
+                while len(judge.jobs) < 40:
+                    await asyncio.sleep(0.01)
+                large = ask(response_format=None, user="x", metadata={"a": "x" * 300_000})
+                assert (await client.post("/v1/chat/completions", json=large)).status_code < 500
+                late = await asyncio.gather(*asking[1:])
+        finally:
+            judge.is_over.set()
+        first = await asking[0]
+    assert {answer.status_code for answer in late} == {200}
+    assert {answer.headers["x-gateway-schema-valid"] for answer in late} == {"unknown"}
+    assert first.headers["x-gateway-schema-valid"] == "true"

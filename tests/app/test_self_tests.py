@@ -1,0 +1,293 @@
+"""A chat model's self-test: at load, from disk, in idle time, and what becomes of its verdict."""
+
+import asyncio
+import json
+import stat
+import time
+from collections.abc import Generator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway import metrics
+from gateway.app.self_tests import Verdicts
+from gateway.engine.backend import Device
+from gateway.engine.batching import self_test_digest
+from gateway.engine.weights import Checkpoint
+from gateway.jobs import KvCost, Verdict
+from tests.checkpoints import write_chat
+from tests.fakes import PASSED, ScriptedEngines, ScriptedWriter
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+CHAT: dict[str, Any] = {"kind": "chat", "source": "path:.", "preload": True}
+FAILED = replace(PASSED, rows=False, problem="rows: logits 1.4 apart")
+
+
+@dataclass
+class Scrutinised(ScriptedWriter):
+    """Counts its self-tests, each of whose steps takes a while."""
+
+    step_s: float = 0.0
+    tests: int = 0
+    steps_taken: int = 0
+
+    def self_test(self) -> Generator[Verdict]:
+        self.tests += 1
+        for finding in self.findings:
+            time.sleep(self.step_s)
+            self.steps_taken += 1
+            yield finding
+
+
+@dataclass
+class Engines(ScriptedEngines):
+    writer: Scrutinised = field(default_factory=Scrutinised)
+
+
+async def shown(client: httpx2.AsyncClient) -> Any:
+    return (await client.get("/v1/models/chat")).json()["batching"]
+
+
+async def test_a_verdict_is_found_once_and_kept(tmp_path: Path) -> None:
+    """The next start reads it; another model's is another."""
+    given: dict[str, Any] = {"self_test": True, "self_test_folder": tmp_path / "kept"}
+    for expected in (1, 0):
+        engines = Engines()
+        async with served(catalog(tmp_path, {"chat": CHAT}), engines, **given) as client:
+            assert await shown(client) == {
+                "rows": "together",
+                "self_test": "passed",
+                "problem": None,
+            }
+        assert engines.writer.tests == expected
+        assert engines.writer.held == [PASSED]
+    engines = Engines()
+    async with served(catalog(tmp_path, {"chat": CHAT, "b": CHAT}), engines, **given):
+        assert engines.writer.tests == 1
+
+
+async def test_a_model_that_fails_runs_its_rows_one_at_a_time(tmp_path: Path) -> None:
+    """Whoever else asks waits; /v1/models says why."""
+    engines = Engines(writer=Scrutinised(findings=[Verdict(), FAILED]))
+    body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}], "n": 4}
+    async with served(
+        catalog(tmp_path, {"chat": CHAT}), engines, self_test=True, self_test_folder=tmp_path / "t"
+    ) as client:
+        assert await shown(client) == {
+            "rows": "one at a time",
+            "self_test": "failed",
+            "problem": FAILED.problem,
+        }
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert len(answer.json()["choices"]) == 4
+    assert engines.writer.held == [FAILED]
+    assert set(engines.writer.steps) == {1}
+
+
+@pytest.mark.parametrize(
+    ("batching", "rows", "outcome"),
+    [
+        ("force", "together", "off"),
+        ({"mode": "force", "max_batch_size": 2}, "together", "off"),
+        (False, "one at a time", "failed"),  # as YAML reads `off`
+        ("off", "one at a time", "failed"),
+        ({"mode": False}, "one at a time", "failed"),
+        (True, "one at a time", "failed"),
+    ],
+)
+async def test_models_yaml_has_the_last_word(
+    tmp_path: Path, batching: Any, rows: str, outcome: str
+) -> None:
+    """`force` asks no test, and `off` needs none."""
+    engines = Engines(writer=Scrutinised(findings=[FAILED]))
+    models = {"chat": {**CHAT, "batching": batching}}
+    async with served(
+        catalog(tmp_path, models), engines, self_test=True, self_test_folder=tmp_path / "t"
+    ) as client:
+        batched = await shown(client)
+    assert (batched["rows"], batched["self_test"]) == (rows, outcome)
+    assert engines.writer.tests == (batching is True)
+
+
+async def test_a_test_that_takes_too_long_is_ended_in_idle_time(tmp_path: Path) -> None:
+    """Until then it is unfinished, and rows run together as they always did."""
+    slow = Scrutinised(findings=[Verdict()] * 4 + [FAILED], step_s=0.7)
+    engines = Engines(writer=slow)
+    async with served(
+        catalog(tmp_path, {"chat": CHAT}), engines, self_test=True, self_test_folder=tmp_path / "t"
+    ) as client:
+        assert slow.steps_taken < 5
+        assert await shown(client) == {
+            "rows": "together",
+            "self_test": "unfinished",
+            "problem": None,
+        }
+        async with asyncio.timeout(20):
+            while (await shown(client))["self_test"] != "failed":
+                await asyncio.sleep(0.1)
+        assert (await shown(client))["rows"] == "one at a time"
+        async with asyncio.timeout(5):
+            while not list((tmp_path / "t").glob("*.json")):
+                await asyncio.sleep(0.05)
+    assert slow.tests == 1
+
+
+async def test_the_window_is_tested_while_nobody_asks(tmp_path: Path) -> None:
+    """One who comes goes first, and loses nothing of what was known."""
+    known = replace(PASSED, window=None)
+    waiting = Scrutinised(findings=[known, known, known, replace(known, window=False)])
+    engines = Engines(writer=waiting)
+    async with served(
+        catalog(tmp_path, {"chat": CHAT}), engines, self_test=True, self_test_folder=tmp_path / "t"
+    ) as client:
+        assert (await shown(client))["rows"] == "together"
+        body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
+        waiting.gate.close()
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await asyncio.sleep(1.2)
+        assert waiting.steps_taken == 1
+        waiting.gate.open()
+        assert (await asked).status_code == 200
+        async with asyncio.timeout(20):
+            while (await shown(client))["rows"] != "one at a time":
+                await asyncio.sleep(0.1)
+
+
+async def test_a_test_gives_its_memory_to_rows_that_need_it(tmp_path: Path) -> None:
+    """It is begun again when nobody uses the model: rows would wait for it, and it for them."""
+    known = replace(PASSED, window=None)
+    waiting = Scrutinised(
+        findings=[known] * 3 + [PASSED],
+        kv_cost=KvCost(1),
+        self_test_tokens=200,
+        max_context=3000,
+    )
+    engines = Engines(writer=waiting)
+    async with served(
+        catalog(tmp_path, {"chat": CHAT}),
+        engines,
+        self_test=True,
+        self_test_folder=tmp_path / "t",
+        cache_max_bytes=2500,
+        load_wait_s=3,
+    ) as client:
+        async with asyncio.timeout(10):
+            while waiting.steps_taken < 2:
+                await asyncio.sleep(0.02)
+        body = {
+            "model": "chat",
+            "messages": [{"role": "user", "content": "x" * 1000}],
+            "max_tokens": 1,
+        }
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        async with asyncio.timeout(20):
+            while waiting.steps_taken < 2 + len(waiting.findings):
+                await asyncio.sleep(0.05)
+    assert waiting.tests == 2
+
+
+async def test_faults_of_batches_are_counted(tmp_path: Path) -> None:
+    """The engine hands them up, for it counts nothing."""
+    engines = Engines()
+    before = metrics.of(metrics.BATCH_FAULTS, "chat")._value.get()
+    engines.writer.faults = ["2 rows: ValueError: no such shapes"]
+    body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
+    async with served(catalog(tmp_path, {"chat": CHAT}), engines) as client:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert metrics.of(metrics.BATCH_FAULTS, "chat")._value.get() == before + 1
+
+
+async def test_a_batching_that_ends_while_rows_wait_lets_them_join_one_at_a_time(
+    tmp_path: Path,
+) -> None:
+    """The engine has given it up after some faults."""
+    engines = Engines()
+    body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}], "n": 3}
+    async with served(catalog(tmp_path, {"chat": CHAT}), engines) as client:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        assert max(engines.writer.steps) == 3
+        engines.writer.is_batched = False
+        warned = await client.post("/v1/chat/completions", json={**body, "n": 1})
+        assert warned.status_code == 200
+        engines.writer.steps.clear()
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        assert set(engines.writer.steps) == {1}
+        assert (await shown(client))["rows"] == "one at a time"
+
+
+class TestVerdicts:
+    """Small files that anything may have happened to."""
+
+    def test_they_are_this_users_alone(self, tmp_path: Path) -> None:
+        """Nobody else's verdict is believed, so nobody else writes there."""
+        verdicts = Verdicts(tmp_path / "a" / "b")
+        verdicts.write("d", FAILED)
+        assert verdicts.read("d") == FAILED
+        assert verdicts.read("e") == Verdict()
+        (file,) = verdicts.folder.iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(verdicts.folder.stat().st_mode) == 0o700
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            "",
+            "{",
+            "[]",
+            "null",
+            '"x"',
+            "[" * 3000,
+            json.dumps(asdict(PASSED) | {"rows": "no"}),
+            json.dumps(asdict(PASSED) | {"problem": 1}),
+            json.dumps({"rows": True}),
+            json.dumps(asdict(replace(PASSED, problem="x" * 10_000))),
+        ],
+    )
+    def test_what_is_not_sound_is_not_known(self, tmp_path: Path, content: str) -> None:
+        """Then the test is made again."""
+        (tmp_path / "d.json").write_text(content)
+        verdicts = Verdicts(tmp_path)
+        assert verdicts.read("d") == Verdict()
+        verdicts.write("d", PASSED)
+        assert verdicts.read("d") == PASSED
+
+    def test_bytes_that_are_no_text_are_not_known(self, tmp_path: Path) -> None:
+        """Nor is a folder of that name."""
+        (tmp_path / "d.json").write_bytes(b"\xff\x00")
+        (tmp_path / "e.json").mkdir()
+        assert Verdicts(tmp_path).read("d") == Verdicts(tmp_path).read("e") == Verdict()
+
+
+async def test_a_verdict_that_cannot_be_kept_holds_nevertheless(tmp_path: Path) -> None:
+    """A disk may be full, or read only."""
+    (tmp_path / "file").write_text("in the way")
+    engines = Engines(writer=Scrutinised(findings=[FAILED]))
+    async with served(
+        catalog(tmp_path, {"chat": CHAT}),
+        engines,
+        self_test=True,
+        self_test_folder=tmp_path / "file" / "x",
+    ) as client:
+        assert (await shown(client))["rows"] == "one at a time"
+
+
+def test_a_digest_names_what_a_verdict_depends_on(tmp_path: Path) -> None:
+    """The architecture, its number formats and the device; not when its files were written."""
+
+    def digest(folder: Path, device: Device = Device.CPU, dtype: str | None = None) -> str:
+        return self_test_digest(Checkpoint("m", folder), device, dtype)
+
+    one = write_chat(tmp_path / "one")
+    assert digest(one) == digest(write_chat(tmp_path / "again", seed=1))
+    others = {
+        digest(one),
+        digest(one, dtype="float16"),
+        digest(one, Device.METAL),
+        digest(write_chat(tmp_path / "wide", intermediate_size=128)),
+        digest(write_chat(tmp_path / "far", rope_theta=1e6)),
+    }
+    assert len(others) == 5

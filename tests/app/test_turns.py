@@ -1,0 +1,79 @@
+"""Structured answers of one model take turns, over HTTP on real MLX."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.app.engines import MlxEngines
+from gateway.engine.sources import Hub
+from gateway.serving.generation.rows import QUANTUM
+from gateway.serving.generation.steps import STEPS_PER_TURN
+from tests.checkpoints import write_chat
+from tests.fakes import ScriptedEngines
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+
+
+def body(text: str, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    messages = [{"role": "user", "content": text}]
+    return {"model": "chat", "messages": messages, "response_format": form, **more}
+
+
+async def test_an_integer_beside_an_endless_string_waits_for_a_quantum(tmp_path: Path) -> None:
+    """Though only one structured answer runs at a time; the long one goes on as it would alone."""
+    write_chat(tmp_path / "chat", max_position_embeddings=32_768)
+    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    models = {"chat": {"kind": "chat", "source": "path:chat"}}
+    endless = body("Go on.", {"type": "string", "minLength": 1500}, temperature=1, seed=1)
+    integer = body("How many?", {"type": "integer", "maximum": 99}, temperature=1, seed=2)
+    async with served(catalog(tmp_path, models), engines, structured_rows=1) as client:
+        post = client.post
+        alone = (await post("/v1/chat/completions", json=endless | {"max_tokens": 400})).json()
+        asked = endless | {"max_tokens": 400, "stream": True, "logprobs": True}
+        texts: list[str] = []
+        written = 0
+
+        async def read() -> None:
+            nonlocal written
+            async with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    (choice,) = json.loads(line[6:])["choices"]
+                    texts.append(choice["delta"].get("content") or "")
+                    written += len((choice["logprobs"] or {}).get("content") or ())
+
+        reading = asyncio.create_task(read())
+        while written < 10:
+            await asyncio.sleep(0.001)
+        before = written
+        answer = await post("/v1/chat/completions", json=integer)
+        meanwhile = written - before
+        assert not reading.done()
+        assert 0 <= int(answer.json()["choices"][0]["message"]["content"]) <= 99
+        assert meanwhile <= QUANTUM + 4 * STEPS_PER_TURN, "of the 400 that the long one writes"
+        await reading
+        assert "".join(texts) == alone["choices"][0]["message"]["content"]
+
+
+async def test_choices_beyond_the_queue_limit_are_refused(tmp_path: Path) -> None:
+    """Unless they are all there is: one request may ask for any number that is allowed."""
+    engines = ScriptedEngines()
+    models = {"chat": {"kind": "chat", "source": "path:."}}
+    asked = {"model": "chat", "prompt": "ab", "n": 20}
+    async with served(catalog(tmp_path, models), engines, queue_limit=8) as client:
+        alone = await client.post("/v1/completions", json=asked | {"n": 1})
+        assert alone.status_code == 200
+        engines.writer.gate.close()
+        many = asyncio.create_task(client.post("/v1/completions", json=asked))
+        await asyncio.to_thread(engines.writer.gate.reached.wait, 20)
+        refused = await client.post("/v1/completions", json=asked | {"n": 1})
+        assert refused.status_code == 429
+        assert "retry-after" in refused.headers
+        engines.writer.gate.open()
+        assert len((await many).json()["choices"]) == 20

@@ -1,0 +1,58 @@
+"""What is read of a caller's patterns and grammars takes as long as they are long.
+
+Python's `re` holds the interpreter's lock: a search that is quadratic stops every request.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gateway.engine.grammar.compiling import Bounds, _check_lark
+from gateway.engine.grammar.patterns import quotable, within
+from gateway.errors import BadRequest
+
+SHORT, LONG = 4_000, 16_000
+
+
+def seconds(work: Callable[[str], object], text: str) -> float:
+    """Measure the faster of two runs."""
+    taken = []
+    for _ in range(2):
+        started = time.perf_counter()
+        with contextlib.suppress(BadRequest):
+            work(text)
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+@pytest.mark.parametrize("work", [quotable, lambda pattern: within(pattern, 8)])
+@pytest.mark.parametrize("form", [("[", "[^", "]"), ("[^", '"', ""), ("", "[", ""), ("", "[^", "")])
+def test_a_pattern_of_many_brackets(
+    work: Callable[[str], object], form: tuple[str, str, str]
+) -> None:
+    """Four times as many take four times as long, not sixteen: nine allows for a busy machine."""
+    before, many, after = form
+    short, long = (seconds(work, before + many * n + after) for n in (SHORT, LONG))
+    assert long < 9 * short + 0.05
+
+
+@pytest.mark.parametrize("form", [('"', '\\"'), ("/", "\\/"), ("", '"a" '), ("", "/a/ ")])
+def test_a_grammar_of_many_quotes(form: tuple[str, str]) -> None:
+    """The same."""
+    before, many = form
+    short, long = (
+        seconds(lambda text: _check_lark(text, Bounds()), f"start: {before}{many * n}")
+        for n in (SHORT, LONG)
+    )
+    assert long < 9 * short + 0.05
+
+
+@pytest.mark.parametrize(
+    "source", ['start: "a', "start: /a", 'start: /a\n"/ <|im_end|> /"b/', 'start: "a" <|im_end|>']
+)
+def test_a_grammar_hides_nothing_in_a_text_that_is_none(source: str) -> None:
+    """A regex may go over lines: what is between two of them is no text."""
+    with pytest.raises(BadRequest, match=r"without an end|not supported"):
+        _check_lark(source, Bounds())

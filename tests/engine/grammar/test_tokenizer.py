@@ -1,0 +1,185 @@
+"""Tokenizers that grammars can be held over, and those they cannot."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import load
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from gateway.engine.backend import Device
+from gateway.engine.generation import GenerationEngine
+from gateway.engine.grammar.tokenizer import GrammarTokenizer
+from gateway.engine.loading import load_generation
+from gateway.errors import BadRequest
+from gateway.jobs import GenerateJob, Grammar, Sampling
+from tests.checkpoints import DEMO, write_chat
+from tests.fakes import caller
+
+SCHEMA = '{"type":"object","properties":{"a":{"enum":["b a","ab"]}},"required":["a"]}'
+CHARACTERS = 'abcdefghijklmnopqrstuvwxyz"{}:,'
+WORDS = ["<unk>", "<s>", "</s>", "▁", *CHARACTERS, *(f"<0x{byte:02X}>" for byte in range(256))]
+
+
+def unigram() -> Tokenizer:
+    pieces = [(word, -float(place)) for place, word in enumerate(WORDS)]
+    tokenizer = Tokenizer(models.Unigram([*pieces, ("▁the", -2.5)], unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
+
+
+def bpe() -> Tokenizer:
+    words = [word for word in WORDS if not word.startswith("<0x")]
+    vocabulary = {word: place for place, word in enumerate([*words, "▁a", '{"'])}
+    merges = [("▁", "a"), ("{", '"')]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(prepend_scheme="first")]
+    )
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def wordy() -> Tokenizer:
+    """Its decoder shows a byte's token as it is written, and llguidance takes it for the byte."""
+    tokenizer = unigram()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def bare() -> Tokenizer:
+    """Nothing says how its tokens become text."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def misspelt() -> Tokenizer:
+    """A token looks like a byte and is none: llguidance 1.9.1 panics."""
+    vocabulary = {word: place for place, word in enumerate([*WORDS, "<0xZZ>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
+
+
+def open_engine(folder: Path, tokenizer: Tokenizer) -> GenerationEngine:
+    write_chat(folder)
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "</s>",
+                "unk_token": "<unk>",
+            }
+        )
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 2}))
+    return load_generation(folder, name="m", device=Device.CPU)
+
+
+def written(engine: GenerationEngine, grammar: Grammar | None) -> str:
+    """Ask for an answer; give its text."""
+    job = GenerateJob(
+        caller=caller(),
+        messages=[{"role": "user", "content": "a b"}],
+        sampling=Sampling(temperature=0),
+        max_tokens=40,
+        grammar=grammar,
+    )
+    (row,) = engine.plan(job)
+    engine.join(replace(row, compiled=engine.compile(grammar) if grammar else None))
+    text = ""
+    while engine.is_prefilling or engine.is_decoding:
+        for delta in [*engine.prefill(512), *engine.decode()]:
+            assert delta.error is None
+            text += delta.text
+    return text
+
+
+@pytest.mark.parametrize("make", [unigram, bpe])
+def test_marked_spaces_are_no_hindrance_to_grammars(
+    tmp_path: Path, make: Callable[[], Tokenizer]
+) -> None:
+    """SentencePiece's decoder is rewritten to one that llguidance reads."""
+    engine = open_engine(tmp_path / "m", make())
+    text = written(engine, Grammar("json_schema", SCHEMA))
+    assert json.loads(text)["a"] in ("b a", "ab")
+    assert written(engine, Grammar("choice", '["a b"]')) == "a b"
+
+
+@pytest.mark.parametrize("make", [bare, wordy, misspelt])
+def test_a_tokenizer_that_grammars_cannot_read_leaves_plain_chat(
+    tmp_path: Path, make: Callable[[], Tokenizer]
+) -> None:
+    """Who asks for a grammar hears why there is none."""
+    engine = open_engine(tmp_path / "m", make())
+    assert written(engine, None) is not None
+    with pytest.raises(BadRequest, match="its tokenizer cannot serve grammars") as caught:
+        engine.compile(Grammar("json_schema", SCHEMA))
+    assert caught.value.code == "grammar_not_supported"
+
+
+def demo(vocab_size: int) -> GrammarTokenizer:
+    return GrammarTokenizer(load(DEMO)._tokenizer, vocab_size=vocab_size, eos_ids=[0, 2])
+
+
+def test_every_id_is_text_or_a_control_token() -> None:
+    """Ids beyond the tokenizer's are neither allowed nor text."""
+    tokenizer = demo(1030)
+    texts = {token for ids in tokenizer.texts.ids.values() for token in ids}
+    bits = np.unpackbits(tokenizer.texts.others.view(np.uint8), bitorder="little")
+    assert tokenizer.texts.others.shape == (tokenizer.words,)
+    assert not texts & {0, 2}
+    assert [token for token in range(1030) if not bits[token]] == sorted(texts)
+    assert bits[1030:].all()
+
+
+@pytest.fixture
+def gaps() -> Iterator[list[float]]:
+    """Measure, on a thread beside, for how long it does not run."""
+    found: list[float] = []
+    is_over = threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not is_over.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            found.append(now - last)
+            last = now
+
+    beside = threading.Thread(target=tick)
+    beside.start()
+    yield found
+    is_over.set()
+    beside.join()
+
+
+def test_others_run_between_the_parts_of_the_making(gaps: list[float]) -> None:
+    """Native code holds the GIL; no part of it is nearly the whole."""
+    vocabulary = {f"t{i}x{i * 7919 % 104_729}": i for i in range(60_000)}
+    vocabulary |= {"</s>": 60_000, "▁": 60_001}
+    model = models.BPE(vocabulary, [], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["</s>"])
+    fast: Any = PreTrainedTokenizerFast  # untyped
+    whole = fast(tokenizer_object=tokenizer, eos_token="</s>")
+    time.sleep(0.05)
+    gaps.clear()
+    started = time.perf_counter()
+    GrammarTokenizer(whole, vocab_size=60_002, eos_ids=[60_000])
+    took = time.perf_counter() - started
+    assert max(gaps) < 0.7 * took

@@ -1,0 +1,47 @@
+"""Values in calls that their format has no right words for."""
+
+import pytest
+
+from gateway.engine.parts import arguments_json
+from gateway.engine.tool_calls import read_json, read_python, read_qwen
+
+SCHEMAS = {"f": {"type": "object", "properties": {"a": {}, "n": {"type": "number"}}}}
+
+
+@pytest.mark.parametrize("name", ["a", "n"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "1e999", "{1, 2}", "[1, {2}]", "[b'a']"]
+)
+def test_arguments_that_json_has_no_words_for_are_text(name: str, value: str) -> None:
+    """Never null, which is another value; nor is the call lost."""
+    body = f"<function=f>\n<parameter={name}>\n{value}\n</parameter>\n</function>"
+    (call,) = read_qwen(body, SCHEMAS)
+    assert call == {"name": "f", "arguments": {name: value}}
+    arguments_json(call["arguments"])
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_call_in_json_with_a_number_that_is_none_cannot_be_written(number: str) -> None:
+    """So it stays text."""
+    (call,) = read_json(f'{{"name": "f", "arguments": {{"n": {number}}}}}', SCHEMAS)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        arguments_json(call["arguments"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[f(3)]", "[f(3, n=4)]", "[f(**{'n': 3})]", "[f(n=1+2)]", "[f(a=x), f(n=3)]", "[f", "f(n=3)"],
+)
+def test_a_call_in_python_that_is_none_by_names_and_values_is_not_read(text: str) -> None:
+    """Rather than as one with other arguments, or without them."""
+    with pytest.raises((ValueError, SyntaxError)):
+        read_python(text, SCHEMAS)
+
+
+def test_calls_in_python_may_have_the_literals_of_json() -> None:
+    """Templates show values as JSON, so models write them so, too."""
+    text = "[f(a=true, n=-1.5), a.g(o={'k': null, 'l': [false, None]})]"
+    assert read_python(text, SCHEMAS) == [
+        {"name": "f", "arguments": {"a": True, "n": -1.5}},
+        {"name": "a.g", "arguments": {"o": {"k": None, "l": [False, None]}}},
+    ]

@@ -1,0 +1,282 @@
+"""Requests whose every field can be made as large as wanted, and what reading them costs."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+
+from gateway.errors import GatewayError
+from gateway.jobs import Caller, Sampling
+from gateway.registry import Catalog
+from gateway.wire import chat, completions, embeddings, response_items, responses
+from gateway.wire.bounds import Bounds
+from gateway.wire.reading import CharBounds, read_request
+from gateway.wire.table import ENDPOINTS
+from tests.fuzz.asking import POSTS
+
+# What counts may be set to: a bound that the settings can lift must not hide a slow walk.
+BOUNDS = Bounds(max_messages=1_000_000)
+CHARS = 10**9
+TIMES = 4  # how much larger the larger one is
+MOST = 8.0  # a time that grows with the size is 4 times as long, one with its square 16 times
+NOTHING_S = 0.004  # in which nobody is kept waiting, and nothing can be measured
+RUNS = 3
+
+Grow = Callable[[int], Any]  # about so many bytes of JSON
+
+
+def repeated(item: Any) -> Grow:
+    """Grow by the number of items."""
+    size = len(orjson.dumps(item)) + 1
+    return lambda nbytes: [item] * max(1, nbytes // size)
+
+
+ANY: dict[str, Grow] = {
+    "a text": lambda n: "x" * n,
+    "a text of escapes": lambda n: "\x00" * (n // 6),
+    "a text of brackets": lambda n: "[{" * (n // 2),
+    "a text of blank lines": lambda n: "\n\n" * (n // 4),
+    "texts": repeated("x"),
+    "numbers": repeated(1),
+    "decimals": repeated(0.5),
+    "lists": repeated([]),
+    "objects": repeated({}),
+    "nulls": repeated(None),
+    "named": lambda n: {f"k{i}": i for i in range(n // 14)},
+    "numbered": lambda n: {str(i): 1 for i in range(n // 10)},
+    "one name": lambda n: {"x" * n: 1},
+}
+
+
+def within(grow: Grow, wrap: Callable[[Any], Any]) -> Grow:
+    """Grow something inside of something else."""
+    return lambda n: wrap(grow(n))
+
+
+def turn(role: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": "x" * 200, **more}
+
+
+def call(arguments: str = "{}", **more: Any) -> dict[str, Any]:
+    return {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "f", "arguments": arguments, **more},
+    }
+
+
+def function(name: str, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def item(kind: str, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "call_id": "c", "name": "f", "arguments": "{}", **more}
+
+
+def form(schema: Grow) -> Grow:
+    """Grow a schema that an answer is held to."""
+    return lambda n: {"type": "json_schema", "json_schema": {"name": "s", "schema": schema(n)}}
+
+
+SCHEMAS: dict[str, Grow] = {
+    "properties": lambda n: {"properties": {f"p{i}": {"type": "null"} for i in range(n // 25)}},
+    "references": lambda n: {
+        "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(n // 35)}
+    },
+    "branches": lambda n: {"anyOf": [{"const": i} for i in range(n // 18)]},
+    "values": lambda n: {"enum": list(range(n // 7))},
+    "a description": lambda n: {"description": "x" * n},
+}
+MESSAGES: dict[str, Grow] = {
+    **{
+        f"{role} turns": repeated(turn(role))
+        for role in ("developer", "system", "user", "assistant", "tool", "function")
+    },
+    "short turns": repeated({"role": "user", "content": ""}),
+    "turns in turn": lambda n: [turn("user"), turn("assistant")] * (n // 500),
+    "parts": lambda n: [turn("user", content=repeated({"type": "text", "text": "x"})(n))],
+    "wrong parts": lambda n: [turn("user", content=repeated(1)(n))],
+    "calls": lambda n: [turn("assistant", tool_calls=repeated(call())(n))],
+    "wrong calls": lambda n: [turn("assistant", tool_calls=repeated({})(n))],
+    "turns with calls": repeated(turn("assistant", tool_calls=[call()])),
+    "arguments": lambda n: [turn("assistant", tool_calls=[call(f'{{"a":"{"x" * n}"}}')])],
+    "wrong arguments": lambda n: [turn("assistant", tool_calls=[call("{" * n)])],
+    "a name": lambda n: [turn("user", name="x" * n)],
+    "a call's name": lambda n: [turn("assistant", tool_calls=[call(name="x" * n)])],
+    "what nobody knows": lambda n: [turn("user", **{f"k{i}": i for i in range(n // 14)})],
+}
+TOOLS: dict[str, Grow] = {
+    **{name: within(grow, lambda value: [function("f", value)]) for name, grow in SCHEMAS.items()},
+    "tools": lambda n: [function(f"f{i}", {}) for i in range(n // 70)],
+    "tools of one name": repeated(function("f", {})),
+    "a name": lambda n: [function("x" * n, {})],
+}
+ITEMS: dict[str, Grow] = {
+    **{
+        f"{role} items": repeated(turn(role))
+        for role in ("developer", "system", "user", "assistant")
+    },
+    "calls": repeated(item("function_call")),
+    "outputs": repeated(item("function_call_output", output="x")),
+    "calls and outputs": lambda n: (
+        [item("function_call"), item("function_call_output", output="x")] * (n // 140)
+    ),
+    "reasoning": repeated(item("reasoning")),
+    "references": repeated({"type": "item_reference", "id": "x"}),
+    "parts": lambda n: [turn("user", content=repeated({"type": "input_text", "text": "x"})(n))],
+    "wrong parts": lambda n: [turn("user", content=repeated(1)(n))],
+    "output parts": lambda n: [
+        item("function_call_output", output=repeated({"type": "text", "text": ""})(n))
+    ],
+    "a kind": lambda n: [{"type": "x" * n}],
+}
+INPUTS: dict[str, Grow] = {
+    "ids": repeated([1, 2, 3]),
+    "rows of ids": lambda n: [[1] * (n // 4)] * 2,
+    "long texts": repeated("x" * 1000),
+}
+OWN: dict[str, dict[str, Grow]] = {
+    "messages": MESSAGES,
+    "tools": TOOLS,
+    "functions": {
+        name: within(grow, lambda tools: [each["function"] for each in tools])
+        for name, grow in TOOLS.items()
+    },
+    "tool_choice": {
+        "a name": lambda n: {"type": "function", "function": {"name": "x" * n}},
+        "a flat name": lambda n: {"type": "function", "name": "x" * n},
+        "many": lambda n: {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": repeated(function("f", None))(n)},
+        },
+        "many flat ones": lambda n: {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": repeated({"type": "function", "name": "f"})(n),
+        },
+    },
+    "response_format": {name: form(grow) for name, grow in SCHEMAS.items()},
+    "structured_outputs": {
+        **{name: within(grow, lambda schema: {"json": schema}) for name, grow in SCHEMAS.items()},
+        "a regex": lambda n: {"regex": "x" * n},
+        "choices": lambda n: {"choice": repeated("x")(n)},
+        "a grammar": lambda n: {"grammar": "x" * n},
+    },
+    "guided_json": SCHEMAS,
+    "text": {
+        name: within(
+            grow,
+            lambda schema: {"format": {"type": "json_schema", "name": "s", "schema": schema}},
+        )
+        for name, grow in SCHEMAS.items()
+    },
+    "input": ITEMS | INPUTS,
+    "prompt": INPUTS,
+    "logit_bias": {
+        "wrong values": lambda n: {str(i): "x" for i in range(n // 12)},
+        "wrong names": lambda n: {f"x{i}": 1 for i in range(n // 12)},
+    },
+    "stop": {"long ones": lambda n: ["x" * (n // 4)] * 4},
+    "metadata": {"long ones": lambda n: {"a": "x" * n}},
+    "reasoning": {"an effort": lambda n: {"effort": "x" * n}},
+    "stream_options": {"what nobody knows": lambda n: {f"k{i}": i for i in range(n // 14)}},
+    "include": {"what there is": repeated("message.output_text.logprobs")},
+}
+FIELDS: dict[str, list[str]] = {
+    endpoint.path.removeprefix("/v1"): [
+        *endpoint.honoured, *endpoint.harmless, *endpoint.refused, "nobody-knows"
+    ]
+    for endpoint in ENDPOINTS
+}  # fmt: skip
+SHAPES = {endpoint.path.removeprefix("/v1"): endpoint for endpoint in ENDPOINTS}
+
+
+def understood(path: str, body: bytes, models: Catalog) -> object:
+    """Do all that is done with a body before its model is asked, or word why it is refused."""
+    try:
+        shape, fields = SHAPES[path].shape, SHAPES[path].fields
+        asked: Any = read_request(body, shape, fields, strict=False, bounds=BOUNDS).request
+        models.resolve(asked.model)
+        return translated(path, asked)
+    except GatewayError as error:
+        return orjson.dumps(error.body())
+
+
+def translated(path: str, asked: Any) -> object:
+    """Make the jobs."""
+    caller = Caller(request_id="r", deadline=1e9, allowed_s=60)
+    if path == "/embeddings":
+        return embeddings.to_job(
+            asked,
+            caller,
+            accepts_ids=True,
+            truncate=True,
+            dimensions=None,
+            prompt_name=None,
+            bounds=CharBounds(CHARS, CHARS),
+        )
+    if path == "/completions":
+        return completions.to_jobs(asked, caller, Sampling(), bounds=CharBounds(CHARS, CHARS))
+    to_job: Any = chat.to_job if path == "/chat/completions" else responses.to_job
+    more: dict[str, Any]
+    if path == "/chat/completions":
+        more = {"schema_in_prompt": True}
+    else:
+        more = {"items": response_items.resolved(asked.input, lambda _: b'{"role":"user"}')}
+    return to_job(
+        asked, caller, Sampling(), max_tokens=16, template_args={}, max_chars=CHARS, **more
+    )
+
+
+def slow(
+    path: str, shapes: Mapping[str, Mapping[str, Grow]], nbytes: int, models: Catalog
+) -> list[str]:
+    """List the fields whose time grows faster than their size, with the shapes that did it."""
+    found = []
+    with uncollected():
+        for name in FIELDS[path]:
+            for how, grow in shapes.get(name, {}).items():
+                before, after = growth(path, name, grow, nbytes, models)
+                if after > NOTHING_S and after > MOST * before:
+                    found.append(f"{name}: {how}, {1e3 * before:.1f} → {1e3 * after:.1f} ms")
+    return found
+
+
+def body(path: str, name: str, value: Any) -> bytes:
+    """Write a request that is well but for one field."""
+    return orjson.dumps({**POSTS[path], name: value})
+
+
+def growth(path: str, name: str, grow: Grow, nbytes: int, models: Catalog) -> tuple[float, float]:
+    """Measure what a field of so many bytes costs, and one of `TIMES` as many: processor seconds
+    of this thread, so that a busy machine changes little.
+    """
+    small, large = (body(path, name, grow(size)) for size in (nbytes, TIMES * nbytes))
+    after = least(lambda: understood(path, large, models), 1)
+    if after <= NOTHING_S:
+        return 0.0, after
+    after = min(after, least(lambda: understood(path, large, models), RUNS))
+    return least(lambda: understood(path, small, models), RUNS), after
+
+
+def least(work: Callable[[], object], runs: int) -> float:
+    """Measure the least seconds that some runs took."""
+    taken = []
+    for _ in range(runs):
+        started = time.thread_time()
+        work()
+        taken.append(time.thread_time() - started)
+    return min(taken)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector from walking what all the other tests have left."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

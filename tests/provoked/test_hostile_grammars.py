@@ -1,0 +1,128 @@
+"""Grammars made to kill: each is a 400, in a process that must outlive it."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.processes import ROOT, Served, command, started
+
+Schema = dict[str, Any]
+USER = [{"role": "user", "content": "hi"}]
+CHAT: Schema = {"model": "demo-chat", "messages": USER, "max_tokens": 4}
+
+
+def chain(length: int, link: Callable[[Schema], Schema], last: Schema | None = None) -> Schema:
+    """Make a schema whose references lead from one definition to the next."""
+    names = [format(i, "x") for i in range(length + 1)]
+    defs = {name: link({"$ref": f"#/$defs/{after}"}) for name, after in itertools.pairwise(names)}
+    return {"$ref": "#/$defs/0", "$defs": {**defs, names[-1]: last or {"type": "string"}}}
+
+
+def required(ref: Schema) -> Schema:
+    return {"type": "object", "properties": {"n": ref}, "required": ["n"]}
+
+
+CHAINS = {
+    "objects": chain(1500, required),
+    "items": chain(4000, lambda ref: {"type": "array", "items": ref}),
+    "bare": chain(7000, lambda ref: ref),
+    "optional": chain(2000, lambda ref: {"type": "object", "properties": {"n": ref}}),
+    "anyOf": chain(3500, lambda ref: {"anyOf": [ref, {"type": "null"}]}),
+    "prefixItems": chain(2000, lambda ref: {"type": "array", "prefixItems": [ref]}),
+    "percent": json.loads(json.dumps(chain(1500, required)).replace("#/$", "#/%24")),
+    "by id": {
+        "$ref": "u0",
+        "$defs": {
+            **{f"{i}": {"$id": f"u{i}", **required({"$ref": f"u{i + 1}"})} for i in range(1500)},
+            "z": {"$id": "u1500", "type": "string"},
+        },
+    },
+}
+
+
+def _tool(schema: Schema, **more: Any) -> Schema:
+    return {"type": "function", "function": {"name": "f", "parameters": schema, **more}}
+
+
+def _form(schema: Schema) -> Schema:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def _text_form(schema: Schema) -> Schema:
+    return {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+
+
+WAYS: dict[str, tuple[str, Callable[[Schema], Schema]]] = {
+    "response_format": ("chat/completions", lambda schema: {"response_format": _form(schema)}),
+    "guided_json": ("chat/completions", lambda schema: {"guided_json": schema}),
+    "structured_outputs": (
+        "chat/completions",
+        lambda schema: {"structured_outputs": {"json": schema}},
+    ),
+    "text.format": ("responses", lambda schema: {"text": _text_form(schema)}),
+    "strict tool": (
+        "chat/completions",
+        lambda schema: {"tools": [_tool({**schema, "type": "object"}, strict=True)]},
+    ),
+    "forced tool": (
+        "chat/completions",
+        lambda schema: {
+            "tools": [_tool({**schema, "type": "object"})],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serve the demo model, for real, in a process that a native crash would end."""
+    folder = tmp_path_factory.mktemp("gateway")
+    (folder / "models.yaml").write_text((ROOT / "models.yaml").read_text())
+    given = {"GATEWAY_DEMO_CHAT_SOURCE": f"path:{ROOT / 'gateway/demo/chat'}"}
+    with started(command("serve"), folder, **given) as served:
+        yield served
+
+
+def ask(served: Served, path: str, body: Schema) -> httpx2.Response:
+    base = {"model": "demo-chat", "input": "hi"} if path == "responses" else CHAT
+    return httpx2.post(f"{served.url}/v1/{path}", json={**base, **body}, timeout=60)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", CHAINS)
+def test_a_long_chain_of_references_is_refused(served: Served, kind: str, way: str) -> None:
+    """Whichever field it comes in, and whatever the links are made of."""
+    path, body = WAYS[way]
+    answer = ask(served, path, body(CHAINS[kind]))
+    assert answer.status_code == 400, answer.text[:300]
+    assert "subschemas" in answer.json()["error"]["message"]
+    assert served.process.poll() is None
+    assert ask(served, "chat/completions", {}).status_code == 200
+
+
+def test_a_long_chain_in_a_prompt_is_refused(served: Served) -> None:
+    """A prompt that ends with a schema, as clients write it for servers without `json_schema`."""
+    links = {format(i, "x"): {"$ref": f"#/{i + 1:x}"} for i in range(600)}
+    schema = {"properties": {"n": {"$ref": "#/0"}}, **links}
+    text = "Respond with a JSON object in the following format:\n\n" + json.dumps(schema)
+    body = {
+        "response_format": {"type": "json_object"},
+        "messages": [{"role": "user", "content": text}],
+    }
+    answer = ask(served, "chat/completions", body)
+    assert answer.status_code == 400, answer.text[:300]
+    assert "subschemas" in answer.json()["error"]["message"]
+
+
+def test_a_long_chain_inside_a_lark_grammar_is_refused(served: Served) -> None:
+    """A schema within a grammar is followed as any other is."""
+    links = {format(i, "x"): {"items": {"$ref": f"#/{i + 1:x}"}} for i in range(700)}
+    grammar = "start: value\nvalue: %json " + json.dumps({**links, "$ref": "#/0"})
+    answer = ask(served, "chat/completions", {"guided_grammar": grammar})
+    assert answer.status_code == 400, answer.text[:300]
+    assert "subschemas" in answer.json()["error"]["message"]

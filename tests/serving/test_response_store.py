@@ -1,0 +1,112 @@
+"""Kept responses: bounded, each owner's apart, forgotten in time."""
+
+from gateway.serving.response_store import ResponseStore, StoredItem, StoredResponse
+
+
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def store(clock: Clock | None = None, **bounds: int) -> ResponseStore:
+    given = {"max_responses": 3, "max_bytes": 1000, "ttl_s": 60, **bounds}
+    return ResponseStore(
+        max_responses=given["max_responses"],
+        max_bytes=given["max_bytes"],
+        ttl_s=given["ttl_s"],
+        now=clock or Clock(),
+    )
+
+
+def response(name: str, *context: str, size: int = 10) -> StoredResponse:
+    items = [StoredItem(each, b"c" * 10) for each in context]
+    return StoredResponse(name, b"x" * size, items, [StoredItem(f"{name}-out", b"o" * 10)])
+
+
+def test_what_is_kept_is_found_by_its_owner_alone() -> None:
+    """Another's id is as good as none, and its items too."""
+    kept = store()
+    kept.keep("a", response("r", "question"))
+    found = kept.find("a", "r")
+    assert found is not None
+    assert [item.id for item in found.items] == ["question", "r-out"]
+    assert kept.item("a", "question") == StoredItem("question", b"c" * 10)
+    for owner in ("b", None):
+        assert kept.find(owner, "r") is None
+        assert kept.item(owner, "r-out") is None
+        assert not kept.delete(owner, "r")
+    assert kept.find("a", "r") is found
+
+
+def test_an_owners_oldest_leaves_for_its_newest() -> None:
+    """And nobody else's."""
+    kept = store()
+    kept.keep("b", response("other"))
+    for name in "1234":
+        kept.keep("a", response(name))
+    assert kept.find("a", "1") is None
+    assert kept.item("a", "1-out") is None
+    assert all(kept.find("a", name) for name in "234")
+    assert kept.find("b", "other")
+
+
+def test_bytes_are_bounded_with_everything_counted() -> None:
+    """Body, context and output; what alone is larger than the bound is not kept."""
+    kept = store(max_bytes=100)
+    assert kept.keep("a", response("1", "c1", size=30))
+    assert kept.nbytes == 50
+    assert kept.keep("a", response("2", size=40))
+    assert kept.nbytes == 100
+    assert kept.keep("a", response("3", size=1))
+    assert (kept.find("a", "1"), kept.nbytes) == (None, 61)
+    assert not kept.keep("a", response("4", size=91))
+    assert len(kept) == 2
+
+
+def test_an_item_is_found_while_any_response_holds_it() -> None:
+    """A conversation's items outlive its first response."""
+    kept = store()
+    kept.keep("a", response("1", "hello"))
+    kept.keep("a", response("2", "hello", "1-out", "again"))
+    assert kept.delete("a", "1")
+    assert kept.item("a", "1-out") is not None
+    assert kept.delete("a", "2")
+    assert [kept.item("a", name) for name in ("hello", "1-out", "again", "2-out")] == [None] * 4
+    assert kept.nbytes == 0
+
+
+def test_an_item_that_stands_twice_in_one_response_is_forgotten_with_it() -> None:
+    """A client may send one id twice."""
+    kept = store()
+    kept.keep("a", response("1", "same", "same"))
+    assert kept.item("a", "same") is not None
+    kept.delete("a", "1")
+    assert kept.item("a", "same") is None
+
+
+def test_what_is_old_is_forgotten() -> None:
+    """Asked for or not."""
+    clock = Clock()
+    kept = store(clock)
+    kept.keep("a", response("1"))
+    clock.now = 30
+    kept.keep("b", response("2"))
+    clock.now = 60
+    assert kept.find("a", "1") is None
+    assert kept.find("b", "2") is not None
+    clock.now = 90
+    kept.expire()
+    assert (len(kept), kept.nbytes) == (0, 0)
+
+
+def test_none_is_kept_where_none_may_be() -> None:
+    """A gateway that is to remember nothing."""
+    kept = store(max_responses=0)
+    assert not kept.is_on
+    assert not kept.keep("a", response("1"))
+    assert kept.find("a", "1") is None

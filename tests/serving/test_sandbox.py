@@ -1,0 +1,193 @@
+"""What is done in the sandbox may be slow, swell or crash; the next call finds it ready."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gateway.engine import sandboxed
+from gateway.serving.sandbox import Sandbox, resident_bytes
+from tests.sandboxes import SLOW, grammar, sandbox, template
+
+ROOT = Path(__file__).parents[2]
+OK = ("rendered", "ok")
+LONG = "{% for a in range(6000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}"
+DEADLY = grammar(
+    json.dumps(
+        {
+            "grammars": [
+                {
+                    "json_schema": {
+                        "$ref": "#/0",
+                        **{str(i): {"items": {"$ref": f"#/{i + 1}"}} for i in range(5000)},
+                        "5000": {},
+                    }
+                }
+            ]
+        }
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def templates() -> Iterator[Sandbox]:
+    """Give a sandbox for templates with short deadlines."""
+    with sandbox("template", 3, quick_s=0.3) as box:
+        yield box
+
+
+def test_what_crashes_ends_only_the_process_that_tried_it() -> None:
+    """It is told by what ended it, remembered by its key, and the next call is served."""
+    with sandbox("grammar") as box:
+        assert box(grammar('start: "a"'), b"a") == ("tried", None)
+        died = box(DEADLY, b"deadly")
+        assert died[0] == "died"
+        assert "SIG" in died[1]
+        assert box(grammar('start: "a"'), b"deadly") == died  # nothing is tried by that key
+        assert box(grammar('start: "a"'), b"a") == ("tried", None)
+
+
+def test_what_takes_too_long_is_killed(templates: Sandbox) -> None:
+    """At the deadline; it is not tried again, and what comes after it is served."""
+    assert templates(template(SLOW), b"slow")[0] == "late"
+    assert templates(template("ok"), b"slow")[0] == "late"
+    assert templates(template("ok"), b"ok") == OK
+
+
+def test_what_takes_long_keeps_nobody_else() -> None:
+    """It goes on in its process while another serves the rest; only one may, until the end."""
+    with ThreadPoolExecutor(3) as threads:
+        with sandbox("template", 120, quick_s=0.3) as box:
+            list(threads.map(lambda text: box(template(text), b""), [LONG, "ok"]))  # both are ready
+            slow = threads.submit(box, template(SLOW), b"first")
+            time.sleep(0.1)
+            quick = [threads.submit(box, template("ok"), b"ok") for _ in range(5)]
+            assert [each.result() for each in quick] == [OK] * 5
+            assert not slow.done()
+            # No third one was started meanwhile: that takes seconds of processor time from these.
+            assert len(box._idle) + len(box._busy) == 2
+            assert box(template(SLOW), b"second") == ("busy", "another takes as long")
+            assert box(template("ok"), b"ok") == OK
+        assert slow.result()[0] == "died"
+
+
+@pytest.mark.parametrize("is_memory_bounded", [True, False])
+def test_what_swells_is_ended(is_memory_bounded: bool) -> None:
+    """By a limit or, where the system holds to none, by looking at it now and then."""
+    hungry = template("{% set x = 'é' * 400000000 %}" + SLOW) | {"max_bytes": 1 << 28}
+    with sandbox("template", 30, is_memory_bounded=is_memory_bounded) as box:
+        outcome, why = box(hungry, b"hungry")
+        assert (outcome, why) in (
+            ("large", "it needs more memory than it may have"),
+            ("died", "it needs more memory than it may have"),
+        )
+        assert box(template("ok"), b"ok") == OK
+
+
+def test_many_at_once_are_all_served(templates: Sandbox) -> None:
+    """From as many threads."""
+    with ThreadPoolExecutor(16) as threads:
+        calls = [threads.submit(templates, template(f"n{i}"), b"%d" % i) for i in range(200)]
+        assert [each.result() for each in calls] == [("rendered", f"n{i}") for i in range(200)]
+
+
+def test_a_process_of_a_large_gateway_is_kept() -> None:
+    """What the gateway held when it began it is not its own."""
+    weights = bytearray(600 << 20)
+    with sandbox("grammar") as box:
+        box(grammar('start: "a"'), b"a")
+        first = {each._process.pid for each in box._idle}
+        box(grammar('start: "a"'), b"b")
+        assert {each._process.pid for each in box._idle} == first
+    del weights
+
+
+def test_an_error_of_the_work_itself_is_an_answer(templates: Sandbox) -> None:
+    """And keeps its process."""
+    assert templates(template("{{ raise_exception('not so') }}"), b"x") == ("refused", "not so")
+    too_long = template("{{ 'a' * 5000000 }}")
+    assert templates(too_long, b"y") == (
+        "large",
+        "it writes 5000000 characters, and may write 3000000",
+    )
+
+
+def test_a_large_request_and_its_answer_arrive_whole(templates: Sandbox) -> None:
+    """Beyond what the socket holds at once."""
+    text = "é" * 3_000_000
+    assert templates(template("{{ text }}", text=text), b"large") == ("rendered", text)
+
+
+def test_a_process_that_is_gone_is_replaced() -> None:
+    """Whoever asks after that has not ended it, and is not blamed."""
+    with sandbox("grammar") as box:
+        box(grammar('start: "a"'), b"a")
+        for each in box._idle:
+            os.kill(each._process.pid, signal.SIGKILL)
+            each._process.wait()
+        outcomes = [box(grammar('start: "a"'), b"%d" % i)[0] for i in range(3)]
+        assert outcomes == ["tried", "tried", "tried"]
+
+
+GATEWAY = """
+import socket, sys, time
+from tests.sandboxes import SLOW, sandbox, template
+listener = socket.create_server(("127.0.0.1", 0))
+listener.set_inheritable(True)
+with sandbox("template", 3) as box:
+    box(template("ok"), b"ok")
+    print(listener.getsockname()[1], box._idle[0]._process.pid, flush=True)
+    if len(sys.argv) > 1:
+        box(template(SLOW), b"slow")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("busy", [(), ("busy",)])
+def test_a_killed_gateway_leaves_nothing(busy: tuple[str, ...]) -> None:
+    """Neither the process, which reads the end of its socket, nor a port that is listened on."""
+    gateway = subprocess.Popen(
+        [sys.executable, "-c", GATEWAY, *busy], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert gateway.stdout is not None
+    with gateway, gateway.stdout:
+        port, pid = map(int, gateway.stdout.readline().split())
+        assert resident_bytes(pid) > 0
+        time.sleep(0.3)
+        gateway.kill()
+        gateway.wait()
+        for _ in range(80):
+            if not _lives(pid):
+                break
+            time.sleep(0.1)
+        assert not _lives(pid)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+
+def _lives(pid: int) -> bool:
+    """Tell whether a process runs; one that nobody has reaped does not."""
+    asked = ["ps", "-o", "stat=", "-p", str(pid)]
+    return subprocess.run(asked, capture_output=True, check=False).stdout.strip()[:1] not in (
+        b"",
+        b"Z",
+    )
+
+
+@pytest.mark.parametrize("kind", ["grammar", "template"])
+def test_it_imports_nothing_that_is_slow_or_holds_a_device(kind: str) -> None:
+    """Neither mlx nor anything of ours."""
+    code = (
+        f"import runpy, sys; runpy.run_path({sandboxed.__file__!r})['READY'][{kind!r}]();"
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True)
+    assert not {b"mlx", b"mlx_lm", b"gateway", b"torch"} & {*done.stdout.split()}

@@ -1,0 +1,200 @@
+"""What is wrong with a request is said in the words of its fields, never in those of Python."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.errors import BadRequest, UnknownParameter
+from gateway.wire import chat, completions, responses
+from gateway.wire.messages import to_template
+from gateway.wire.reading import Fields, Read, Request, read_request
+from gateway.wire.sampling import MAX_STOPS
+
+USER = {"role": "user", "content": "hi"}
+CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}
+SHAPES: dict[str, tuple[type[Request], Fields, dict[str, Any]]] = {
+    "chat": (chat.ChatRequest, chat.FIELDS, CHAT),
+    "completions": (
+        completions.CompletionRequest,
+        completions.FIELDS,
+        {"model": "m", "prompt": "hi"},
+    ),
+    "responses": (responses.ResponsesRequest, responses.FIELDS, {"model": "m", "input": "hi"}),
+}
+
+
+def read(path: str = "chat", *, strict: bool = False, **given: Any) -> Read[Any]:
+    shape, fields, least = SHAPES[path]
+    return read_request(orjson.dumps({**least, **given}), shape, fields, strict=strict)
+
+
+def refused(path: str = "chat", **given: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        read(path, **given)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ({"messages": "hi"}, "messages", "expected an array, but got a string"),
+        ({"messages": ["hi"]}, "messages[0]", "expected an object, but got a string"),
+        ({"messages": [[]]}, "messages[0]", "expected an object, but got an array"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages[0].content",
+            "expected a string or an array, but got an integer",
+        ),
+        (
+            {"messages": [{"role": "user", "content": ["x"]}]},
+            "messages[0].content[0]",
+            "expected an object, but got a string",
+        ),
+        ({"stream": 1}, "stream", "expected a boolean, but got an integer"),
+        ({"temperature": "hot"}, "temperature", "expected a number, but got a string"),
+        ({"n": 1.5}, "n", "expected an integer, but got a decimal"),
+        ({"stream_options": True}, "stream_options", "expected an object, but got a boolean"),
+    ],
+)
+def test_a_wrong_type_is_told_by_the_names_json_has(
+    given: dict[str, Any], param: str, said: str
+) -> None:
+    """As OpenAI does: an object, an array, and what came instead."""
+    error = refused(**given)
+    assert (error.param, error.code) == (param, "invalid_type")
+    assert error.message == f"Invalid type for '{param}': {said} instead."
+
+
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("chat", {"messages": [{"role": "wizard", "content": "x"}]}),
+        ("chat", {"tools": ["x"]}),
+        ("chat", {"tools": [{"type": "function", "function": 5}]}),
+        ("chat", {"tool_choice": {"type": "function", "function": {}}}),
+        ("chat", {"tool_choice": {"type": "function", "function": {"name": 5}}}),
+        ("chat", {"tool_choice": 5}),
+        ("chat", {"response_format": {"type": "json_schema", "json_schema": {"colour": 1}}}),
+        ("chat", {"function_call": {"name": 5}, "functions": [{"name": "f"}]}),
+        ("chat", {"service_tier": "gold"}),
+        ("chat", {"max_tokens": "12"}),
+        ("chat", {"max_tokens": 12.5}),
+        ("chat", {"stop": 5}),
+        ("chat", {"logit_bias": {"1": "x"}}),
+        ("responses", {"input": [5]}),
+        ("responses", {"input": [{"role": "user", "content": [5]}]}),
+        ("responses", {"text": {"format": {"type": "json_schema"}}}),
+        ("responses", {"include": ["everything"]}),
+        ("responses", {"reasoning": {"effort": "hard"}}),
+    ],
+)
+def test_no_message_speaks_python(path: str, given: dict[str, Any]) -> None:
+    """No class, no dictionary, no list, no None, no pydantic."""
+    error = refused(path, **given)
+    text = f"{error.message} {error.param}"
+    for word in (
+        "dictionary",
+        "instance",
+        "Input",
+        "list",
+        "None",
+        "bool",
+        "Param",
+        "Tool",
+        "Name",
+    ):
+        assert word not in text, text
+    assert error.param
+    assert error.param.split(".")[0].split("[")[0] in given
+
+
+@pytest.mark.parametrize("temperature", [5, 2.5, -1])
+def test_the_field_says_whether_a_bound_is_of_decimals(temperature: float) -> None:
+    """Not the number that was sent."""
+    error = refused(temperature=temperature)
+    assert error.code in ("decimal_above_max_value", "decimal_below_min_value")
+    assert "Expected a value <= 2," in error.message or "Expected a value >= 0," in error.message
+    assert refused(n=0).code == "integer_below_min_value"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_a_number_of_tokens_may_be_written_in_other_ways(name: str) -> None:
+    """Whole decimals are integers in JSON, and -1 is no bound to other servers."""
+    path = "responses" if name == "max_output_tokens" else "chat"
+
+    def taken(value: Any) -> Any:
+        given: dict[str, Any] = {name: value}
+        return getattr(read(path, **given).request, name)
+
+    assert [taken(value) for value in (12.0, -1, -1.0)] == [12, None, None]
+    for wrong in (0, -2, 12.5, True):
+        assert refused(path, **{name: wrong}).param == name
+
+
+def test_stop_may_be_many_or_none() -> None:
+    """Each as long as a name; empty ones ask for nothing."""
+    stops = [f"stop {i}" for i in range(MAX_STOPS)]
+    assert read(stop=stops).request.stop == tuple(stops)
+    assert [read(stop=none).request.stop for none in ([], "", [""], None)] == [()] * 4
+    assert read(stop=["", "x"]).request.stop == ("x",)
+    assert refused(stop=[*stops, "x"]).param == "stop"
+    assert refused(stop="x" * 257).param == "stop"
+
+
+def test_history_may_have_an_empty_list_of_calls() -> None:
+    """As some SDKs send back what they were given."""
+    turns = [USER, {"role": "assistant", "content": "yes", "tool_calls": []}, USER]
+    request = read(messages=turns).request
+    assert [set(turn) for turn in to_template(request.messages)] == [{"role", "content"}] * 3
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_user_says_something(content: dict[str, Any]) -> None:
+    """An empty text is something; nothing at all is a client's mistake. An assistant may call."""
+    messages = read(messages=[USER, {"role": "user", **content}]).request.messages
+    with pytest.raises(BadRequest) as caught:
+        to_template(messages)
+    assert caught.value.param == "messages[1].content"
+    assert caught.value.code == "missing_required_parameter"
+    to_template(read(messages=[{"role": "user", "content": ""}]).request.messages)
+
+
+NESTED: dict[str, Any] = {
+    "messages": [
+        USER,
+        {"role": "user", "content": [{"type": "text", "text": "x", "colour": 1}], "mood": 1},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "index": 0, "function": {"name": "f", "speed": 1}}],
+            "annotations": [],
+            "reasoning_content": "…",
+        },
+    ],
+    "tools": [{"type": "function", "function": {"name": "f"}, "extra": 1}],
+    "stream_options": {"include_obfuscation": False, "include_everything": True},
+    "taste": 1,
+}
+UNKNOWN = (
+    "taste",
+    "messages[1].mood",
+    "messages[1].content[0].colour",
+    "messages[2].tool_calls[0].function.speed",
+    "stream_options.include_everything",
+    "tools[0].extra",
+)
+
+
+def test_what_nobody_knows_is_named_by_its_place() -> None:
+    """However deep it is; what answers have, and clients send back, is known."""
+    assert read(**NESTED).ignored == UNKNOWN
+    with pytest.raises(UnknownParameter) as caught:
+        read(strict=True, **{**NESTED, "taste": None})
+    assert caught.value.param == "messages[1].mood"
+    assert read(strict=True).ignored == ()
+
+
+def test_of_what_nobody_knows_some_is_named() -> None:
+    """A header has no room for all of it."""
+    messages = [{**USER, "mood": 1}] * 4000
+    assert 16 <= len(read(messages=messages).ignored) <= 100
