@@ -1,4 +1,4 @@
-"""The JavaScript SDK through node, from the version and the lock in compat_tests/js."""
+"""JavaScript clients through node, of the versions locked in compat_tests/js."""
 
 import os
 import shutil
@@ -32,11 +32,16 @@ def run(*command: str, **environment: str) -> str:
     return printed
 
 
-def test_the_javascript_sdk_passes_unchanged(url: str) -> None:
-    """Chat, tools, structured output, embeddings, models, responses and errors."""
+@pytest.mark.parametrize(
+    ("file", "passing"),
+    [
+        pytest.param("sdk.test.mjs", 13, id="openai"),
+        pytest.param("ai.test.mjs", 5, id="vercel-ai"),
+    ],
+)
+def test_javascript_clients_pass_unchanged(url: str, file: str, passing: int) -> None:
+    """The OpenAI SDK on every endpoint; Vercel's AI SDK over two turns of the Responses API."""
     run("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund")
-    printed = run(
-        "node", "--test", "--test-reporter=tap", "sdk.test.mjs", OPENAI_BASE_URL=f"{url}/v1"
-    )
+    printed = run("node", "--test", "--test-reporter=tap", file, OPENAI_BASE_URL=f"{url}/v1")
     assert "# fail 0" in printed
-    assert "# pass 13" in printed
+    assert f"# pass {passing}" in printed

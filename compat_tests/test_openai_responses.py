@@ -221,7 +221,6 @@ def test_logprobs_are_told_when_included(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -241,15 +240,21 @@ def test_what_is_not_served_is_a_bad_request(
         assert caught.value.type == "invalid_request_error"
 
 
-def test_no_response_is_kept(client: OpenAI) -> None:
-    """So none can be retrieved, deleted, listed or cancelled."""
-    kept = client.responses.create(model="demo-chat", input=FRANCE, store=True).id
-    for ask in (
-        client.responses.retrieve,
-        client.responses.delete,
-        client.responses.cancel,
-        client.responses.input_items.list,
-    ):
-        with pytest.raises(openai.NotFoundError) as caught:
-            ask(kept)
-        assert caught.value.code == "response_not_found"
+def test_a_response_is_kept_until_it_is_deleted(client: OpenAI) -> None:
+    """Gone on from, retrieved, listed, counted; another's id, or none, is not found."""
+    first = client.responses.create(model="demo-chat", input=FRANCE)
+    second = client.responses.create(model="demo-chat", input=FRANCE, previous_response_id=first.id)
+    assert "Paris" in second.output_text
+    assert client.responses.retrieve(second.id) == second
+    items = list(client.responses.input_items.list(second.id, order="asc", limit=2))
+    assert [item.id for item in items][1] == first.output[0].id
+    assert len(items) == 3
+    counted = client.responses.input_tokens.count(
+        model="demo-chat", input=FRANCE, previous_response_id=first.id
+    )
+    assert second.usage is not None
+    assert counted.input_tokens == second.usage.input_tokens
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.retrieve(first.id)
+    assert caught.value.code == "response_not_found"

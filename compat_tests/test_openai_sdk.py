@@ -202,12 +202,20 @@ def test_parse_gives_the_callers_own_type(client: OpenAI) -> None:
 
 
 def test_a_schema_that_cannot_be_held_to_is_refused(client: OpenAI) -> None:
-    """Naming the keyword, before any token, for a stream too."""
-    schema = {"name": "x", "schema": {"type": "object", "not": {"type": "string"}}}
-    form: Any = {"type": "json_schema", "json_schema": schema}
+    """With `strict`, naming the keyword, before any token, for a stream too."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "strict": True, "schema": schema},
+    }
     create: Any = client.chat.completions.create
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match="`not`"):
+        with pytest.raises(openai.BadRequestError, match="`uniqueItems`"):
             create(model="demo-chat", messages=HELLO, response_format=form, stream=stream)
 
 
