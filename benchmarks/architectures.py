@@ -1,0 +1,326 @@
+"""Which of mlx-lm's architectures this gateway runs as mlx-lm does, with tiny random checkpoints.
+
+    python -m benchmarks.architectures               try each, and write the table into the docs
+    python -m benchmarks.architectures mamba gemma2  try some, and print what was found
+
+They are tried in a process apart, with bounds on time and memory, that is begun again when it dies:
+some of mlx-lm's models segfault, some need Metal. The reference is mlx-lm's own generate_step on
+the same files; greedy tokens are compared, and a difference where it has a tie itself is none.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.tiny_models import names, tiny_config
+
+REPOSITORY: Final = Path(__file__).parents[1]
+DOCUMENT: Final = REPOSITORY / "docs" / "architectures.md"
+START: Final = "<!-- architectures: written by `make architectures` -->"
+END: Final = "<!-- end of architectures -->"
+TIMEOUT_S: Final = 240
+MEMORY_BYTES: Final = 12 << 30  # of address space, which MLX and its threads reserve freely
+TIE: Final = 1e-3  # in log-probability
+SAID: Final = 12
+
+
+def try_out(name: str) -> dict[str, str]:
+    """Make a checkpoint and compare. Raises whatever goes wrong."""
+    import mlx.core as mx  # not before the limits of this process are set
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import _get_classes, load_model
+
+    config = {**tiny_config(name), "eos_token_id": 0}
+    mx.random.seed(0)
+    classes: Any = _get_classes(config)
+    made = classes[0](classes[1].from_dict(dict(config)))
+    named: Any = tree_flatten(made.parameters())
+    # Wide weights, so that the likeliest token is likeliest by far and depends on its past.
+    weights = {key: array * (1 if array.ndim == 1 else 3) for key, array in named}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "config.json").write_text(json.dumps(config))
+        mx.save_safetensors(str(place / "model.safetensors"), weights)
+        reference = Reference(load_model(place)[0])
+        return compare(place, reference, _vocabulary(config))
+
+
+def _vocabulary(config: Mapping[str, Any]) -> int:
+    inner: Mapping[str, Any] = config.get("text_config") or config
+    return int(inner.get("vocab_size") or inner["num_vocab"])
+
+
+class Reference:
+    """mlx-lm's own generation of a model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._known: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
+
+    def differs(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return where tokens begin to differ; nothing where they do not, or but for a tie."""
+        for at, ((expected, logprobs), token) in enumerate(
+            zip(self._said(prompt), tokens, strict=True)
+        ):
+            if expected != token:
+                gap = float((logprobs[expected] - logprobs[token]).item())
+                return "" if gap < TIE else f"token {at}, by {gap:.2g}"
+        return ""
+
+    def _said(self, prompt: Sequence[int]) -> list[tuple[int, Any]]:
+        import mlx.core as mx
+        from mlx_lm.generate import generate_step
+
+        if (key := tuple(prompt)) not in self._known:
+            steps = generate_step(mx.array(list(prompt)), self._model, max_tokens=SAID)
+            self._known[key] = [(int(token), logprobs) for token, logprobs in steps]
+        return self._known[key]
+
+
+def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, str]:
+    """Run rows alone, together and from the prefix cache; return what differs of each."""
+    from gateway.engine.backend import Device
+    from gateway.engine.chat import load_chat_tokenizer
+    from gateway.engine.decoders import open_decoder
+    from gateway.engine.generation import GenerationEngine
+    from gateway.engine.grammar.shaping import Shape
+    from gateway.engine.grammar.structured import Structured
+    from gateway.engine.weights import Checkpoint
+
+    demo = REPOSITORY / "gateway" / "demo" / "chat"
+    chat = load_chat_tokenizer(demo, name="demo", eos_ids=[0], chat_template=None, template_args={})
+    chat.eos_ids = frozenset()
+    drawn = random.Random(1)
+    prompts = [[drawn.randrange(1, vocab_size) for _ in range(n)] for n in (4, 9, 33, 70, 17)]
+
+    def opened(prefix_cache_bytes: int = 0) -> GenerationEngine:
+        model, _ = open_decoder(Checkpoint("tiny", folder), device=Device.CPU, dtype=None)
+        return GenerationEngine(
+            "tiny",
+            model,
+            chat,
+            Structured(None, Shape(), None, problem="not needed"),
+            max_context=4096,
+            vocab_size=vocab_size,
+            prefix_cache_bytes=prefix_cache_bytes,
+        )
+
+    def judged(told: Sequence[Sequence[int]], asked: Sequence[Sequence[int]]) -> str:
+        found = (reference.differs(*each) for each in zip(asked, told, strict=True))
+        return next(filter(None, found), "")
+
+    engine = opened()
+    result = {}
+    for column, budget in (("alone", 512), ("chunks", 32)):
+        told = [answers(engine, [[prompt]], budget)[0] for prompt in prompts]
+        result[column] = judged(told, prompts)
+    order = [*prompts[:2], *prompts[2:]]
+    result["together"] = judged(
+        answers(engine, [order[:2], [order[2]], [order[3], order[4]]], 512), order
+    )
+    if not engine.is_batched:
+        result["together"] = "throws" if engine.take_faults() else "cannot be tried"
+    engine.close()
+    engine = opened(1 << 26)
+    longer = [*prompts[3], *prompts[2]]
+    kept = [prompts[3], longer, longer, prompts[3]]
+    result["prefix"] = judged([answers(engine, [[each]], 512)[0] for each in kept], kept)
+    beside = [longer, prompts[3], prompts[0]]
+    again = judged(answers(engine, [beside[:2], beside[2:]], 512), beside)
+    result["together"] = result["together"] or again
+    *_, verdict = engine.self_test()
+    result["self-test"] = verdict.problem
+    engine.hold_to(verdict)
+    result["as served"] = judged(
+        answers(engine, [order[:2], [order[2]], [order[3], order[4]]], 512), order
+    )
+    again = judged(answers(engine, [beside[:2], beside[2:]], 512), beside)
+    result["as served"] = result["as served"] or again
+    engine.close()
+    return result
+
+
+def answers(engine: Any, groups: Iterable[Sequence[Sequence[int]]], budget: int) -> list[list[int]]:
+    """Run rows, each group joining two steps after the one before; return their tokens."""
+    from gateway.jobs import RowJob, Sampling
+
+    rows: list[Any] = []
+
+    def step() -> None:
+        for delta in [*engine.prefill(budget), *engine.decode()]:
+            if delta.error is not None:
+                raise RuntimeError(delta.error)
+
+    for group in groups:
+        for prompt in group:
+            engine.join(
+                RowJob(
+                    prompt=list(prompt),
+                    max_tokens=SAID,
+                    sampling=Sampling(temperature=0),
+                    is_bare=True,
+                )
+            )
+            rows.append(engine._prefill._line[-1])
+        step()
+        step()
+    while engine.is_prefilling or engine.is_decoding:
+        step()
+    return [row.tokens for row in rows]
+
+
+class Process:
+    """A process that tries architectures one after another; one that dies is begun again."""
+
+    def __init__(self) -> None:
+        self._inside: subprocess.Popen[str] | None = None
+
+    def tried(self, name: str) -> dict[str, str]:
+        """Try an architecture within bounds of time and memory."""
+        if self._inside is None:
+            self._inside = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.architectures", "--inside"],
+                cwd=REPOSITORY,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        inside = self._inside
+        assert inside.stdin is not None
+        assert inside.stdout is not None
+        too_long = threading.Timer(TIMEOUT_S, inside.kill)
+        too_long.start()
+        try:
+            print(name, file=inside.stdin, flush=True)
+            said = inside.stdout.readline()
+        except BrokenPipeError:
+            said = ""
+        finally:
+            too_long.cancel()
+        if said:
+            found: dict[str, str] = json.loads(said)
+            return found
+        self.end()
+        if inside.returncode == -signal.SIGKILL:
+            return {"error": f"not done within {TIMEOUT_S} seconds, or too little memory"}
+        return {"error": f"the process died of signal {-inside.returncode}"}
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        if self._inside is not None:
+            with self._inside as inside, contextlib.suppress(BrokenPipeError):
+                inside.communicate()  # nothing more to read: it ends
+            self._inside = None
+
+
+def inside() -> None:
+    """Try what is named on the input, a line each, within a bound of memory; print what it gave."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    answers_to, sys.stdout = sys.stdout, sys.stderr  # models print, too
+    for line in sys.stdin:
+        try:
+            found = try_out(line.strip())
+        except BaseException as error:  # SystemExit too: some modules exit for want of a package
+            found = {"error": f"{type(error).__name__}: {str(error)[:160]}"}
+        print(json.dumps(found), file=answers_to, flush=True)
+
+
+def each_tried(wanted: Sequence[str], jobs: int) -> Iterator[tuple[str, dict[str, str]]]:
+    """Try architectures in so many processes at once; give each in its order."""
+    idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
+    for _ in range(jobs):
+        idle.put(Process())
+
+    def tried(name: str) -> dict[str, str]:
+        process = idle.get()
+        try:
+            return process.tried(name)
+        finally:
+            idle.put(process)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from zip(wanted, pool.map(tried, wanted), strict=True)
+    for _ in range(jobs):
+        idle.get().end()
+
+
+def table(results: Mapping[str, Mapping[str, str]]) -> str:
+    """Write what was found as Markdown: those that are equal in one row, the others each in one."""
+    columns = ("alone", "together", "prefix", "self-test", "as served")
+    made = {name: each for name, each in results.items() if "error" not in each}
+    equal = [name for name, each in made.items() if not any(each.values())]
+    lines = [
+        f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, CPU, float32. "
+        f"{len(results)} architectures: {len(made)} could be made, {len(equal)} are equal in all.",
+        "",
+        "| Architecture | Alone, and in chunks of 32 | Joined late, beside others | "
+        "From the prefix cache | Self-test | As served |",
+        "| --- | --- | --- | --- | --- | --- |",
+        f"| {', '.join(equal)} | equal | equal | equal | passed | equal |",
+    ]
+    for name, each in made.items():
+        if name in equal:
+            continue
+        cells = []
+        for column in columns:
+            related = [column, "chunks"] if column == "alone" else [column]
+            said = next(filter(None, (each.get(one) for one in related)), "")
+            good = "passed" if column == "self-test" else "equal"
+            cells.append(_cell(said) if said else good)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    failed = {name: each["error"] for name, each in results.items() if "error" in each}
+    if failed:
+        lines += ["", "Not compared:", ""]
+        lines += [f"- {name}: {_cell(error)}" for name, error in failed.items()]
+    return "\n".join(lines)
+
+
+def _cell(said: str) -> str:
+    return said.replace("|", "/").replace("\n", " ").strip()
+
+
+def write(text: str) -> None:
+    """Put the table between its marks in the document."""
+    document = DOCUMENT.read_text(encoding="utf-8")
+    before, _, rest = document.partition(START)
+    _, _, after = rest.partition(END)
+    DOCUMENT.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Try architectures; write the table, or print it where only some were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    given = parser.parse_args(arguments)
+    if given.inside:
+        inside()
+        return
+    results: dict[str, dict[str, str]] = {}
+    for name, found in each_tried(given.names or names(), given.jobs):
+        results[name] = found
+        print(name, json.dumps({key: each for key, each in found.items() if each}), flush=True)
+    if given.names:
+        print(table(results))
+    else:
+        write(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The table of architectures: what is made, compared and written."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import architectures
+from benchmarks.tiny_models import names, tiny_config
+
+GOOD = dict.fromkeys(("alone", "chunks", "together", "prefix", "self-test", "as served"), "")
+
+
+def test_most_of_mlx_lms_models_have_a_small_config() -> None:
+    """Named after their modules, those inside others too."""
+    assert len(names()) > 100
+    for name in ("llama", "gemma3", "llama4", "qwen3_5", "kimi_linear", "deepseek_v3"):
+        config = tiny_config(name)
+        assert config["model_type"] == name
+        assert (config.get("text_config") or config)["vocab_size"] < 1000
+
+
+def test_a_process_goes_on_with_the_next() -> None:
+    """Whatever becomes of one: what nobody knows is an error, and no end."""
+    found = dict(architectures.each_tried(["nobody_knows", "llama"], 1))
+    assert "error" in found["nobody_knows"]
+    assert found["llama"] == GOOD
+
+
+def test_those_that_are_equal_share_a_row_and_others_say_what_differs() -> None:
+    """The worse of both ways of reading a prompt is shown."""
+    text = architectures.table(
+        {
+            "llama": GOOD,
+            "qwen3": GOOD,
+            "odd": {**GOOD, "chunks": "token 3, by 0.5", "self-test": "rows: a | b"},
+            "gone": {"error": "the process died of signal 11"},
+        }
+    )
+    assert "| llama, qwen3 | equal | equal | equal | passed | equal |" in text
+    assert "| odd | token 3, by 0.5 | equal | equal | rows: a / b | equal |" in text
+    assert "- gone: the process died of signal 11" in text
+    assert "4 architectures: 3 could be made, 2 are equal in all" in text
+
+
+def test_the_document_keeps_what_stands_around_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written twice, it is there once."""
+    document = tmp_path / "architectures.md"
+    document.write_text(f"before\n\n{architectures.START}\nold\n{architectures.END}\n\nafter\n")
+    monkeypatch.setattr(architectures, "DOCUMENT", document)
+    architectures.write("one")
+    architectures.write("two")
+    said = document.read_text()
+    assert said.startswith("before\n")
+    assert said.endswith("\n\nafter\n")
+    assert (said.count("two"), said.count("one"), said.count("old")) == (1, 0, 0)
+    assert (
+        architectures.START
+        in architectures.REPOSITORY.joinpath("docs/architectures.md").read_text()
+    )
