@@ -1,0 +1,7 @@
+"""GGUF files: a chat model in one file, as llama.cpp keeps them.
+
+Nothing in such a file is trusted, and none of it is run. From the bottom up:
+
+    header      the file's own list of metadata and tensors, checked before anything else
+    tokenizer   metadata → a tokenizer with its chat template
+"""
