@@ -220,8 +220,7 @@ class Served:
 
     def _send(self, answer: Answer) -> None:
         data = pickle.dumps((*answer, _most_resident_bytes() > SPENT_BYTES))
-        self._connection.sendall(HEAD.pack(len(data)))
-        self._connection.sendall(data)
+        self._connection.sendall(HEAD.pack(len(data)) + data)
 
     def _receive(self) -> Any:
         head = self._exactly(HEAD.size)

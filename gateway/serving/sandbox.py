@@ -229,8 +229,7 @@ class _Process:
             self._max_bytes = request["max_bytes"] if watch_memory else None
             data = pickle.dumps(request)
             self._socket.settimeout(START_S)
-            self._socket.sendall(HEAD.pack(len(data)))
-            self._socket.sendall(data)
+            self._socket.sendall(HEAD.pack(len(data)) + data)  # at once, so that it wakes once
         frame = self._frame(ends_at)
         if frame is None:
             return None
