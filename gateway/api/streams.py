@@ -16,7 +16,7 @@ from gateway.errors import GatewayError
 T = TypeVar("T")
 log = logs.get("streams")
 
-KEEP_ALIVE_S = 10.0
+KEEP_ALIVE_S = 10.0  # the longest silence on an open stream
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -109,6 +109,7 @@ class EventStream:
         self._headers = headers
         self._told = told
         self._made: deque[bytes] = deque()
+        self._sent = 0
         self._accepted = asyncio.Event()
         self._stirred = asyncio.Event()
         self._gone = asyncio.ensure_future(_gone(receive))
@@ -162,23 +163,31 @@ class EventStream:
         headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         start = {"type": "http.response.start", "status": 200, "headers": _HEADERS + headers}
         await send(start)
-        while not self._maker.done() or self._made:
-            if self._made:
-                await send(_body(self._made.popleft(), more=True))
-            elif not await self._waited(KEEP_ALIVE_S):
-                await send(_body(_COMMENT, more=True))
+        heart = asyncio.ensure_future(self._beat())
+        try:
+            while not self._maker.done() or self._made:
+                if self._made:
+                    await send(_body(self._made.popleft(), more=True))
+                    self._sent += 1
+                else:
+                    self._stirred.clear()
+                    await self._stirred.wait()
+        finally:
+            heart.cancel()
         if (failure := self._failure()) is not None:
             await send(_body(self._told(failure), more=True))
         await send(_body(b"", more=False))
 
-    async def _waited(self, timeout_s: float) -> bool:
-        """Wait for something new; tell whether there is."""
-        self._stirred.clear()
-        if self._made or self._maker.done():
-            return True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stirred.wait(), timeout_s)
-        return self._stirred.is_set()
+    async def _beat(self) -> None:
+        """Have a comment sent where nothing was for a while: one timer a stream, since one a token
+        would cost as much as the token.
+        """
+        while True:
+            sent = self._sent
+            await asyncio.sleep(KEEP_ALIVE_S / 2)
+            if self._sent == sent and not self._made:
+                self._made.append(_COMMENT)
+                self._stirred.set()
 
     def _failure(self) -> GatewayError | None:
         error = self._maker.exception()
