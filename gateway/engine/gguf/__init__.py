@@ -3,5 +3,6 @@
 Nothing in such a file is trusted, and none of it is run. From the bottom up:
 
     header      the file's own list of metadata and tensors, checked before anything else
+    quants      blocks of weights → numbers, or MLX's own packing of them
     tokenizer   metadata → a tokenizer with its chat template
 """
