@@ -1,6 +1,6 @@
 """GGUF files written where a test wants them, tiny models with random weights among them.
 
-Needs numpy alone, for `tests/golden/make_gguf_golden.py` writes the same files elsewhere.
+Needs numpy alone, for `tests/golden/make_gguf_numbers.py` writes the same files elsewhere.
 """
 
 import math

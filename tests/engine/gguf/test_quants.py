@@ -10,7 +10,7 @@ import pytest
 from gateway.engine.gguf.header import TYPES
 from gateway.engine.gguf.quants import FLOATS, GROUP, PACKED_BITS, READ, dequantize, pack
 
-# Written by tests/golden/make_gguf_golden.py.
+# Written by tests/golden/make_gguf_numbers.py.
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "gguf" / "weights.npz")
 KINDS = sorted(READ - FLOATS)
 

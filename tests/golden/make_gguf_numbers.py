@@ -5,7 +5,7 @@ logits as transformers gives them for the tiny models of tests/gguf_files.py.
 
 Needs what the gateway itself does not: an environment with
     torch==2.13.0 transformers==5.23.0 accelerate gguf==0.19.0
-Run, from the project's folder:  python -m tests.golden.make_gguf_golden [file.gguf]
+Run, from the project's folder:  python -m tests.golden.make_gguf_numbers [file.gguf]
 A file's name makes nothing: transformers' logits for it are written to stdout, as JSON, for the
 token ids on stdin.
 """
