@@ -4,5 +4,6 @@ Nothing in such a file is trusted, and none of it is run. From the bottom up:
 
     header      the file's own list of metadata and tensors, checked before anything else
     quants      blocks of weights → numbers, or MLX's own packing of them
+    pre_tokenizers  how vocabularies cut text into words, by the names that files have for it
     tokenizer   metadata → a tokenizer with its chat template
 """
