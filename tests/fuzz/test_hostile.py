@@ -28,7 +28,10 @@ ALIASES = {"GATEWAY_ALL_MINILM_L6_V2_ALIASES": "embed", "GATEWAY_DEMO_CHAT_ALIAS
 
 
 async def ask(url: str, sent: Sent) -> tuple[int, bytes] | None:
-    """Send a request as it says, and return the answer's status and body; None if it left."""
+    """Send a request as it says, and return the answer's status and body; None if it left.
+
+    Bytes after its body may meet a connection that was closed behind its answer, which is lost.
+    """
     parts = urlsplit(url)
     head = (
         f"POST /v1{sent.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent.body)}\r\n"
@@ -44,6 +47,10 @@ async def ask(url: str, sent: Sent) -> tuple[int, bytes] | None:
             return None
         async with asyncio.timeout(ANSWERED_S):
             answer = await reader.read()
+    except ConnectionError:
+        if not sent.after:
+            raise
+        return None
     finally:
         writer.close()
     first, _, body = answer.partition(b"\r\n\r\n")
