@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+WEIGHTS = (".safetensors", ".gguf")
 Answer = tuple[int, dict[str, str], bytes]
 
 
@@ -85,7 +86,7 @@ class FakeHub:
                 if self.command == "HEAD":
                     return
                 with contextlib.suppress(ConnectionError):  # nobody waits for it any more
-                    if path.endswith(".safetensors") and status in (200, 206):
+                    if path.endswith(WEIGHTS) and status in (200, 206):
                         self._send_weights(body, wanted)
                     else:
                         self.wfile.write(body)
@@ -134,7 +135,7 @@ def _tree(folder: Path) -> list[dict[str, object]]:
 
 def _lfs(file: Path) -> dict[str, object]:
     """Say of weights what the hub says of files that git does not keep."""
-    if file.suffix != ".safetensors":
+    if file.suffix not in WEIGHTS:
         return {}
     size = file.stat().st_size
     return {"lfs": {"size": size, "sha256": _etag(file), "pointerSize": 134}}
@@ -146,7 +147,7 @@ def sha256(file: Path) -> str:
 
 
 def _etag(file: Path) -> str:
-    if file.suffix == ".safetensors":
+    if file.suffix in WEIGHTS:
         return sha256(file)
     return hashlib.sha1(file.read_bytes()).hexdigest()
 

@@ -343,7 +343,7 @@ class ScriptedEngines:
     def tidy(self) -> None:
         self.tidied += 1
 
-    async def folder(self, spec: ModelSpec) -> Path:
+    async def files(self, spec: ModelSpec) -> Path:
         return Path()
 
     async def size(self, spec: ModelSpec, folder: Path) -> Size:

@@ -138,6 +138,34 @@ def test_missing_folders_are_told(file: Path) -> None:
     assert b.endswith("did you mean 'engine'?")
 
 
+def test_missing_files_are_told(file: Path) -> None:
+    """With the GGUF file beside it that was perhaps meant, and no folder."""
+    (file.parent / "smol-Q4_1.gguf").write_bytes(b"GGUF")
+    (file.parent / "smol-Q4_0.ggu").mkdir()
+    text = """\
+        version: 1
+        models:
+          a: {kind: chat, source: "path:smol-Q4_0.gguf"}
+          b: {kind: chat, source: "package:gateway/smol.gguf"}
+          c: {kind: chat, source: "path:smol-Q4_1.gguf"}
+        """
+    a, b = problems(file, text)
+    assert a.startswith("models.yaml:3: a: there is no file")
+    assert a.endswith("did you mean 'smol-Q4_1.gguf'?")
+    assert b.startswith("models.yaml:4: b: there is no file")
+
+
+def test_a_gguf_file_is_no_embedding_model(file: Path) -> None:
+    """What would pool its states is in no such file."""
+    text = """\
+        version: 1
+        models:
+          a: {kind: embedding, source: "hub:org/name/x.gguf"}
+        """
+    (said,) = problems(file, text)
+    assert said.startswith("models.yaml:3: a: `source`: GGUF files are served as chat models only")
+
+
 def test_a_package_that_is_not_installed_is_a_note(file: Path) -> None:
     """The rest can be served, so it is told with the command that adds it, and no more."""
     source = "package:not_here_weights/model"

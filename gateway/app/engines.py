@@ -15,10 +15,12 @@ from typing import Final
 from gateway import logs
 from gateway.app.apart import apart
 from gateway.app.hub import hub_of
+from gateway.app.limits import budget_bytes
 from gateway.app.opening import Size
 from gateway.engine import backend, sandboxed, sizes, sources
 from gateway.engine.batching import self_test_digest
 from gateway.engine.embedding import load_embedding_in_steps
+from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import Backend
 from gateway.engine.loading import load_generation_in_steps, read_chat_setup
@@ -30,7 +32,7 @@ from gateway.engine.memory import (
     prepare_malloc,
 )
 from gateway.engine.pooling import read_recipe
-from gateway.engine.weights import Checkpoint
+from gateway.engine.weights import Checkpoint, Listing
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
@@ -59,7 +61,9 @@ class MlxEngines:
         structured_backend: Backend = "llguidance",
         compile_timeout_s: float = 10.0,
         prefix_cache_bytes: int = 0,
+        budget_bytes: int | None = None,
     ) -> None:
+        self._budget_bytes = budget_bytes
         self._structured_backend = structured_backend
         self._grammars = _sandbox("grammar", compile_timeout_s)
         self._templates = _sandbox("template", RENDER_S, quick_s=RENDER_S / 10)
@@ -114,10 +118,10 @@ class MlxEngines:
         """End their processes; `begin` starts them again."""
         self._sandboxes.close()
 
-    async def folder(self, spec: ModelSpec) -> Path:
+    async def files(self, spec: ModelSpec) -> Path:
         """Find the files, or fetch them when the hub answers in time."""
-        if (folder := await apart(sources.on_disk, spec, self._hub)) is not None:
-            return folder
+        if (files := await apart(sources.on_disk, spec, self._hub)) is not None:
+            return files
         try:
             async with asyncio.timeout(self._hub.timeout_s):
                 self._sizes[spec.id] = await apart(sources.ask_hub, spec, self._hub)
@@ -132,11 +136,14 @@ class MlxEngines:
         finally:
             self._sizes.pop(spec.id, None)  # another one, of another reading, may have ended sooner
 
-    async def digest(self, spec: ChatSpec, folder: Path) -> str:
+    async def digest(self, spec: ChatSpec, files: Path) -> str:
         """Name all that a chat model's self-test depends on; raises ModelLoadFailed."""
-        return await apart(
-            self_test_digest, Checkpoint(spec.id, folder), self._device, _dtype(spec)
-        )
+        return await apart(self._digest, spec, files)
+
+    def _digest(self, spec: ChatSpec, files: Path) -> str:
+        checkpoint, dtype = open_checkpoint(spec.id, files), _dtype(spec)
+        is_packed = self._must_stay_packed(checkpoint, spec)
+        return self_test_digest(checkpoint, self._device, dtype, is_packed=is_packed)
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Tell how much of a model's download is done; None when none is under way."""
@@ -144,28 +151,42 @@ class MlxEngines:
             return None
         return min(99, 100 * sources.fetched_bytes(spec, self._hub) // size)
 
-    async def size(self, spec: ModelSpec, folder: Path) -> Size:
+    async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Tell a model's size from its files' headers; raises ModelLoadFailed for what is wrong."""
-        return await apart(self._size, spec, folder)
+        return await apart(self._size, spec, files)
 
-    def _size(self, spec: ModelSpec, folder: Path) -> Size:
-        checkpoint, dtype = Checkpoint(spec.id, folder), _dtype(spec)
+    def _size(self, spec: ModelSpec, files: Path) -> Size:
+        dtype = _dtype(spec)
         if isinstance(spec, EmbeddingSpec):
-            inner = read_recipe(checkpoint, spec.pooling, spec.normalize).transformer
-            return Size(sizes.weights_bytes(checkpoint.inside(inner), self._device, dtype))
-        tokens = min(self._kv_allowance_tokens, spec.max_context or self._kv_allowance_tokens)
+            folder = Checkpoint(spec.id, files)
+            inner = read_recipe(folder, spec.pooling, spec.normalize).transformer
+            return Size(sizes.weights_bytes(folder.inside(inner), self._device, dtype))
+        checkpoint = open_checkpoint(spec.id, files)
+        is_packed = self._must_stay_packed(checkpoint, spec)
         return Size(
-            sizes.weights_bytes(checkpoint, self._device, dtype),
-            sizes.kv_bytes(checkpoint, self._device, dtype, tokens),
+            sizes.weights_bytes(checkpoint, self._device, dtype, is_packed=is_packed),
+            self._first_kv_bytes(checkpoint, spec),
             sizes.kv_bytes(checkpoint, self._device, dtype, 1),
         )
 
+    def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
+        """Count the KV that a chat model is always to have room for."""
+        tokens = min(self._kv_allowance_tokens, spec.max_context or self._kv_allowance_tokens)
+        return sizes.kv_bytes(checkpoint, self._device, _dtype(spec), tokens)
+
+    def _must_stay_packed(self, checkpoint: Listing, spec: ChatSpec) -> bool:
+        """Return True if the budget has no room for a chat model's weights unpacked."""
+        if self._budget_bytes is None:
+            return False
+        left = self._budget_bytes - self._first_kv_bytes(checkpoint, spec)
+        return sizes.must_stay_packed(checkpoint, self._device, _dtype(spec), left)
+
     def embedding(
-        self, spec: EmbeddingSpec, folder: Path
+        self, spec: EmbeddingSpec, files: Path
     ) -> Generator[EmbeddingEngine | None, None, None]:
         """Load an encoder or a decoder embedder, a slice a step; the last step gives the engine."""
         return load_embedding_in_steps(
-            folder,
+            files,
             name=spec.id,
             device=self._device,
             dtype=_dtype(spec),
@@ -176,13 +197,13 @@ class MlxEngines:
         )
 
     async def generation(
-        self, spec: ChatSpec, folder: Path
+        self, spec: ChatSpec, files: Path
     ) -> Generator[GenerationEngine | None, None, None]:
         """Read a chat model's tokenizer, off the lane; give the steps that load the rest on it."""
         own_bytes = spec.batching.prefix_cache_bytes
         read = partial(
             read_chat_setup,
-            folder,
+            files,
             name=spec.id,
             max_context=spec.max_context,
             chat_template=spec.chat_template,
@@ -197,13 +218,32 @@ class MlxEngines:
                 max_array_items=spec.structured.max_array_items,
             ),
         )
+        setup = await apart(read)
+        is_packed = await apart(self._must_stay_packed, setup.checkpoint, spec)
+        log_costs(setup.checkpoint, self._device, is_packed=is_packed)
         return load_generation_in_steps(
-            folder,
-            name=spec.id,
+            setup,
             device=self._device,
             dtype=_dtype(spec),
-            setup=await apart(read),
+            is_packed=is_packed,
             prefix_cache_bytes=self._prefix_cache_bytes if own_bytes is None else own_bytes,
+        )
+
+
+def log_costs(
+    checkpoint: Checkpoint | GgufCheckpoint, device: backend.Device, *, is_packed: bool
+) -> None:
+    """Say what makes a chat model slower, or larger, than its files let one think."""
+    if device is backend.Device.CPU:
+        if is_packed:
+            log.warning("weights_stay_quantized", model=checkpoint.name, why="memory budget")
+    elif isinstance(checkpoint, GgufCheckpoint) and (cost := checkpoint.widened()) is not None:
+        log.warning(
+            "weights_become_floating",
+            model=checkpoint.name,
+            types=", ".join(cost.types),
+            stored_bytes=cost.stored_bytes,
+            bytes=cost.bytes,
         )
 
 
@@ -218,6 +258,7 @@ def mlx_engines(settings: Settings) -> MlxEngines:
         structured_backend=settings.structured_backend,
         compile_timeout_s=settings.structured_compile_timeout_s,
         prefix_cache_bytes=settings.prefix_cache_bytes,
+        budget_bytes=budget_bytes(settings, memory_bytes(backend.choose_device(settings.device))),
     )
 
 

@@ -70,25 +70,25 @@ class Engines(Protocol):
     def end(self) -> None:
         """Leave the lane's thread, on it, as its last act."""
 
-    async def folder(self, spec: ModelSpec) -> Path:
+    async def files(self, spec: ModelSpec) -> Path:
         """Find or fetch a model's files, off the lane."""
 
-    async def size(self, spec: ModelSpec, folder: Path) -> Size:
+    async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Tell a model's size from its files' headers, off the lane."""
 
-    async def digest(self, spec: ChatSpec, folder: Path) -> str:
+    async def digest(self, spec: ChatSpec, files: Path) -> str:
         """Name, off the lane, all that a chat model's self-test depends on."""
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Tell how much of a model's download is done; None when none is under way."""
 
     def embedding(
-        self, spec: EmbeddingSpec, folder: Path
+        self, spec: EmbeddingSpec, files: Path
     ) -> Generator[EmbeddingEngine | None, None, None]:
         """Load, on the lane, a slice a step; the last step gives the engine."""
 
     async def generation(
-        self, spec: ChatSpec, folder: Path
+        self, spec: ChatSpec, files: Path
     ) -> Generator[GenerationEngine | None, None, None]:
         """Read a chat model's tokenizer, off the lane; give the steps that load the rest on it, a
         slice each: the last one gives the engine.
@@ -120,9 +120,9 @@ class Opener:
 
     async def prepared(self, spec: ModelSpec) -> Prepared[Batcher]:
         """Find or fetch a model's files, and tell its size."""
-        folder = await self._engines.folder(spec)
-        size = await self._engines.size(spec, folder)
-        return Prepared(size.weights + size.kv, partial(self._opened, spec, folder, size))
+        files = await self._engines.files(spec)
+        size = await self._engines.size(spec, files)
+        return Prepared(size.weights + size.kv, partial(self._opened, spec, files, size))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Tell how much of a model's download is done; None when none is under way."""
@@ -130,13 +130,13 @@ class Opener:
 
     @contextlib.asynccontextmanager
     async def _opened(
-        self, spec: ModelSpec, folder: Path, size: Size
+        self, spec: ModelSpec, files: Path, size: Size
     ) -> AsyncIterator[Loaded[Batcher]]:
         opened: AbstractAsyncContextManager[tuple[Batcher, int]]
         if isinstance(spec, EmbeddingSpec):
-            opened = self._embedder(spec, folder)
+            opened = self._embedder(spec, files)
         else:
-            opened = self._writer(spec, folder, size)
+            opened = self._writer(spec, files, size)
         async with opened as (batcher, nbytes):
             yield Loaded(batcher, nbytes, partial(self._adopt, batcher))
 
@@ -151,10 +151,10 @@ class Opener:
 
     @contextlib.asynccontextmanager
     async def _embedder(
-        self, spec: EmbeddingSpec, folder: Path
+        self, spec: EmbeddingSpec, files: Path
     ) -> AsyncIterator[tuple[Batcher, int]]:
         limits = embedding_limits(self._settings, spec)
-        steps = self._engines.embedding(spec, folder)
+        steps = self._engines.embedding(spec, files)
         async with self._engine(steps, partial(warm_embedder, spec.id)) as (engine, nbytes):
             batcher = EmbeddingBatcher(
                 spec.id, engine, self._lane, self._pool, limits, self._arrivals
@@ -164,11 +164,11 @@ class Opener:
 
     @contextlib.asynccontextmanager
     async def _writer(
-        self, spec: ChatSpec, folder: Path, size: Size
+        self, spec: ChatSpec, files: Path, size: Size
     ) -> AsyncIterator[tuple[Batcher, int]]:
         settings = self._settings
         limits = generation_limits(settings, spec)
-        steps = await self._engines.generation(spec, folder)
+        steps = await self._engines.generation(spec, files)
         async with self._engine(steps, partial(warm_writer, spec.id)) as (engine, nbytes):
             grammars: GrammarCache[Compiled] = GrammarCache(
                 spec.id,
@@ -194,7 +194,7 @@ class Opener:
                 self._lane,
                 self._budget,
                 Verdicts(settings.self_test_folder or self_tests.default_folder()),
-                partial(self._engines.digest, spec, folder),
+                partial(self._engines.digest, spec, files),
                 kv=kv,
                 is_on=settings.self_test,
             )

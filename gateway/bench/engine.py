@@ -160,17 +160,17 @@ async def opened(
     resolved = catalog.resolve(wording.model)
     spec = resolved.spec
     engines = mlx_engines(settings)
-    folder = await engines.folder(spec)
+    files = await engines.files(spec)
     with ExitStack() as opened:
         engines.begin()
         opened.callback(engines.close_sandboxes)  # and not `end`: this thread has more to do
         engine: EmbeddingEngine | GenerationEngine
         if isinstance(spec, EmbeddingSpec):
-            engine = next(filter(None, engines.embedding(spec, folder)))
+            engine = next(filter(None, engines.embedding(spec, files)))
             truncate = spec.overflow == "truncate"
             reference: Reference = EmbeddingReference(engine, wording, truncate=truncate)
         else:
-            engine = next(filter(None, await engines.generation(spec, folder)))
+            engine = next(filter(None, await engines.generation(spec, files)))
             chunk = spec.batching.prefill_chunk_tokens or settings.prefill_chunk_tokens
             reference = GenerationReference(engine, workload, resolved, prefill_chunk_tokens=chunk)
         opened.callback(engine.close)

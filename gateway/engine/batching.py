@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.backend import Device
 from gateway.engine.prefixes import BLOCK, Prefixes
-from gateway.engine.weights import Checkpoint
+from gateway.engine.weights import Listing
 from gateway.jobs import Verdict
 
 # How far logits may be apart, root mean square, in standard deviations of the logits alone: what
@@ -251,7 +251,9 @@ def tokens_held(model: Any, longest: int) -> int:
     return (window_of(model, longest) or BLOCK) + LENGTHS[0] + SAID
 
 
-def self_test_digest(checkpoint: Checkpoint, device: Device, dtype: str | None) -> str:
+def self_test_digest(
+    checkpoint: Listing, device: Device, dtype: str | None, *, is_packed: bool = False
+) -> str:
     """Hash all that a verdict depends on: architecture, number formats, versions and device.
 
     Of the weights that is their names, types and shapes, from the files' headers, and not what
@@ -260,13 +262,13 @@ def self_test_digest(checkpoint: Checkpoint, device: Device, dtype: str | None) 
     """
     known: Any = mx.device_info() if device is not Device.CPU else {}  # untyped in mlx's stubs
     named = {
-        "config": checkpoint.read_object("config.json"),
+        "config": checkpoint.config(),
         "weights": sorted(
             (name, tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors().items()
         ),
         "versions": [version(package) for package in ("mlx", "mlx-lm", "mlx-gateway")],
         "device": [device.value, platform.machine(), str(known.get("device_name"))],
-        "dtype": dtype,
+        "dtype": [dtype, is_packed],
         "test": [LENGTHS, SAID, sorted(BOUNDS.values())],
     }
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()

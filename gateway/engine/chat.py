@@ -338,9 +338,7 @@ def load_chat_tokenizer(
 ) -> ChatTokenizer:
     """Load tokenizer.json and the template beside it, or the given one in its place.
 
-    `tool_parser` and `reasoning_parser` name the model's formats; None has them inferred. The
-    template is rendered in the `sandbox`, where there is one. Raises ModelLoadFailed naming what
-    is missing or cannot be rendered. No code of the model's is ever run.
+    The rest is as `chat_tokenizer` has it. No code of the model's is ever run.
     """
     if not (folder / "tokenizer.json").is_file():
         raise ModelLoadFailed(name, f"there is no tokenizer.json in {folder.name}")
@@ -353,6 +351,35 @@ def load_chat_tokenizer(
         )
     except Exception as error:
         raise ModelLoadFailed(name, f"its tokenizer cannot be read: {error}") from error
+    return chat_tokenizer(
+        wrapper,
+        name=name,
+        model_type=str(_config(folder).get("model_type")),
+        chat_template=chat_template,
+        template_args=template_args,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        sandbox=sandbox,
+    )
+
+
+def chat_tokenizer(
+    wrapper: TokenizerWrapper,
+    *,
+    name: str,
+    model_type: str,
+    chat_template: str | None,
+    template_args: Mapping[str, Any],
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    sandbox: Sandbox | None,
+) -> ChatTokenizer:
+    """Make a chat model's tokenizer of mlx-lm's, with the given template or its own.
+
+    `tool_parser` and `reasoning_parser` name the model's formats; None has them inferred. The
+    template is rendered in the `sandbox`, where there is one. Raises ModelLoadFailed naming what
+    is missing or cannot be rendered.
+    """
     if chat_template is not None:
         wrapper.chat_template = chat_template
         wrapper._chat_template = None  # a program of mlx-lm's, which would come before it
@@ -360,7 +387,7 @@ def load_chat_tokenizer(
         raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
     template = ChatTemplate(wrapper, sandbox)
     template.check(name, template_args)
-    tools, reasoning = _formats(wrapper, folder, chat_template, tool_parser, reasoning_parser)
+    tools, reasoning = _formats(wrapper, model_type, chat_template, tool_parser, reasoning_parser)
     return ChatTokenizer(
         wrapper,
         template_args,
@@ -372,7 +399,7 @@ def load_chat_tokenizer(
 
 def _formats(
     wrapper: Any,
-    folder: Path,
+    model_type: str,
     chat_template: str | None,
     tool_parser: str | None,
     reasoning_parser: str | None,
@@ -382,7 +409,6 @@ def _formats(
     # Hermes 3 and Command-R have several templates, by name: one of them shows tools.
     template = written if isinstance(written, str) else "\n".join(written.values())
     vocabulary = wrapper.backend_tokenizer.get_vocab()
-    model_type = str(_config(folder).get("model_type"))
     # mlx-lm infers a format from the checkpoint's own template, and notes it here.
     declared = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
     if tool_parser is not None:

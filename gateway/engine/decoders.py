@@ -1,6 +1,6 @@
 """A decoder that mlx-lm knows, opened to be fast on this device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,7 +9,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes, dequantize_model, load_model
 
 from gateway.engine.backend import Device, pick_dtype
-from gateway.engine.weights import Checkpoint
+from gateway.engine.gguf.checkpoint import GgufCheckpoint
+from gateway.engine.gguf.decoder import read_gguf_decoder
+from gateway.engine.weights import Checkpoint, read_in_slices
 
 
 def open_decoder(
@@ -17,22 +19,41 @@ def open_decoder(
     *,
     device: Device,
     dtype: str | None,
+    is_packed: bool = False,
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = _get_classes,
 ) -> tuple[Any, dict[str, Any]]:
     """Give mlx-lm's model, whose weights are still to be read, and its config. On the lane.
 
     Quantised weights stay so on a GPU; on the CPU, where they are 10 to 50 times slower, they
-    become float32. `classes` picks the model's class by its config. Raises ModelLoadFailed; a
-    model's own code is never run.
+    become float32, unless it `is_packed`. `classes` picks the model's class by its config. Raises
+    ModelLoadFailed; a model's own code is never run.
     """
     checkpoint.weights()  # refuses a folder without whole safetensors, by name
     with checkpoint.blamed():
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
-        if device is Device.CPU:
+        if device is Device.CPU and not is_packed:
             model = dequantize_model(model)
         if (target := pick_dtype(device, dtype, floating_dtype(model))) != floating_dtype(model):
             model.set_dtype(target)
     return model, config
+
+
+def read_decoder(
+    checkpoint: Checkpoint | GgufCheckpoint, *, device: Device, dtype: str | None, is_packed: bool
+) -> Generator[None, None, Any]:
+    """Give mlx-lm's model of a folder or a GGUF file, read in steps. On the lane.
+
+    Raises ModelLoadFailed.
+    """
+    if isinstance(checkpoint, GgufCheckpoint):
+        return (
+            yield from read_gguf_decoder(
+                checkpoint, device=device, dtype=dtype, is_packed=is_packed
+            )
+        )
+    model, _ = open_decoder(checkpoint, device=device, dtype=dtype, is_packed=is_packed)
+    yield from read_in_slices(checkpoint, parameters(model))
+    return model
 
 
 def is_known(architecture: str) -> bool:

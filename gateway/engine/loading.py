@@ -1,4 +1,4 @@
-"""A chat model's folder → its engine."""
+"""A chat model's folder, or its GGUF file → its engine."""
 
 import json
 import math
@@ -11,29 +11,32 @@ from typing import Any
 from mlx_lm.utils import load_config
 
 from gateway.engine.backend import Device
-from gateway.engine.chat import ChatTokenizer, load_chat_tokenizer
-from gateway.engine.decoders import open_decoder, parameters
+from gateway.engine.chat import ChatTokenizer, chat_tokenizer, load_chat_tokenizer
+from gateway.engine.decoders import read_decoder
 from gateway.engine.generation import GenerationEngine
+from gateway.engine.gguf.chat import stated_sampling, wrapped_tokenizer
+from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import Structured
 from gateway.engine.grammar.tokenizer import Backend, GrammarTokenizer
 from gateway.engine.grammar.trial import Sandbox
-from gateway.engine.weights import Checkpoint, read_in_slices
+from gateway.engine.weights import Checkpoint, Listing
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSetup:
-    """What a chat model needs beside its weights."""
+    """What a chat model needs beside its weights, and the files that those are read from."""
 
-    config: Mapping[str, Any]
+    checkpoint: Checkpoint | GgufCheckpoint
     chat: ChatTokenizer
     structured: Structured
     max_context: int
     vocab_size: int
+    sampling_defaults: Mapping[str, float]
 
 
 def read_chat_setup(
-    folder: Path,
+    files: Path,
     *,
     name: str,
     max_context: int | None,
@@ -48,6 +51,8 @@ def read_chat_setup(
 ) -> ChatSetup:
     """Read a chat model's config, tokenizer and template, and prepare its grammars.
 
+    `files` is its folder or its GGUF file, in which all of them are.
+
     Takes seconds and no MLX: for a thread beside the lane's. A tokenizer that grammars cannot
     read leaves the model without them.
 
@@ -57,36 +62,42 @@ def read_chat_setup(
     and `reasoning_parser` name the forms of its calls and of its thinking; absent, they are
     inferred. Raises ModelLoadFailed.
     """
-    checkpoint = Checkpoint(name, folder)
-    with checkpoint.blamed():
-        config = load_config(folder)
-    chat = load_chat_tokenizer(
-        folder,
-        name=name,
-        eos_ids=config.get("eos_token_id"),
-        chat_template=chat_template,
-        template_args=template_args,
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
-        sandbox=template_sandbox,
-    )
+    checkpoint = open_checkpoint(name, files)
+    formats: dict[str, Any] = {
+        "name": name,
+        "chat_template": chat_template,
+        "template_args": template_args,
+        "tool_parser": tool_parser,
+        "reasoning_parser": reasoning_parser,
+        "sandbox": template_sandbox,
+    }
+    if isinstance(checkpoint, GgufCheckpoint):
+        config = checkpoint.config()
+        wrapper = wrapped_tokenizer(checkpoint)
+        chat = chat_tokenizer(wrapper, model_type=config["model_type"], **formats)
+        sampling = usable_sampling(stated_sampling(checkpoint.header.metadata))
+    else:
+        with checkpoint.blamed():
+            config = load_config(files)
+        chat = load_chat_tokenizer(files, eos_ids=config.get("eos_token_id"), **formats)
+        sampling = sampling_defaults(files)
     vocab_size = int(_text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
     return ChatSetup(
-        config,
+        checkpoint,
         chat,
         _structured(chat, vocab_size, shape or Shape(), structured_backend, sandbox),
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
+        sampling_defaults=sampling,
     )
 
 
 def load_generation_in_steps(
-    folder: Path,
+    setup: ChatSetup,
     *,
-    name: str,
     device: Device,
     dtype: str | None,
-    setup: ChatSetup,
+    is_packed: bool = False,
     prefix_cache_bytes: int = 0,
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, a step for each slice of its weights. On the lane.
@@ -94,30 +105,32 @@ def load_generation_in_steps(
     Others may have the lane between two steps. They give None, and the last one the engine;
     whoever stops before that must close the generator, on the lane too.
 
+    `is_packed` leaves weights quantised on a CPU too, as `must_stay_packed` decides.
     `prefix_cache_bytes` bounds the KV kept of prompts, for others that begin alike; 0 keeps none.
     Raises ModelLoadFailed saying what is wrong.
     """
-    checkpoint = Checkpoint(name, folder)
-    model, _ = open_decoder(checkpoint, device=device, dtype=dtype)
-    yield from read_in_slices(checkpoint, parameters(model))
+    model = yield from read_decoder(
+        setup.checkpoint, device=device, dtype=dtype, is_packed=is_packed
+    )
     yield GenerationEngine(
-        name,
+        setup.checkpoint.name,
         model,
         setup.chat,
         setup.structured,
         max_context=setup.max_context,
         vocab_size=setup.vocab_size,
         prefix_cache_bytes=prefix_cache_bytes,
-        sampling_defaults=sampling_defaults(folder),
+        sampling_defaults=setup.sampling_defaults,
     )
 
 
 def load_generation(
-    folder: Path,
+    files: Path,
     *,
     name: str,
     device: Device,
     dtype: str | None = None,
+    is_packed: bool = False,
     prefix_cache_bytes: int = 0,
     max_context: int | None = None,
     chat_template: str | None = None,
@@ -131,7 +144,7 @@ def load_generation(
 ) -> GenerationEngine:
     """Load a chat model at once, where nobody else needs the thread."""
     setup = read_chat_setup(
-        folder,
+        files,
         name=name,
         max_context=max_context,
         chat_template=chat_template,
@@ -144,11 +157,10 @@ def load_generation(
         template_sandbox=template_sandbox,
     )
     steps = load_generation_in_steps(
-        folder,
-        name=name,
+        setup,
         device=device,
         dtype=dtype,
-        setup=setup,
+        is_packed=is_packed,
         prefix_cache_bytes=prefix_cache_bytes,
     )
     return next(engine for engine in steps if engine is not None)
@@ -193,8 +205,13 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
         said = json.loads((folder / "generation_config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(said, dict):
-        return {}
+    return usable_sampling(said) if isinstance(said, dict) else {}
+
+
+def usable_sampling(said: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a checkpoint says of sampling, in generation_config.json's words, as far as it
+    makes sense.
+    """
     numbers = {name: said[name] for name in _SAMPLING if type(said.get(name)) in (int, float)}
     usable = {
         name: value
@@ -210,7 +227,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-def _context(checkpoint: Checkpoint, config: Mapping[str, Any], lowered: int | None) -> int:
+def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None) -> int:
     own = _text_config(config).get("max_position_embeddings")
     limits = [int(limit) for limit in (own, lowered) if limit]
     if not limits:

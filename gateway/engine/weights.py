@@ -10,11 +10,12 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import mlx.core as mx
 
 from gateway.errors import ModelLoadFailed
+from gateway.registry import is_gguf
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,6 +33,19 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+
+
+class Listing(Protocol):
+    """What a model's files say of it before they are read, a folder's and a GGUF file alike."""
+
+    def failed(self, reason: str) -> ModelLoadFailed:
+        """Make the error that says why this model cannot be loaded."""
+
+    def config(self) -> Mapping[str, Any]:
+        """Return what config.json says, or would."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """List every array by its name in mlx-lm's model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,10 @@ class Checkpoint:
         if not isinstance(content, dict):
             raise self.failed(f"{file} holds no JSON object")
         return content
+
+    def config(self) -> dict[str, Any]:
+        """Read config.json."""
+        return self.read_object("config.json")
 
     def weights(self) -> dict[str, mx.array]:
         """Open the safetensors, one file or shards. The arrays are read when evaluated."""
@@ -142,6 +160,8 @@ class Checkpoint:
                 f"only safetensors weights are loaded, and the folder has {listed(pickled)}: "
                 "convert it to model.safetensors"
             )
+        if files := sorted(p.name for p in self.folder.glob("*") if is_gguf(p.name)):
+            raise self.failed(f"its folder has {files[0]}: `source:` must name the file itself")
         raise self.failed(f"no model.safetensors in {self.folder}")
 
 

@@ -19,6 +19,7 @@ from gateway.registry.sources import (
     PackageSource,
     PathSource,
     Source,
+    is_gguf,
     package_folder,
     parse_source,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Resolved",
     "Sampling",
     "Source",
+    "is_gguf",
     "json_schema",
     "load_alike",
     "load_catalog",

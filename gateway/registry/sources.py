@@ -1,5 +1,7 @@
 """Where a model's files come from, as models.yaml says it: hub, folder or installed package.
 
+A model is a folder of files, or one GGUF file, whose name ends so.
+
 Syntax and looking for folders only; nothing is downloaded, and no package is imported.
 """
 
@@ -14,40 +16,62 @@ from gateway.registry.names import did_you_mean, nearest
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A repository on the model hub, at a revision where one is pinned."""
+    """A repository on the model hub, or a GGUF file of one, at a revision where one is pinned."""
 
     repo: str
     revision: str | None = None
+    file: str | None = None
 
     def __str__(self) -> str:
-        return f"hub:{self.repo}@{self.revision}" if self.revision else f"hub:{self.repo}"
+        name = f"{self.repo}/{self.file}" if self.file else self.repo
+        return f"hub:{name}@{self.revision}" if self.revision else f"hub:{name}"
+
+    @property
+    def is_gguf(self) -> bool:
+        """Return True if the model is one file."""
+        return self.file is not None
 
 
 @dataclass(frozen=True, slots=True)
 class PathSource:
-    """A folder on this machine."""
+    """A folder or a GGUF file on this machine."""
 
     path: Path
 
     def __str__(self) -> str:
         return f"path:{self.path}"
 
+    @property
+    def is_gguf(self) -> bool:
+        """Return True if the model is one file."""
+        return is_gguf(self.path.name)
+
 
 @dataclass(frozen=True, slots=True)
 class PackageSource:
-    """A folder inside an installed Python package, which is never imported for it."""
+    """A folder or a GGUF file in an installed Python package, which is never imported for it."""
 
     module: str
-    folder: str
+    inside: str
 
     def __str__(self) -> str:
-        return f"package:{self.module}/{self.folder}" if self.folder else f"package:{self.module}"
+        return f"package:{self.module}/{self.inside}" if self.inside else f"package:{self.module}"
+
+    @property
+    def is_gguf(self) -> bool:
+        """Return True if the model is one file."""
+        return is_gguf(self.inside)
 
 
 Source = HubSource | PathSource | PackageSource
 
-_HUB = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
-_PACKAGE = re.compile(r"(?P<module>[A-Za-z_]\w*)(?:/(?P<folder>[^/\\]+(?:/[^/\\]+)*))?")
+_HUB = re.compile(
+    r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:/(?P<file>[^@\\]+\.gguf))?"
+    r"(?:@(?P<revision>[\w.][\w./-]*))?",
+    re.IGNORECASE,
+)
+_PACKAGE = re.compile(r"(?P<module>[A-Za-z_]\w*)(?:/(?P<inside>[^/\\]+(?:/[^/\\]+)*))?")
+_PIECE = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf", re.IGNORECASE)
 _SCHEMES = ("hub", "path", "package")
 SOURCE_PATTERN = "^(hub|path|package):.+"
 
@@ -62,19 +86,36 @@ def parse_source(text: str, folder: Path) -> Source:
             f"{text!r} is no source: write hub:org/name[@revision], path:folder "
             f"or package:module/folder{hint}"
         )
+    if _PIECE.search(rest):
+        raise ValueError(f"{text!r} is one piece of a model; GGUF files are served whole")
     if scheme == "path":
         if not rest:
             raise ValueError("path: names no folder")
-        return PathSource((folder / os.path.expanduser(rest)).resolve())
+        path = folder / os.path.expanduser(rest)
+        # A link's own name says what it is: the hub's cache has files without endings.
+        return PathSource(Path(os.path.abspath(path)) if is_gguf(rest) else path.resolve())
     if scheme == "hub":
-        if not (match := _HUB.fullmatch(rest)):
-            raise ValueError(f"{text!r} should read hub:org/name or hub:org/name@revision")
-        return HubSource(match["repo"], match["revision"])
+        match = _HUB.fullmatch(rest)
+        if not match or not _stays_inside(match["file"] or ""):
+            raise ValueError(
+                f"{text!r} should read hub:org/name or hub:org/name/file.gguf, "
+                "and may end in @revision"
+            )
+        return HubSource(match["repo"], match["revision"], match["file"])
     match = _PACKAGE.fullmatch(rest)
-    inside = (match["folder"] or "") if match else ""
-    if not match or ".." in inside.split("/"):
+    inside = (match["inside"] or "") if match else ""
+    if not match or not _stays_inside(inside):
         raise ValueError(f"{text!r} should read package:module/folder, without dots")
     return PackageSource(match["module"], inside)
+
+
+def is_gguf(name: str) -> bool:
+    """Return True for the name of a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
+def _stays_inside(path: str) -> bool:
+    return not path or not {"", ".", ".."} & set(path.split("/"))
 
 
 def package_folder(module: str) -> Path | None:

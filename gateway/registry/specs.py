@@ -145,7 +145,10 @@ class _Spec(Section):
         Source,
         BeforeValidator(_source),
         WithJsonSchema({"type": "string", "pattern": SOURCE_PATTERN}),
-    ] = Field(description="hub:org/name[@revision], path:folder or package:module/folder.")
+    ] = Field(
+        description="hub:org/name[@revision], path:folder or package:module/folder; for chat "
+        "also a GGUF file: hub:org/name/x.gguf[@revision], path:x.gguf, package:module/x.gguf."
+    )
     aliases: Annotated[
         tuple[Alias, ...], BeforeValidator(_aliases, json_schema_input_type=str | list[str | Alias])
     ] = Field(default=(), description="Further names: text (commas separate several) or {name, …}.")
@@ -207,6 +210,13 @@ class EmbeddingSpec(_Spec):
     batching: EmbeddingBatching = Field(
         default_factory=EmbeddingBatching, description="Overrides of the gateway's settings."
     )
+
+    @field_validator("source")
+    @classmethod
+    def _no_gguf(cls, source: Source) -> Source:
+        if source.is_gguf:
+            raise ValueError("GGUF files are served as chat models only; embeddings need a folder")
+        return source
 
     @field_validator("aliases")
     @classmethod

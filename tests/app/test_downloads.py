@@ -122,6 +122,6 @@ async def test_two_downloads_of_one_model_at_once_both_succeed(
     """As when a reload changes a model that is being fetched: the second waits for the first."""
     engines = MlxEngines("cpu", None, Hub(endpoint=hub.url, cache=tmp_path / "cache"))
     (spec,) = catalog(tmp_path, {"far": {"kind": "chat", "source": "hub:org/far"}}).specs
-    one, other = await asyncio.gather(engines.folder(spec), engines.folder(spec))
+    one, other = await asyncio.gather(engines.files(spec), engines.files(spec))
     assert one == other
     assert engines.fetched_percent(spec) is None

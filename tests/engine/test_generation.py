@@ -596,15 +596,10 @@ class TestLoadingInSlices:
         self, folder: Path, reference: dict[str, list[int]]
     ) -> None:
         """The last one gives the engine."""
-        steps = load_generation_in_steps(
-            folder,
-            name="tiny",
-            device=Device.CPU,
-            dtype=None,
-            setup=read_chat_setup(
-                folder, name="tiny", max_context=None, chat_template=None, template_args={}
-            ),
+        setup = read_chat_setup(
+            folder, name="tiny", max_context=None, chat_template=None, template_args={}
         )
+        steps = load_generation_in_steps(setup, device=Device.CPU, dtype=None)
         *before, engine = steps
         assert before == [None]  # the weights
         assert engine is not None

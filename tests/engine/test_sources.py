@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from gateway.engine.sources import Hub, ask_hub, download, on_disk
+from gateway.engine.sources import Hub, ask_hub, download, fetched_bytes, on_disk, stored_bytes
+from gateway.engine.weights import Checkpoint
 from gateway.errors import ModelLoadFailed, ModelUnavailable
 from gateway.registry import ModelSpec
 from gateway.registry.specs import ChatSpec
 from tests.checkpoints import write_chat
-from tests.fake_hub import COMMIT, FakeHub
+from tests.fake_hub import COMMIT, FakeHub, sha256
 
 REPO = "org/tiny"
 
@@ -83,6 +84,90 @@ def test_half_a_download_is_resumed_and_not_taken_for_a_model(hub: FakeHub, tmp_
     (folder / "model.safetensors").unlink()
     assert on_disk(wanted, place) is None
     assert (download(wanted, place) / "model.safetensors").is_file()
+
+
+class TestGgufFiles:
+    """A model in one file, from wherever folders come from."""
+
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> Path:
+        """Make a repository as llama.cpp's users have them: one model at several qualities."""
+        folder = tmp_path / "files"
+        folder.mkdir()
+        for name in ("Q4_0.gguf", "Q8_0.gguf"):
+            (folder / name).write_bytes(b"GGUF" + name.encode() * 100)
+        (folder / "config.json").write_text("{}")
+        return folder
+
+    @pytest.fixture
+    def hub(self, files: Path) -> Iterator[FakeHub]:
+        with FakeHub({REPO: files}).serving() as hub:
+            yield hub
+
+    def test_a_path_names_the_file(self, files: Path) -> None:
+        """Relative to models.yaml; a folder of that name is none."""
+        assert on_disk(spec("path:Q4_0.gguf", files), Hub()) == files / "Q4_0.gguf"
+        (files / "folder.gguf").mkdir()
+        for name in ("nowhere.gguf", "folder.gguf"):
+            with pytest.raises(ModelLoadFailed, match=f"there is no file .*{name}"):
+                on_disk(spec(f"path:{name}", files), Hub())
+
+    def test_a_folder_of_such_files_says_that_one_must_be_named(self, files: Path) -> None:
+        """It has weights, but none that are a folder's."""
+        with pytest.raises(ModelLoadFailed, match=r"has Q4_0\.gguf: `source:` must name the file"):
+            Checkpoint("mine", files).tensors()
+
+    def test_a_package_may_carry_one(self, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is not imported for that."""
+        package = files / "weights_of_somebody"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise SystemError('imported')")
+        (package / "x.gguf").write_bytes(b"GGUF")
+        monkeypatch.syspath_prepend(files)
+        wanted = "package:weights_of_somebody/x.gguf"
+        assert on_disk(spec(wanted), Hub()) == package / "x.gguf"
+        with pytest.raises(ModelLoadFailed, match=r"weights_of_somebody has no file y\.gguf"):
+            on_disk(spec("package:weights_of_somebody/y.gguf"), Hub())
+
+    def test_that_file_alone_is_fetched(self, hub: FakeHub, tmp_path: Path) -> None:
+        """A repository has the same weights ten times over."""
+        place, wanted = at(hub, tmp_path), spec(f"hub:{REPO}/Q4_0.gguf@{COMMIT}")
+        assert on_disk(wanted, place) is None
+        assert ask_hub(wanted, place) == 904
+        file = download(wanted, place)
+        assert file.name == "Q4_0.gguf"
+        assert file.read_bytes().startswith(b"GGUFQ4_0")
+        assert [each.name for each in file.parent.iterdir()] == ["Q4_0.gguf"]
+        assert stored_bytes(file) == 904
+        hub.asked.clear()
+        assert on_disk(wanted, place) == file
+        assert on_disk(spec(f"hub:{REPO}/Q8_0.gguf@{COMMIT}"), place) is None
+        assert hub.asked == []
+
+    def test_a_half_fetched_one_is_resumed(self, hub: FakeHub, tmp_path: Path, files: Path) -> None:
+        """What other files of the repository left on the disk is not counted."""
+        place, wanted = at(hub, tmp_path), spec(f"hub:{REPO}/Q4_0.gguf@{COMMIT}")
+        other = download(spec(f"hub:{REPO}/Q8_0.gguf@{COMMIT}"), place)
+        assert fetched_bytes(wanted, place) == 0
+        half = other.resolve().parent / f"{sha256(files / 'Q4_0.gguf')}.part"
+        half.write_bytes((files / "Q4_0.gguf").read_bytes()[:500])
+        assert fetched_bytes(wanted, place) == 500
+        assert on_disk(wanted, place) is None
+        hub.ranges.clear()
+        download(wanted, place)
+        assert hub.ranges == ["bytes=500-"]
+
+    def test_one_that_the_repository_has_not_is_named(self, hub: FakeHub, tmp_path: Path) -> None:
+        """Before anything is fetched."""
+        with pytest.raises(ModelUnavailable, match=r"org/tiny has no file Q2_K\.gguf"):
+            ask_hub(spec(f"hub:{REPO}/Q2_K.gguf"), at(hub, tmp_path))
+
+    def test_a_repository_of_such_files_alone_says_what_to_write(
+        self, hub: FakeHub, tmp_path: Path
+    ) -> None:
+        """It is no folder that could be loaded."""
+        with pytest.raises(ModelUnavailable, match=r"names one: hub:org/tiny/Q4_0\.gguf"):
+            ask_hub(spec(f"hub:{REPO}"), at(hub, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,10 @@ class HeldEngines(ScriptedEngines):
     embedder: HeldEmbedder = field(default_factory=HeldEmbedder)
     writer: HeldWriter = field(default_factory=HeldWriter)
 
-    async def folder(self, spec: ModelSpec) -> Path:
+    async def files(self, spec: ModelSpec) -> Path:
         if spec.id == FAR_AWAY:
             await asyncio.Event().wait()
-        return await super().folder(spec)
+        return await super().files(spec)
 
     def open(self) -> None:
         """Let everything go on."""

@@ -6,9 +6,11 @@ process. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from io import IOBase
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -141,10 +143,14 @@ class Metadata(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """All that a GGUF file says before its weights."""
+    """All that a GGUF file says before its weights.
+
+    `stamp` tells whether the file is still the same: its inode, size and time of change.
+    """
 
     metadata: Metadata
     tensors: Mapping[str, TensorInfo]
+    stamp: tuple[int, ...]
 
 
 def read_header(path: Path) -> Header:
@@ -156,11 +162,18 @@ def read_header(path: Path) -> Header:
     if not path.is_file():  # a pipe would be waited for
         raise GgufError("there is no such file")
     with path.open("rb") as file:
-        cursor = _Cursor(file, path.stat().st_size)
+        stamp = stamp_of(file)
+        cursor = _Cursor(file, os.fstat(file.fileno()).st_size)
         tensors, keys = _counts(cursor)
         values = _metadata(cursor, keys)
         infos = _tensors(cursor, tensors, _alignment(values))
-        return Header(Metadata(values, cursor.content()), infos)
+        return Header(Metadata(values, cursor.content()), infos, stamp)
+
+
+def stamp_of(file: IOBase) -> tuple[int, ...]:
+    """Return what changes when an open file does."""
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class _Cursor:
@@ -254,7 +267,7 @@ def _metadata(cursor: _Cursor, keys: int) -> dict[str, Any]:
     for _ in range(keys):
         key = cursor.text("a key of its metadata", KEY_BYTES)
         if key in values:
-            raise GgufError(f"its metadata has {_shown(key)} twice")
+            raise GgufError(f"its metadata has {shown(key)} twice")
         values[key] = _value(cursor, key, cursor.take(_TYPE))
     return values
 
@@ -263,7 +276,7 @@ def _value(cursor: _Cursor, key: str, kind: int) -> Any:
     if kind in _NUMBERS:
         return cursor.take(_NUMBERS[kind])
     if kind == _STRING:
-        return cursor.text(_shown(key))
+        return cursor.text(shown(key))
     if kind == _BOOL:
         start = cursor.at
         cursor.need(start + 1)
@@ -271,14 +284,14 @@ def _value(cursor: _Cursor, key: str, kind: int) -> Any:
         return _booleans(cursor, key, start)[0] == 1
     if kind == _ARRAY:
         return _array(cursor, key)
-    raise GgufError(f"{_shown(key)} is of type {kind}, which the format has not")
+    raise GgufError(f"{shown(key)} is of type {kind}, which the format has not")
 
 
 def _array(cursor: _Cursor, key: str) -> _Array:
     kind, count = cursor.take(_TYPE), cursor.take(_LENGTH)
     array = _Array(kind, count, cursor.at)
     if count > MOST_ITEMS:
-        raise GgufError(f"{_shown(key)} has {count:,} items, where {MOST_ITEMS:,} are allowed")
+        raise GgufError(f"{shown(key)} has {count:,} items, where {MOST_ITEMS:,} are allowed")
     if kind == _STRING:
         cursor.skip_texts(count)
     elif kind in _NUMBERS or kind == _BOOL:
@@ -288,9 +301,9 @@ def _array(cursor: _Cursor, key: str) -> _Array:
         if kind == _BOOL:
             _booleans(cursor, key, array.start)
     elif kind == _ARRAY:
-        raise GgufError(f"{_shown(key)} is an array of arrays, which is not read here")
+        raise GgufError(f"{shown(key)} is an array of arrays, which is not read here")
     else:
-        raise GgufError(f"{_shown(key)} has items of type {kind}, which the format has not")
+        raise GgufError(f"{shown(key)} has items of type {kind}, which the format has not")
     return array
 
 
@@ -298,7 +311,7 @@ def _booleans(cursor: _Cursor, key: str, start: int) -> bytearray:
     """Return the bytes of booleans, from `start` to where the cursor is."""
     found = cursor.read[start : cursor.at]
     if found.strip(b"\0\1"):
-        raise GgufError(f"{_shown(key)} is neither true nor false")
+        raise GgufError(f"{shown(key)} is neither true nor false")
     return found
 
 
@@ -316,7 +329,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInf
     for _ in range(count):
         each = _tensor(cursor, alignment)
         if each.name in listed:
-            raise GgufError(f"it lists the tensor {_shown(each.name)} twice")
+            raise GgufError(f"it lists the tensor {shown(each.name)} twice")
         listed[each.name] = each
     first = -(-cursor.at // alignment) * alignment
     infos = {name: replace(each, offset=first + each.offset) for name, each in listed.items()}
@@ -326,17 +339,17 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInf
 
 def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
     name = cursor.text("a tensor's name", NAME_BYTES)
-    shown, dimensions = _shown(name), cursor.take(_TYPE)
+    called, dimensions = shown(name), cursor.take(_TYPE)
     if not 1 <= dimensions <= MOST_DIMENSIONS:
-        raise GgufError(f"{shown} has {dimensions} dimensions, and 1 to 4 are allowed")
+        raise GgufError(f"{called} has {dimensions} dimensions, and 1 to 4 are allowed")
     sizes = [cursor.take(_LENGTH) for _ in range(dimensions)]
     number, offset = cursor.take(_TYPE), cursor.take(_LENGTH)
     if (kind := TYPES.get(number)) is None:
-        raise GgufError(f"{shown} is of type {number}, which is not known here")
+        raise GgufError(f"{called} is of type {number}, which is not known here")
     if 0 in sizes or sizes[0] % kind.weights:
-        raise GgufError(f"{shown} has rows of {sizes[0]}, which {kind.name} cannot hold")
+        raise GgufError(f"{called} has rows of {sizes[0]}, which {kind.name} cannot hold")
     if offset % alignment:
-        raise GgufError(f"{shown} does not begin at a multiple of {alignment} bytes")
+        raise GgufError(f"{called} does not begin at a multiple of {alignment} bytes")
     nbytes = math.prod(sizes) // kind.weights * kind.nbytes
     return TensorInfo(name, kind, tuple(reversed(sizes)), offset, nbytes)
 
@@ -346,19 +359,19 @@ def _check_places(infos: Iterable[TensorInfo], size: int) -> None:
     end = 0
     for each in sorted(infos, key=lambda each: each.offset):
         if each.offset < end:
-            raise GgufError(f"{_shown(each.name)} lies in the place of another tensor")
+            raise GgufError(f"{shown(each.name)} lies in the place of another tensor")
         end = each.offset + each.nbytes
         if end > size:
-            raise GgufError(f"it is cut off: {_shown(each.name)} ends at byte {end:,} of {size:,}")
+            raise GgufError(f"it is cut off: {shown(each.name)} ends at byte {end:,} of {size:,}")
 
 
 def _text(content: bytes | bytearray, what: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError:
-        raise GgufError(f"{_shown(what)} is not UTF-8 text") from None
+        raise GgufError(f"{shown(what)} is not UTF-8 text") from None
 
 
-def _shown(name: str) -> str:
-    """Return a name out of the file as a message may repeat it: short, and on one line."""
+def shown(name: str) -> str:
+    """Return a name out of a file as a message may repeat it: short, and on one line."""
     return name if len(name) <= 64 and name.isprintable() else f"{name[:64]!r}…"
