@@ -361,6 +361,7 @@ class Verdict:
     `single`: a row in a batch of its own has the logits that it has alone. `rows`: those of
     several lengths in a batch have. `prefixes`: one that goes on from a kept prompt has. `window`:
     one longer than the model's sliding window has, if there is one. `problem` says what is wrong.
+    `is_lasting` is False where memory ran out meanwhile, which says nothing of the next time.
     """
 
     single: bool | None = None
@@ -368,6 +369,7 @@ class Verdict:
     prefixes: bool | None = None
     window: bool | None = None
     problem: str = ""
+    is_lasting: bool = True
 
     @property
     def is_whole(self) -> bool:

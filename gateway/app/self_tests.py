@@ -197,7 +197,7 @@ class SelfTest:
             log.info("self_test_unfinished", **told)
 
     async def _keep(self) -> None:
-        if not self.verdict.is_whole:
+        if not (self.verdict.is_whole and self.verdict.is_lasting):
             return
         try:
             await apart(self._verdicts.write, self._digest, self.verdict)

@@ -124,6 +124,8 @@ class SelfTest:
             problem = next(filter(None, (self._gap(row) for row in rows)), "")
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error)[:200]}"
+            if _is_of_memory(error):
+                self._found(is_lasting=False)
         self._found(**{what: not problem})
         if problem:
             self._found(problem=self.verdict.problem or f"{what}: {problem}")
@@ -216,6 +218,16 @@ class SelfTest:
         batch = yield from self._read([row], [cache] if cache else None, known)
         while batch.rows:
             yield from self._decode(batch)
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Return True for what MLX raises where memory ends: it has no exception of its own for that.
+
+    "[malloc] Unable to allocate …" on a CPU, "[metal::malloc] Attempting to allocate …" and
+    "Insufficient Memory" on Metal, "out of memory" on CUDA: mlx/backend/*/allocator.cpp, eval.cpp.
+    """
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "alloc" in text or "memory" in text
 
 
 def can_batch(model: Any) -> bool:

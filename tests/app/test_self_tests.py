@@ -70,6 +70,17 @@ async def test_a_verdict_is_found_once_and_kept(tmp_path: Path) -> None:
         assert engines.writer.tests == 1
 
 
+async def test_a_verdict_that_is_not_lasting_is_not_kept(tmp_path: Path) -> None:
+    """It holds until the model is loaded again."""
+    found = replace(FAILED, is_lasting=False)
+    given: dict[str, Any] = {"self_test": True, "self_test_folder": tmp_path / "kept"}
+    for _ in range(2):
+        engines = Engines(writer=Scrutinised(findings=[found]))
+        async with served(catalog(tmp_path, {"chat": CHAT}), engines, **given):
+            assert engines.writer.held == [found]
+        assert engines.writer.tests == 1
+
+
 async def test_a_model_that_fails_runs_its_rows_one_at_a_time(tmp_path: Path) -> None:
     """Whoever else asks waits; /v1/models says why."""
     engines = Engines(writer=Scrutinised(findings=[Verdict(), FAILED]))

@@ -255,6 +255,27 @@ def broken(folder: Path, breaks: Callable[[mx.array], bool]) -> GenerationEngine
     return engine
 
 
+@pytest.mark.parametrize(
+    ("error", "is_lasting"),
+    [(RuntimeError("[malloc] Unable to allocate 12 bytes."), False), (ValueError("no"), True)],
+)
+def test_a_test_that_runs_out_of_memory_says_nothing_of_the_next(
+    error: Exception, is_lasting: bool, tmp_path: Path
+) -> None:
+    """It forbids batches for now, as any other failure does."""
+
+    def breaks(tokens: mx.array) -> bool:
+        if tokens.shape[0] > 1:
+            raise error
+        return False
+
+    engine = broken(write_chat(tmp_path / "m"), breaks)
+    *_, verdict = engine.self_test()
+    assert verdict.rows is False
+    assert verdict.is_lasting is is_lasting
+    engine.close()
+
+
 def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path: Path) -> None:
     """Else every prompt would be read again at every step; each fault is told once."""
     folder = write_chat(tmp_path / "m")
