@@ -99,7 +99,7 @@ class Running:
 
     def extend(self, other: "Running") -> None:
         """Take in rows that have read their prompts."""
-        self.rows += other.rows
+        self.rows = [*self.rows, *other.rows]  # a new list: a doubt's rows are those of its choice
         self.tokens = mx.concatenate([self.tokens, other.tokens])
         self.finite = mx.concatenate([self.finite, other.finite])
         self.scores += other.scores

@@ -159,6 +159,7 @@ async def test_whoever_means_ill_is_answered_and_nothing_is_left(
         sep="\n",
     )
     assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:3000]
+    assert "batch_fault" not in log, "a pass over several rows threw"
     assert max(worst) < HEALTHY_S
     assert not any(after.work.values()), after.work
     assert after.values["gateway_body_bytes"] == 0
