@@ -189,15 +189,14 @@ def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
         for each in found.siblings or []
         if each.size is not None and _is_wanted_of(source, each.rfilename)
     ]
-    if source.is_gguf and not files:
-        raise _Missing(f"{source.repo} has no file {source.file}.")
-    if not any(file.name.endswith(".safetensors") for file in files) and not source.is_gguf:
-        names = [each.rfilename for each in found.siblings or []]
+    if source.is_gguf:
+        if not files:
+            raise _Missing(f"{source.repo} has no file {source.file}.")
+    elif not any(file.name.endswith(".safetensors") for file in files):
+        names = (each.rfilename for each in found.siblings or [])
         if one := next(filter(is_gguf, names), None):
-            raise _Missing(
-                f"{source.repo} has GGUF files, of which `source:` names one: "
-                f"hub:{source.repo}/{one}"
-            )
+            said = "has GGUF files, of which `source:` names one"
+            raise _Missing(f"{source.repo} {said}: hub:{source.repo}/{one}")
     return found.sha or "", files
 
 

@@ -20,7 +20,7 @@ import numpy as np
 HEADER_BYTES: Final = 100_000_000
 MOST_ITEMS: Final = 1 << 22  # in one array; the largest vocabularies have 2^18 tokens
 MOST_KEYS: Final = 1 << 16
-MOST_TENSORS: Final = 1 << 16
+MOST_TENSORS: Final = 1 << 14  # Llama 3.1 405B has 1,138
 MOST_DIMENSIONS: Final = 4  # the format's own, as the next two
 KEY_BYTES: Final = 65_535
 NAME_BYTES: Final = 64
