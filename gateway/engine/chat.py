@@ -144,7 +144,7 @@ class ChatTokenizer:
         text = prompt if isinstance(prompt, str) else None
         added = self.backend.get_added_tokens_decoder()
         special = {token for token, each in added.items() if each.special}
-        return texts_of(ids, text, self.backend, special)
+        return texts_of(ids, text, self.vocabulary, special)
 
     def _rendered(self, job: GenerateJob) -> tuple[str, str]:
         """Return a conversation's text, and what the template adds at its end for the answer.
@@ -221,7 +221,7 @@ class ChatTokenizer:
     def speech(self, job: RowJob) -> Speech:
         """Return what turns a row's tokens into parts."""
         return Speech(
-            Decoder(self.backend, self.vocabulary.probe, continues=job.is_bare or job.is_continued),
+            Decoder(self.vocabulary, continues=job.is_bare or job.is_continued),
             self._parser(job),
             StopScanner(job.stop),
             self.vocabulary,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from gateway.engine.marks import TOKENS, plain, shown
+from gateway.engine.marks import BEGINS, TOKENS, plain, shown
 from gateway.engine.parts import CallWriter, ForcedCall, Mode, Part
 
 HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
@@ -28,7 +28,7 @@ def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
     """Return what finds the end of a header whose message is the answer, in spelled tokens."""
     channel, message = re.escape(pattern("<|channel|>")), re.escape(pattern("<|message|>"))
     constrain = re.escape(pattern("<|constrain|>"))
-    text = r"(?:(?!\bto=)[^\ufdd0\ufdd1])*"
+    text = rf"(?:(?!\bto=)[^{BEGINS}])*"
     final = rf"{channel}final{text}(?:{constrain}{text})?{message}"
     return re.compile(rf"{final}|to=user{message}")
 

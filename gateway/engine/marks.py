@@ -1,8 +1,8 @@
 """Marks around parts of an answer: control tokens are told from text that only looks like them.
 
-A token that is a mark is spelled between two noncharacters of Unicode, which no text has once it
-has come through `plain`: so plain string search finds the token `<think>` and never the
-seven letters. A mark that the vocabulary has no token for is found by its letters.
+A token that is a mark is spelled between two lone surrogates, which no text has, as tokens decode
+to UTF-8: so plain string search finds the token `<think>` and never the seven letters. A mark that
+the vocabulary has no token for is found by its letters.
 """
 
 import re
@@ -10,10 +10,11 @@ from collections.abc import Collection, Mapping
 
 from tokenizers import AddedToken
 
-_SPECIAL, _ADDED, _END = "\ufdd0", "\ufdd1", "\ufdd2"
+_SPECIAL, _ADDED, _END = "\ud800", "\ud801", "\ud802"
 _SPELLING = str.maketrans("", "", _SPECIAL + _ADDED + _END)
 _SPECIALS = re.compile(f"{_SPECIAL}[^{_END}]*{_END}")
-TOKENS = re.compile(f"([{_SPECIAL}{_ADDED}][^{_END}]*{_END})")
+BEGINS = _SPECIAL + _ADDED
+TOKENS = re.compile(f"([{BEGINS}][^{_END}]*{_END})")
 
 
 class Marks:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import Matcher
-from gateway.engine.marks import Marks, plain, shown
+from gateway.engine.marks import Marks, shown
 from gateway.engine.parts import AnswerParser, Part
 from gateway.engine.reasoning import Thinking
 from gateway.engine.sampling import Sampler
@@ -39,7 +39,7 @@ class Speech:
         """Give the parts that the token makes certain."""
         piece = self.marks.spelled(token)
         if piece is None:
-            piece = plain(self.decoder.push(token))
+            piece = self.decoder.push(token)
         begun, was_thinking = self._parsed, self.parser.is_thinking
         parts = [self._stopped(part, may_stop=may_stop) for part in self.parser.push(piece)]
         opens = self.parser.is_thinking and is_shown_as_text

@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
-from tokenizers import Tokenizer
 
 from gateway.engine.rows import Row, TokenScores
 from gateway.engine.sampling import score
 from gateway.engine.text import Decoder
+from gateway.engine.vocabulary import Vocabulary
 
 # Of logits at once, as float32: 110 tokens at a vocabulary of 151,936. A whole prompt of 4,096
 # would take 2.5 GB.
@@ -23,18 +23,18 @@ def most_scored(vocab_size: int) -> int:
 
 
 def texts_of(
-    ids: Sequence[int], text: str | None, tokenizer: Tokenizer, special: Collection[int]
+    ids: Sequence[int], text: str | None, vocabulary: Vocabulary, special: Collection[int]
 ) -> list[str]:
     """Return the text of each token of a prompt; together they are the prompt's.
 
     Half a character goes with the token that completes it. A special token is shown where it
     was written: the tokenizer may have added some to a prompt that is `text`.
     """
-    decoder, texts, at = Decoder(tokenizer), [], 0
+    decoder, texts, at = Decoder(vocabulary), [], 0
     for token in ids:
         is_added = False
         if token in special and text is not None:
-            is_added = not text.startswith(tokenizer.id_to_token(token) or "", at)
+            is_added = not text.startswith(vocabulary.tokenizer.id_to_token(token) or "", at)
         piece = "" if is_added else decoder.push(token)
         texts.append(piece)
         at += len(piece)

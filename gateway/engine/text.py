@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from gateway.engine.vocabulary import Vocabulary
+
+_REPLACEMENT = "\ufffd"
+_WRITTEN = _REPLACEMENT.encode()
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
@@ -18,16 +22,15 @@ def held_back(text: str, marks: Sequence[str]) -> int:
 class Decoder:
     """The text of one row's tokens.
 
-    SentencePiece drops the space of a text's first word; `before` are tokens of a text that the
-    first one `continues`, or which stand in for what came before when a stream must begin anew.
+    SentencePiece drops the space of a text's first word, unless the tokens `continue` a text.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, before: Sequence[int] = (), *, continues: bool = False
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._before = list(before)
+    def __init__(self, vocabulary: Vocabulary, *, continues: bool = False) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = vocabulary.tokenizer
         self._stream = self._begun() if continues else DecodeStream(skip_special_tokens=False)
+        self._is_first = not continues  # until there is text
+        self._held: list[int] = []  # tokens whose text is still to come
 
     def push(self, token: int) -> str:
         """Return the characters that `token` completes; half a character waits for its rest.
@@ -36,15 +39,43 @@ class Decoder:
         """
         try:
             piece: str | None = self._stream.step(self._tokenizer, token)
-        except (
-            Exception
-        ):  # "Invalid prefix": bytes turned out to be none, after their text was told
-            self._stream = self._begun()
-            piece = self._stream.step(self._tokenizer, token)
-        return piece.replace("\ufffd", "") if piece else ""
+        except Exception:  # "Invalid prefix": bytes turned out to be none, after their text was out
+            self._held.append(token)
+            return self._anew()
+        if piece and _REPLACEMENT not in piece:
+            self._held.clear()
+            self._is_first = False
+            return piece
+        self._held.append(token)
+        if piece:
+            return self._written()
+        # The stream holds back all text that ends with U+FFFD, be it what the tokens say.
+        is_last = self._vocabulary.bytes(token)[-1:] == _WRITTEN[-1:]
+        return self._anew() if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN) else ""
+
+    def _anew(self) -> str:
+        """Return the text of the tokens held back, of which the stream keeps nothing."""
+        self._stream = self._begun()
+        return self._written()
+
+    def _written(self) -> str:
+        """Return the text of the tokens held back by their bytes: the stream has U+FFFD both where
+        they say so and for bytes that are no character.
+        """
+        text = self._bytes(self._held).decode(errors="ignore")
+        if self._is_first and text.startswith(" "):
+            whole: str = self._tokenizer.decode(self._held, skip_special_tokens=False)
+            if text.replace(_REPLACEMENT, "") == " " + whole.replace(_REPLACEMENT, ""):
+                text = text[1:]
+        self._held.clear()
+        self._is_first = self._is_first and not text
+        return text
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self._vocabulary.bytes, tokens))
 
     def _begun(self) -> DecodeStream:
-        return DecodeStream(ids=self._before, skip_special_tokens=False)
+        return DecodeStream(ids=self._vocabulary.probe, skip_special_tokens=False)
 
 
 class StopScanner:

@@ -26,18 +26,19 @@ class Vocabulary:
     """A tokenizer's single tokens, as logprobs show them: ` True`, never `ĠTrue` or `▁True`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         # A token's text depends on whether one stands before it: SentencePiece drops the space
         # of the first. So each is decoded behind another, whose text is then cut off.
         self.probe: list[int] = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._prefix = len(self._decode(self.probe))
         self.text = lru_cache(maxsize=65_536)(self._text)
+        self.bytes = lru_cache(maxsize=65_536)(self._bytes)
 
     def encode(self, text: str, plain_from: int) -> list[int]:
         """Return a text's ids; from the character `plain_from` on no control token counts."""
         # As a batch, for which alone Python's lock is let go of.
-        (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
-        added = self._tokenizer.get_added_tokens_decoder()
+        (encoded,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
+        added = self.tokenizer.get_added_tokens_decoder()
         ids: list[int] = []
         for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True):
             is_control = start >= plain_from and token in added
@@ -46,7 +47,7 @@ class Vocabulary:
 
     def _letters(self, content: str) -> list[int]:
         """Return the ids of what spells a control token: the pipeline without the added ones."""
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         text = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
         split = tokenizer.pre_tokenizer
         pieces = [each for each, _ in split.pre_tokenize_str(text)] if split else [text]
@@ -56,19 +57,19 @@ class Vocabulary:
         return [each.id for piece in pieces if piece for each in tokenizer.model.tokenize(piece)]
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
     def _text(self, token: int) -> str:
         """Give a token's own text; U+FFFD where it is part of a character."""
         return self._decode([*self.probe, token])[self._prefix :]
 
-    def bytes(self, token: int) -> bytes:
+    def _bytes(self, token: int) -> bytes:
         """Give a token's own bytes, a part of a character's too."""
         text: str = self.text(token)
         if "\ufffd" not in text:
             return text.encode()
-        name = self._tokenizer.id_to_token(token) or ""
+        name = self.tokenizer.id_to_token(token) or ""
         if match := _BYTE.fullmatch(name):
             return bytes([int(match[1], 16)])
         if name and all(character in _BYTES for character in name):

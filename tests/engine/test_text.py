@@ -13,28 +13,52 @@ from gateway.engine.vocabulary import Vocabulary
 
 DEMO = Path(__file__).parents[2] / "gateway" / "demo" / "chat" / "tokenizer.json"
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(DEMO))
+VOCABULARY = Vocabulary(TOKENIZER)
+
+
+BYTES = {
+    VOCABULARY.bytes(token)[0]: token
+    for token in range(TOKENIZER.get_vocab_size())
+    if len(VOCABULARY.bytes(token)) == 1
+}
+ODD = st.sampled_from("\ufdd0\ufdd1\ufdd2\ufffd")
 
 
 def stream(text: str, stops: tuple[str, ...] = ()) -> tuple[list[str], StopScanner]:
     """Push a text's tokens one at a time."""
-    decoder, scanner = Decoder(TOKENIZER), StopScanner(stops)
+    decoder, scanner = Decoder(VOCABULARY), StopScanner(stops)
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     pieces = [scanner.push(decoder.push(token)) for token in ids]
     return [*pieces, scanner.flush()], scanner
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=60))
+@given(st.text(st.one_of(st.characters(exclude_categories=["Cs"]), ODD), max_size=60))
 def test_any_text_comes_through_whole_in_whole_characters(text: str) -> None:
     """Emoji of four bytes come as one piece, when the last byte is there."""
     pieces, _ = stream(text)
     assert "".join(pieces) == TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False).ids)
-    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("text", ["\ufffd", "a\ufffd", "\ufffd\ufffdb", "🙂\ufffd🙂"])
+def test_a_replacement_character_that_the_tokens_say_is_text(text: str) -> None:
+    """It comes with its last byte, nothing need follow it."""
+    decoder = Decoder(VOCABULARY)
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    assert "".join(decoder.push(token) for token in ids) == text
+
+
+@given(st.binary(max_size=12), st.booleans())
+def test_bytes_have_the_text_of_their_whole_characters(given: bytes, continues: bool) -> None:
+    """Nothing stands for the others; half a character at the end waits."""
+    ids = [BYTES[byte] for byte in (*given, *b"\n")]
+    decoder = Decoder(VOCABULARY, continues=continues)
+    assert "".join(map(decoder.push, ids)) == given.decode(errors="ignore") + "\n"
 
 
 def test_half_a_character_at_the_end_is_dropped() -> None:
     """There is nothing right to show for it."""
     ids = TOKENIZER.encode("ok🙂", add_special_tokens=False).ids
-    decoder = Decoder(TOKENIZER)
+    decoder = Decoder(VOCABULARY)
     assert "".join(decoder.push(token) for token in ids[:-1]) == "ok"
 
 
@@ -42,7 +66,7 @@ def sentencepiece() -> Tokenizer:
     """Return a tokenizer as Llama 2's: bytes for what it has no piece for, and a space before the
     first word, which its decoder drops.
     """
-    words = ["▁The", "▁Paris", "▁", "a", "b", "▁Hello", "."]
+    words = ["▁The", "▁Paris", "▁", "a", "b", "▁Hello", ".", "\ufffd"]
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for each in (*(f"<0x{byte:02X}>" for byte in range(256)), *words):
         vocabulary[each] = len(vocabulary)
@@ -84,7 +108,7 @@ def piece(text: str) -> int:
 
 
 def decoder(*, continues: bool = False) -> Decoder:
-    return Decoder(SPM, Vocabulary(SPM).probe, continues=continues)
+    return Decoder(Vocabulary(SPM), continues=continues)
 
 
 def test_the_first_word_of_a_text_that_goes_on_keeps_its_space() -> None:
@@ -99,6 +123,23 @@ def test_bytes_that_turn_out_to_be_none_do_not_end_the_answer() -> None:
     tokens = ["▁Hello", "<0x0A>", "<0xF0>", "<0x9F>", "▁Hello", "a", "<0xE2>", "▁Hello"]
     growing = decoder()
     assert "".join(growing.push(piece(token)) for token in tokens) == ("Hello\n Helloa Hello")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["▁", "\ufffd"], "\ufffd"),
+        (["▁", "<0xF0>", "▁Hello"], " Hello"),
+        (["<0xF0>", "▁Hello"], " Hello"),
+        (["▁Hello", "▁", "\ufffd"], "Hello \ufffd"),
+        (["<0xEF>", "<0xBF>", "<0xBD>", "▁Hello"], "\ufffd Hello"),
+        (["<0x0A>", "<0xF0>", "<0xEF>", "<0xBF>", "<0xBD>", "a"], "\n\ufffda"),
+        (["<0x0A>", "<0xF0>", "<0x41>", "▁Hello", "a"], "\nA Helloa"),
+    ],
+)
+def test_characters_beside_bytes_that_are_none_are_text(tokens: list[str], text: str) -> None:
+    """The tokenizer's own decoder makes U+FFFD of a whole run of bytes then."""
+    assert "".join(map(decoder().push, map(piece, tokens))) == text
 
 
 @settings(deadline=None)
