@@ -33,7 +33,15 @@ _UNHELD: Final = (
     *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
 )
 _IN_PLACE: Final = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf")
-_CONDITIONS: Final = ("if", "dependentSchemas", "not", "then", "else")
+_CONDITIONS: Final = ("if", "dependentSchemas", "then", "else")
+# What says something else, or less, by what stands beside it.
+_BY_SIBLINGS: Final = frozenset(
+    {
+        *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties"),
+        *("prefixItems", "items", "contains", "minContains", "maxContains", "unevaluatedItems"),
+        *("if", "then", "else"),
+    }
+)
 _LARGEST: Final = 2**53  # beyond it neighbouring integers are one double, and llguidance has those
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MOST_WAYS: Final = 16
@@ -62,7 +70,7 @@ def translated(schema: Schema, *, conditions: int) -> Schema:
         nonlocal left
         if not isinstance(node, dict):
             return node
-        for step in (_formatted, _plain_not, _plain_contains, _evaluated, _named):
+        for step in (_formatted, _evaluated, _plain_not, _plain_contains, _named):
             changed = step(node)
             if changed is False:
                 return False
@@ -86,8 +94,10 @@ def _and(node: Node, more: Schema) -> Node:
     """Ask both; what the node leaves open is said in it, the rest beside it."""
     if more is True:
         return node
-    if isinstance(more, dict) and not more.keys() & node.keys():
-        return {**node, **more}
+    if isinstance(more, dict):
+        is_heard = _BY_SIBLINGS & more.keys() and _BY_SIBLINGS & node.keys()
+        if not is_heard and not more.keys() & node.keys():
+            return {**node, **more}
     return {**node, "allOf": [*node.get("allOf", ()), more]}
 
 
@@ -245,7 +255,10 @@ def _with_names(node: Node, names: Sequence[str]) -> Node:
 
 
 def _evaluated(node: Node) -> Node:
-    """Take `unevaluated…` for what is additional where nothing else could evaluate it."""
+    """Take `unevaluated…` for what is additional where nothing else could evaluate it.
+
+    A `not` cannot: what it holds has to fail, and what fails evaluates nothing.
+    """
     if any(key in node for key in (*_IN_PLACE, *_CONDITIONS)):
         return node
     for key, plain in (

@@ -82,6 +82,7 @@ def test_an_alternative_within_another_is_never_the_only_one() -> None:
     assert grammar.matcher(ids('{"a":1,')).error
 
 
+NULL_A: dict[str, Any] = {"properties": {"a": {"type": "null"}}}
 TRANSLATED: list[tuple[Any, list[Any]]] = [
     ({"not": {"type": "string"}}, [1, "a", None, [], {}]),
     ({"not": {"type": ["object", "array", "number"]}}, [1, "a", None, [], {}]),
@@ -98,6 +99,16 @@ TRANSLATED: list[tuple[Any, list[Any]]] = [
     ),
     ({"not": {"anyOf": [TEXT, {"type": "null"}]}}, ["a", None, 1]),
     ({"not": {"not": TEXT}}, ["a", 1]),
+    ({"additionalProperties": WHOLE, "not": NULL_A}, [{}, {"a": "x"}, {"a": 1}, {"a": None}, 1]),
+    (
+        {"patternProperties": {"^a": WHOLE}, "additionalProperties": False, "not": NULL_A},
+        [{}, {"a": "x"}, {"a": 1}, {"a": 1, "b": 1}, 1],
+    ),
+    ({"unevaluatedProperties": WHOLE, "not": NULL_A}, [{}, {"a": 1}, {"a": "x"}, {"b": 1}, "x"]),
+    (
+        {"type": "array", "prefixItems": [TEXT], "not": {"not": {"items": WHOLE}}},
+        [[], ["a"], [1], ["a", 1]],
+    ),
     (
         {
             **thing("k", k={"enum": ["x", "y"]}, v={}),
@@ -392,8 +403,23 @@ def _more(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             "dependentRequired": st.just({"a": ["b"]}),
         },
     )
+    by_siblings = {
+        "additionalProperties": st.one_of(st.just(False), leaves),
+        "unevaluatedProperties": st.one_of(st.just(False), leaves),
+        "patternProperties": st.dictionaries(st.sampled_from(["^a", "b"]), leaves, min_size=1),
+        "properties": own,
+    }
+    named = st.fixed_dictionaries({"properties": st.dictionaries(st.sampled_from("ab"), leaves)})
+    untyped = st.one_of(
+        [
+            st.fixed_dictionaries({key: own_key, "not": st.one_of(named, inner)}, optional=more)
+            for key, own_key in by_siblings.items()
+            for more in [{"required": st.just(["a"]), "allOf": some, "if": named, "then": inner}]
+        ]
+    )
     return st.one_of(
         objects,
+        untyped,
         objects,
         st.fixed_dictionaries({"oneOf": some}, optional={"type": st.just("object")}),
         st.fixed_dictionaries({"anyOf": some}, optional={"not": inner}),
