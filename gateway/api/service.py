@@ -1,6 +1,5 @@
 """What every handler is given: the catalog, the models, and how requests are to be read."""
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -19,12 +18,16 @@ from gateway.serving.arrivals import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.generation.batcher import Generation, GenerationBatcher
 from gateway.serving.models.cache import ModelCache
+from gateway.serving.tokens import Kind, TokenPool
 from gateway.wire import reading
 from gateway.wire.bounds import Bounds as Bounds  # app has its rules from here
 
 log = logs.get("service")
 
-LARGE_BYTES = 250_000  # a body of which is read off the loop: it takes milliseconds and more
+# A body beyond the first is read off the loop: it may take milliseconds. One beyond the second may
+# take seconds, in which none that is smaller waits for it.
+LONG_BYTES = 32_000
+LARGE_BYTES = 1_000_000
 T = TypeVar("T")
 MOST_NAMED = 16  # in one header
 R = TypeVar("R", bound=reading.Request)
@@ -58,6 +61,7 @@ class Service:
     catalog: Callable[[], Catalog]
     models: ModelCache[EmbeddingBatcher | GenerationBatcher]
     arrivals: Arrivals
+    pool: TokenPool
     rules: Rules
     fingerprint: Callable[[ModelSpec], str]
     started: int
@@ -90,11 +94,12 @@ class Service:
             return read, translate(read.request)
 
         with timed(request, Stage.PARSE):
-            if len(body) > LARGE_BYTES:
-                return await asyncio.to_thread(understand)
+            kind: Kind = "large bodies" if len(body) > LARGE_BYTES else "bodies"
+            if len(body) > LONG_BYTES:
+                return await self.pool.run(understand, kind=kind)
             read = parse()
             if is_large(read.request):
-                return read, await asyncio.to_thread(translate, read.request)
+                return read, await self.pool.run(translate, read.request, kind=kind)
             return read, translate(read.request)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:

@@ -162,6 +162,7 @@ class Gateway:
             catalog=lambda: self._catalog,
             models=self._models,
             arrivals=self._arrivals,
+            pool=self._pool,
             rules=Rules(
                 max_body_bytes=settings.max_body_bytes,
                 body_timeout_s=settings.body_timeout_s,

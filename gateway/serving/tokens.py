@@ -1,4 +1,5 @@
-"""Tokenising, rendering, compiling and judging: on pools of threads, but for a short text.
+"""Reading bodies, tokenising, rendering, compiling and judging: on pools of threads, but for what
+is short.
 
 Each kind of work has threads of its own, and long work has others than short work. Requests take
 turns with what is long: none is done whole while another waits.
@@ -17,9 +18,19 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 Kind: TypeAlias = Literal[
-    "short texts", "long texts", "short prompts", "long prompts", "grammars", "verdicts"
+    "bodies",
+    "large bodies",
+    "short texts",
+    "long texts",
+    "short prompts",
+    "long prompts",
+    "grammars",
+    "verdicts",
 ]
 THREADS: Final[dict[Kind, int]] = {
+    # One each: reading is Python's own work, and each thread at it takes its share of the loop's.
+    "bodies": 1,
+    "large bodies": 1,
     "short texts": 2,
     "long texts": 1,
     "short prompts": 2,

@@ -16,6 +16,9 @@ INNER_DEPTH = 64  # of JSON inside a string
 # Arrays and objects, and brackets in texts, that are counted before anything is parsed: 16 MB of
 # empty arrays took 3 seconds, in which the garbage collector let nobody else have a turn.
 MAX_OPENED = 1_000_000
+# Arrays, objects and fields of objects that a request may have: 4,096 messages have 40,000. Each
+# costs Python some microseconds, and the garbage collector, which stops everybody, one more.
+MAX_PARTS = 200_000
 NAME_CHARS = 256  # of what names something: a model, a function, a call, a user
 
 
@@ -48,7 +51,25 @@ def parse(json: bytes | bytearray, max_depth: int = INNER_DEPTH) -> Any:
     # Most are known to be shallow without looking further: they open less than they might.
     if opened > max_depth and _is_deeper(value, max_depth):
         raise TooDeep(f"nested more than {max_depth} levels deep")
+    if opened + json.count(b":") > MAX_PARTS and _has_more(value, MAX_PARTS):
+        raise ValueError(f"it has more than {MAX_PARTS} arrays, objects and fields")
     return value
+
+
+def _has_more(value: Any, most: int) -> bool:
+    """Return True if there are more arrays, objects and fields of objects in what orjson read."""
+    count, level = 0, [value]
+    while level:
+        below = []
+        for node in level:
+            is_object = type(node) is dict
+            count += 1 + len(node) if is_object else 1
+            if count > most:
+                return True
+            children = node.values() if is_object else node
+            below += [each for each in children if type(each) is dict or type(each) is list]
+        level = below
+    return False
 
 
 def _is_deeper(value: Any, most: int) -> bool:

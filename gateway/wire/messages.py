@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway.errors import BadRequest
-from gateway.wire.bounds import FAST, Label, parse
+from gateway.wire.bounds import FAST, FEW, Label, parse
 from gateway.wire.reading import Part
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
@@ -47,9 +47,9 @@ class Message(Part):
     harmless = frozenset({"annotations", "reasoning", "reasoning_content", "refusal"})
 
     role: Role
-    content: str | Annotated[list[ContentPart], FAST] | None = None
+    content: str | Annotated[list[ContentPart], FAST, FEW] | None = None
     name: Label | None = None
-    tool_calls: Annotated[list[ToolCall], FAST] | None = None
+    tool_calls: Annotated[list[ToolCall], FAST, FEW] | None = None
     tool_call_id: Label | None = None
     prefix: bool | None = None
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -51,6 +52,7 @@ R = TypeVar("R", bound=Request)
 
 
 MOST_NAMED = 64  # of what nobody knows in a request's parts
+MOST_FIELDS = 1024  # beside each other, at the top
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,8 @@ def read_request(
     given = {
         name: value for name, value in _parse(body, bounds.max_depth).items() if value is not None
     }
+    if len(given) > MOST_FIELDS:
+        raise BadRequest(f"Your request has more than {MOST_FIELDS} fields.")
     for name, reason in fields.refused.items():
         if name in given and not _is_any(given[name], fields.neutral.get(name, ())):
             raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
@@ -113,14 +117,30 @@ def read_request(
 
 def _unknown(part: BaseModel, place: str) -> Iterator[str]:
     """Name the fields of a request's parts that nobody knows, by their places."""
-    for name, field in type(part).model_fields.items():
+    for name, shown_as in _with_parts(type(part)):
         value = getattr(part, name)
         if isinstance(value, Part):
-            yield from _unknown_of(value, f"{place}{field.alias or name}")
+            yield from _unknown_of(value, f"{place}{shown_as}")
         elif isinstance(value, list):
             for i, each in enumerate(value):
                 if isinstance(each, Part):
-                    yield from _unknown_of(each, f"{place}{field.alias or name}[{i}]")
+                    yield from _unknown_of(each, f"{place}{shown_as}[{i}]")
+
+
+@cache
+def _with_parts(shape: type[BaseModel]) -> tuple[tuple[str, str], ...]:
+    """Return the fields of a shape that may hold parts, each with the name that clients use."""
+    return tuple(
+        (name, field.alias or name)
+        for name, field in shape.model_fields.items()
+        if _may_hold_parts(field.annotation)
+    )
+
+
+def _may_hold_parts(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, Part):
+        return True
+    return any(map(_may_hold_parts, get_args(annotation)))
 
 
 def _unknown_of(part: Part, place: str) -> Iterator[str]:
@@ -175,11 +195,14 @@ _TYPES = {
 def _refusal(errors: Sequence[ErrorDetails]) -> BadRequest:
     """Word pydantic's first finding as OpenAI does, with its code.
 
-    Of a union's branches, the finding is that of the one that got furthest.
+    Of a union's branches, the finding is that of the one that got furthest: at the same place, one
+    of the right type.
     """
     param = _path(errors[0]["loc"])
     of_one_field = [each for each in errors if _path(each["loc"]).startswith(param)]
-    error = max(of_one_field, key=lambda each: len(_steps(each["loc"])))
+    error = max(
+        of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _TYPES)
+    )
     param = _path(error["loc"])
     if error["type"] in _TYPES:
         here = (each["type"] for each in of_one_field if _path(each["loc"]) == param)

@@ -70,7 +70,7 @@ class AllowedTools(Part):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], FAST, Field(min_length=1)]
+    tools: Annotated[list[NamedTool], FAST, Field(min_length=1, max_length=128)]
 
 
 class AllowedChoice(Part):

@@ -190,6 +190,18 @@ async def test_a_large_body_is_read_and_translated_off_the_event_loop(
     assert [thread == here for thread in Watched.threads] == [True, False]
 
 
+async def test_bodies_that_come_at_once_are_read_by_one_thread_for_each_size(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Each thread that reads takes its share of the loop's time: forty took it all."""
+    bodies = [{**PATHS["embeddings"], "input": "x" * size} for size in (40_000, 1_100_000) * 6]
+    async with served(Watched(models.specs), engines, max_input_chars=10) as client:
+        Watched.threads.clear()
+        await asyncio.gather(*(client.post("/v1/embeddings", json=body) for body in bodies))
+    assert len(Watched.threads) == len(bodies)
+    assert len({threading.get_ident(), *Watched.threads}) == 3
+
+
 @pytest.mark.parametrize("name", ["€", "a\r\nx-evil: 1", "b" * 100_000, "c,d", " "])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_names_that_no_header_can_hold_are_written_so_that_it_can(

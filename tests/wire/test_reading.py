@@ -198,3 +198,39 @@ def test_of_what_nobody_knows_some_is_named() -> None:
     """A header has no room for all of it."""
     messages = [{**USER, "mood": 1}] * 4000
     assert 16 <= len(read(messages=messages).ignored) <= 100
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ({f"x{i}": 1 for i in range(1025)}, None, "more than 1024 fields"),
+        ({"messages": [{**USER, "content": [{}] * 4097}]}, "messages[0].content", "4096"),
+        ({"messages": [{**USER, "tool_calls": [{}] * 4097}]}, "messages[0].tool_calls", "4096"),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "auto",
+                        "tools": [{"type": "function", "function": {"name": "f"}}] * 129,
+                    },
+                }
+            },
+            "tool_choice.allowed_tools.tools",
+            "128",
+        ),
+        ({"metadata": {f"x{i}": [] for i in range(100_001)}}, None, "more than 200000"),
+    ],
+)
+def test_what_a_request_holds_is_counted_before_it_is_read(
+    given: dict[str, Any], param: str | None, said: str
+) -> None:
+    """Each field and part costs Python microseconds, and a body has room for half a million."""
+    error = refused(**given)
+    assert error.param == param
+    assert said in error.message
+
+
+def test_brackets_and_colons_in_a_text_are_no_parts() -> None:
+    """A long program is one string."""
+    assert read(messages=[{**USER, "content": "{[:" * 100_000}]).request
