@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -29,6 +30,8 @@ T = TypeVar("T")
 COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}
 _CONDITIONS: Final = 6
 _ROUNDS: Final = 3
+_BUDGET_S: Final = 4.0  # for all forms together, after which no other is begun
+_PATTERNS: Final = 64  # that are compiled alone, to see which is wrong; all others may be
 _OPTIONS: Final = frozenset(
     {"whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator"}
 )
@@ -99,9 +102,10 @@ def form_that_compiles(read: Read, shape: Shape, compiled: Callable[[Schema], T]
     """Compile the tightest form that can be, leaving out what keeps all others from it.
 
     `compiled` raises BadRequest with the compiler's words. Raises BadRequest in ours when
-    nothing compiles.
+    nothing compiles, or not soon enough.
     """
     problem, leaves = "", frozenset[str]()
+    until = time.monotonic() + _BUDGET_S
     tried: Schema = None
     for conditions in (_CONDITIONS, 0):
         schema = _translated(read, conditions)
@@ -116,7 +120,9 @@ def form_that_compiles(read: Read, shape: Shape, compiled: Callable[[Schema], T]
                     raise
                 except BadRequest as error:
                     problem = error.message
-            suspects = _suspects(schema, problem, compiled) - leaves
+                if time.monotonic() > until:
+                    raise refused("The JSON Schema takes too long to compile: simplify it.")
+            suspects = _suspects(schema, problem, compiled, until) - leaves
             if not suspects:
                 break
             leaves |= suspects
@@ -166,13 +172,18 @@ def _quotable(node: Schema) -> Schema:
     return node
 
 
-def _suspects(schema: Schema, found: str, compiled: Callable[[Schema], object]) -> frozenset[str]:
-    """Guess, by what the compiler said, which keywords it could not take."""
+def _suspects(
+    schema: Schema, found: str, compiled: Callable[[Schema], object], until: float
+) -> frozenset[str]:
+    """Guess, by what the compiler said, which keywords it could not take; in time, or too many."""
     places = set()
     if "egex" in found or "look" in found or "expressions" in found:
         broken: dict[str, bool] = {}
 
         def is_broken(pattern: str) -> bool:
+            is_late = len(broken) >= _PATTERNS or time.monotonic() > until
+            if is_late and pattern not in broken:
+                return True
             if pattern not in broken:
                 try:
                     compiled({"type": "string", "pattern": pattern})

@@ -5,6 +5,8 @@ neither the others from theirs nor the machine from its work.
 """
 
 import asyncio
+import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,6 +26,41 @@ class Run(Protocol):
 
     def __call__(self, function: Callable[[Grammar], T], grammar: Grammar, /) -> Awaitable[T]:
         """Call it there and await its result."""
+
+
+class _Turns:
+    """So many turns at once; of those who wait the one with the least to compile is next.
+
+    First come, first served would let a few large ones keep every small one from its own.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._came = itertools.count()
+
+    async def acquire(self, size: int) -> None:
+        """Wait for a turn, which `release` ends."""
+        if self._free > 0:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (size, next(self._came), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release()  # it came at this very moment
+            raise
+
+    def release(self) -> None:
+        """Give the turn to the next."""
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
 
 
 @dataclass(slots=True)
@@ -57,7 +94,7 @@ class GrammarCache(Generic[T]):
         self._size = max(1, size)
         self._timeout_s = timeout_s
         self._entries: OrderedDict[Grammar, _Entry[T]] = OrderedDict()
-        self._turn = asyncio.Semaphore(at_once)
+        self._turns = _Turns(at_once)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -93,7 +130,7 @@ class GrammarCache(Generic[T]):
     async def _made(self, grammar: Grammar) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._turn.acquire()
+                await self._turns.acquire(len(grammar.source))
         except TimeoutError:
             raise Overloaded(
                 "Other grammars are being compiled; ask again.", retry_after_s=self._timeout_s
@@ -118,7 +155,7 @@ class GrammarCache(Generic[T]):
             )
 
     def _release(self, work: "asyncio.Future[T]") -> None:
-        self._turn.release()
+        self._turns.release()
         if not work.cancelled():
             work.exception()  # seen: whoever waited for it may have stopped
 
