@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda pins docs architectures bench bench-structured demo-train demo-evaluate clean
+.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda pins docs architectures bench bench-structured demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -15,6 +15,9 @@ serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 
 test: setup-dev ## Run every test
 	$(BIN)/python -m pytest
+
+doctor: setup ## Try the engine on this machine (a minute)
+	$(BIN)/mlx-gateway doctor --engine
 
 soak: setup-dev ## Run the long forms of what provokes failures (half an hour)
 	$(BIN)/python -m pytest tests -m soak

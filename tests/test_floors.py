@@ -10,8 +10,9 @@ GATEWAY = Path(__file__).parents[1] / "gateway"
 GROUND = {"jobs", "errors", "metrics", "logs"}
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"bench", "app", "engine", "registry", "settings", *GROUND},
+    "cli": {"bench", "doctor", "app", "engine", "registry", "settings", *GROUND},
     "bench": {"app", "api", "serving", "wire", "engine", "registry", "settings", *GROUND},
+    "doctor": {"bench", "app", "api", "serving", "engine", "registry", "settings", *GROUND},
     "app": {"api", "serving", "engine", "registry", "settings", *GROUND},
     "api": {"serving", "wire", "registry", *GROUND},
     "serving": {"registry", *GROUND},

@@ -1,9 +1,11 @@
 """`mlx-gateway doctor`: can this machine serve, and what would make it serve better."""
 
+import json
 import resource
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,8 +16,8 @@ from gateway.app.hub import hub_of
 from gateway.cli import _checks as checks
 from gateway.cli._checks import Finding
 from gateway.cli._table import show
-from gateway.errors import GatewayError
-from gateway.registry import Catalog, ModelSpec, read_models
+from gateway.errors import GatewayError, ModelNotFound
+from gateway.registry import Catalog, ModelSpec, load_catalog, read_models
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
 
 if TYPE_CHECKING:
@@ -24,15 +26,59 @@ if TYPE_CHECKING:
 
 def doctor(
     models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Try the engine on this device, for about a minute.")
+    ] = False,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="A model to try it with.", show_default="those on board"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was tried as JSON, for a bug report.")
+    ] = False,
 ) -> None:
-    """Check settings, models and machine: a line each, with what to do.
+    """Check settings, models and machine: a line each, with what to do; or, instead, the engine.
 
-    Ends with status 1 when it cannot serve.
+    Ends with status 1 when it cannot serve, or when the engine fails.
     """
+    if engine:
+        _try_engine(load_settings({"models": models}), model or (), as_json=as_json)
+        return
+    if model or as_json:
+        raise typer.BadParameter("it goes with --engine", param_hint="--model / --json")
     found = list(_findings(models))
     show(("Check", "State", "What to do"), [(f.check, f.state, f.said) for f in found])
     if any(each.state == "fail" for each in found):
         raise SystemExit(1)
+
+
+def _try_engine(settings: Settings, names: Sequence[str], *, as_json: bool) -> None:
+    from gateway.doctor import checkup, report
+
+    catalog = load_catalog(settings.models, variables())
+    try:
+        specs = [catalog.resolve(name).spec for name in names]
+    except ModelNotFound as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from None
+    if not specs:
+        specs = checkup.choose(catalog.specs, lambda spec: checkup.absent(spec, settings) is None)
+    with _watching() as told:
+        found = checkup.check(specs, settings, told)
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
+    else:
+        show(report.COLUMNS, found.rows())
+    if not found.has_passed:
+        raise SystemExit(1)
+
+
+@contextmanager
+def _watching() -> Iterator[Callable[[str, str], None]]:
+    """Show on a terminal what is under way, beside what is printed in the end."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("…") as status:
+        yield lambda model, stage: status.update(f"{model}: {stage}")
 
 
 def _findings(models: Path | None) -> Iterator[Finding]:

@@ -102,6 +102,18 @@ def memory_limits(
     return Limits(cache, wired)
 
 
+_KNOWN_BY: Final = (
+    *("device_name", "architecture", "compute_capability_major", "compute_capability_minor"),
+    *("max_recommended_working_set_size", "memory_size", "total_memory"),
+)
+
+
+def device_facts(device: Device) -> dict[str, str | int]:
+    """Return what mlx says of a device, and nothing that tells one from another of its make."""
+    info = mx.device_info(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
+    return {name: info[name] for name in _KNOWN_BY if name in info}
+
+
 def leave() -> None:
     """Give up this thread's streams, as its last act: without it about half of all exits abort."""
     mx.clear_streams()

@@ -78,7 +78,7 @@ class SelfTest:
     def __init__(self, model: Any, vocab_size: int, longest: int, dtype: mx.Dtype) -> None:
         self._model = model
         self._longest = longest
-        self._bound = BOUNDS.get(dtype, BOUNDS[mx.bfloat16])
+        self._bound = bound_of(dtype)
         self._vocab_size = vocab_size
         self._random = random.Random(0)
         self.verdict = Verdict()
@@ -228,6 +228,11 @@ def _is_of_memory(error: Exception) -> bool:
     """
     text = str(error).lower()
     return isinstance(error, MemoryError) or "alloc" in text or "memory" in text
+
+
+def bound_of(dtype: mx.Dtype) -> float:
+    """Return how far logits of this type may be apart, as BOUNDS has it."""
+    return BOUNDS.get(dtype, BOUNDS[mx.bfloat16])
 
 
 def can_batch(model: Any) -> bool:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gateway.engine import backend
 from gateway.engine.backend import Device
 from gateway.engine.decoder_embedding import Decoder
-from gateway.engine.decoders import is_known
+from gateway.engine.decoders import floating_dtype, is_known
 from gateway.engine.encoders import ENCODERS, load_encoder
 from gateway.engine.memory import clear_cache
 from gateway.engine.pooling import Recipe, pool, read_recipe, shorten, unit
@@ -71,6 +71,11 @@ class EmbeddingEngine:
         # Every token is multiplied by them all, but for the table it is looked up in.
         table = encoder.vocabulary * encoder.dimensions
         self._weights = sum(array.size for array in encoder.parameters()) - table
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Return the type that it computes in."""
+        return floating_dtype(self._encoder)
 
     @property
     def vocab_size(self) -> int:

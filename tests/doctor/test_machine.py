@@ -1,0 +1,75 @@
+"""What a bug report says of a machine, and what it does not."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from gateway.doctor import machine
+from gateway.doctor.findings import Finding
+from gateway.doctor.report import Checked, Report
+from gateway.registry import ChatSpec, PathSource
+
+
+@pytest.mark.parametrize(
+    ("text", "without"),
+    [
+        ("there is no folder /home/ada/models/x", "there is no folder /…"),
+        ("path:/srv/models", "path:/…"),
+        ("OSError: '/Users/ada/x.gguf': gone", "OSError: '/…': gone"),
+        ("(/opt/a), [/opt/b]; ~/c", "(/…), [/…]; /…"),
+        ("in /my home/x y/z it is", "in /… it is"),
+        ("12 tokens/s of mlx-community/Qwen3, 1/2", "12 tokens/s of mlx-community/Qwen3, 1/2"),
+        ("see https://github.com/ml-explore/mlx", "see https://github.com/ml-explore/mlx"),
+        ("or a / b", "or a /… b"),
+    ],
+)
+def test_paths_are_struck_out(text: str, without: str) -> None:
+    """Whole, where a known folder has spaces in its name; words with a slash stay."""
+    assert machine.without_paths(text, ["/my home/x y"]) == without
+
+
+def test_what_json_lacks_becomes_text() -> None:
+    """A distance may be no number."""
+    told = machine.without_paths({"a": [math.nan, 1.5], "b": (math.inf, None, True)}, [])
+    assert json.dumps(told, allow_nan=False)
+    assert told == {"a": ["nan", 1.5], "b": ["inf", None, True]}
+
+
+def test_the_home_and_the_working_folder_are_known() -> None:
+    """And the longest goes first, for one may be inside another."""
+    folders = machine.private_folders()
+    assert {str(Path.home()), os.getcwd()} - {"/"} <= set(folders)
+    assert folders == sorted(folders, key=len, reverse=True)
+
+
+def test_versions_are_of_what_is_installed() -> None:
+    """With the gateway's own and Python's."""
+    found = machine.versions()
+    assert {"mlx-gateway", "python", "mlx", "mlx-lm", "outlines", "llguidance"} <= set(found)
+    assert "mlx-cuda-12" not in found or found["mlx-cuda-12"]
+
+
+def test_a_report_names_no_folder_of_this_machine(tmp_path: Path) -> None:
+    """In its JSON, whatever an error says."""
+    spec = ChatSpec(id="mine", kind="chat", source=PathSource(tmp_path))
+    lost = Finding("load", "fail", f"there is no folder {tmp_path}", {"at": str(Path.home() / "x")})
+    told = json.dumps(Report({"device": "cpu"}, [], [Checked(spec, [lost])]).as_json())
+    for private in (str(tmp_path), str(Path.home()) + "/", os.getcwd()):
+        assert private not in told
+    assert json.loads(told)["models"][0]["source"] == "path:/…"
+
+
+def test_only_a_failure_fails_a_report() -> None:
+    """What is skipped was not tried, and a warning is no failure."""
+    spec = ChatSpec(id="mine", kind="chat", source=PathSource(Path("x")))
+
+    def passed(*states: str) -> bool:
+        found = [Finding("a", state, "") for state in states]  # type: ignore[arg-type]
+        return Report({}, [], [Checked(spec, found)]).has_passed
+
+    assert passed("ok", "skip", "warn")
+    assert not passed("ok", "fail")
+    assert not Report({}, [Finding("start", "fail", "")], []).has_passed
