@@ -9,7 +9,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Final
 
 from mlx_lm.tool_parsers import gemma4, kimi_k2, kimi_k3
@@ -288,24 +288,65 @@ def _guessed(text: str) -> Any:
     return text
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> frozenset[str]:
-    """Return the JSON types that a schema allows, as far as it says; none where it doesn't."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return frozenset()
-    if isinstance(ref := schema.get("$ref"), str):
-        return types_of(_referred(ref, root), root, depth - 1)
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a schema allows, as far as it says; none where it doesn't.
+
+    What stands beside one another narrows; of alternatives those that say nothing don't count,
+    unless something else does say.
+    """
+    return _Types(root).of(schema)
+
+
+class _Types:
+    """Reads the types of subschemas of one root, each reference once."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._referred: dict[str, frozenset[str]] = {}
+
+    def of(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or depth == 0:
+            return frozenset()
+        said = [_stated(schema)]
+        if isinstance(ref := schema.get("$ref"), str):
+            said.append(self._at(ref, depth))
+        if isinstance(every := schema.get("allOf"), list):
+            said += [self.of(one, depth - 1) for one in every]
+        some: frozenset[str] = frozenset()
+        for key in ("anyOf", "oneOf"):
+            if isinstance(alternatives := schema.get(key), list):
+                each = [self.of(one, depth - 1) for one in alternatives]
+                some = frozenset().union(*each)
+                said.append(some if all(each) else frozenset())
+        if said := [types for types in said if types]:
+            return reduce(_both, said)
+        return some or frozenset({"object"} if "properties" in schema else ())
+
+    def _at(self, ref: str, depth: int) -> frozenset[str]:
+        if ref not in self._referred:
+            self._referred[ref] = frozenset()  # while it is followed: it may lead to itself
+            self._referred[ref] = self.of(_referred(ref, self._root), depth - 1)
+        return self._referred[ref]
+
+
+def _stated(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema's own `type`, `const` or `enum` names."""
     stated = schema.get("type")
     if isinstance(stated, str):
         return frozenset({stated})
     if isinstance(stated, list):
         return frozenset(each for each in stated if isinstance(each, str))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list) and values:
-        return frozenset(_type_of(value) for value in values)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(each := schema.get(key), list):
-            return frozenset().union(*(types_of(one, root, depth - 1) for one in each))
-    return frozenset({"object"} if "properties" in schema else ())
+    return frozenset(map(_type_of, values)) if isinstance(values, list) else frozenset()
+
+
+def _both(some: frozenset[str], others: frozenset[str]) -> frozenset[str]:
+    """Return the types that two schemas allow together: integers are numbers, too."""
+    both = some & others
+    pairs = ((some, others), (others, some))
+    if "number" not in both and any("integer" in a and "number" in b for a, b in pairs):
+        return both | {"integer"}
+    return both
 
 
 def _type_of(value: Any) -> str:
