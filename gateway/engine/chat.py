@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import _tokenizer_defaults, load_config
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.engine.grammar.calls import CallFormat
 from gateway.engine.grammar.trial import Sandbox
@@ -37,8 +38,13 @@ from gateway.engine.vocabulary import Vocabulary
 from gateway.errors import BadRequest, ModelLoadFailed
 from gateway.jobs import GenerateJob, RowJob, TokenIds
 
-# What transformers' own function takes: a caller's template, above all, would run as a program.
-RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+# What transformers' own functions take, and give a template under a name of their own: a caller's
+# template, above all, would run as a program.
+RESERVED = frozenset(
+    name
+    for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    for name in inspect.signature(function).parameters
+) | {"messages"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,7 +389,10 @@ def test_what_the_template_refuses_is_a_bad_request(engine: GenerationEngine) ->
         engine.plan(bad)
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "return_dict", "padding"])
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "tokenize", "tools", "return_dict", "padding", "messages", "conversations"],
+)
 def test_a_request_cannot_set_what_is_not_the_templates(
     engine: GenerationEngine, name: str
 ) -> None:
