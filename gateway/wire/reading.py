@@ -207,6 +207,8 @@ def _refusal(errors: Sequence[ErrorDetails]) -> BadRequest:
     if error["type"] in _TYPES:
         here = (each["type"] for each in of_one_field if _path(each["loc"]) == param)
         wanted = dict.fromkeys(_TYPES[kind] for kind in here if kind in _TYPES)
+        if list(wanted) == ["an integer"] and _is_beyond_64_bits(error["input"]):
+            return _out_of_64_bits(param, error["input"])
         return BadRequest(
             f"Invalid type for '{param}': expected {' or '.join(wanted)}, but got "
             f"{_noun(error['input'])} instead.",
@@ -215,16 +217,13 @@ def _refusal(errors: Sequence[ErrorDetails]) -> BadRequest:
         )
     kind, context, given = error["type"], error.get("ctx", {}), error["input"]
     if kind == "missing":
-        return BadRequest(
-            f"Missing required parameter: '{param}'.",
-            param=param,
-            code="missing_required_parameter",
-        )
+        return missing(param)
     if kind in _BOUNDS:
         code, phrase, sign, key = _BOUNDS[kind]
         noun = "decimal" if isinstance(context[key], float) else "integer"
+        bound = f"{context[key]:g}" if noun == "decimal" else context[key]
         return BadRequest(
-            f"Invalid '{param}': {noun} {phrase}. Expected a value {sign} {context[key]:g}, "
+            f"Invalid '{param}': {noun} {phrase}. Expected a value {sign} {bound}, "
             f"but got {given} instead.",
             param=param,
             code=f"{noun}_{code}",
@@ -248,6 +247,32 @@ def _refusal(errors: Sequence[ErrorDetails]) -> BadRequest:
         f"Invalid '{param}': {message[0].lower()}{message[1:]}." if param else message,
         param=param,
         code="invalid_value",
+    )
+
+
+def missing(param: str) -> BadRequest:
+    """Return the refusal of a request that lacks a field."""
+    return BadRequest(
+        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+    )
+
+
+def _is_beyond_64_bits(given: object) -> bool:
+    """Return True for an integer that orjson, which reads none so large, has made a float of."""
+    return isinstance(given, float) and given.is_integer() and abs(given) >= 2**63
+
+
+def _out_of_64_bits(param: str, given: float) -> BadRequest:
+    code, phrase, sign, bound = (
+        ("above_max_value", "above maximum value", "<=", 2**63 - 1)
+        if given > 0
+        else ("below_min_value", "below minimum value", ">=", -(2**63))
+    )
+    return BadRequest(
+        f"Invalid '{param}': integer {phrase}. Expected a value {sign} {bound}, "
+        f"but got {given:g} instead.",
+        param=param,
+        code=f"integer_{code}",
     )
 
 

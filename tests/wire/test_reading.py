@@ -1,8 +1,8 @@
 """What is wrong with a request is said in the words of its fields, never in those of Python."""
 
+import json
 from typing import Any
 
-import orjson
 import pytest
 
 from gateway.errors import BadRequest, UnknownParameter
@@ -26,7 +26,7 @@ SHAPES: dict[str, tuple[type[Request], Fields, dict[str, Any]]] = {
 
 def read(path: str = "chat", *, strict: bool = False, **given: Any) -> Read[Any]:
     shape, fields, least = SHAPES[path]
-    return read_request(orjson.dumps({**least, **given}), shape, fields, strict=strict)
+    return read_request(json.dumps({**least, **given}).encode(), shape, fields, strict=strict)
 
 
 def refused(path: str = "chat", **given: Any) -> BadRequest:
@@ -116,6 +116,27 @@ def test_the_field_says_whether_a_bound_is_of_decimals(temperature: float) -> No
     assert error.code in ("decimal_above_max_value", "decimal_below_min_value")
     assert "Expected a value <= 2," in error.message or "Expected a value >= 0," in error.message
     assert refused(n=0).code == "integer_below_min_value"
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        (2**70, "integer_above_max_value", "<= 9223372036854775807"),
+        (-(2**70), "integer_below_min_value", ">= -9223372036854775808"),
+        (2**63, "integer_above_max_value", "< 9223372036854775808"),
+    ],
+)
+def test_an_integer_that_is_too_large_is_no_decimal(given: int, code: str, said: str) -> None:
+    """JSON's integers have no end; those of 64 bits do."""
+    error = refused(seed=given)
+    assert error.code == code
+    assert f"Expected a value {said}, but got" in error.message
+
+
+@pytest.mark.parametrize("given", [5.0, 2.0**53])
+def test_a_decimal_is_no_seed(given: float) -> None:
+    """It is said to be one."""
+    assert refused(seed=given).message.endswith("expected an integer, but got a decimal instead.")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
