@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAST, FEW, Label, parse
-from gateway.wire.reading import Part
+from gateway.wire.reading import Part, missing
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
@@ -104,11 +104,7 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
 def _turn(message: Message, place: str) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     if message.role == "user" and message.content is None:
-        raise BadRequest(
-            f"Missing required parameter: '{place}.content'.",
-            param=f"{place}.content",
-            code="missing_required_parameter",
-        )
+        raise missing(f"{place}.content")
     turn: dict[str, Any] = {"role": role, "content": _text(message.content, place)}
     if message.name is not None:
         turn["name"] = message.name
@@ -130,14 +126,16 @@ def _text(content: str | list[ContentPart] | None, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for part in content:
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in ("text", "refusal") or text is None:
+    for i, part in enumerate(content):
+        if part.type not in ("text", "refusal"):
             raise BadRequest(
                 f"Invalid '{place}.content': a part of type '{part.type}' is not served; "
                 "this gateway reads text.",
                 param=f"{place}.content",
             )
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            raise missing(f"{place}.content[{i}].{part.type}")
         texts.append(text)
     return "".join(texts)
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from gateway.errors import BadRequest, ResponseNotFound
 from gateway.wire.bounds import FAST, FEW, Label, parse
 from gateway.wire.messages import Function, Message, ToolCall
-from gateway.wire.reading import Part
+from gateway.wire.reading import Part, missing
 from gateway.wire.response_tools import Place
 
 _PREFIXES = {
@@ -222,23 +222,22 @@ def _join(messages: list[Message], call: ToolCall) -> None:
 
 def _given(value: str | None, param: str) -> str:
     if not value:
-        raise BadRequest(
-            f"Missing required parameter: '{param}'.",
-            param=param,
-            code="missing_required_parameter",
-        )
+        raise missing(param)
     return value
 
 
 def _text(parts: list[InputPart], place: str, name: str = "content") -> str:
     texts = []
-    for part in parts:
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*TEXTS, "refusal") or text is None:
+    for i, part in enumerate(parts):
+        if part.type not in (*TEXTS, "refusal"):
             raise BadRequest(
                 f"Invalid '{place}.{name}': a part of type '{part.type}' is not served; "
                 "this gateway reads text.",
                 param=f"{place}.{name}",
             )
+        field = "refusal" if part.type == "refusal" else "text"
+        text = part.refusal if field == "refusal" else part.text
+        if text is None:
+            raise missing(f"{place}.{name}[{i}].{field}")
         texts.append(text)
     return "".join(texts)

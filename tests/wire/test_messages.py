@@ -79,7 +79,6 @@ def test_a_refusal_is_text_again() -> None:
     [
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
         {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
-        {"role": "user", "content": [{"type": "text"}]},
         {
             "role": "assistant",
             "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}],
@@ -91,3 +90,13 @@ def test_what_is_not_text_is_refused_by_its_place(message: dict[str, Any]) -> No
     with pytest.raises(BadRequest) as caught:
         turns({"role": "user", "content": "x"}, message)
     assert (caught.value.param or "").startswith("messages[1].")
+
+
+@pytest.mark.parametrize("kind", ["text", "refusal"])
+def test_a_part_without_its_text_is_missing_it(kind: str) -> None:
+    """The field is named, and the place of the part."""
+    parts = [{"type": "text", "text": ""}, {"type": kind}]
+    with pytest.raises(BadRequest) as caught:
+        turns({"role": "assistant", "content": parts})
+    assert caught.value.param == f"messages[0].content[1].{kind}"
+    assert caught.value.code == "missing_required_parameter"
