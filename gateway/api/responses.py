@@ -148,8 +148,8 @@ class Responses:
         )
         context: Sequence[StoredItem] | None = None
         if is_kept := asked.store and self._store.is_on:
-            written = (StoredItem(*response_items.written(item)) for item in items)
-            context = (*earlier, *written)
+            written = response_items.written(items, (item.id for item in earlier))
+            context = (*earlier, *(StoredItem(*pair) for pair in written))
         described = wire.described(
             asked,
             job,

@@ -1,7 +1,7 @@
 """What a Responses request reads: its input items → chat messages, and → items to be kept."""
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -116,11 +116,21 @@ def read_item(body: bytes) -> Item:
     return Item.model_validate_json(body)
 
 
-def written(item: Item) -> tuple[str, bytes]:
-    """Return an item's id, made here where the client gave none, and its JSON."""
-    item_id = item.id or f"{_PREFIXES[item.type]}_{secrets.token_hex(16)}"
-    fields = item.model_dump(exclude_unset=True)
-    return item_id, orjson.dumps({"id": item_id, "type": item.type, **fields})
+def written(items: Sequence[Item], taken: Iterable[str]) -> list[tuple[str, bytes]]:
+    """Return each item's id and its JSON.
+
+    An item gets an id here where the client gave none, or one that an earlier item or one of
+    `taken` has: a page begins behind the item that its id names.
+    """
+    seen, pairs = set(taken), []
+    for item in items:
+        item_id = item.id
+        if not item_id or item_id in seen:
+            item_id = f"{_PREFIXES[item.type]}_{secrets.token_hex(16)}"
+        seen.add(item_id)
+        fields = item.model_dump(exclude_unset=True, exclude={"id"})
+        pairs.append((item_id, orjson.dumps({"id": item_id, "type": item.type, **fields})))
+    return pairs
 
 
 def page(items: Sequence[tuple[str, bytes]], asked: Mapping[str, str]) -> bytes:

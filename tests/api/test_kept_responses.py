@@ -112,6 +112,28 @@ async def test_a_page_that_cannot_be_is_refused(client: httpx2.AsyncClient, quer
     assert answer.json()["error"]["param"] == query.partition("=")[0]
 
 
+async def test_pages_of_items_with_one_id_come_to_an_end(client: httpx2.AsyncClient) -> None:
+    """Each item has an id of its own: the first keeps the client's, later ones get others."""
+    first = await answered(client, [{"id": "msg_1", **_user(str(i))} for i in range(5)])
+    second = await answered(
+        client, [{"id": "msg_1", **_user("5")}], previous_response_id=first["id"]
+    )
+    url = f"{URL}/{second['id']}/input_items?order=asc&limit=2"
+    texts: list[str] = []
+    ids: list[str] = []
+    after = ""
+    while len(ids) < 10:
+        page = (await client.get(url + after)).json()
+        texts += [item["content"][0]["text"] for item in page["data"]]
+        ids += [item["id"] for item in page["data"]]
+        after = f"&after={page['last_id']}"
+        if not page["has_more"]:
+            break
+    assert texts == ["0", "1", "2", "3", "4", first["output"][0]["content"][0]["text"], "5"]
+    assert ids[0] == "msg_1"
+    assert len(set(ids)) == 7
+
+
 async def test_what_asks_not_to_be_kept_is_not(client: httpx2.AsyncClient) -> None:
     """And says so."""
     first = await answered(client, "one", store=False)
