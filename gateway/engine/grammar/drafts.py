@@ -1,7 +1,7 @@
 """A JSON Schema of any draft, checked by its own and said in the words of draft 2020-12."""
 
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import Any, Final
@@ -82,7 +82,7 @@ def modern(schema: Schema, draft: Draft = NEWEST) -> Schema:
             node = {key: value for key, value in node.items() if key in _BESIDE_REF}
         return _bounds(_tuples(node))
 
-    return _hoisted(_without_identifiers(_with_pointers(rebuilt(schema, change))))
+    return _hoisted(_without_identifiers(_with_pointers(rebuilt(schema, change), draft)))
 
 
 def is_place(name: str) -> bool:
@@ -134,61 +134,85 @@ def _bounds(node: Node) -> Node:
     return node
 
 
-def _with_pointers(root: Schema) -> Schema:
-    """Write every reference within the schema as a pointer from its root."""
+@dataclass(frozen=True, slots=True)
+class _Resource:
+    """A schema with an identifier of its own, and the subschemas it calls by anchors.
+
+    `place` is its pointer from the root, written as in a URI.
+    """
+
+    uri: str
+    place: str
+    anchors: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Document:
+    """A schema's resources, its references with the resource each stands in, and its subschemas."""
+
+    root: Node
+    by_uri: dict[str, _Resource | None] = field(default_factory=dict)
+    refs: list[tuple[Node, _Resource]] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+
+    def pointer(self, ref: str, source: _Resource) -> str:
+        """Find where a reference leads: by pointer, anchor or address; itself if it leads out."""
+        address, _, fragment = ref.partition("#")
+        resource = self.by_uri.get(urljoin(source.uri, address)) if address else source
+        if resource is None:
+            return ref
+        if fragment in resource.anchors:
+            return resource.anchors[fragment]
+        newer = re.sub(r"/items/(\d+)", r"/prefixItems/\1", fragment)  # a list of `items`, by now
+        is_root = resource.place == "#"
+        for way in (fragment, newer):
+            pointer = resource.place + way
+            found = resolve(self.root, pointer) if not way or way.startswith("/") else None
+            # What is no subschema's place may refer on, and those references are not rewritten.
+            if found is not None and (is_root or id(found) in self.seen or found in (True, False)):
+                return pointer
+        return ref if is_root else f"{resource.uri}#{fragment}"
+
+
+def _with_pointers(root: Schema, draft: Draft) -> Schema:
+    """Write every reference within the schema as a pointer from its root.
+
+    A reference is relative to the nearest `$id` around it, `#/…` and `#anchor` too (JSON Schema
+    2020-12, 8.2 and 9.2). One that finds nothing there becomes an address that leads out.
+    """
     if not isinstance(root, dict):
         return root
-    known = dict(_identifiers(root))
-    if all(_is_plain(root, node) for _, node in walk(root)):
-        return root
-    base = _identifier(root)
-
-    def change(node: Schema) -> Schema:
-        if isinstance(node, dict) and isinstance(node.get("$ref"), str):
-            node["$ref"] = _pointer(root, node["$ref"], base, known)
-        return node
-
-    return rebuilt(root, change)
-
-
-def _is_plain(root: Node, node: Node) -> bool:
-    ref = node.get("$ref", "#")
-    return not isinstance(ref, str) or resolve(root, ref) is not None
-
-
-def _pointer(root: Node, ref: str, base: str, known: dict[str, str]) -> str:
-    """Find where a reference leads: by pointer, anchor or identifier; itself if it leads out."""
-    if resolve(root, ref) is not None:
-        return ref
-    if ref.startswith("#/"):
-        newer = re.sub(r"/items/(\d+)", r"/prefixItems/\1", ref)  # a list of `items`, by now
-        return newer if resolve(root, newer) is not None else ref
-    whole = urljoin(base, ref)
-    address, _, fragment = whole.partition("#")
-    for name in (ref, whole):
-        if name in known:
-            return known[name]
-    start = known.get(address) or ("#" if address == base.partition("#")[0] else None)
-    if start is None or (fragment and not fragment.startswith("/")):
-        return ref
-    return start + fragment
-
-
-def _identifiers(root: Node) -> Iterator[tuple[str, str]]:
-    """List what references may call subschemas by, with their pointers."""
-    base = _identifier(root)
+    document = _Document(root)
+    around: list[tuple[str, _Resource]] = []
     for at, node in walk(root):
+        document.seen.add(id(node))
+        while around and not at.startswith(f"{around[-1][0]}/"):
+            around.pop()
         place = quote(at, safe="#/~")
-        if anchor := node.get("$anchor"):
-            yield f"#{anchor}", place
-        if place != "#" and (name := _identifier(node)):
-            yield name, place
-            yield urljoin(base, name).rstrip("#"), place
+        name, anchor = _names_of(node, draft, is_root=at == "#")
+        if name or not around:
+            inner = _Resource(urljoin(around[-1][1].uri, name) if around else name, place)
+            is_taken = inner.uri in document.by_uri  # and then nobody can tell which is meant
+            document.by_uri[inner.uri] = None if is_taken else inner
+            around.append((at, inner))
+        resource = around[-1][1]
+        for each in (anchor, node.get("$anchor"), node.get("$dynamicAnchor")):
+            if isinstance(each, str) and each and not each.startswith("/"):
+                resource.anchors.setdefault(each, place)
+        if isinstance(node.get("$ref"), str):
+            document.refs.append((node, resource))
+    for node, resource in document.refs:
+        node["$ref"] = document.pointer(node["$ref"], resource)
+    return root
 
 
-def _identifier(node: Node) -> str:
-    name = node.get("$id", node.get("id"))
-    return name if isinstance(name, str) else ""
+def _names_of(node: Node, draft: Draft, *, is_root: bool) -> tuple[str, str]:
+    """Return the address and the anchor that an identifier gives; empty where it gives none."""
+    name = node.get("id" if draft is Draft.D4 else "$id")
+    if not isinstance(name, str) or (draft in _REFS_STAND_ALONE and "$ref" in node and not is_root):
+        return "", ""
+    address, _, anchor = name.partition("#")
+    return address, anchor
 
 
 def _without_identifiers(root: Schema) -> Schema:

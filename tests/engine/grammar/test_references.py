@@ -1,16 +1,23 @@
-"""The way through a schema's references is measured before anything follows it."""
+"""References lead where JSON Schema says, and the way through them is measured beforehand."""
 
 import json
 import time
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from gateway.engine.grammar.compiling import Bounds, read_schema
 from gateway.engine.grammar.references import MAX_PATH, check_path, longest_path
 from gateway.errors import BadRequest
+from tests.engine.grammar.drawn_rows import compiled, ids
 
 TEXT: dict[str, Any] = {"type": "string"}
+WHOLE: dict[str, Any] = {"type": "integer"}
 
 
 def to(name: str) -> dict[str, Any]:
@@ -83,3 +90,100 @@ def test_measuring_takes_time_in_proportion() -> None:
             tries.append(time.process_time() - started)
         seconds.append(min(tries))
     assert seconds[1] < 12 * seconds[0]
+
+
+D7: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#"}
+INNER: list[Any] = [
+    {
+        "$id": "http://e/",
+        "$ref": "b.json",
+        "$defs": {
+            "b": {"$id": "b.json", "$ref": "#/$defs/i", "$defs": {"i": TEXT}},
+            "i": WHOLE,
+        },
+    },
+    {
+        "$id": "http://e/",
+        "$ref": "b.json",
+        "$defs": {
+            "i": {"$anchor": "here", **WHOLE},
+            "b": {
+                "$id": "b.json",
+                "allOf": [{"$ref": "#here"}],
+                "$defs": {"i": {"$anchor": "here", **TEXT}},
+            },
+        },
+    },
+    {
+        "$id": "http://e/",
+        "$ref": "d/x.json",
+        "$defs": {
+            "x": {"$id": "x.json", **WHOLE},
+            "d": {"$id": "d/", "$defs": {"x": {"$id": "x.json", **TEXT}}},
+        },
+    },
+    {"$ref": "#here", "$defs": {"i": {"$dynamicAnchor": "here", **TEXT}}},
+    {"allOf": [{"id": "x", "$ref": "#/$defs/i"}], "$defs": {"i": TEXT}},
+    {
+        **D7,
+        "allOf": [{"$id": "b.json", "$ref": "#/definitions/i"}],
+        "definitions": {"i": TEXT},
+    },
+    {**D7, "allOf": [{"$ref": "#i"}], "definitions": {"i": {"$id": "#i", **TEXT}}},
+]
+
+
+@pytest.mark.parametrize("schema", INNER, ids=str)
+def test_a_reference_is_relative_to_the_nearest_identifier(schema: Any) -> None:
+    """Pointers and anchors too: of two places that share one, that of its own resource counts."""
+    grammar = compiled(schema, strict=True)
+    assert grammar.matcher(ids('"a"')).may_end
+    assert grammar.matcher(ids("1")).error
+
+
+@pytest.mark.parametrize("ref", ["#/$defs/i", "#here", "b.json#/$defs/i", "#/x"])
+def test_a_reference_that_finds_nothing_in_its_resource_is_named(ref: str) -> None:
+    """Though something is there in the document: a strict schema is refused."""
+    inner = {"$id": "b.json", "allOf": [{"$ref": ref}], "x": {"$ref": "#/$defs/i"}}
+    schema = {"$ref": "b.json", "$defs": {"b": inner, "i": {"$anchor": "here", **WHOLE}}}
+    assert compiled(schema).unenforced == ("#/$defs/b/allOf/0/$ref",)
+    with pytest.raises(BadRequest, match="ref"):
+        compiled(schema, strict=True)
+
+
+_LEAF = st.fixed_dictionaries(
+    {"type": st.sampled_from(["string", "integer"])},
+    optional={"$anchor": st.sampled_from(["h", "k"])},
+)
+_REFS = (
+    *("#/$defs/p", "#/$defs/q", "#h", "#k", "b.json", "x.json", "d/x.json", "../b.json"),
+    *("b.json#/$defs/p", "b.json#h", "x.json#/$defs/q", "x.json#h", "d/#k"),
+)
+
+
+def _resource(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.fixed_dictionaries(
+        {
+            "$id": st.sampled_from(["b.json", "d/", "x.json", "d/x.json", "http://e/b.json"]),
+            "$ref": st.sampled_from(_REFS),
+            "$defs": st.fixed_dictionaries({"p": inner, "q": _LEAF}),
+        }
+    )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    schema=_resource(st.one_of(_LEAF, _resource(st.one_of(_LEAF, _resource(_LEAF))))),
+    root=st.sampled_from(["http://e/", "http://e/d/b.json"]),
+)
+def test_a_reference_leads_where_another_reader_follows_it(schema: Any, root: str) -> None:
+    """Into resources inside resources, whose definitions and anchors have the same names."""
+    schema = {**schema, "$id": root}
+    judge = jsonschema.Draft202012Validator(schema, registry=Registry())
+    try:
+        grammar = compiled(schema)
+        fitting = [value for value in ("a", 1, None) if judge.is_valid(value)]
+    except (BadRequest, RecursionError, Unresolvable):
+        return
+    said = [value for value in ("a", 1, None) if grammar.matcher(ids(json.dumps(value))).may_end]
+    assert grammar.unenforced or said == fitting
