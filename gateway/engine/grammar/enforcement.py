@@ -371,6 +371,10 @@ class _Holder:
             if any(abs(number) > _LARGEST for number in _numbers(node.get(key))):
                 del node[key]
                 self._name(f"{place}/{key}")
+        for key in ("const", "enum"):  # llguidance leaves the character out of literals
+            if any("\x7f" in text for text in _texts(node.get(key))):
+                del node[key]
+                self._name(f"{place}/{key}")
 
     def _name(self, pointer: str) -> None:
         if self.alive[-1] and pointer not in self.unenforced:
@@ -475,3 +479,13 @@ def _numbers(value: Any) -> Iterator[float]:
     elif isinstance(value, (list, dict)):
         for child in value.values() if isinstance(value, dict) else value:
             yield from _numbers(child)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        if isinstance(value, dict):
+            yield from value
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _texts(child)

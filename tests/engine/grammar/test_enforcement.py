@@ -259,6 +259,20 @@ def test_a_name_is_not_spelled_in_two_ways(schema: Any) -> None:
                 assert not is_declared or not grammar.matcher(ids(f'{{"{name}":{value}}}')).may_end
 
 
+@pytest.mark.parametrize(
+    "own",
+    [{"enum": ["a\x7fb", "zz"]}, {"const": "\x7f"}, {"const": [{"\x7f": 1}]}, {"enum": [["\x7f"]]}],
+    ids=ascii,
+)
+def test_a_literal_that_would_lose_a_character_is_named(own: Any) -> None:
+    """U+007F, which llguidance leaves out of what it writes; a strict schema is refused."""
+    (key,) = own
+    for schema, place in ((own, f"#/{key}"), ({"items": own}, f"#/items/{key}")):
+        assert compiled(schema).unenforced == (place,)
+        with pytest.raises(BadRequest, match=key):
+            compiled(schema, strict=True)
+
+
 FORMATS = ("uri", "email", "duration", "hostname", "date-time", "date", "time", "uuid", "ipv6")
 ENDLESS: list[Any] = [
     *({"type": "string", "format": name} for name in FORMATS),
