@@ -8,17 +8,15 @@ import asyncio
 import re
 from typing import Any
 
-import h2.errors
-import h2.events
 import h11
 import hypercorn.asyncio.run
 import hypercorn.protocol
 import orjson
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.events import Closed, Event, RawData
-from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 
+from gateway.cli._http2 import Http2
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge
 
 MOST_AHEAD = 256 * 1024  # bytes that a client may send while it waits for an answer
@@ -195,36 +193,9 @@ class Http1(H11Protocol):
         await self._send_h11_event(h11.EndOfMessage())
 
 
-class Http2(H2Protocol):
-    """HTTP/2 whose streams do not end for what comes for another of them.
-
-    Hypercorn looks up the stream of every piece of a body: one that came after an early answer (a
-    401, a 413) was a KeyError, which ended the connection and all that was under way in it.
-    """
-
-    async def _handle_events(self, events: list[h2.events.Event]) -> None:
-        for event in events:  # one by one: each may end a stream that the next is for
-            if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
-                self.connection.acknowledge_received_data(
-                    event.flow_controlled_length, event.stream_id
-                )
-                await self._flush()
-            elif isinstance(event, h2.events.RequestReceived) and not _has_path(event):
-                self.connection.reset_stream(event.stream_id, h2.errors.ErrorCodes.PROTOCOL_ERROR)
-                await self._flush()
-            else:
-                await super()._handle_events([event])
-
-
-def _has_path(request: h2.events.RequestReceived) -> bool:
-    """Return True for a request that Hypercorn can read: a CONNECT has no path."""
-    path = dict(request.headers or ()).get(b":path", b"\xff")
-    return path.isascii()
-
-
 def install(last_bytes_s: float) -> None:
     """Have Hypercorn make these."""
     Connection.last_bytes_s = last_bytes_s
     hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]
     hypercorn.protocol.H11Protocol = Http1  # type: ignore[assignment, attr-defined]
-    hypercorn.protocol.H2Protocol = Http2  # type: ignore[attr-defined]
+    hypercorn.protocol.H2Protocol = Http2  # type: ignore[assignment, attr-defined]

@@ -71,6 +71,7 @@ class LimitSettings(BaseModel):
     def read_header_bytes(self) -> int:
         """How large a head the server reads: one beyond the limit too, to refuse it in our words.
 
-        Of what is larger still it says a bare 431 itself or, over HTTP/2, closes the connection.
+        Of what is larger still it says a bare 431 itself or, over HTTP/2, where four times as much
+        is decoded, closes the connection.
         """
         return 4 * self.max_header_bytes
