@@ -25,6 +25,7 @@ from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.grammar.trial import (
     LARK_TEXT,
     LIMITS,
+    DiedCompiling,
     Sandbox,
     is_open,
     try_grammar,
@@ -101,8 +102,41 @@ def compile_grammar(
         spec = tokenizer.maker.get_regex_logits_processor(source).grammar
     # Only a call of our own making may use the model's marks, which are control tokens.
     texts = tokenizer.texts_and_marks if grammar.kind == "calls" else tokenizer.texts
-    compiled = _compiled(tokenizer, spec, "invalid_grammar", texts, sandbox)
+    try:
+        compiled = _compiled(tokenizer, spec, "invalid_grammar", texts, sandbox)
+    except DiedCompiling:
+        raise
+    except BadRequest as error:
+        raise _refused(_in_our_words(grammar, error.message.removeprefix(_CANNOT))) from None
     return replace(compiled, unenforced=grammar.unenforced)
+
+
+_CANNOT: Final = "The grammar cannot be compiled: "
+_PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_REASON: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
+_CALL: Final = re.compile(r'^call_(\d+): ("(?:[^"\\]|\\.)*")', re.MULTILINE)
+
+
+def _in_our_words(grammar: Grammar, found: str) -> str:
+    """Word what llguidance said of a regex, a choice, a grammar or calls.
+
+    It shows the lines it read, which the caller wrote only where that is a grammar.
+    """
+    place = _PLACE.match(found)
+    first = _PLACE.sub("", found.partition("\n")[0], count=1)
+    reason = (match[1] if (match := _REASON.search(found)) else first).strip().rstrip(".")[:300]
+    lines = grammar.source.split("\n")
+    line = lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else ""
+    if grammar.kind == "calls":
+        names = dict(_CALL.findall(grammar.source))
+        number = line.partition(":")[0].removeprefix("arguments_")
+        if (head := names.get(number)) is None:
+            return f"The tools, or the answer's form beside them, cannot be held to: {reason}."
+        name = json.JSONDecoder().raw_decode(json.loads(head).removeprefix('{"name":').lstrip())[0]
+        return f"The parameters of '{name}' cannot be held to: {reason}."
+    if grammar.kind == "grammar" and place:
+        return f"{_CANNOT}line {place[1]}, column {place[2]}: {reason}, in `{line[:64]}`."
+    return f"The {grammar.kind} cannot be compiled: {reason}."
 
 
 def read_schema(source: str, bounds: Bounds) -> Read:

@@ -552,3 +552,42 @@ def test_of_many_broken_patterns_only_some_are_tried_by_themselves() -> None:
     form, _ = form_that_compiles(read, Shape(), compile_form)
     assert len(form.unenforced) == 300
     assert len(tried) < 80
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar("regex", "("), "The regex cannot be compiled: unclosed group."),
+        (
+            Grammar("regex", "a{4000}{4000}"),
+            "The regex cannot be compiled: lexer error: too many expressions constructed.",
+        ),
+        (
+            Grammar("grammar", 'start: "a" b'),
+            'The grammar cannot be compiled: line 1, column 8: unknown name: "b", '
+            'in `start: "a" b`.',
+        ),
+    ],
+)
+def test_a_refusal_shows_no_line_that_the_caller_did_not_write(
+    grammar: Grammar, message: str
+) -> None:
+    """Nor one of the compiler's own."""
+    with pytest.raises(BadRequest) as refused:
+        compile_grammar(tokenizer(), grammar)
+    assert refused.value.message == message
+
+
+def test_parameters_that_cannot_be_held_to_are_refused_by_their_functions_name() -> None:
+    """Not by the grammar that was made of all the functions."""
+    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=b)c"}}}
+    functions = [Function("plain", {"type": "object"}), Function('"od"d', odd)]
+    calling = Calling(functions=functions, forced=True)
+    grammar = answer_grammar(calling, None, None, lambda schema, *_, **__: dict(schema))
+    assert grammar is not None
+    with pytest.raises(BadRequest) as refused:
+        compile_grammar(tokenizer(), grammar)
+    assert refused.value.message == (
+        "The parameters of '\"od\"d' cannot be held to: look-around, including look-ahead and "
+        "look-behind, is not supported."
+    )
