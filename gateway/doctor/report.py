@@ -41,11 +41,9 @@ class Report:
             (MACHINE, "versions", "ok", f"{versions}."),
             (MACHINE, "device", "ok", f"{', '.join(self._described())}."),
         ]
-        rows += [(MACHINE, each.check, each.state, each.said) for each in self.findings]
+        rows += [_row(MACHINE, each) for each in self.findings]
         return rows + [
-            (model.spec.id, each.check, each.state, each.said)
-            for model in self.models
-            for each in model.findings
+            _row(model.spec.id, each) for model in self.models for each in model.findings
         ]
 
     def _described(self) -> Iterator[str]:
@@ -76,3 +74,8 @@ class Report:
         }
         without: dict[str, Any] = machine.without_paths(told, machine.private_folders())
         return without
+
+
+def _row(name: str, found: Finding) -> tuple[str, str, str, str]:
+    """Return a row in one line: an answer may have several."""
+    return name, found.check, found.state, " ".join(found.said.split())

@@ -73,3 +73,13 @@ def test_only_a_failure_fails_a_report() -> None:
     assert passed("ok", "skip", "warn")
     assert not passed("ok", "fail")
     assert not Report({}, [Finding("start", "fail", "")], []).has_passed
+
+
+def test_a_row_of_the_table_is_one_line() -> None:
+    """Answers and errors may have several, and tabs."""
+    spec = ChatSpec(id="mine", kind="chat", source=PathSource(Path("x")))
+    found = Finding("answer", "fail", "it says “a\n\tb”.")
+    assert Report({}, [], [Checked(spec, [found])]).rows()[-1] == (
+        *("mine", "answer", "fail"),
+        "it says “a b”.",
+    )
