@@ -31,11 +31,12 @@ from gateway.engine.grammar.matching import LLState
 from gateway.engine.grammar.schemas import walk
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
+from gateway.engine.loading import completed_shape, generation_config
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 
 DEMO = Path(__file__).parents[1] / "gateway" / "demo" / "chat"
-SERVED = Shape(max_string_chars=80, max_array_items=8)  # demo-chat's, in models.yaml
+SERVED = completed_shape(Shape(), generation_config(DEMO))
 AS_WRITTEN = Shape(complete=False, closed=False)
 AT_ONCE = 4
 

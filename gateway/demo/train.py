@@ -38,6 +38,11 @@ WARM_UP_STEPS = 100
 DECAY_SHARE = 0.3
 SAVE_EVERY_S = 240
 LOG_EVERY = 50
+# So small a model would fill a string for ever.
+GENERATION = {
+    "do_sample": False,
+    "structured": {"max_string_chars": 80, "max_array_items": 8},
+}
 
 
 def config(vocabulary: dict[str, int]) -> dict[str, Any]:
@@ -121,7 +126,7 @@ def save(model: Module, settings: dict[str, Any], tokenizer: Tokenizer, out: Pat
     ends = {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     for name, content in {
         "config.json": settings,
-        "generation_config.json": {**ends, "do_sample": False},
+        "generation_config.json": {**ends, **GENERATION},
     }.items():
         (fresh / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     weights = {path: w.astype(mx.float16) for path, w in _weights(model).items()}

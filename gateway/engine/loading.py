@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,7 +57,8 @@ def read_chat_setup(
     read leaves the model without them.
 
     `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
-    tightens the schemas that answers are held to. Grammars are compiled in the `sandbox` first,
+    tightens the schemas that answers are held to, with the folder's own bounds where it has none.
+    Grammars are compiled in the `sandbox` first,
     which outlines_core cannot do without, and templates are rendered in the other. `tool_parser`
     and `reasoning_parser` name the forms of its calls and of its thinking; absent, they are
     inferred. Raises ModelLoadFailed.
@@ -75,20 +76,22 @@ def read_chat_setup(
         config = checkpoint.config()
         wrapper = wrapped_tokenizer(checkpoint)
         chat = chat_tokenizer(wrapper, model_type=config["model_type"], **formats)
-        sampling = usable_sampling(stated_sampling(checkpoint.header.metadata))
+        said = stated_sampling(checkpoint.header.metadata)
     else:
         with checkpoint.blamed():
             config = load_config(files)
         chat = load_chat_tokenizer(files, eos_ids=config.get("eos_token_id"), **formats)
-        sampling = sampling_defaults(files)
+        said = generation_config(files)
     vocab_size = int(_text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
     return ChatSetup(
         checkpoint,
         chat,
-        _structured(chat, vocab_size, shape or Shape(), structured_backend, sandbox),
+        _structured(
+            chat, vocab_size, completed_shape(shape or Shape(), said), structured_backend, sandbox
+        ),
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
-        sampling_defaults=sampling,
+        sampling_defaults=usable_sampling(said),
     )
 
 
@@ -199,13 +202,13 @@ _SAMPLING: Mapping[str, Callable[[float], bool]] = {
 }
 
 
-def sampling_defaults(folder: Path) -> dict[str, float]:
-    """Return what generation_config.json says of sampling, where it makes sense."""
+def generation_config(folder: Path) -> dict[str, Any]:
+    """Return what a folder's generation_config.json says; nothing where it cannot be read."""
     try:
         said = json.loads((folder / "generation_config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return usable_sampling(said) if isinstance(said, dict) else {}
+    return said if isinstance(said, dict) else {}
 
 
 def usable_sampling(said: Mapping[str, Any]) -> dict[str, float]:
@@ -219,6 +222,26 @@ def usable_sampling(said: Mapping[str, Any]) -> dict[str, float]:
         if math.isfinite(value) and _SAMPLING[name](value)
     }
     return {name: int(value) if name == "top_k" else value for name, value in usable.items()}
+
+
+def completed_shape(shape: Shape, said: Mapping[str, Any]) -> Shape:
+    """Return a shape with the bounds that a checkpoint states for itself, where it has none.
+
+    They stand in generation_config.json under `structured`, in models.yaml's words: a model too
+    small to end a string by itself is so wherever it is served.
+    """
+    stated = said.get("structured")
+    bounds = stated if isinstance(stated, dict) else {}
+
+    def bound(name: str, given: int | None) -> int | None:
+        own = bounds.get(name)
+        return own if given is None and type(own) is int and own >= 1 else given
+
+    return replace(
+        shape,
+        max_string_chars=bound("max_string_chars", shape.max_string_chars),
+        max_array_items=bound("max_array_items", shape.max_array_items),
+    )
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

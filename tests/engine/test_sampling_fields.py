@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gateway.engine.generation import GenerationEngine
-from gateway.engine.loading import sampling_defaults
+from gateway.engine.grammar.shaping import Shape
+from gateway.engine.loading import completed_shape, generation_config, usable_sampling
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
@@ -158,7 +159,37 @@ def test_a_checkpoint_says_how_it_is_sampled(tmp_path: Path, written: Any, read:
     if written is not None:
         text = written if isinstance(written, str) else json.dumps(written)
         (tmp_path / "generation_config.json").write_text(text)
-    assert sampling_defaults(tmp_path) == read
+    assert usable_sampling(generation_config(tmp_path)) == read
+
+
+@pytest.mark.parametrize(
+    ("stated", "given", "shape"),
+    [
+        ({"max_string_chars": 80, "max_array_items": 8}, (None, None), (80, 8)),
+        ({"max_string_chars": 80, "max_array_items": 8}, (20, None), (20, 8)),
+        ({"max_string_chars": 0, "max_array_items": True}, (None, None), (None, None)),
+        ({"max_string_chars": "80", "max_array_items": 1.5}, (None, 3), (None, 3)),
+        ({}, (None, None), (None, None)), ([], (None, 2), (None, 2)), (None, (1, None), (1, None)),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_states_bounds_of_its_own(stated: Any, given: Any, shape: Any) -> None:
+    """models.yaml stands above them; what is no bound is as good as absent."""
+    said = {"structured": stated}
+    completed = completed_shape(Shape(max_string_chars=given[0], max_array_items=given[1]), said)
+    assert (completed.max_string_chars, completed.max_array_items) == shape
+
+
+def test_an_answer_is_held_to_its_checkpoints_bounds(tmp_path: Path) -> None:
+    """Whoever serves it, with nothing said in models.yaml."""
+    folder = write_chat(tmp_path)
+    own = {"structured": {"max_string_chars": 3, "max_array_items": 2}}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    engine = open_engine(folder)
+    schema = Grammar("json_schema", '{"type":"array","items":{"type":"string"}}')
+    written = json.loads(held(engine, schema, Sampling(temperature=0), max_tokens=200).text)
+    assert len(written) <= 2
+    assert all(len(each) <= 3 for each in written)
+    engine.close()
 
 
 def test_its_say_counts_where_nobody_else_has_spoken(tmp_path: Path) -> None:
