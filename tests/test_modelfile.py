@@ -8,6 +8,7 @@ import pytest
 
 from gateway.registry import (
     ChatSpec,
+    HubSource,
     ModelSpec,
     PathSource,
     Reading,
@@ -145,6 +146,60 @@ def test_broken_expansions_are_refused(text: str) -> None:
     """What looks like a variable and isn't one is never passed on."""
     with pytest.raises(ExpansionInvalid, match="VAR:-default"):
         expand(text, {"A": "1"})
+
+
+NAMED = """\
+version: 1
+models:
+  shipped:
+    kind: chat
+    source: hub:a/b
+    aliases: ${SHIPPED:-usual, own}
+  other:
+    kind: chat
+    source: hub:a/c
+    aliases: ${OTHER:-}
+"""
+
+
+def test_an_alias_that_is_set_takes_the_name_from_a_default(file: Path) -> None:
+    """Nobody need rename the model that has it by default, and it is told."""
+    reading = read(file, NAMED, {"OTHER": "mine, usual"})
+    assert reading.problems == ()
+    assert reading.catalog.resolve("usual").spec.id == "other"
+    assert reading.catalog.resolve("own").spec.id == "shipped"
+    [shipped, _] = reading.catalog.specs
+    assert [alias.name for alias in shipped.aliases] == ["own"]
+    assert reading.notes == (
+        f"{file}:6: shipped: its default alias 'usual' gives way: "
+        "that is an alias of other on line 10",
+    )
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "  usual: {kind: chat, source: hub:a/d}",
+        "  c: {kind: chat, source: hub:a/d, aliases: [{name: usual}]}",
+    ],
+)
+def test_so_does_a_name_that_the_file_gives_to_another(file: Path, entry: str) -> None:
+    """An id or an alias, written as it is: a variable's default stands behind both."""
+    reading = read(file, NAMED + entry)
+    assert reading.problems == ()
+    assert reading.catalog.resolve("usual").spec.source == HubSource("a/d")
+    assert len(reading.notes) == 1
+
+
+def test_a_name_that_two_have_set_is_nobodys(file: Path) -> None:
+    """Nor one that two have by default, nor one that a model has twice by itself."""
+    for variables in ({"SHIPPED": "x", "OTHER": "x"}, {"SHIPPED": "x, x"}):
+        [problem] = read(file, NAMED, variables).problems
+        assert "the alias 'x' is an alias of shipped on line 6 already" in problem
+    [problem] = read(file, NAMED.replace("OTHER:-", "OTHER:-own")).problems
+    assert "other: the alias 'own' is an alias of shipped on line 6 already" in problem
+    [problem] = read(file, NAMED.replace("own", "shipped")).problems
+    assert "shipped: the alias 'shipped' is the id on line 3 already" in problem
 
 
 def test_dates_are_text(file: Path) -> None:

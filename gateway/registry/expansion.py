@@ -24,11 +24,14 @@ class Expansion:
 
     text: str
     variables: tuple[str, ...]
+    is_default: bool
+    """It asked for variables, and none of them is set."""
 
 
 def expand(text: str, variables: Mapping[str, str]) -> Expansion:
     """Put variables into a text; raises ExpansionInvalid naming what is wrong."""
     asked: list[str] = []
+    is_any_set = False
 
     def value(match: re.Match[str]) -> str:
         if match["broken"]:
@@ -40,11 +43,15 @@ def expand(text: str, variables: Mapping[str, str]) -> Expansion:
         if not (name := match["name"]):
             return "$"
         asked.append(name)
+        nonlocal is_any_set
         if match["fallback"]:
+            is_any_set = is_any_set or bool(variables.get(name))
             return variables.get(name) or match["default"]
         if name not in variables:
             hint = did_you_mean(nearest(name, variables))
             raise ExpansionInvalid(f"${{{name}}} is not set and has no default{hint}")
+        is_any_set = True
         return variables[name]
 
-    return Expansion(_PART.sub(value, text), tuple(asked))
+    expanded = _PART.sub(value, text)
+    return Expansion(expanded, tuple(asked), bool(asked) and not is_any_set)

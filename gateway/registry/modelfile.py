@@ -3,7 +3,7 @@
 Weights are not looked at: files that are missing are a problem, what is in them is the engine's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -64,6 +64,32 @@ def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A model that wants a name: as its id or as an alias, as `said`."""
+
+    model: str
+    line: int
+    said: str
+    is_default: bool = False
+    """Nobody has set it: it is the default of a variable."""
+
+
+def settle(claims: Sequence[Claim]) -> tuple[Claim, list[Claim], list[Claim]]:
+    """Choose who has a name, and list who gives way to that and who clashes with it.
+
+    The first has it, but a default gives way to what somebody has set for another model.
+    """
+    first = next((claim for claim in claims if not claim.is_default), claims[0])
+    others = [claim for claim in claims if claim is not first]
+    yielding = [
+        claim
+        for claim in others
+        if claim.is_default and not first.is_default and claim.model != first.model
+    ]
+    return first, yielding, [claim for claim in others if claim not in yielding]
+
+
 class _Check:
     def __init__(self, document: Document, folder: Path) -> None:
         self._document = document
@@ -87,10 +113,10 @@ class _Check:
                 self._report(("models",), "`models` must map each model's id to its settings")
             return []
         specs = [spec for name, entry in models.items() if (spec := self._model(name, entry))]
-        self._names(models)
+        given_up = self._names(models)
         for spec in specs:
             self._source_exists(spec)
-        return specs
+        return [_without(spec, given_up) for spec in specs]
 
     def _version(self, top: Mapping[str, Any]) -> None:
         if ("version",) in self._document.broken:
@@ -160,18 +186,37 @@ class _Check:
             case _:
                 self._report(where, f"{about}`{key}` {_said(details)}, not {_shown(value)}")
 
-    def _names(self, models: Mapping[str, Any]) -> None:
-        """Report a name that two models, or one model twice, would answer to."""
-        taken = {
-            name: f"is the id on line {self._document.line(('models', name))}" for name in models
-        }
+    def _names(self, models: Mapping[str, Any]) -> set[tuple[str, str]]:
+        """Report each name that two models, or one model twice, would answer to.
+
+        Return the aliases that give way to another model's name, each behind its own model.
+        """
+        given_up = set()
+        for name, claims in self._claims(models).items():
+            first, yielding, clashing = settle(claims)
+            for claim in yielding:
+                given_up.add((claim.model, name))
+                said = f"its default alias {name!r} gives way: that {first.said}"
+                self.notes.append((claim.line, f"{claim.model}: {said}"))
+            for claim in clashing:
+                said = f"the alias {name!r} {first.said} already"
+                self.problems.append((claim.line, f"{claim.model}: {said}"))
+        return given_up
+
+    def _claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
+        """List who wants each name, ids before aliases, each in the file's order."""
+        claims: dict[str, list[Claim]] = {}
+        for name in models:
+            line = self._document.line(("models", name))
+            claims[name] = [Claim(name, line, f"is the id on line {line}")]
         for name, entry in models.items():
             for inside, alias in _written_aliases(entry):
-                where = ("models", name, "aliases", *inside)
-                if alias in taken:
-                    self._report(where, f"{name}: the alias {alias!r} {taken[alias]} already")
+                where: Where = ("models", name, "aliases", *inside)
                 line = self._document.line(where)
-                taken.setdefault(alias, f"is an alias of {name} on line {line}")
+                is_default = not {where, (*where, "name")}.isdisjoint(self._document.defaults)
+                claim = Claim(name, line, f"is an alias of {name} on line {line}", is_default)
+                claims.setdefault(alias, []).append(claim)
+        return claims
 
     def _source_exists(self, spec: ModelSpec) -> None:
         where = ("models", spec.id, "source")
@@ -221,6 +266,11 @@ def _written_aliases(entry: object) -> Iterator[tuple[Where, str]]:
             yield from ((inside, name) for name in names_in(each))
         elif isinstance(each, dict) and isinstance(each.get("name"), str):
             yield inside, each["name"]
+
+
+def _without(spec: ModelSpec, given_up: Collection[tuple[str, str]]) -> ModelSpec:
+    kept = tuple(alias for alias in spec.aliases if (spec.id, alias.name) not in given_up)
+    return spec.model_copy(update={"aliases": kept}) if kept != spec.aliases else spec
 
 
 def _said(details: ErrorDetails) -> str:

@@ -42,6 +42,8 @@ class Document:
     broken: set[Where] = field(default_factory=set)
     """Values already reported, so that their absence is not a second problem."""
     variables: set[str] = field(default_factory=set)
+    defaults: set[Where] = field(default_factory=set)
+    """Values that are variables' defaults: nobody has set them."""
 
     def line(self, where: Where) -> int:
         """Find the line of a value, or of the nearest mapping or list around it."""
@@ -152,6 +154,8 @@ class _Builder:
             self._document.variables.update(expansion.variables)
             if not expansion.text:
                 return _Nothing.ABSENT
+            if expansion.is_default:
+                self._document.defaults.add(where)
             if node.style is None and tag == _STR:  # unquoted: `${X:-32}` is a number
                 resolve: Callable[..., str] = self._loader.resolve
                 tag = resolve(yaml.ScalarNode, expansion.text, (True, False))
