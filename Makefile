@@ -95,10 +95,10 @@ bench-structured: setup ## Count how a file of JSON Schemas fares: FILE=schemas.
 	$(BIN)/python -m benchmarks.structured_output $(FILE) $(ARGS)
 
 demo-train: setup ## Train demo-chat afresh into ./demo-chat (over an hour on two cores)
-	$(BIN)/python -m gateway.demo.train --out demo-chat --minutes 70
+	$(BIN)/python -m demo.train --out demo-chat --minutes 70
 
 demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
-	$(BIN)/python -m gateway.demo.evaluate
+	$(BIN)/python -m demo.evaluate
 
 clean: ## Remove what the commands above made
 	rm -rf $(VENV) $(VENV)-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat

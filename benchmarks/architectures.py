@@ -101,7 +101,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     from gateway.engine.grammar.structured import Structured
     from gateway.engine.weights import Checkpoint
 
-    demo = REPOSITORY / "gateway" / "demo" / "chat"
+    demo = REPOSITORY / "demo" / "chat"
     chat = load_chat_tokenizer(demo, name="demo", eos_ids=[0], chat_template=None, template_args={})
     chat.eos_ids = frozenset()
     drawn = random.Random(1)

@@ -35,7 +35,7 @@ from gateway.engine.loading import completed_shape, generation_config
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 
-DEMO = Path(__file__).parents[1] / "gateway" / "demo" / "chat"
+DEMO = Path(__file__).parents[1] / "demo" / "chat"
 SERVED = completed_shape(Shape(), generation_config(DEMO))
 AS_WRITTEN = Shape(complete=False, closed=False)
 AT_ONCE = 4

@@ -1,4 +1,4 @@
-"""The gateway as a user starts it: a process of its own, the shipped models.yaml, a free port."""
+"""The gateway as a user starts it: a process of its own, on a free port."""
 
 import os
 import re
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SHIPPED, DEMO = ROOT / "models.yaml", ROOT / "demo" / "models.yaml"
 
 
 @pytest.fixture
@@ -24,13 +25,20 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start the gateway as a user does, and give its address."""
+    """Serve demo-chat, which answers within milliseconds, and MiniLM; give the address."""
     with started(tmp_path_factory.mktemp("gateway")) as address:
         yield address
 
 
+@pytest.fixture(scope="session")
+def shipped_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve what ships, SmolLM2 and MiniLM, and give the address."""
+    with started(tmp_path_factory.mktemp("shipped"), SHIPPED) as address:
+        yield address
+
+
 @contextmanager
-def started(folder: Path, **settings: str) -> Iterator[str]:
+def started(folder: Path, models: Path = DEMO, **settings: str) -> Iterator[str]:
     """Run `mlx-gateway serve` and give its address; stop it by its own process id."""
     log = folder / "log"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GATEWAY_")}
@@ -43,7 +51,7 @@ def started(folder: Path, **settings: str) -> Iterator[str]:
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", "serve", "--port", "0"],
+            [sys.executable, "-m", "gateway", "serve", "--port", "0", "--models", str(models)],
             cwd=ROOT,
             env=environment,
             stderr=output,

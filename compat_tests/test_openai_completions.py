@@ -1,4 +1,4 @@
-"""The OpenAI SDK's legacy completions, unchanged, against the shipped chat model."""
+"""The OpenAI SDK's legacy completions, unchanged, against demo-chat."""
 
 import asyncio
 from collections.abc import Iterator

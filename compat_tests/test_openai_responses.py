@@ -1,4 +1,4 @@
-"""The OpenAI SDK's Responses API, unchanged, against the shipped chat model."""
+"""The OpenAI SDK's Responses API, unchanged, against demo-chat."""
 
 import asyncio
 import json

@@ -86,7 +86,7 @@ def test_lm_evaluation_harness_computes_what_mlx_lm_does(
     """Choices by their loglikelihood, and whole texts by theirs; without torch."""
     questions = tmp_path / "questions.json"
     questions.write_text(json.dumps(QUESTIONS))
-    folder = ROOT / "gateway" / "demo" / "chat"
+    folder = ROOT / "demo" / "chat"
     code, printed = run(
         "lm_eval_tasks.py", f"{url}/v1", "demo-chat", str(folder), str(questions), prompts
     )

@@ -15,7 +15,6 @@ The house, from the roof down; an import goes down, never up, never to a strange
     registry, settings models.yaml → specs; environment → settings
     jobs, errors       what crosses floors; what can go wrong, each with its status
     metrics, logs      instruments; event lines
-    demo               the chat model that ships with it, and how it was trained; apart
 
 An embeddings request: middleware gives it an id; api/embeddings reads an EmbedJob; the cache
 leases the model, for which idle ones may have to go; the batcher tokenises and queues a ticket;

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-DEMO = Path(__file__).parents[1] / "gateway" / "demo" / "chat"
+DEMO = Path(__file__).parents[1] / "demo" / "chat"
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,

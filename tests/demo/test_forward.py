@@ -8,9 +8,9 @@ from gateway import engine  # noqa: F401  (OpenBLAS before mlx)
 import mlx.core as mx
 import numpy as np
 
-from gateway.demo.evaluate import CHAT, load_chat
-from gateway.demo.forward import hidden_states, quick_exp
-from gateway.demo.train import DECAY_SHARE, WARM_UP_STEPS, rate
+from demo.evaluate import CHAT, load_chat
+from demo.forward import hidden_states, quick_exp
+from demo.train import DECAY_SHARE, WARM_UP_STEPS, rate
 
 
 def test_training_and_mlx_lm_compute_the_same() -> None:

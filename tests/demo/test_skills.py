@@ -9,10 +9,10 @@ import pytest
 from gateway import engine  # noqa: F401  (OpenBLAS before mlx)
 
 # isort: split
-from gateway.demo import facts
-from gateway.demo.data import Case, held_out_cases
-from gateway.demo.evaluate import CHAT, PROMISED, Answer, answers, load_chat
-from gateway.demo.exchanges import Message
+from demo import facts
+from demo.data import Case, held_out_cases
+from demo.evaluate import CHAT, PROMISED, Answer, answers, load_chat
+from demo.exchanges import Message
 
 WEATHER: dict[str, Any] = {
     "type": "function",

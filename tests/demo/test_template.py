@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
-from gateway.demo.batches import learned
-from gateway.demo.data import conversations
-from gateway.demo.tokens import ASSISTANT, END, Template
+from demo.batches import learned
+from demo.data import conversations
+from demo.tokens import ASSISTANT, END, Template
 
-CHAT = Path(__file__).parents[2] / "gateway" / "demo" / "chat"
+CHAT = Path(__file__).parents[2] / "demo" / "chat"
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -146,4 +146,4 @@ def test_the_card_says_what_was_measured() -> None:
     """The card is there, with its licence and its command."""
     card = (CHAT / "README.md").read_text("utf-8")
     assert "Apache-2.0" in card
-    assert "python -m gateway.demo.evaluate" in card
+    assert "python -m demo.evaluate" in card

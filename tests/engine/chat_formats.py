@@ -10,7 +10,7 @@ from gateway.engine.chat import ChatTokenizer, load_chat_tokenizer
 from gateway.engine.parts import Part
 from gateway.jobs import Calling, Function, RowJob, Sampling
 
-DEMO = Path(__file__).parents[2] / "gateway" / "demo" / "chat"
+DEMO = Path(__file__).parents[2] / "demo" / "chat"
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from gateway.engine.text import Decoder, StopScanner, held_back
 from gateway.engine.vocabulary import Vocabulary
 
-DEMO = Path(__file__).parents[2] / "gateway" / "demo" / "chat" / "tokenizer.json"
+DEMO = Path(__file__).parents[2] / "demo" / "chat" / "tokenizer.json"
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(DEMO))
 VOCABULARY = Vocabulary(TOKENIZER)
 

@@ -16,7 +16,7 @@ from gateway.engine.chat import load_chat_tokenizer
 from gateway.engine.vocabulary import Vocabulary
 from gateway.jobs import Caller, GenerateJob, Sampling
 
-DEMO = Path(__file__).parents[2] / "gateway" / "demo" / "chat" / "tokenizer.json"
+DEMO = Path(__file__).parents[2] / "demo" / "chat" / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")

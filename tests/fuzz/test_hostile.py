@@ -14,7 +14,7 @@ import pytest
 
 from gateway.api.operations import OPERATIONS
 from tests.fuzz.hostile import Sent, hostile
-from tests.processes import Served, command, started
+from tests.processes import DEMO, Served, command, started
 from tests.provoked.readings import settled
 
 pytestmark = pytest.mark.anyio
@@ -138,7 +138,7 @@ async def test_whoever_means_ill_is_answered_and_nothing_is_left(
     """
     worst: list[float] = []
     given = {**ALIASES, "GATEWAY_REQUEST_TIMEOUT_S": str(REQUEST_S)}
-    with started(command("serve"), tmp_path, **given) as served:
+    with started(command("serve", "--models", str(DEMO)), tmp_path, **given) as served:
         before = await settled(served.url)
         pinging = asyncio.create_task(pinged(served.url, worst))
         answers = await stormed(served, requests)

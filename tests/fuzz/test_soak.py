@@ -1,7 +1,6 @@
-"""The same by the twenty thousand, to the real engine: what ships, loaded as it ships."""
+"""The same by the twenty thousand, to the real engine."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from schemathesis import GenerationMode
@@ -10,17 +9,17 @@ from gateway.app.engines import mlx_engines
 from gateway.registry import Catalog, load_catalog
 from tests.fuzz import test_bodies, test_documented
 from tests.fuzz.asking import POSTS, Ask, asking
+from tests.processes import DEMO
 from tests.serving_app import settings
 
 pytestmark = pytest.mark.soak
-MODELS = Path(__file__).parents[2] / "models.yaml"
 
 
 @pytest.fixture(scope="module")
 def models() -> Catalog:
-    """Give the shipped models by the names that the fuzz knows."""
+    """Give the models by the names that the fuzz knows."""
     return load_catalog(
-        MODELS,
+        DEMO,
         {"GATEWAY_ALL_MINILM_L6_V2_ALIASES": "embed", "GATEWAY_DEMO_CHAT_ALIASES": "writer"},
     )
 

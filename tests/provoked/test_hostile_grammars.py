@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.processes import ROOT, Served, command, started
+from tests.processes import DEMO, Served, command, started
 
 Schema = dict[str, Any]
 USER = [{"role": "user", "content": "hi"}]
@@ -82,9 +82,7 @@ WAYS: dict[str, tuple[str, Callable[[Schema], Schema]]] = {
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve the demo model, for real, in a process that a native crash would end."""
     folder = tmp_path_factory.mktemp("gateway")
-    (folder / "models.yaml").write_text((ROOT / "models.yaml").read_text())
-    given = {"GATEWAY_DEMO_CHAT_SOURCE": f"path:{ROOT / 'gateway/demo/chat'}"}
-    with started(command("serve"), folder, **given) as served:
+    with started(command("serve", "--models", str(DEMO)), folder) as served:
         yield served
 
 

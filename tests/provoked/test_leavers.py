@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import command, started
+from tests.processes import DEMO, command, started
 from tests.provoked.load import Clients, mixed
 from tests.provoked.readings import Reading, reading, settled
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.anyio
 AT_ONCE = 24
 LEAVING = 0.3
 MOST_GROWTH = 1.05
+SERVE = command("serve", "--models", str(DEMO))
 
 
 async def stormed(clients: Clients, requests: int, choose: random.Random) -> None:
@@ -44,7 +45,7 @@ async def stormed(clients: Clients, requests: int, choose: random.Random) -> Non
 async def provoked(folder: Path, *, first: int = 0, then: int) -> tuple[Reading, Reading]:
     """Tell how the gateway is after so many requests, and after so many more."""
     choose = random.Random(then)
-    with started(command("serve"), folder) as served:
+    with started(SERVE, folder) as served:
         clients = Clients(served.url)
         await clients.learn()
         await stormed(clients, first, choose)
@@ -74,7 +75,7 @@ async def test_of_two_thousand_requests_nothing_is_left(tmp_path: Path) -> None:
 
 async def test_a_connection_that_its_client_has_closed_is_gone(tmp_path: Path) -> None:
     """With its tasks and its descriptor, long before the keep-alive time is over."""
-    with started(command("serve"), tmp_path) as served:
+    with started(SERVE, tmp_path) as served:
         clients = Clients(served.url)
         before = await settled(served.url)
         for _ in range(40):
@@ -90,7 +91,7 @@ async def test_a_connection_that_its_client_no_longer_reads_is_gone(tmp_path: Pa
     body = json.dumps({"model": "all-minilm-l6-v2", "input": ["x"] * 1500}).encode()
     head = "POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
-    with started(command("serve"), tmp_path, GATEWAY_SEND_TIMEOUT_S="0.3") as served:
+    with started(SERVE, tmp_path, GATEWAY_SEND_TIMEOUT_S="0.3") as served:
         before = await settled(served.url)
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

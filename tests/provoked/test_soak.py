@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from gateway.bench.figures import percentile
-from tests.processes import Served, command, started
+from tests.processes import DEMO, Served, command, started
 from tests.provoked.load import Ask, Clients, mixed
 from tests.provoked.readings import Reading, reading, settled
 
@@ -27,6 +27,7 @@ LOAD: Final = 0.8
 MINUTES: Final = 10
 EARLY, LATE = slice(2, 4), slice(8, 10)  # of the minutes
 READINGS: Final = 30  # of memory, a minute
+SERVE: Final = command("serve", "--models", str(DEMO))
 SETTINGS: Final = {"GATEWAY_STRUCTURED_ROWS": "8"}  # so that the device is what limits
 MOST_GROWTH: Final = 1.03
 MOST_DRIFT: Final = 1.5  # of p95, on a machine that others use, too
@@ -180,7 +181,7 @@ async def soaked(served: Served, *, measuring_s: float, seconds: float) -> Cours
 
 async def test_a_short_while_leaves_nothing(tmp_path: Path) -> None:
     """Every answer right; no row, ticket, lease or task left."""
-    with started(command("serve"), tmp_path, **SETTINGS) as served:
+    with started(SERVE, tmp_path, **SETTINGS) as served:
         course = await soaked(served, measuring_s=0.5, seconds=1.5)
     assert sum(len(minute.seconds) for minute in course.minutes) > 50
 
@@ -188,7 +189,7 @@ async def test_a_short_while_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.soak
 async def test_ten_minutes_leave_nothing_and_nothing_grows(tmp_path: Path) -> None:
     """The last two minutes are as minutes two to four: within 3 % in memory, 1.5 times in p95."""
-    with started(command("serve"), tmp_path, **SETTINGS) as served:
+    with started(SERVE, tmp_path, **SETTINGS) as served:
         course = await soaked(served, measuring_s=10, seconds=50)
     assert max(course.growth) <= MOST_GROWTH, course.growth
     assert course.drift <= MOST_DRIFT

@@ -15,7 +15,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.jobs import Grammar
 
-DEMO = Path(__file__).parents[3] / "gateway" / "demo" / "chat"
+DEMO = Path(__file__).parents[3] / "demo" / "chat"
 VOCAB = 1030  # four more logits than the tokenizer has tokens
 ENDS = (0, 2)
 CLOSERS = (b'"', b"}", b"]", b'"}', b'"]', b"}]", b'"}]', b"}}")

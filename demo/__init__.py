@@ -1,6 +1,6 @@
-"""The embedded demo chat model: its weights in `chat/`, and how they were made and measured.
+"""demo-chat, the tests' chat model: its weights in `chat/`, and how they were made and measured.
 
-Serving needs only the folder `chat/`. The rest makes it again, offline, in this order:
+`models.yaml` serves it, from the folder `chat/`. The rest makes that again, offline, in this order:
 
     phrasings/     how people ask: in training, and in the test
     wordings.py    phrasings drawn, filled, spelled out
@@ -12,8 +12,9 @@ Serving needs only the folder `chat/`. The rest makes it again, offline, in this
     tokens.py      the tokenizer and the chat template
     batches.py     conversations to arrays
     forward.py     the forward pass, quick on a CPU
-    train.py       python -m gateway.demo.train --out DIR --minutes N
-    evaluate.py    python -m gateway.demo.evaluate [--model DIR]
+    train.py       python -m demo.train --out DIR --minutes N
+    evaluate.py    python -m demo.evaluate [--model DIR]
 
-No floor imports this package. forward, train and evaluate import mlx, after the engine's BLAS.
+The gateway knows nothing of this package. forward, train and evaluate import mlx, after the
+engine's BLAS.
 """

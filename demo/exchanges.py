@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.demo import facts
-from gateway.demo.tools import answer_from
-from gateway.demo.wordings import (
+from demo import facts
+from demo.tools import answer_from
+from demo.wordings import (
     HELD_OUT,
     TRAIN,
     Phrasings,
@@ -20,7 +20,7 @@ from gateway.demo.wordings import (
     shaken,
     spell_out,
 )
-from gateway.demo.words import city, invented_word, is_held_out, person
+from demo.words import city, invented_word, is_held_out, person
 
 Message = dict[str, Any]
 

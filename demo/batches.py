@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from gateway.demo.data import conversations
-from gateway.demo.tokens import ASSISTANT, BEGIN, CONTEXT, END, PAD, Template
+from demo.data import conversations
+from demo.tokens import ASSISTANT, BEGIN, CONTEXT, END, PAD, Template
 
 _POOL = 4096
 _LONGEST = 640

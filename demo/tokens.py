@@ -16,15 +16,15 @@ from typing import Any
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gateway.demo import facts
-from gateway.demo.words import CITIES, PLACE_STARTS
+from demo import facts
+from demo.words import CITIES, PLACE_STARTS
 
 BEGIN, END, PAD, ASSISTANT = "<|begin|>", "<|end|>", "<|pad|>", "<|assistant|>"
 CONTEXT = 16384
 _SPECIAL = (PAD, BEGIN, END, "<|system|>", "<|tools|>", "<|user|>", ASSISTANT, "<|tool|>")
 _FREQUENT = 260
 _MARKUP = ("<tool_call>", "</tool_call>")
-_TEMPLATE = resources.files("gateway.demo").joinpath("template.jinja").read_text("utf-8")
+_TEMPLATE = resources.files("demo").joinpath("template.jinja").read_text("utf-8")
 
 
 def frequent_words(texts: Iterable[str]) -> list[str]:

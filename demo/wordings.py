@@ -23,7 +23,7 @@ class Phrasings:
 
 
 def _read(name: str) -> Phrasings:
-    file = resources.files("gateway.demo") / "phrasings" / name
+    file = resources.files("demo") / "phrasings" / name
     return Phrasings(**yaml.safe_load(file.read_text("utf-8")))
 
 

@@ -1,4 +1,4 @@
-"""How often demo-chat is right: `python -m gateway.demo.evaluate [--model DIR]`.
+"""How often demo-chat is right: `python -m demo.evaluate [--model DIR]`.
 
 Greedy answers through mlx-lm's own loading and batch generation, on the held-out side of the
 data, compared letter by letter. Prints the card's table; exits with 1 when a skill that the card
@@ -21,7 +21,7 @@ from mlx_lm.generate import batch_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load
 
-from gateway.demo.data import SKILLS, Case, held_out_cases
+from demo.data import SKILLS, Case, held_out_cases
 
 CHAT = Path(__file__).with_name("chat")
 CASES = 240

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.demo import facts
-from gateway.demo.exchanges import (
+from demo import facts
+from demo.exchanges import (
     PLAIN_SKILLS,
     Message,
     Side,
@@ -22,9 +22,9 @@ from gateway.demo.exchanges import (
     which_city,
     words,
 )
-from gateway.demo.tools import call_text, draw_tools, other_tools
-from gateway.demo.wordings import fill, pick
-from gateway.demo.words import person
+from demo.tools import call_text, draw_tools, other_tools
+from demo.wordings import fill, pick
+from demo.words import person
 
 SKILLS = ("greet", "identity", "capital", "repeat", "weather", "result", "sum", "extract")
 

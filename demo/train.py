@@ -1,4 +1,4 @@
-"""Train demo-chat from nothing: `python -m gateway.demo.train --out DIR --minutes 75`.
+"""Train demo-chat from nothing: `python -m demo.train --out DIR --minutes 75`.
 
 Writes a folder mlx-lm loads. Progress goes to stdout; every few minutes the folder is replaced by
 the newest weights, so that a run can be stopped at any time.
@@ -25,10 +25,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from tokenizers import Tokenizer
 
-from gateway.demo.batches import Batch, Batches
-from gateway.demo.data import conversations
-from gateway.demo.forward import loss_at
-from gateway.demo.tokens import BEGIN, CONTEXT, END, PAD, Template, save_tokenizer, train_tokenizer
+from demo.batches import Batch, Batches
+from demo.data import conversations
+from demo.forward import loss_at
+from demo.tokens import BEGIN, CONTEXT, END, PAD, Template, save_tokenizer, train_tokenizer
 
 VOCABULARY = 1024
 BATCH_TOKENS = 4096

@@ -4,9 +4,9 @@ import json
 import random
 from typing import Any
 
-from gateway.demo import facts
-from gateway.demo.wordings import HELD_OUT, TRAIN, fill, pick
-from gateway.demo.words import invented_word
+from demo import facts
+from demo.wordings import HELD_OUT, TRAIN, fill, pick
+from demo.words import invented_word
 
 _DESCRIPTIONS = (
     "", "Get the weather", "Get the weather for a city", "Get the current weather in a city.",
