@@ -11,6 +11,7 @@ import httpx2
 import yaml
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
+from starlette.types import ASGIApp
 
 from gateway.app.gateway import Gateway
 from gateway.app.opening import Engines
@@ -37,24 +38,30 @@ async def served(
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """Serve on a free port, wait for /ready, and give a client of it."""
     given_settings = settings(**given)
-    _connections.install(given_settings.send_timeout_s)
-    gateway = Gateway(given_settings, catalog, engines)
+    async with served_app(Gateway(given_settings, catalog, engines).asgi, given_settings) as client:
+        if wait_ready:
+            await ready(client)
+        yield client
+
+
+@asynccontextmanager
+async def served_app(app: ASGIApp, settings: Settings) -> AsyncIterator[httpx2.AsyncClient]:
+    """Serve any app as the gateway is served, and give a client of it."""
+    _connections.install(settings.send_timeout_s)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = Config()
     config.bind = [f"fd://{listener.detach()}"]
     config.graceful_timeout = 0.2
-    config.h11_max_incomplete_size = given_settings.read_header_bytes
-    config.h2_max_header_list_size = given_settings.read_header_bytes
+    config.h11_max_incomplete_size = settings.read_header_bytes
+    config.h2_max_header_list_size = settings.read_header_bytes
     config.errorlog = None
     stop = asyncio.Event()
     server = asyncio.create_task(
-        serve(gateway.asgi, config, shutdown_trigger=stop.wait)  # type: ignore[arg-type]
+        serve(app, config, shutdown_trigger=stop.wait)  # type: ignore[arg-type]
     )
     try:
         async with httpx2.AsyncClient(base_url=url, timeout=30) as client:
-            if wait_ready:
-                await ready(client)
             yield client
     finally:
         stop.set()

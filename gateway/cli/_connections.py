@@ -1,7 +1,7 @@
 """Hypercorn's connections, mended where 0.18 lets one client's bytes cost others something.
 
 Installed once, before it serves: `Connection` in the place of its TCP server, `Http1` and `Http2`
-in the places of its protocols.
+in the places of its protocols, `Stream` in that of a request in either.
 """
 
 import asyncio
@@ -11,11 +11,14 @@ from typing import Any
 import h11
 import hypercorn.asyncio.run
 import hypercorn.protocol
+import hypercorn.protocol.h2
+import hypercorn.protocol.h11
 import orjson
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 
+from gateway.cli._bodies import Stream
 from gateway.cli._http2 import Http2
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge
 
@@ -123,6 +126,8 @@ class Http1(H11Protocol):
             await super().handle(RawData(data))
         except _Paused:
             self._is_paused = True
+        if isinstance(self.stream, Stream):
+            await self.stream.room()
 
     def _is_clear(self, data: bytes) -> bool:
         """Return True if no line of the head so far ends in a bare LF."""
@@ -199,3 +204,5 @@ def install(last_bytes_s: float) -> None:
     hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]
     hypercorn.protocol.H11Protocol = Http1  # type: ignore[assignment, attr-defined]
     hypercorn.protocol.H2Protocol = Http2  # type: ignore[assignment, attr-defined]
+    hypercorn.protocol.h11.HTTPStream = Stream  # type: ignore[assignment, attr-defined]
+    hypercorn.protocol.h2.HTTPStream = Stream  # type: ignore[assignment, attr-defined]

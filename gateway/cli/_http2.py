@@ -4,6 +4,7 @@ Hypercorn 0.18 and h2 4.4 end the connection, and all that is under way in it, f
 what RFC 9113 calls an error of one stream.
 """
 
+import contextlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -16,8 +17,12 @@ import h2.exceptions
 import h2.settings
 import h2.stream
 import hpack
+from hypercorn.protocol.events import Body
+from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import H2Protocol
 from hyperframe.frame import DataFrame, Frame, HeadersFrame, RstStreamFrame
+
+from gateway.cli._bodies import Taken
 
 HEADS = 4  # times what the settings name is decoded, for an answer that says so: 431
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -105,6 +110,10 @@ class Streams(h2.connection.H2Connection):
 class Http2(H2Protocol):
     """The streams of a connection, each with what came for it and nothing else.
 
+    A body takes from the window of its stream until the app has read it. The window of the
+    connection is larger than those of all streams together: bodies that wait to be read, or for
+    room beside others, leave every other stream its own.
+
     Hypercorn looks up the stream of every piece of a body: one that came after an early answer (a
     401, a 413) was a KeyError. Priorities it keeps in a tree that throws once it is full, and after
     a thousand requests it says that the connection is over, whatever it still answers.
@@ -126,15 +135,41 @@ class Http2(H2Protocol):
                 h2.settings.SettingCodes.MAX_HEADER_LIST_SIZE: most,
             },
         )
+        window = self.connection.local_settings.initial_window_size
+        # Twice, for h2 gives back what was read once it is half of the window.
+        self._window = 2 * window * self.config.h2_max_concurrent_streams
+
+    async def initiate(self, *args: Any) -> None:
+        """Say what may be sent."""
+        self.connection.initiate_connection()
+        self.connection.increment_flow_control_window(
+            self._window - self.connection.inbound_flow_control_window
+        )
+        await self._flush()
+        self.task_group.spawn(self.send_task)
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        """Send what a stream has to say, or let its client send more."""
+        if not isinstance(event, Taken):
+            await super().stream_send(event)
+        elif not self.closed:
+            self._give_back(event.size, event.stream_id)
+            self.task_group.spawn(self._flush)  # the app may be cancelled, and what it sends cut
+
+    def _give_back(self, size: int, stream_id: int) -> None:
+        with contextlib.suppress(h2.exceptions.ProtocolError):  # the connection has ended
+            self.connection.acknowledge_received_data(size, stream_id)
 
     async def _handle_events(self, events: list[h2.events.Event]) -> None:
         for event in events:  # one by one: each may end a stream that the next is for
             if isinstance(event, h2.events.PriorityUpdated):
                 continue
-            if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
-                self.connection.acknowledge_received_data(
-                    event.flow_controlled_length, event.stream_id
-                )
+            if isinstance(event, h2.events.DataReceived):
+                kept = 0
+                if stream := self.streams.get(event.stream_id):
+                    await stream.handle(Body(event.stream_id, event.data))
+                    kept = len(event.data)
+                self._give_back(event.flow_controlled_length - kept, event.stream_id)
             elif not isinstance(event, h2.events.RequestReceived):
                 await super()._handle_events([event])
             elif self._is_open(event.stream_id):
