@@ -314,3 +314,7 @@ class RegistryInvalid(Exception):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class BlasUnusable(Exception):
+    """The library that GATEWAY_BLAS names cannot serve as BLAS."""

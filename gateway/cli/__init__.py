@@ -4,6 +4,8 @@ Commands import what they need when they run: only `serve` and `bench --engine` 
 status: 1 for what cannot be served, fetched or answered, 2 for wrong usage or settings.
 """
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,18 +13,31 @@ from pkgutil import iter_modules
 
 import typer
 
-from gateway.errors import RegistryInvalid
-from gateway.settings import SettingsInvalid
+from gateway.errors import BlasUnusable, RegistryInvalid
+from gateway.settings import SettingsInvalid, origin, variable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; a wrong setting or file ends it with its lines on stderr, no traceback."""
     try:
+        _share_blas()
         _application()(args=arguments, prog_name="mlx-gateway")
-    except SettingsInvalid as error:
+    except (SettingsInvalid, BlasUnusable) as error:
         _quit(error, 2)
     except RegistryInvalid as error:
         _quit(error, 1)
+
+
+def _share_blas() -> None:
+    """Put what .env says of BLAS into the environment: it is needed before settings are read.
+
+    Processes that commands start find it there too.
+    """
+    name = variable("blas")
+    with contextlib.suppress(UnicodeDecodeError):  # whoever reads the settings says so
+        text, _ = origin(name)
+        if text is not None:
+            os.environ[name] = text
 
 
 def _application() -> typer.Typer:

@@ -34,11 +34,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a process with mlx found: bytes that models may hold, and each one's, or its problem."""
+    """What a process with mlx found: bytes that models may hold, and each one's, or its problem.
+
+    `gflops` is what the device does, `blas` what multiplies on a CPU, and `blas_hint` what to do
+    where that is slow.
+    """
 
     device: str
     limit_bytes: int
     sizes: Mapping[str, int | str | None]
+    blas: str
+    blas_hint: str | None
+    gflops: float
 
 
 def probe(models: Path) -> Probe:
@@ -57,11 +64,13 @@ def probe(models: Path) -> Probe:
     return Probe(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def blas(device: str, hint: str | None) -> Finding:
-    """Say whether matrices are multiplied fast on the CPU."""
+def blas(device: str, described: str, gflops: float, hint: str | None) -> Finding:
+    """Say what multiplies matrices on the CPU, and how fast."""
     if device != "cpu":
         return Finding("blas", "ok", f"not needed on {device}.")
-    return Finding("blas", "warn", hint) if hint else Finding("blas", "ok", "a fast one is there.")
+    if hint:
+        return Finding("blas", "warn", hint)
+    return Finding("blas", "ok", f"{described}; {gflops:.3g} GFLOP/s (512³, float32).")
 
 
 def compiler(device: str, found: str | None) -> Finding:

@@ -14,7 +14,8 @@ from gateway.app.engines import MlxEngines, mlx_engines
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
 from gateway.engine import sources
-from gateway.engine.probe import multiply
+from gateway.engine.blas import BLAS
+from gateway.engine.probe import gflops, multiply
 from gateway.errors import GatewayError
 from gateway.registry import ModelSpec, read_models
 from gateway.settings import Settings, load_settings, variables
@@ -29,7 +30,15 @@ def main() -> None:
     specs = read_models(settings.models, variables()).catalog.specs
     sizes = {spec.id: _size(spec, engines, settings) for spec in specs}
     limit_bytes = budget_bytes(settings, engines.memory_bytes)
-    print(json.dumps({"device": engines.device, "limit_bytes": limit_bytes, "sizes": sizes}))
+    found = {
+        "device": engines.device,
+        "limit_bytes": limit_bytes,
+        "sizes": sizes,
+        "blas": BLAS.described,
+        "blas_hint": BLAS.hint,
+        "gflops": gflops(),
+    }
+    print(json.dumps(found))
     engines.end()
 
 

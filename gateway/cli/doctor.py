@@ -104,8 +104,6 @@ def _findings(models: Path | None) -> Iterator[Finding]:
 
 def _of_mlx(settings: Settings) -> Generator[Finding, None, Mapping[str, int | str | None]]:
     """Look at what computes, and give the models' sizes or problems, where it works."""
-    from gateway.engine.blas import BLAS
-
     try:
         probe = checks.probe(settings.models)
     except checks.MlxBroken as error:
@@ -113,7 +111,7 @@ def _of_mlx(settings: Settings) -> Generator[Finding, None, Mapping[str, int | s
         yield Finding("device", "fail", f"mlx does not work: {error}. {advice}")
         return {}
     yield Finding("device", "ok", f"mlx computes on {probe.device}.")
-    yield checks.blas(probe.device, BLAS.hint)
+    yield checks.blas(probe.device, probe.blas, probe.gflops, probe.blas_hint)
     yield checks.compiler(probe.device, shutil.which("g++"))
     yield checks.temporary(Path(tempfile.gettempdir()), probe.device)
     sizes = {name: size for name, size in probe.sizes.items() if isinstance(size, int)}

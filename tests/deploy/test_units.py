@@ -75,8 +75,9 @@ def test_systemd_shuts_the_gateway_in() -> None:
         assert unit[name] == ["yes"], name
     assert unit["ProtectSystem"] == ["strict"]
     assert unit["CapabilityBoundingSet"] == [""]
-    # All that it writes is models, and what was found out about them.
+    # All that it writes is OpenBLAS's copy, models, and what was found out about them.
     assert unit["Environment"] == [
+        "XDG_CACHE_HOME=%C/mlx-gateway",
         "HF_HOME=%C/mlx-gateway",
         "GATEWAY_SELF_TEST_FOLDER=%C/mlx-gateway/self-tests",
     ]

