@@ -138,20 +138,35 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class SchemaRule:
+    """A JSON Schema within a grammar of calls, and the `rule` that holds a value to it.
+
+    `function` is whose parameters these are; empty for that of an answer beside the calls.
+    """
+
+    rule: str
+    function: str
+    schema: str
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """What an answer must match; `source` is canonical text, so that equal ones compile once.
 
     json_schema: a JSON Schema. regex: a regular expression, of the whole answer. choice: a JSON
     array of strings, one of which is the answer. grammar: a context-free grammar in Lark's form.
     calls: the same, of our own making. A `strict` JSON Schema is held to whole or refused; of
-    another, keywords that no grammar holds are left to be checked afterwards: of calls, those are
-    known already, and `unenforced` has the functions' names and JSON pointers.
+    another, keywords that no grammar holds are left to be checked afterwards: of calls, those that
+    no grammar has words for are known already, and `unenforced` has the functions' names and JSON
+    pointers; `schemas` are those sent, should less of them compile.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
     source: str
     strict: bool = False
     unenforced: tuple[str, ...] = ()
+    schemas: tuple[SchemaRule, ...] = ()
 
 
 class Compiled(Protocol):

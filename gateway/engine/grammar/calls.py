@@ -7,20 +7,21 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from gateway.engine.grammar.forms import guided
-from gateway.engine.grammar.schemas import Node, bare
+from gateway.engine.grammar.schemas import Node, Schema, bare
 from gateway.errors import BadRequest
-from gateway.jobs import Calling, Grammar
+from gateway.jobs import Calling, Grammar, SchemaRule
 
 ANY: dict[str, Any] = {"type": "object"}
-# Beside any of these, an object may have properties that its own `properties` don't name.
+_ANSWER: Final = "answer"
+# With any of these, an object may have properties that its own `properties` don't name.
 _OPENING = frozenset(
     {
         "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
         "dependentSchemas", "dependencies", "allOf", "anyOf", "oneOf", "not", "if", "$ref",
-        "$dynamicRef", "$recursiveRef",
+        "$dynamicRef", "$recursiveRef", "const", "enum",
     }
 )  # fmt: skip
 
@@ -62,17 +63,31 @@ def answer_grammar(
     """
     if calling is None:
         return answer
+    rules: list[SchemaRule] = []
+
+    def held(rule: str, schema: Mapping[str, Any], function: str, *, strict: bool) -> Node:
+        form = checked(schema, function, strict=strict)
+        rules.append(SchemaRule(rule, function, json.dumps(dict(schema)), strict))
+        return form
+
     if calling.forced:
         schemas = [
-            (each.name, checked(_closed(each.parameters), each.name, strict=each.strict))
-            for each in calling.functions
+            (
+                each.name,
+                held(_arguments(i), _closed(each.parameters), each.name, strict=each.strict),
+            )
+            for i, each in enumerate(calling.functions)
         ]
-        return Grammar("calls", _lark("start: call", schemas, "", ""))
+        source = _lark("start: call", schemas, "", "")
+        return Grammar("calls", source, schemas=tuple(rules))
     if form is not None and form.is_apart:
         return answer
     free = [
-        (each.name, checked(each.parameters, each.name, strict=True) if each.strict else ANY)
-        for each in calling.functions
+        (
+            each.name,
+            held(_arguments(i), each.parameters, each.name, strict=True) if each.strict else ANY,
+        )
+        for i, each in enumerate(calling.functions)
     ]
     if answer is not None:
         if form is None or answer.kind != "json_schema":
@@ -81,18 +96,27 @@ def answer_grammar(
                 "'tools' or 'response_format', or a 'tool_choice'.",
                 param="response_format",
             )
-        schema = checked(json.loads(answer.source), "", strict=answer.strict)
-        start = f"start: answer | call+\nanswer: {_json(schema)}"
+        schema = held(_ANSWER, json.loads(answer.source), "", strict=answer.strict)
+        start = f"start: {_ANSWER} | call+\n{_ANSWER}: {_json(schema)}"
         opening = form.start if form.is_special else json.dumps(form.start)
-        return Grammar("calls", _lark(start, free, opening, _closing(form)))
+        return Grammar("calls", _lark(start, free, opening, _closing(form)), schemas=tuple(rules))
     if form is None or not any(function.strict for function in calling.functions):
         return None
     if form.is_special:
         start = f"start: tag* TEXT\ntag: TEXT {form.start} body"
     else:
         start = f"start: tag* TEXT\ntag: trigger body\ntrigger[lazy]: TEXT {json.dumps(form.start)}"
-    rules = _lark(f"{start}\nTEXT: /(.|\\n)*/", free, "", _closing(form))
-    return Grammar("calls", rules.replace("\ncall:", "\nbody:", 1))
+    source = _lark(f"{start}\nTEXT: /(.|\\n)*/", free, "", _closing(form))
+    return Grammar("calls", source.replace("\ncall:", "\nbody:", 1), schemas=tuple(rules))
+
+
+def with_forms(source: str, forms: Mapping[str, Schema]) -> str:
+    """Write the grammar of calls again, with other schemas in these rules."""
+    rules = []
+    for line in source.split("\n"):
+        rule, _, _ = line.partition(":")
+        rules.append(f"{rule}: {_json(forms[rule])}" if rule in forms else line)
+    return "\n".join(rules)
 
 
 def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -100,9 +124,19 @@ def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
     A model that must call a function without parameters would otherwise invent some, without end.
     """
-    if _OPENING & parameters.keys():
+    if _OPENING & parameters.keys() or _needs_more(parameters):
         return parameters
     return {"type": "object", **parameters, "additionalProperties": False}
+
+
+def _needs_more(parameters: Mapping[str, Any]) -> bool:
+    """Tell whether a schema, not checked yet, asks for properties that it does not declare."""
+    own, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(own, dict) or not isinstance(required, list):
+        return False
+    least = parameters.get("minProperties", 0)
+    is_wide = isinstance(least, (int, float)) and least > len(own)
+    return is_wide or any(isinstance(name, str) and name not in own for name in required)
 
 
 def _closing(form: CallFormat) -> str:
@@ -124,10 +158,14 @@ def _lark(
     rules = [start, " ".join(["call:", *before, *around])]
     for i, (name, schema) in enumerate(functions):
         head = json.dumps(f'{{"name":{gap}{json.dumps(name)},{gap}"arguments":{gap}')
-        rules.append(f'call_{i}: {head} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: {_json(schema)}")
+        rules.append(f'call_{i}: {head} {_arguments(i)} "}}"')
+        rules.append(f"{_arguments(i)}: {_json(schema)}")
     return "\n".join(rules)
 
 
-def _json(schema: dict[str, Any]) -> str:
+def _arguments(index: int) -> str:
+    return f"arguments_{index}"
+
+
+def _json(schema: Schema) -> str:
     return f"%json {json.dumps(guided(bare(schema)))}"

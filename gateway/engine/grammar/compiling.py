@@ -8,8 +8,9 @@ milliseconds and more: on a worker thread, never on the lane.
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,17 @@ from llguidance import LLMatcher, LLParserLimits
 from outlines.types.dsl import Choice, to_regex
 
 from gateway.engine.grammar import forms, schemas
-from gateway.engine.grammar.forms import Read, check_strict, form_that_compiles, guided
+from gateway.engine.grammar.calls import with_forms
+from gateway.engine.grammar.forms import (
+    BUDGET_S,
+    COMPACT,
+    Read,
+    check_strict,
+    form_that_compiles,
+    guided,
+    of_function,
+    repeats_much,
+)
 from gateway.engine.grammar.matching import LLState, Matcher, State, Texts
 from gateway.engine.grammar.references import MAX_PATH, check_path
 from gateway.engine.grammar.shaping import Shape
@@ -87,13 +98,34 @@ def compile_grammar(
     bounds = bounds or Bounds()
     if grammar.kind == "json_schema":
         read = read_schema(grammar.source, bounds)
-        form, compiled = form_that_compiles(
-            read, shape or Shape(), lambda schema: _json(tokenizer, schema, read.options, sandbox)
-        )
+        compile_form = _Schemas(tokenizer, read.options, sandbox)
+        form, compiled = form_that_compiles(read, shape or Shape(), compile_form)
         if grammar.strict:
             check_strict(form)
         return replace(compiled, unenforced=form.unenforced)
     source = text_of(grammar, bounds)
+    if any(repeats_much(json.loads(rule.schema)) for rule in grammar.schemas):
+        grammar = _with_less(tokenizer, grammar, shape or Shape(), bounds, sandbox) or grammar
+        return _text(tokenizer, grammar, grammar.source, bounds, sandbox)
+    try:
+        return _text(tokenizer, grammar, source, bounds, sandbox)
+    except DiedCompiling:
+        raise
+    except BadRequest:
+        smaller = _with_less(tokenizer, grammar, shape or Shape(), bounds, sandbox)
+        if smaller is None:
+            raise
+    return _text(tokenizer, smaller, smaller.source, bounds, sandbox)
+
+
+def _text(
+    tokenizer: GrammarTokenizer,
+    grammar: Grammar,
+    source: str,
+    bounds: Bounds,
+    sandbox: Sandbox | None,
+) -> CompiledGrammar:
+    """Compile what is no JSON Schema, as it came; `source` is its text."""
     if grammar.kind in ("grammar", "calls"):
         if grammar.kind == "grammar":  # ours may say more than a caller's
             _check_lark(source, bounds)
@@ -109,6 +141,43 @@ def compile_grammar(
     except BadRequest as error:
         raise _refused(_in_our_words(grammar, error.message.removeprefix(_CANNOT))) from None
     return replace(compiled, unenforced=grammar.unenforced)
+
+
+def _with_less(
+    tokenizer: GrammarTokenizer,
+    grammar: Grammar,
+    shape: Shape,
+    bounds: Bounds,
+    sandbox: Sandbox | None,
+) -> Grammar | None:
+    """Give calls again with each schema in a form that compiles; None if that changes nothing.
+
+    Raises BadRequest, naming the function, for a schema that has no such form, and for a strict
+    one of which that leaves something out.
+    """
+    forms, unenforced = dict[str, schemas.Schema](), list[str]()
+    compile_form = _Schemas(tokenizer, COMPACT, sandbox)
+    until = time.monotonic() + BUDGET_S
+    for rule in grammar.schemas:
+        try:
+            form, _ = form_that_compiles(
+                read_schema(rule.schema, bounds),
+                shape,
+                lambda schema: compile_form(schemas.bare(schema)),
+                until=until,
+            )
+            if rule.strict:
+                check_strict(form)
+        except DiedCompiling:
+            raise
+        except BadRequest as error:
+            raise of_function(rule.function, error) from None
+        forms[rule.rule] = form.schema
+        unenforced += [f"{rule.function}{pointer}" for pointer in form.unenforced]
+    source = with_forms(grammar.source, forms)
+    if source == grammar.source:
+        return None
+    return replace(grammar, source=source, unenforced=tuple(unenforced))
 
 
 _CANNOT: Final = "The grammar cannot be compiled: "
@@ -175,15 +244,32 @@ def _refused(message: str, code: str = "invalid_grammar") -> BadRequest:
     return BadRequest(message, param="response_format", code=code)
 
 
-def _json(
-    tokenizer: GrammarTokenizer,
-    schema: schemas.Schema,
-    options: Mapping[str, Any],
-    sandbox: Sandbox | None,
-) -> CompiledGrammar:
-    text = json.dumps(guided(schema, options))
-    spec = tokenizer.maker.get_json_schema_logits_processor(text).grammar
-    return _compiled(tokenizer, spec, "invalid_json_schema", tokenizer.texts, sandbox)
+@dataclass(frozen=True, slots=True)
+class _Schemas:
+    """Compiles the forms of a schema; what was refused once is refused again at once."""
+
+    tokenizer: GrammarTokenizer
+    options: Mapping[str, Any]
+    sandbox: Sandbox | None
+    refusals: dict[str, BadRequest] = field(default_factory=dict)
+
+    def __call__(self, schema: schemas.Schema) -> CompiledGrammar:
+        """Compile a form, after each of its patterns that only a row would find to be too large."""
+        for large in repeats_much(schema):
+            self._alone(large)
+        return self._alone(schema)
+
+    def _alone(self, schema: schemas.Schema) -> CompiledGrammar:
+        text = json.dumps(guided(schema, self.options))
+        if text in self.refusals:
+            raise self.refusals[text]
+        spec = self.tokenizer.maker.get_json_schema_logits_processor(text).grammar
+        texts = self.tokenizer.texts
+        try:
+            return _compiled(self.tokenizer, spec, "invalid_json_schema", texts, self.sandbox)
+        except BadRequest as error:
+            self.refusals[text] = error
+            raise
 
 
 def _check_lark(source: str, bounds: Bounds) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from gateway.engine.grammar.drafts import NEWEST, check_draft, modern
 from gateway.engine.grammar.enforcement import Held, held, translated
-from gateway.engine.grammar.patterns import quotable
+from gateway.engine.grammar.patterns import quotable, repetitions
 from gateway.engine.grammar.references import check_path
 from gateway.engine.grammar.schemas import (
     Node,
@@ -30,7 +30,8 @@ T = TypeVar("T")
 COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}
 _CONDITIONS: Final = 6
 _ROUNDS: Final = 3
-_BUDGET_S: Final = 4.0  # for all forms together, after which no other is begun
+BUDGET_S: Final = 4.0  # for all forms together, after which no other is begun
+_REPETITIONS: Final = 20_000  # in one pattern, beyond which it is tried alone
 _PATTERNS: Final = 64  # that are compiled alone, to see which is wrong; all others may be
 _OPTIONS: Final = frozenset(
     {"whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator"}
@@ -98,14 +99,16 @@ def _translated(read: Read, conditions: int) -> Schema:
     return schema
 
 
-def form_that_compiles(read: Read, shape: Shape, compiled: Callable[[Schema], T]) -> tuple[Held, T]:
+def form_that_compiles(
+    read: Read, shape: Shape, compiled: Callable[[Schema], T], *, until: float | None = None
+) -> tuple[Held, T]:
     """Compile the tightest form that can be, leaving out what keeps all others from it.
 
     `compiled` raises BadRequest with the compiler's words. Raises BadRequest in ours when
-    nothing compiles, or not soon enough.
+    nothing compiles, or not by `until` (of the monotonic clock), after which no other is begun.
     """
     problem, leaves = "", frozenset[str]()
-    until = time.monotonic() + _BUDGET_S
+    until = until or time.monotonic() + BUDGET_S
     tried: Schema = None
     for conditions in (_CONDITIONS, 0):
         schema = _translated(read, conditions)
@@ -114,14 +117,14 @@ def form_that_compiles(read: Read, shape: Shape, compiled: Callable[[Schema], T]
         tried = schema
         for _ in range(_ROUNDS):
             for form in _forms(read, shape, schema, leaves):
+                if time.monotonic() > until:
+                    raise refused("The JSON Schema takes too long to compile: simplify it.")
                 try:
                     return form, compiled(form.schema)
                 except DiedCompiling:
                     raise
                 except BadRequest as error:
                     problem = error.message
-                if time.monotonic() > until:
-                    raise refused("The JSON Schema takes too long to compile: simplify it.")
             suspects = _suspects(schema, problem, compiled, until) - leaves
             if not suspects:
                 break
@@ -170,6 +173,17 @@ def _quotable(node: Schema) -> Schema:
         own = node["patternProperties"]
         node["patternProperties"] = {quotable(pattern): own[pattern] for pattern in own}
     return node
+
+
+def repeats_much(schema: Schema) -> list[Node]:
+    """List the schemas of strings whose patterns repeat so much that they may be too large."""
+    patterns = dict.fromkeys(
+        pattern
+        for _, node in walk(schema)
+        for pattern in (node.get("pattern"), *node.get("patternProperties", ()))
+        if isinstance(pattern, str) and repetitions(pattern) > _REPETITIONS
+    )
+    return [{"type": "string", "pattern": pattern} for pattern in patterns]
 
 
 def _suspects(
@@ -235,6 +249,14 @@ def _why(schema: Schema, found: str) -> str:
             "properties, alternatives or repetitions in one place."
         )
     return "The JSON Schema cannot be held by a grammar as it is combined; write it simpler."
+
+
+def of_function(function: str, error: BadRequest) -> BadRequest:
+    """Say whose parameters a refusal is about, if a function's."""
+    if not function:
+        return error
+    message = f"The parameters of '{function}': {error.message}"
+    return BadRequest(message, param="tools", code=error.code)
 
 
 def check_strict(form: Held) -> None:

@@ -3,6 +3,7 @@
 In the dialect that JSON Schema's `pattern` and llguidance have in common.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
@@ -35,6 +36,7 @@ _EXCLUDING: Final = re.compile(r"\\.|\[\^(?P<body>(?:\\.|[^\]\\])*)(?P<end>\])?"
 _QUOTE: Final = re.compile(r'["]|\\\\|\\x22|\\x5[cC]|\\u0022|\\u005[cC]')
 _CLASS: Final = r"\\.|\[(?:\\.|[^\]\\])*\]?"
 _QUANTIFIER: Final = re.compile(rf"{_CLASS}|(?P<any>[*+])|\{{(?P<least>[0-9]+),\}}", re.DOTALL)
+_COUNT: Final = re.compile(r"(?<=[{,])[0-9]{1,9}(?=\})")
 _GROUPING: Final = re.compile(rf"{_CLASS}|[()|]", re.DOTALL)
 
 
@@ -98,6 +100,11 @@ def within(pattern: str, chars: int) -> str:
     body = drawn.removeprefix("^") if not before else drawn
     body = body.removesuffix("$") if not after else body
     return f"^{before}(?:{body}){after}$"
+
+
+def repetitions(pattern: str) -> int:
+    """Multiply all counts of a pattern: no part of it is repeated more often."""
+    return math.prod(max(1, int(count)) for count in _COUNT.findall(pattern))
 
 
 def _has_bare_alternatives(pattern: str) -> bool:

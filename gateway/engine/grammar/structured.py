@@ -15,7 +15,7 @@ from gateway.engine.grammar.compiling import (
     compile_grammar,
     read_schema,
 )
-from gateway.engine.grammar.forms import check_strict, first_form
+from gateway.engine.grammar.forms import check_strict, first_form, of_function
 from gateway.engine.grammar.indexes import compile_index
 from gateway.engine.grammar.matching import Masks, apply_masks
 from gateway.engine.grammar.shaping import Shape
@@ -117,9 +117,6 @@ class Structured:
             if strict:
                 check_strict(form)
         except BadRequest as error:
-            if not function:
-                raise
-            message = f"The parameters of '{function}': {error.message}"
-            raise BadRequest(message, param="tools", code=error.code) from None
+            raise of_function(function, error) from None
         unenforced += [f"{function}{pointer}" for pointer in form.unenforced]
         return form.schema if isinstance(form.schema, dict) else {}

@@ -581,13 +581,54 @@ def test_a_refusal_shows_no_line_that_the_caller_did_not_write(
 def test_parameters_that_cannot_be_held_to_are_refused_by_their_functions_name() -> None:
     """Not by the grammar that was made of all the functions."""
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=b)c"}}}
-    functions = [Function("plain", {"type": "object"}), Function('"od"d', odd)]
+    functions = [Function("plain", {"type": "object"}), Function('"od"d', odd, strict=True)]
     calling = Calling(functions=functions, forced=True)
     grammar = answer_grammar(calling, None, None, lambda schema, *_, **__: dict(schema))
     assert grammar is not None
     with pytest.raises(BadRequest) as refused:
         compile_grammar(tokenizer(), grammar)
     assert refused.value.message == (
-        "The parameters of '\"od\"d' cannot be held to: look-around, including look-ahead and "
-        "look-behind, is not supported."
+        "The parameters of '\"od\"d': The JSON Schema keyword `pattern` at #/properties/a cannot "
+        "be enforced here, and 'strict' asks for all of the schema."
     )
+
+
+def test_calls_that_say_the_same_and_are_strict_in_one_are_two_grammars() -> None:
+    """Or the first one's outcome would be the other's."""
+
+    def calls(*, strict: bool) -> Grammar | None:
+        functions = [Function("f", {"type": "object"}, strict=strict)]
+        calling = Calling(functions=functions, forced=True)
+        return answer_grammar(calling, None, None, lambda schema, *_, **__: dict(schema))
+
+    assert calls(strict=True) == calls(strict=True)
+    assert calls(strict=True) != calls(strict=False)
+
+
+def test_only_the_functions_that_do_not_compile_lose_a_keyword() -> None:
+    """What is left of them, and all of the others, is held."""
+    odd = thing(a={"type": "string", "pattern": "(?=b)c", "maxLength": 3}, b={"type": "integer"})
+    functions = [Function("odd", odd), Function("plain", thing(a={"const": 1}))]
+    calling = Calling(functions=functions, forced=True)
+    grammar = answer_grammar(calling, None, None, lambda schema, *_, **__: dict(schema))
+    assert grammar is not None
+    compiled_calls = compile_grammar(tokenizer(), grammar, shape=OPEN)
+    assert compiled_calls.unenforced == ("odd#/properties/a/pattern",)
+    for said, fits in (
+        ('{"name":"odd","arguments":{"a":"zz","b":1}}', True),
+        ('{"name":"odd","arguments":{"a":"zzzz","b":1}}', False),
+        ('{"name":"odd","arguments":{"a":"zz","b":"1"}}', False),
+        ('{"name":"plain","arguments":{"a":1}}', True),
+        ('{"name":"plain","arguments":{"a":2}}', False),
+    ):
+        assert compiled_calls.matcher(ids(said)).may_end == fits, said
+
+
+@pytest.mark.parametrize("first", [0, 9])
+def test_a_pattern_that_only_a_row_would_find_too_large_is_named(first: int) -> None:
+    """The row would end by an error, after a status of 200."""
+    large = {"type": "string", "pattern": "^(a{4000}){4000}$"}
+    before = {f"b{i}": {"type": "boolean"} for i in range(first)}
+    assert compiled(thing(**before, w=large)).unenforced == ("#/properties/w/pattern",)
+    named = thing(**before, w={"patternProperties": {large["pattern"]: {}}})
+    assert compiled(named).unenforced == ("#/properties/w/patternProperties",)

@@ -1,0 +1,153 @@
+"""Functions whose parameters no grammar holds whole, over a socket, on real MLX."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.app.engines import MlxEngines
+from gateway.engine.sources import Hub
+from tests.checkpoints import write_chat
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+
+# Each keyword is one that grammars have; these patterns they cannot take.
+LOOKING = {"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]+$"}
+LARGE = {"type": "string", "pattern": "^(a{4000}){4000}$"}
+
+
+def function(name: str, *, strict: bool | None = None, **properties: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "strict": strict,
+        "parameters": {
+            "type": "object",
+            "properties": {**properties, "ok": {"type": "boolean"}},
+            "required": ["ok"],
+        },
+    }
+
+
+def nested(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": each} for each in functions]
+
+
+WIDE = [function("look", word=LOOKING), function("grow", word=LARGE), function("plain")]
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    """Serve a tiny chat model."""
+    write_chat(tmp_path / "tiny")
+    models = catalog(tmp_path, {"tiny": {"kind": "chat", "source": "path:tiny"}})
+    async with served(models, MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))) as found:
+        yield found
+
+
+async def chat(
+    client: httpx2.AsyncClient, functions: list[dict[str, Any]], choice: Any, **more: Any
+) -> httpx2.Response:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hello there!"}],
+        "max_tokens": 40,
+        "tools": nested(functions),
+        "tool_choice": choice,
+        **more,
+    }
+    return await client.post("/v1/chat/completions", json=body)
+
+
+NAMED = {"type": "function", "function": {"name": "look"}}
+ALLOWED = {
+    "type": "allowed_tools",
+    "allowed_tools": {
+        "mode": "required",
+        "tools": [{"type": "function", "function": {"name": each}} for each in ("plain", "grow")],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "named"),
+    [
+        ("required", "look%23%2Fproperties%2Fword%2Fpattern,grow%23%2Fproperties%2Fword%2Fpattern"),
+        (NAMED, "look%23%2Fproperties%2Fword%2Fpattern"),
+        (ALLOWED, "grow%23%2Fproperties%2Fword%2Fpattern"),
+        ("auto", None),
+    ],
+    ids=["required", "named", "allowed", "auto"],
+)
+async def test_what_of_a_function_does_not_compile_is_named(
+    client: httpx2.AsyncClient, choice: Any, named: str | None
+) -> None:
+    """As of an answer's schema; calls that are free are held to nothing."""
+    answer = await chat(client, WIDE, choice)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get("x-gateway-unenforced") == named
+
+
+async def test_responses_name_it_too(client: httpx2.AsyncClient) -> None:
+    """In the header, and what is held stays held."""
+    body = {
+        "model": "tiny",
+        "input": "Hello there!",
+        "max_output_tokens": 200,
+        "tools": [{"type": "function", **each} for each in WIDE],
+        "tool_choice": {"type": "function", "name": "look"},
+    }
+    answer = await client.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    named = answer.headers["x-gateway-unenforced"]
+    assert named == "look%23%2Fproperties%2Fword%2Fpattern"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
+async def test_a_strict_function_is_refused_by_name(
+    client: httpx2.AsyncClient, choice: Any
+) -> None:
+    """With the keyword and its place."""
+    strict = [function("look", strict=True, word=LOOKING), function("plain", strict=True)]
+    answer = await chat(client, strict, choice)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"] == (
+        "The parameters of 'look': The JSON Schema keyword `pattern` at #/properties/word cannot "
+        "be enforced here, and 'strict' asks for all of the schema."
+    )
+    assert (error["param"], error["code"]) == ("tools", "invalid_json_schema")
+
+
+async def test_an_answers_schema_beside_calls_is_named_without_a_function(
+    client: httpx2.AsyncClient,
+) -> None:
+    """As where there are no tools."""
+    schema = function("")["parameters"] | {"properties": {"ok": {"type": "boolean"}, "w": LOOKING}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answer = await chat(client, [function("plain")], "auto", response_format=form)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-gateway-unenforced"] == "%23%2Fproperties%2Fw%2Fpattern"
+    form["json_schema"]["strict"] = True  # type: ignore[index]
+    answer = await chat(client, [function("plain")], "auto", response_format=form)
+    assert answer.status_code == 400
+    assert "`pattern` at #/properties/w cannot be enforced" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {}, "required": ["a"]},
+        {"type": "object", "minProperties": 1},
+        {"enum": [{"a": 1}]},
+        {"const": {"a": 1}},
+    ],
+)
+async def test_a_function_may_ask_for_what_it_does_not_declare(
+    client: httpx2.AsyncClient, parameters: Any
+) -> None:
+    """It is not closed then: it would have no answer."""
+    answer = await chat(client, [{"name": "f", "parameters": parameters}], "required")
+    assert answer.status_code == 200, answer.text
