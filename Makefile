@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda pins docs architectures bench bench-structured demo-train demo-evaluate clean
+.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda pins dist docs architectures bench bench-structured demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -85,8 +85,15 @@ pins: setup-dev ## Choose the newest versions and write requirements/
 	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
 		-o requirements/cuda.txt
 
+dist: setup-dev ## Build wheel and sdist into dist/, and serve from each (minutes)
+	$(PIP) build twine
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m pytest tests/test_dist.py -m dist
+
 bench: setup ## Measure the project's targets (a quarter of an hour; three minutes with ARGS=--quick)
-	$(BIN)/python -m gateway.bench.targets $(ARGS)
+	$(BIN)/python -m benchmarks.targets $(ARGS)
 
 architectures: setup ## Compare each of mlx-lm's architectures with mlx-lm alone (half an hour)
 	$(BIN)/python -m benchmarks.architectures $(ARGS)

@@ -6,7 +6,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
 
     cli, __main__      one file per command; serve is the one that stays
     doctor             the engine tried on the user's own device
-    bench              the load tool, and the project's own targets
+    bench              the load tool
     app                where concrete parts meet: an engine and a batcher for every spec
     api                HTTP and OpenAI semantics, one file per endpoint
     serving            time: the lane (one lock, one thread for MLX) and its watch, leases within

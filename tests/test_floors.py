@@ -23,19 +23,19 @@ ALLOWED: dict[str, set[str]] = {
     **{room: set() for room in GROUND},
 }
 OUTSIDE: dict[str, set[str]] = {
-    "mlx": {"engine", "bench"},
-    "mlx_lm": {"engine", "bench"},
+    "mlx": {"engine"},
+    "mlx_lm": {"engine"},
     "outlines": {"engine"},
-    "tokenizers": {"engine", "bench"},
+    "tokenizers": {"engine"},
     "huggingface_hub": {"engine", "cli"},
-    "starlette": {"app", "api", "bench"},
-    "hypercorn": {"cli", "bench"},
+    "starlette": {"app", "api"},
+    "hypercorn": {"cli"},
     "aiohttp": {"bench"},
     "typer": {"cli"},
     "rich": {"cli", "bench"},
     "prometheus_client": {"metrics", "api"},
     "pydantic_settings": {"settings"},
-    "yaml": {"registry", "bench"},
+    "yaml": {"registry"},
 }
 FILES = sorted(GATEWAY.rglob("*.py"))
 

@@ -12,7 +12,5 @@
     report     figures → a table's rows, or JSON
     progress   how far it is, on a terminal
 
-The load never runs in the server's process. `targets` holds the project's own targets, made with
-`checkpoints` (models with random weights), `servers` (each a process of its own), `echo` (the
-least that a server can do) and `batch_generator` (mlx-lm's own, in-process).
+The load never runs in the server's process.
 """

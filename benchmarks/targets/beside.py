@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.targets.rig import MINILM, Rig, rest
+from benchmarks.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.figures import Figures
 from gateway.bench.load import Load, Peer, closed_loop
-from gateway.bench.targets.rig import MINILM, Rig, rest
-from gateway.bench.targets.verdicts import Target, Verdict, ratio
 
 STREAMS, TOKENS = 8, 192
 EMBEDDERS = 4

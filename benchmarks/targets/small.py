@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gateway.bench import servers
+from benchmarks import servers
+from benchmarks.targets.rig import MINILM, NEAR_FREE, Rig, rest
+from benchmarks.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.figures import Figures
 from gateway.bench.load import Load, Peer, closed_loop
-from gateway.bench.targets.rig import MINILM, NEAR_FREE, Rig, rest
-from gateway.bench.targets.verdicts import Target, Verdict, ratio
 
 CONNECTIONS = 32
 SMALL = Target("near-free model, small requests/s / a bare Starlette and Hypercorn echo", 0.6)

@@ -1,11 +1,13 @@
 """Models with random weights: as much work as trained ones, and nothing to download.
 
-Imports mlx. An answer's length is what was asked for, because the end of a turn, like every
-token that is not plain words, has a logit of zero, and some word's is always above it.
+And a GGUF file unpacked, for those who read folders only. Imports mlx. A random model's answer is
+as long as was asked for, because the end of a turn, like every token that is not plain words, has a
+logit of zero, and some word's is always above it.
 """
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +20,10 @@ from mlx_lm.models.llama import Model, ModelArgs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from gateway.bench.texts import Texts
+from gateway.engine.backend import Device
+from gateway.engine.gguf.chat import wrapped_tokenizer
+from gateway.engine.gguf.checkpoint import GgufCheckpoint
+from gateway.engine.gguf.decoder import read_gguf_decoder
 
 VOCABULARY = 16_384
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
@@ -100,6 +106,39 @@ def write_embedder(folder: Path) -> Path:
     weights = {name: mx.random.normal(shape) * 0.1 for name, shape in _bert_shapes(whole)}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A chat model's folder: its tokenizer, and the bytes of its weights."""
+
+    tokenizer: Any
+    nbytes: int
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the token ids of a user's prompt, by the model's template."""
+        messages = [{"role": "user", "content": prompt}]
+        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return list(encoded)
+
+
+def write_unpacked(file: Path, folder: Path) -> Unpacked:
+    """Write the model of a GGUF file as a folder that mlx-lm reads, float32 as on a CPU."""
+    folder.mkdir(parents=True)
+    checkpoint = GgufCheckpoint(file.stem, file)
+    steps = read_gguf_decoder(checkpoint, device=Device.CPU, dtype="float32", is_packed=False)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            weights = dict(tree_flatten(end.value.parameters()))
+            break
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    tokenizer = wrapped_tokenizer(checkpoint)
+    tokenizer._tokenizer.save_pretrained(str(folder))
+    config = {name: each for name, each in checkpoint.config().items() if name != "quantization"}
+    _write(folder / "config.json", {**config, "eos_token_id": sorted(tokenizer.eos_token_ids)})
+    return Unpacked(tokenizer, sum(array.nbytes for array in weights.values()))
 
 
 def _bert_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gateway.bench.batch_generator import BatchReference
+from benchmarks.batch_generator import BatchReference
+from benchmarks.targets.rig import CHAT, Rig, errors, rate, rest
+from benchmarks.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.figures import Answer
 from gateway.bench.kinds import Kind
 from gateway.bench.load import burst
-from gateway.bench.targets.rig import CHAT, Rig, errors, rate, rest
-from gateway.bench.targets.verdicts import Target, Verdict, ratio
 
 TOKENS = 96
 INSIDE = {

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gateway.bench import servers
+from benchmarks import servers
+from benchmarks.targets.rig import MINILM, Rig, errors, rest
+from benchmarks.targets.verdicts import Target, Verdict
 from gateway.bench.figures import Answer, median
 from gateway.bench.kinds import Kind
 from gateway.bench.load import Load, Peer, burst, closed_loop
-from gateway.bench.targets.rig import MINILM, Rig, errors, rest
-from gateway.bench.targets.verdicts import Target, Verdict
 
 CLIENTS = 64
 CALLS = 20  # of one side, before it is the other's turn

@@ -2,11 +2,11 @@
 
 import time
 
+from benchmarks.targets.rig import MINILM, Rig, errors, rest
+from benchmarks.targets.verdicts import Target, Verdict
 from gateway import metrics
 from gateway.api import timing
 from gateway.bench.figures import median
-from gateway.bench.targets.rig import MINILM, Rig, errors, rest
-from gateway.bench.targets.verdicts import Target, Verdict
 from gateway.jobs import Stage, Timings
 
 RECORDING = Target("recording / one-text request (MiniLM) over HTTP, p50", at_most=0.01)

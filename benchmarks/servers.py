@@ -17,6 +17,7 @@ from typing import IO
 import aiohttp
 
 START_S, STOP_S = 120, 20
+CHECKOUT = Path(__file__).parents[1]
 # OpenBLAS for mlx-lm's server too: gateway.engine loads it before mlx is imported.
 _MLX_LM = "import sys, gateway.engine; from mlx_lm.server import main; sys.exit(main())"
 
@@ -50,7 +51,8 @@ async def echo() -> AsyncIterator[str]:
     """Serve the bare Starlette application of `echo`."""
     port = str(_free_port())
     url = f"http://127.0.0.1:{port}"
-    async with _running(("-m", "gateway.bench.echo", port), lambda _: url) as running:
+    command = ("-m", "benchmarks.echo", port)
+    async with _running(command, lambda _: url, folder=CHECKOUT) as running:
         yield running
 
 

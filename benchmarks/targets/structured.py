@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from benchmarks.targets.rig import CHAT, Rig, errors, rate, rest
+from benchmarks.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.load import burst
-from gateway.bench.targets.rig import CHAT, Rig, errors, rate, rest
-from gateway.bench.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.workloads import PERSON, Ask, Form, Workload, chat
 
 REQUESTS = 18

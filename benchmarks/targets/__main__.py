@@ -1,4 +1,4 @@
-"""python -m gateway.bench.targets: measure, print one markdown table; 1 if a target is missed."""
+"""python -m benchmarks.targets: measure, print one markdown table; 1 if a target is missed."""
 
 import argparse
 import asyncio
@@ -16,10 +16,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeAlias
 
-from gateway.bench.servers import DidNotStart
-from gateway.bench.targets import beside, chatting, embedding, prefix, recording, small, structured
-from gateway.bench.targets.rig import Rig
-from gateway.bench.targets.verdicts import Verdict, markdown, not_measured
+from benchmarks.servers import DidNotStart
+from benchmarks.targets import (
+    beside,
+    chatting,
+    embedding,
+    onboard,
+    prefix,
+    recording,
+    small,
+    structured,
+)
+from benchmarks.targets.rig import Rig
+from benchmarks.targets.verdicts import Verdict, markdown, not_measured
 from gateway.errors import GatewayError
 
 Measurement: TypeAlias = Callable[[Rig], Awaitable[list[Verdict]]]
@@ -29,6 +38,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "near-free": small.small,
     "burst": embedding.together,
     "chat": chatting.chat,
+    "smollm2": onboard.onboard,
     "long-request": embedding.long,
     "structured": structured.together,
     "structured-stream": structured.stream,
@@ -47,7 +57,8 @@ def main() -> None:
     print(machine(), file=sys.stderr)
     with TemporaryDirectory(prefix="mlx-gateway-bench-") as folder:
         rounds = options.rounds or (1 if options.quick else ROUNDS)
-        rig = Rig.built(Path(folder), rounds=rounds, scale=QUICK if options.quick else 1)
+        scale = QUICK if options.quick else 1
+        rig = Rig.built(Path(folder), rounds=rounds, scale=scale, llama_cpp=options.llama_cpp)
         names = options.only or MEASUREMENTS
         verdicts = asyncio.run(measured(rig, {name: MEASUREMENTS[name] for name in names}))
     print(markdown(verdicts))
@@ -85,13 +96,19 @@ async def measured(rig: Rig, measurements: Mapping[str, Measurement]) -> list[Ve
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m gateway.bench.targets", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.targets", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one short round of each")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"measure each so often ({ROUNDS})")
     parser.add_argument(
         "--only", action="append", choices=MEASUREMENTS, help="measure this; may be repeated"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    parser.add_argument(
+        "--llama-cpp",
+        type=Path,
+        metavar="FOLDER",
+        help="where `npm install node-llama-cpp` was run: what SmolLM2 is compared with",
+    )
     return parser.parse_args()
 
 

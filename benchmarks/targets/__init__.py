@@ -1,6 +1,6 @@
 """The project's own targets: ratios, measured on one machine in one run.
 
-`make bench`, or `python -m gateway.bench.targets [--quick] [--only NAME] [--json FILE]`. Each
+`make bench`, or `python -m benchmarks.targets [--quick] [--only NAME] [--json FILE]`. Each
 measurement alternates with its reference, five times; the median counts.
 
     verdicts    a target, what was measured, whether it is met; the table
@@ -8,6 +8,7 @@ measurement alternates with its reference, five times; the median counts.
     embedding   MiniLM: many clients, one client, a burst, a long request
     small       a near-free model: requests a second; errors with many connections
     chatting    tokens a second beside mlx-lm's generator and its server
+    onboard     SmolLM2's tokens a second beside mlx-lm's server and llama.cpp
     structured  grammar-bound answers together; one beside a free one
     beside      embeddings beside chat, and chat beside embeddings
     prefix      time to first token with a prefix that was read before

@@ -2,21 +2,27 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession
 
-from gateway.bench import servers
-from gateway.bench.batch_generator import BatchReference
-from gateway.bench.checkpoints import write_chat, write_embedder
+from benchmarks import servers
+from benchmarks.batch_generator import BatchReference
+from benchmarks.checkpoints import write_chat, write_embedder, write_unpacked
+from benchmarks.llama_cpp import llama_cpp
+from benchmarks.targets.onboard import Round, judged
+from benchmarks.targets.small import read_wrk
+from benchmarks.targets.verdicts import Target, markdown, not_measured
 from gateway.bench.engine import EmbeddingReference, GenerationReference, opened
+from gateway.bench.figures import Answer
 from gateway.bench.kinds import Kind
 from gateway.bench.load import Peer
-from gateway.bench.targets.small import read_wrk
-from gateway.bench.targets.verdicts import Target, markdown, not_measured
 from gateway.bench.texts import Texts
 from gateway.bench.workloads import PERSON, Form, Wording, chat, embeddings
 from gateway.registry import load_catalog
+from tests.gguf_files import write_model
 from tests.serving_app import settings
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -124,6 +130,53 @@ async def test_the_echo_answers_as_much_as_the_gateway() -> None:
     async with servers.echo() as url, Peer(url) as peer:
         answer = await peer.ask(embeddings("near-free", ["one"]))
     assert (answer.error, answer.units) == (None, 1)
+
+
+@pytest.mark.anyio
+async def test_a_gguf_file_is_unpacked_into_a_folder_that_mlx_lms_server_serves(
+    tmp_path: Path,
+) -> None:
+    """Its words, as the gateway answers from the file itself."""
+    file = write_model(tmp_path / "tiny.gguf")
+    unpacked = write_unpacked(file, tmp_path / "folder")
+    stored = (tmp_path / "folder" / "model.safetensors").stat().st_size
+    assert unpacked.nbytes < stored < 1.01 * unpacked.nbytes
+    assert unpacked.encode("hello")
+    entry = {"kind": "chat", "source": f"path:{file}", "preload": True}
+    (tmp_path / "models.yaml").write_text(json.dumps({"version": 1, "models": {"tiny": entry}}))
+    words = []
+    async with servers.mlx_lm(tmp_path / "folder") as theirs:
+        async with servers.gateway(tmp_path / "models.yaml") as ours:
+            for url, model in ((ours, "tiny"), (theirs, "default_model")):
+                asked = chat(model, "hello", max_tokens=8)
+                async with ClientSession() as session:
+                    async with session.post(f"{url}/v1/chat/completions", data=asked.body) as got:
+                        words.append((await got.json())["choices"][0]["message"]["content"])
+    # random bytes are seldom a character, and mlx-lm's server leaves out what is none
+    assert words[0].replace("\ufffd", "") == words[1].replace("\ufffd", "") != ""
+
+
+@pytest.mark.anyio
+async def test_llama_cpp_that_is_not_there_says_so(tmp_path: Path) -> None:
+    """Whether it is node that is missing or its package."""
+    with pytest.raises(servers.DidNotStart, match="node"):
+        async with llama_cpp(tmp_path, tmp_path / "x.gguf", sequences=1, context=64):
+            pass
+
+
+def test_smollm2_is_judged_beside_both_and_by_neither_where_there_is_no_llama_cpp() -> None:
+    """The first round, in which each makes its shapes, does not count."""
+
+    def answers(seconds: float) -> list[Answer]:
+        return [Answer(0.0, seconds, [], 10)]
+
+    rounds = [Round(answers(9), answers(1), 1.0), *[Round(answers(1), answers(2), 5.0)] * 3]
+    beside, server = judged(8, rounds)
+    assert (beside.value, beside.is_met) == (2.0, True)
+    assert (server.value, server.is_met) == (2.0, True)
+    alone, _ = judged(8, [replace(each, llama=None) for each in rounds])
+    assert not alone.is_met
+    assert "no node-llama-cpp" in alone.note
 
 
 @pytest.mark.anyio

