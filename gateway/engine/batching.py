@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.backend import Device
+from gateway.engine.backend import BLAS, Device
 from gateway.engine.prefixes import BLOCK, Prefixes
 from gateway.engine.weights import Listing
 from gateway.jobs import Verdict
@@ -271,7 +271,7 @@ def tokens_held(model: Any, longest: int) -> int:
 def self_test_digest(
     checkpoint: Listing, device: Device, dtype: str | None, *, is_packed: bool = False
 ) -> str:
-    """Hash all that a verdict depends on: architecture, number formats, versions and device.
+    """Hash all that a verdict depends on: architecture, number formats, versions, device and BLAS.
 
     Of the weights that is their names, types and shapes, from the files' headers, and not what
     they are: other numbers make no batch right or wrong. So neither copying a model's folder nor
@@ -285,6 +285,7 @@ def self_test_digest(
         ),
         "versions": [version(package) for package in ("mlx", "mlx-lm", "mlx-gateway")],
         "device": [device.value, platform.machine(), str(known.get("device_name"))],
+        "blas": BLAS.config if device is Device.CPU else None,
         "dtype": [dtype, is_packed],
         "test": [LENGTHS, SAID, sorted(BOUNDS.values())],
     }

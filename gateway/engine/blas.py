@@ -130,8 +130,9 @@ def _systems(why: str | None) -> _Loaded:
 
 
 def _by_path(path: str) -> _Loaded:
+    file = os.path.abspath(os.path.expanduser(path))  # the loader looks for a bare name elsewhere
     try:
-        library = _checked(ctypes.CDLL(os.path.expanduser(path), mode=ctypes.RTLD_GLOBAL))
+        library = _checked(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
         raise BlasUnusable(f"{_VARIABLE}={path}: it cannot be loaded: {error}") from None
     except AttributeError as error:

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, field, replace
@@ -302,3 +305,25 @@ def test_a_digest_names_what_a_verdict_depends_on(tmp_path: Path) -> None:
         digest(write_chat(tmp_path / "far", rope_theta=1e6)),
     }
     assert len(others) == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere mlx brings its own BLAS")
+def test_a_verdict_holds_for_the_blas_that_it_was_found_with(tmp_path: Path) -> None:
+    """On a CPU its kernels decide how far a batch's sums are from those of one row."""
+    folder = write_chat(tmp_path / "one")
+    code = (
+        "import sys; from pathlib import Path; from gateway.engine.batching import *\n"
+        "from gateway.engine.weights import Checkpoint\n"
+        "print(self_test_digest(Checkpoint('m', Path(sys.argv[1])), Device.CPU, None))"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(folder)],
+            env={**os.environ, "GATEWAY_BLAS": blas},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for blas in ("wheel", "system")
+    }
+    assert len(digests) == 2

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,6 @@ class House:
     """A user with a home, and an environment with the wheel in it, for processes to start in."""
 
     folder: Path
-    given: dict[str, str] = field(default_factory=dict)
 
     @property
     def site(self) -> Path:
@@ -82,6 +81,7 @@ class House:
     def spawn(self, **given: str | None) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             [sys.executable, "-c", STARTED],
+            cwd=self.folder,
             env=self.environment(**given),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -300,9 +300,10 @@ def test_a_setting_names_the_library(house: House) -> None:
     path = house.folder / "mine.so"
     house.copy().rename(path)
     libraries = str(installed().library.parent)  # what it needs beside it
-    finding, files = house.start(GATEWAY_BLAS=str(path), LD_LIBRARY_PATH=libraries)
-    assert finding["kind"] == "path"
-    assert str(path) in files
+    for given in (str(path), path.name):  # or from the folder that it is started in
+        finding, files = house.start(GATEWAY_BLAS=given, LD_LIBRARY_PATH=libraries)
+        assert finding["kind"] == "path"
+        assert str(path) in files
     assert house.copies() == []
 
 
