@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from gateway.engine.grammar.drafts import NEWEST, check_draft, modern
-from gateway.engine.grammar.enforcement import Held, held, translated
+from gateway.engine.grammar.enforcement import Held, Leaves, held
+from gateway.engine.grammar.obstacles import (
+    NO_ANSWER,
+    STEPS,
+    allows_nothing,
+    dead_ends,
+    is_contradiction,
+    is_too_large,
+    suspects,
+    why,
+    without,
+    written,
+)
 from gateway.engine.grammar.patterns import quotable, repetitions
 from gateway.engine.grammar.references import check_path
 from gateway.engine.grammar.schemas import (
@@ -22,6 +34,7 @@ from gateway.engine.grammar.schemas import (
     walk,
 )
 from gateway.engine.grammar.shaping import Shape, closed, shaped
+from gateway.engine.grammar.translation import translated
 from gateway.engine.grammar.trial import DiedCompiling
 from gateway.errors import BadRequest
 
@@ -32,16 +45,11 @@ _CONDITIONS: Final = 6
 _ROUNDS: Final = 3
 BUDGET_S: Final = 4.0  # for all forms together, after which no other is begun
 _REPETITIONS: Final = 20_000  # in one pattern, beyond which it is tried alone
-_PATTERNS: Final = 64  # that are compiled alone, to see which is wrong; all others may be
 _OPTIONS: Final = frozenset(
     {"whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator"}
 )
 _ESCAPES: Final = 'nrbtf\\"'
 _CONTROLS: Final = re.compile(r"\\u00[01]|\x7f")
-_BOUNDS: Final = (
-    *(("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")),
-    *(("minimum", "maximum"), ("minimum", "exclusiveMaximum"), ("exclusiveMinimum", "maximum")),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +100,8 @@ def first_form(read: Read, shape: Shape) -> Held:
     return next(_forms(read, shape, _translated(read, _CONDITIONS), frozenset()))
 
 
-def _translated(read: Read, conditions: int) -> Schema:
-    schema = translated(read.schema, conditions=conditions)
+def _translated(read: Read, conditions: int, *, is_plain: bool = False) -> Schema:
+    schema = translated(read.schema, conditions=conditions, is_plain=is_plain)
     if schema is False:
         raise refused("The JSON Schema allows no finite answer: it forbids every value.")
     return schema
@@ -107,32 +115,62 @@ def form_that_compiles(
     `compiled` raises BadRequest with the compiler's words. Raises BadRequest in ours when
     nothing compiles, or not by `until` (of the monotonic clock), after which no other is begun.
     """
-    problem, leaves = "", frozenset[str]()
+    problem = ""
     until = until or time.monotonic() + BUDGET_S
-    tried: Schema = None
+
+    def attempt(schema: Schema, leaves: Leaves) -> tuple[Held, T] | None:
+        nonlocal problem
+        for form in _forms(read, shape, schema, leaves):
+            if time.monotonic() > until:
+                raise refused("The JSON Schema takes too long to compile: simplify it.")
+            try:
+                return form, compiled(form.schema)
+            except DiedCompiling:
+                raise
+            except BadRequest as error:
+                problem = error.message
+        return None
+
+    tried: list[Schema] = []
     for conditions in (_CONDITIONS, 0):
         schema = _translated(read, conditions)
-        if schema == tried:
-            break
-        tried = schema
+        if schema in tried:
+            continue
+        tried.append(schema)
+        leaves: Leaves = frozenset()
         for _ in range(_ROUNDS):
-            for form in _forms(read, shape, schema, leaves):
-                if time.monotonic() > until:
-                    raise refused("The JSON Schema takes too long to compile: simplify it.")
-                try:
-                    return form, compiled(form.schema)
-                except DiedCompiling:
-                    raise
-                except BadRequest as error:
-                    problem = error.message
-            suspects = _suspects(schema, problem, compiled, until) - leaves
-            if not suspects:
+            if (found := attempt(schema, leaves)) is not None:
+                return found
+            more = written(read.schema, schema, suspects(schema, problem, compiled, until))
+            if more <= leaves:
                 break
-            leaves |= suspects
-    raise refused(_why(read.schema, problem))
+            leaves |= more
+    if is_too_large(problem) or allows_nothing(read.schema):
+        raise refused(why(read.schema, problem))
+    first = problem
+    for is_plain in (False, True):
+        schema = _translated(read, 0, is_plain=is_plain)
+        dead = dead_ends(schema)
+        schema, own = without(schema, dead), without(read.schema, dead)
+        if schema is False:
+            raise refused(NO_ANSWER)
+        leaves = frozenset()
+        if schema not in tried and (found := attempt(schema, leaves)) is not None:
+            return found
+        for step in STEPS:
+            if is_contradiction(problem) and step is not STEPS[0]:
+                break  # what is looser than the schema has no answer, so nor has that
+            more = step(schema) | suspects(schema, problem, compiled, until)
+            more = written(own, schema, more)
+            if more <= leaves:
+                continue
+            leaves |= more
+            if (found := attempt(schema, leaves)) is not None:
+                return found
+    raise refused(why(read.schema, first))
 
 
-def _forms(read: Read, shape: Shape, schema: Schema, leaves: frozenset[str]) -> Iterator[Held]:
+def _forms(read: Read, shape: Shape, schema: Schema, leaves: Leaves) -> Iterator[Held]:
     """Give the schema tightened for a small model, then as it came."""
     tighten = closed if shape.closed else None
     tight = held(schema, tighten=tighten, leaves=leaves, is_older=read.is_older)
@@ -184,71 +222,6 @@ def repeats_much(schema: Schema) -> list[Node]:
         if isinstance(pattern, str) and repetitions(pattern) > _REPETITIONS
     )
     return [{"type": "string", "pattern": pattern} for pattern in patterns]
-
-
-def _suspects(
-    schema: Schema, found: str, compiled: Callable[[Schema], object], until: float
-) -> frozenset[str]:
-    """Guess, by what the compiler said, which keywords it could not take; in time, or too many."""
-    places = set()
-    if "egex" in found or "look" in found or "expressions" in found:
-        broken: dict[str, bool] = {}
-
-        def is_broken(pattern: str) -> bool:
-            is_late = len(broken) >= _PATTERNS or time.monotonic() > until
-            if is_late and pattern not in broken:
-                return True
-            if pattern not in broken:
-                try:
-                    compiled({"type": "string", "pattern": pattern})
-                    broken[pattern] = False
-                except BadRequest:
-                    broken[pattern] = True
-            return broken[pattern]
-
-        for place, node in walk(schema):
-            if isinstance(node.get("pattern"), str) and is_broken(node["pattern"]):
-                places.add(f"{place}/pattern")
-            if any(map(is_broken, node.get("patternProperties", ()))):
-                places.add(f"{place}/patternProperties")
-    if "patternProperty" in found:
-        places |= {
-            f"{place}/patternProperties"
-            for place, node in walk(schema)
-            if len(node.get("patternProperties", ())) > 1
-        }
-    if "circular" in found or "stack level" in found:
-        for place, node in walk(schema):
-            if "$ref" in node:
-                beside = ("properties", "allOf", "anyOf", "oneOf", "required")
-                places |= {f"{place}/{key}" for key in beside if key in node}
-                places |= {
-                    f"{place}/allOf/{i}/$ref"
-                    for i, each in enumerate(node.get("allOf", ()))
-                    if isinstance(each, dict) and "$ref" in each
-                }
-    return frozenset(places)
-
-
-def _why(schema: Schema, found: str) -> str:
-    """Say why nothing compiles, in our words."""
-    if "nsatisfiable" in found or "no answer" in found:
-        for place, node in walk(schema):
-            for least, most in _BOUNDS:
-                if least in node and most in node and node[least] > node[most]:
-                    return (
-                        f"The JSON Schema keyword `{least}` at {place} is above `{most}`: "
-                        f"{node[least]} and {node[most]} leave no value."
-                    )
-            if node.get("enum") == []:
-                return f"The JSON Schema keyword `enum` at {place} is empty: it allows no value."
-        return "The JSON Schema allows no answer: what it requires contradicts itself."
-    if any(word in found for word in ("max is", "too ", "limit", "level exceeded", "Unable")):
-        return (
-            "The JSON Schema is too wide or too deep to hold an answer to: it has too many "
-            "properties, alternatives or repetitions in one place."
-        )
-    return "The JSON Schema cannot be held by a grammar as it is combined; write it simpler."
 
 
 def of_function(function: str, error: BadRequest) -> BadRequest:

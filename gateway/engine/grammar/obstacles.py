@@ -1,0 +1,234 @@
+"""What keeps a JSON Schema from compiling: keywords to be left out, and words for a refusal."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+from gateway.engine.grammar.disjoint import Proofs
+from gateway.engine.grammar.enforcement import Leaves, live
+from gateway.engine.grammar.schemas import NOTES, Node, Schema, rebuilt, resolve, walk
+from gateway.errors import BadRequest
+
+_PATTERNS: Final = 64  # that are compiled alone, to see which is wrong; all others may be
+_IN_PLACE: Final = ("allOf", "anyOf", "oneOf")
+_APPLIED: Final = ("$ref", *_IN_PLACE)
+_BOUNDS: Final = (
+    *(("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")),
+    *(("minimum", "maximum"), ("minimum", "exclusiveMaximum"), ("exclusiveMinimum", "maximum")),
+)
+
+
+# ── What to leave out ────────────────────────────────────────────────────────────────────────
+
+
+def suspects(
+    schema: Schema, found: str, compiled: Callable[[Schema], object], until: float
+) -> Leaves:
+    """Guess, by what the compiler said, which keywords it could not take; in time, or too many."""
+    leaves = set[tuple[int, str]]()
+    if "egex" in found or "look" in found or "expressions" in found:
+        broken: dict[str, bool] = {}
+
+        def is_broken(pattern: str) -> bool:
+            is_late = len(broken) >= _PATTERNS or time.monotonic() > until
+            if is_late and pattern not in broken:
+                return True
+            if pattern not in broken:
+                try:
+                    compiled({"type": "string", "pattern": pattern})
+                    broken[pattern] = False
+                except BadRequest:
+                    broken[pattern] = True
+            return broken[pattern]
+
+        for _, node in walk(schema):
+            if isinstance(node.get("pattern"), str) and is_broken(node["pattern"]):
+                leaves.add((id(node), "pattern"))
+            if any(map(is_broken, node.get("patternProperties", ()))):
+                leaves.add((id(node), "patternProperties"))
+    if "patternProperty" in found:
+        leaves |= {
+            (id(node), "patternProperties")
+            for _, node in walk(schema)
+            if len(node.get("patternProperties", ())) > 1
+        }
+    if "circular" in found or "stack level" in found:
+        for _, node in walk(schema):
+            if "$ref" in node:
+                beside = ("properties", "allOf", "anyOf", "oneOf", "required")
+                leaves |= {(id(node), key) for key in beside if key in node}
+                leaves |= {
+                    (id(each), "$ref")
+                    for each in node.get("allOf", ())
+                    if isinstance(each, dict) and "$ref" in each
+                }
+    return frozenset(leaves)
+
+
+def _spoken_of_together(schema: Schema) -> Iterator[Node]:
+    """Visit the subschemas that speak of a value of which another speaks as well."""
+    todo, seen = list[Any](), set[int]()
+    for _, node in walk(schema):
+        beside = node.keys() - NOTES
+        if beside & {*_IN_PLACE} or ("$ref" in beside and len(beside) > 1):
+            todo.append(node)
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        todo += [each for key in _IN_PLACE for each in node.get(key, ())]
+        if isinstance(node.get("$ref"), str):
+            todo.append(resolve(schema, node["$ref"]))
+
+
+def _counts(schema: Schema) -> Leaves:
+    keys = ("minProperties", "maxProperties")
+    together = _spoken_of_together(schema)
+    return frozenset((id(node), key) for node in together for key in keys if key in node)
+
+
+def _names(schema: Schema) -> Leaves:
+    """List what says which names an object may have in several places, and what excludes ways."""
+    together = _spoken_of_together(schema)
+    return frozenset(
+        (id(node), key)
+        for node in together
+        for key in ("patternProperties", "oneOf")
+        if key in node and (key != "oneOf" or len(node.keys() - NOTES) > 1)
+    )
+
+
+def _circles(schema: Schema) -> Leaves:
+    """List what stands beside a reference, and references in places beside something else."""
+    leaves = set[tuple[int, str]]()
+    for _, node in walk(schema):
+        own = node.keys() - NOTES
+        if "$ref" in own:
+            leaves |= {(id(node), key) for key in own if key != "$ref"}
+        if len(own) > 1 or any(len(node.get(key, ())) > 1 for key in ("allOf",)):
+            leaves |= {(id(each), "$ref") for each in _in_place(node) if "$ref" in each}
+    return frozenset(leaves)
+
+
+def _in_place(node: Node) -> Iterator[Node]:
+    for key in _IN_PLACE:
+        for each in node.get(key, ()):
+            if isinstance(each, dict):
+                yield each
+                yield from _in_place(each)
+
+
+def _applied(schema: Schema) -> Leaves:
+    """List what applies other subschemas where something is said besides."""
+    return frozenset(
+        (id(node), key)
+        for _, node in walk(schema)
+        for key in _APPLIED
+        if key in node and len(node.keys() - NOTES) > 1
+    )
+
+
+STEPS: Final[Sequence[Callable[[Schema], Leaves]]] = (_counts, _names, _circles, _applied)
+"""What is left out when no form compiles: each of these besides those before it."""
+
+
+def written(own: Schema, schema: Schema, leaves: Leaves) -> Leaves:
+    """Keep those keywords of a translated schema that are the caller's `own`, and no more.
+
+    Another may say what the caller said by a keyword that would not be named.
+    """
+    found = set[tuple[int, str]]()
+    for place, node in walk(schema):
+        keys = [key for key in node if (id(node), key) in leaves]
+        theirs = resolve(own, quote(place, safe="#/~")) if keys else None
+        if isinstance(theirs, dict):
+            found |= {(id(node), key) for key in keys if _is_same(key, node, theirs)}
+    return frozenset(found)
+
+
+def _is_same(key: str, node: Node, own: Node) -> bool:
+    if key not in own:
+        return False
+    rest = "additionalProperties"
+    if key in ("properties", "patternProperties") and (rest in node) != (rest in own):
+        return False
+    one, other = node[key], own[key]
+    if isinstance(one, list) and key in _IN_PLACE:
+        return len(one) == len(other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(
+            (one[name] is False) == (other[name] is False) for name in one
+        )
+    return bool(one == other)
+
+
+def dead_ends(schema: Schema) -> frozenset[str]:
+    """Find the references that lead to what no value fits.
+
+    llguidance 1.9.1 refuses a schema for one, whatever may be chosen instead.
+    """
+    proofs = Proofs(schema)
+    refs = {node["$ref"] for _, node in walk(schema) if isinstance(node.get("$ref"), str)}
+    return frozenset(ref for ref in refs if proofs.are_disjoint(({"$ref": ref},), ()))
+
+
+def without(schema: Schema, refs: frozenset[str]) -> Schema:
+    """Say `false` for these references."""
+
+    def change(node: Schema) -> Schema:
+        return False if isinstance(node, dict) and node.get("$ref") in refs else node
+
+    return rebuilt(schema, change) if refs else schema
+
+
+# ── What to say ──────────────────────────────────────────────────────────────────────────────
+
+
+NO_ANSWER: Final = "The JSON Schema allows no answer: what it requires contradicts itself."
+
+
+def is_contradiction(found: str) -> bool:
+    """Tell whether the compiler found no answer."""
+    return "nsatisfiable" in found or "no answer" in found
+
+
+def is_too_large(found: str) -> bool:
+    """Tell whether the compiler gave up over the size of something."""
+    return any(word in found for word in ("max is", "too ", "limit", "level exceeded", "Unable"))
+
+
+def allows_nothing(schema: Schema) -> bool:
+    """Prove that no value fits a schema as it was written."""
+    return Proofs(schema).are_disjoint((schema,), ())
+
+
+def why(schema: Schema, found: str) -> str:
+    """Say why nothing compiles, in our words."""
+    if allows_nothing(schema):
+        reached = live(schema)
+        for place, node in walk(schema):
+            if id(node) not in reached:
+                continue
+            for least, most in _BOUNDS:
+                if least in node and most in node and node[least] > node[most]:
+                    return (
+                        f"The JSON Schema keyword `{least}` at {place} is above `{most}`: "
+                        f"{node[least]} and {node[most]} leave no value."
+                    )
+            if node.get("enum") == []:
+                return f"The JSON Schema keyword `enum` at {place} is empty: it allows no value."
+        return NO_ANSWER
+    if is_contradiction(found):
+        return (
+            "The JSON Schema cannot be held by a grammar: as far as one can follow it, what it "
+            "requires contradicts itself; write it simpler."
+        )
+    if is_too_large(found):
+        return (
+            "The JSON Schema is too wide or too deep to hold an answer to: it has too many "
+            "properties, alternatives or repetitions in one place."
+        )
+    return "The JSON Schema cannot be held by a grammar as it is combined; write it simpler."
