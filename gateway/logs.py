@@ -1,8 +1,15 @@
-"""structlog, configured once: an event name and keys, to stderr."""
+"""structlog, configured once: an event name and keys, to stderr.
+
+A line of JSON has all that is known. A line of the console is for a person who looks on: what
+matters first, within COLUMNS, and nothing in it that a caller sent can begin a line or move the
+cursor.
+"""
 
 import json
 import logging
 import sys
+import unicodedata
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Literal
 
 import orjson
@@ -10,23 +17,25 @@ import structlog
 
 Format = Literal["auto", "json", "console"]
 
+COLUMNS = 100
+FIELD_COLUMNS = 48  # of one field, where a line is cut
+ID_COLUMNS = 13  # of a request's id: enough to find it by
+
 
 def configure(level: str = "info", style: Format = "auto") -> None:
     """Write lines of `level` and above; `auto` is console on a terminal and JSON elsewhere."""
     as_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
-    # Never a frame's variables: they hold keys and prompts.
-    plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer(_json) if as_json else plain
-    )
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    clock = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            stamp if as_json else clock,
             structlog.processors.StackInfoRenderer(),
-            *([structlog.processors.format_exc_info] if as_json else []),
-            renderer,
+            # Never a frame's variables: they hold keys and prompts.
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(_json) if as_json else _console,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
@@ -51,3 +60,121 @@ def get(name: str) -> structlog.typing.FilteringBoundLogger:
     """Give a logger whose lines say which part of the gateway spoke."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(part=name)
     return logger
+
+
+def is_console(style: Format) -> bool:
+    """Return True if somebody looks on."""
+    return sys.stderr.isatty() and style != "json"
+
+
+def _console(_: Any, __: str, given: MutableMapping[str, Any]) -> str:
+    """Write a line for a person: cut to its columns, or wrapped where the whole of it matters."""
+    fields = dict(given)
+    event, level = _text(fields.pop("event", "")), fields.pop("level", "info")
+    time, request_id = fields.pop("timestamp", ""), fields.pop("request_id", None)
+    below = [fields.pop(key, None) for key in ("exception", "stack")]
+    fields.pop("part", None)
+    if event == "request":
+        words = list(_request(fields))
+    else:
+        words = [event if level == "info" else f"{level}: {event}"]
+    is_whole = level not in ("info", "debug") or event == "prompt"
+    words.append(time)
+    if request_id is not None:
+        words.append(fit(_text(request_id), ID_COLUMNS))
+    words += _written(fields, None if is_whole else FIELD_COLUMNS)
+    line = " ".join(words)
+    lines = list(_wrapped(line)) if is_whole else [fit(line, COLUMNS)]
+    for text in filter(None, below):  # indented: a line of its own is only what we say
+        lines += [f"    {_text(each)}" for each in str(text).splitlines()]
+    return "\n".join(lines)
+
+
+def _request(fields: dict[str, Any]) -> Iterator[str]:
+    """Take what is said of every request: method, path, status, time, model and tokens."""
+    yield _word(fields.pop("method", ""), 10)
+    yield _word(fields.pop("path", ""), FIELD_COLUMNS)
+    yield _text(fields.pop("status", ""))
+    ms = fields.pop("ms", 0.0)
+    yield f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.1f} ms"
+    if "model" in fields:
+        yield _word(fields.pop("model"), 24)
+        yield f"{fields.pop('tokens_in', 0)}+{fields.pop('tokens_out', 0)} tokens"
+
+
+def _written(fields: dict[str, Any], columns: int | None) -> Iterator[str]:
+    """Write keys and values: bytes and seconds as people say them, the rest as it is."""
+    for key, value in fields.items():
+        if (key == "bytes" or key.endswith("_bytes")) and isinstance(value, int):
+            text = human_bytes(value)
+        elif key == "seconds":
+            text = f"{value} s"
+        else:
+            text = _word(value, columns)
+        name = "" if key in ("bytes", "seconds") else f"{_text(key)}="
+        yield f"{name}{text}"
+
+
+def human_bytes(count: int) -> str:
+    """Write a number of bytes in KiB, MiB or GiB."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.1f} GiB" if units[0] == "GiB" else f"{size:.0f} {units[0]}"
+
+
+def fit(text: str, columns: int) -> str:
+    """Cut a text that is wider, with an ellipsis in the place of the rest."""
+    if len(text) <= columns and _width(text) <= columns:
+        return text
+    kept, used = [], 0
+    for letter in text[:columns]:
+        used += _width(letter)
+        if used > columns - 1:
+            break
+        kept.append(letter)
+    return "".join(kept) + "…"
+
+
+def _wrapped(line: str) -> Iterator[str]:
+    """Part a line at its spaces where it can be, the later parts indented."""
+    indent, left = "", line
+    while _width(indent + left) > COLUMNS:
+        part = fit(left, COLUMNS - len(indent) + 1)[:-1]
+        at = part.rfind(" ")
+        part = part if at < COLUMNS // 2 else part[: at + 1]
+        yield indent + part.rstrip(" ")
+        indent, left = "    ", left[len(part) :]
+    yield indent + left
+
+
+def _width(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF")
+        for each in text
+    )
+
+
+def _word(value: Any, columns: int | None = None) -> str:
+    """Write a value so that its end can be seen, in so many columns."""
+    text = _text(value)
+    is_quoted = isinstance(value, str) and (not text or any(each in text for each in ' "='))
+    if columns is not None:
+        text = fit(text, columns - 2 * is_quoted)
+    return '"' + text.replace('"', "'") + '"' if is_quoted else text
+
+
+def _text(value: Any) -> str:
+    """Write anything in one line that moves no cursor."""
+    if isinstance(value, Mapping):
+        text = ",".join(f"{_text(key)}:{_text(value[key])}" for key in value)
+    else:
+        text = str(value) if isinstance(value, str | int | float) else repr(value)
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )

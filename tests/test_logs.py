@@ -2,8 +2,11 @@
 
 import io
 import json
+import re
 import sys
-from typing import Literal
+import unicodedata
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import pytest
 import structlog
@@ -47,3 +50,132 @@ def _fail(key: str) -> None:
         raise ValueError("broken")
     except ValueError:
         logs.get("test").exception("failed")
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """Give what a console is told."""
+    to = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", to)
+    try:
+        logs.configure("debug", "console")
+        yield to
+    finally:
+        structlog.contextvars.clear_contextvars()
+        structlog.reset_defaults()
+
+
+def asked(**given: Any) -> None:
+    logs.get("http").info(
+        "request", **{"method": "GET", "path": "/x", "status": 200, "ms": 1.25, **given}
+    )
+
+
+def test_a_consoles_line_of_a_request_begins_with_what_matters(console: io.StringIO) -> None:
+    """Method, path, status and milliseconds; then the model, its tokens and whose it is."""
+    structlog.contextvars.bind_contextvars(request_id="req-0123456789abcdef01234567")
+    asked(method="POST", path="/v1/embeddings", load_ms=2.5, model="m", tokens_in=3, tokens_out=4)
+    asked(ms=12345.6)
+    first, second = console.getvalue().splitlines()
+    assert re.fullmatch(
+        r"POST /v1/embeddings 200 1\.2 ms m 3\+4 tokens [\d:]{8} req-01234567… load_ms=2\.5", first
+    )
+    assert second.startswith("GET /x 200 12,346 ms ")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "a" * 5000,
+        "漢" * 5000,
+        "e\u0301" * 3000,
+        '"' * 500,
+        "\x1b[2J" * 200,
+        "a b" * 100,
+        "\udcff" * 90,
+        "",
+    ],
+)
+def test_a_consoles_line_fits_whatever_is_in_it(console: io.StringIO, odd: str) -> None:
+    """In a hundred columns, with all that it begins with."""
+    structlog.contextvars.bind_contextvars(request_id=odd or "x")
+    asked(path=odd, model=odd, tokens_in=10**9, method=odd[:50] or "GET", other=odd)
+    logs.get("cache").info("model_loaded", model=odd, more={odd: [odd]}, bytes=5)
+    request, loaded = console.getvalue().splitlines()
+    assert " 200 1.2 ms " in request
+    for line in (request, loaded):
+        wide = sum(unicodedata.east_asian_width(each) in "WF" for each in line)
+        combining = sum(unicodedata.combining(each) > 0 for each in line)
+        assert len(line) + wide - combining <= logs.COLUMNS
+        assert line.isprintable()
+
+
+@pytest.mark.parametrize("odd", ["\n", "\r", "\x1b[2J", "\u2028", "\u202e", "\x85", "\x00"])
+def test_nobody_writes_a_line_or_moves_the_cursor_of_a_console(
+    console: io.StringIO, odd: str
+) -> None:
+    """Neither by a path, nor by a field, its name or a value inside, nor by an error's text."""
+    smuggled = f"{odd}GET /forged 200 1.0 ms"
+    asked(path=f"/{smuggled}", method=smuggled, model=smuggled, **{f"k{odd}": {odd: [odd]}})
+    log = logs.get("http")
+    log.warning("failed", error=smuggled * 9)
+    try:
+        raise ValueError(smuggled)
+    except ValueError:
+        log.exception("failed")
+    lines = console.getvalue().split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith("GET /forged") for line in lines)
+    assert sum(not line.startswith("    ") for line in lines if line) == 3
+
+
+def test_a_path_cannot_pass_for_what_comes_after_it(console: io.StringIO) -> None:
+    """One with spaces is quoted."""
+    asked(path='/x" 200 1.0 ms', status=404)
+    assert console.getvalue().startswith('GET "/x\' 200 1.0 ms" 404 1.2 ms ')
+
+
+def test_what_a_console_warns_of_is_told_whole(console: io.StringIO) -> None:
+    """On as many lines as it needs, each of which fits."""
+    hint = " ".join(f"word{number}" for number in range(60))
+    logs.get("serve").warning("slow", hint=hint, glued="x" * 250)
+    lines = console.getvalue().splitlines()
+    assert all(len(line) <= logs.COLUMNS for line in lines)
+    assert lines[0].startswith("warning: slow ")
+    assert all(line.startswith("    ") for line in lines[1:])
+    assert hint in " ".join(line.strip() for line in lines)
+    assert "x" * 250 in "".join(line.strip() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (768 * 2**20, "768 MiB"),
+        (2**30, "1.0 GiB"),
+        (17.7 * 2**30, "17.7 GiB"),
+        (5 * 2**40, "5120.0 GiB"),
+    ],
+)
+def test_a_console_tells_bytes_as_people_do(console: io.StringIO, count: float, said: str) -> None:
+    """Under whichever name they come."""
+    logs.get("app").info("memory", bytes=int(count), kv_bytes=int(count))
+    assert console.getvalue().rstrip().endswith(f" {said} kv_bytes={said}")
+
+
+def test_a_line_of_json_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, order and numbers: programs read it."""
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    try:
+        logs.configure("info", "json")
+        asked(path="/x\n…", bytes=2**30)
+    finally:
+        structlog.reset_defaults()
+    line = re.sub(r'"timestamp":"[^"]+Z"', '"timestamp":"T"', written.getvalue())
+    assert line == (
+        '{"part":"http","method":"GET","path":"/x\\n…","status":200,"ms":1.25,"bytes":1073741824,'
+        '"event":"request","level":"info","timestamp":"T"}\n'
+    )

@@ -54,7 +54,7 @@ class Gateway:
         self._settings = settings
         self._catalog = catalog
         self._engines = engines
-        self._is_preloaded = False
+        self.is_preloaded = asyncio.Event()
         self._lane = Lane(
             farewell=engines.end,
             weights={
@@ -222,7 +222,7 @@ class Gateway:
             for spec in self._catalog.specs:
                 if spec.preload:
                     await self._have_at_hand(spec)
-            self._is_preloaded = True
+            self.is_preloaded.set()
             log.info("ready", models=self._models.states())
             await self._has_reloaded.wait()
 
@@ -237,12 +237,17 @@ class Gateway:
             except GatewayError:  # the cache has logged it
                 return
 
+    def loaded(self) -> list[ModelSpec]:
+        """List the models that are loaded, in the catalog's order."""
+        states = self._models.states()
+        return [spec for spec in self._catalog.specs if states.get(spec.id) == "loaded"]
+
     def _status(self) -> str:
         if self.door.is_closed:
             return "draining"
         if self._watch.status != "ok":
             return self._watch.status
-        return "ready" if self._is_preloaded else "loading"
+        return "ready" if self.is_preloaded.is_set() else "loading"
 
     def _fingerprint(self, spec: ModelSpec) -> str:
         """Name all that exact repeats depend on: gateway, revision, device."""

@@ -9,10 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pkgutil import iter_modules
+from typing import Annotated
 
 import typer
 
+from gateway import __version__
 from gateway.errors import BlasUnusable, RegistryInvalid
 from gateway.settings import SettingsInvalid, origin, variable
 
@@ -53,10 +56,25 @@ def _application() -> typer.Typer:
         app.command(name)(command)
 
     @app.callback()
-    def _root() -> None:
-        """Keep commands named, however few there are."""
+    def _root(
+        _: Annotated[
+            bool,
+            typer.Option("--version", callback=_version, is_eager=True, help="Say which it is."),
+        ] = False,
+    ) -> None:
+        """Serve MLX models to OpenAI's clients."""
 
     return app
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        try:
+            found = version("mlx-gateway")
+        except PackageNotFoundError:  # run from a checkout
+            found = __version__
+        print(f"mlx-gateway {found}")
+        raise typer.Exit
 
 
 def _quit(error: Exception, status: int) -> None:

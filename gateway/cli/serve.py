@@ -7,16 +7,18 @@ import gc
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway import logs
-from gateway.errors import GatewayError
-from gateway.registry import load_catalog
-from gateway.settings import Settings, SettingsInvalid, load_settings, variables
+from gateway import __version__, logs
+from gateway.cli._greeting import greeting, places
+from gateway.errors import GatewayError, RegistryInvalid
+from gateway.registry import read_models
+from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
 
 if TYPE_CHECKING:
     from gateway.app.gateway import Gateway
@@ -38,7 +40,12 @@ def serve(
     settings = load_settings({"models": models, "host": host, "port": port})
     logs.configure(settings.log_level, settings.log_format)
     faulthandler.enable()  # a crash of native code tells where
-    catalog = load_catalog(settings.models, variables())
+    reading = read_models(settings.models, variables())
+    if reading.problems:
+        raise RegistryInvalid(list(reading.problems))
+    log.info("starting", version=__version__, models=str(settings.models))
+    for note in (*reading.notes, *strays(reading.variables)):
+        log.warning("settings_note", note=note)
     # From here on mlx is needed; its imports take seconds, and come before the port is open.
     from gateway.app.engines import mlx_engines
     from gateway.app.gateway import Gateway
@@ -51,7 +58,7 @@ def serve(
     # again and again, in the middle of requests.
     gc.collect()
     gc.freeze()
-    asyncio.run(run(Gateway(settings, catalog, engines), settings))
+    asyncio.run(run(Gateway(settings, reading.catalog, engines), settings))
 
 
 async def run(gateway: "Gateway", settings: Settings) -> None:
@@ -95,11 +102,21 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
     scheme = "https" if settings.tls_cert else "http"
     try:
         with listening(settings.binds, scheme=scheme) as config.bind:
+            greeter = asyncio.create_task(_greet(gateway, settings, config.bind), name="greeting")
             await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)  # type: ignore[arg-type]
+            greeter.cancel()
     except LifespanTimeoutError as error:  # a call is stuck, and nothing else can end it
         log.critical("stuck", error=str(error))
         faulthandler.dump_traceback()
         os._exit(os.EX_SOFTWARE)  # as for any stall
+
+
+async def _greet(gateway: "Gateway", settings: Settings, opened: Sequence[str]) -> None:
+    """Tell a terminal where we are, and what to ask, once all is at hand."""
+    if logs.is_console(settings.log_format):
+        where = places(opened)  # now: Hypercorn closes them when told to stop
+        await gateway.is_preloaded.wait()
+        print(f"\n{greeting(where, gateway.loaded(), settings)}", file=sys.stderr, flush=True)
 
 
 async def _reload_at(hangup: asyncio.Event, gateway: "Gateway") -> None:

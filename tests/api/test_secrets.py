@@ -85,7 +85,7 @@ async def test_a_key_in_the_wrong_place_is_told_nowhere(
         told += [raw.text, (await client.get("/metrics", headers=holder)).text]
     assert "key" in "".join(told)
     assert all(key not in each for each in told)
-    assert "request" in written.getvalue()
+    assert "/v1/chat/completions" in written.getvalue()
     assert key not in written.getvalue()
 
 
@@ -132,7 +132,7 @@ async def test_prompts_are_not_logged(
             engines.writer.fail_at_step = len(engines.writer.steps) + 1
             await client.post(f"/v1/{path}", json=body)
             engines.writer.fail_at_step = None
-    assert "request" in written.getvalue()
+    assert "/v1/" in written.getvalue()
     assert PROMPT not in written.getvalue()
 
 

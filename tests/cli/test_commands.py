@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,12 @@ def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     return int(ended.value.code or 0)
+
+
+def test_it_says_which_version_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the installed package."""
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"mlx-gateway {version('mlx-gateway')}\n"
 
 
 def test_check_says_that_nothing_is_wrong(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

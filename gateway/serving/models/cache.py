@@ -296,6 +296,7 @@ class ModelCache(Generic[M]):
             prepared = await self._loader.prepared(spec)
             if entry.state is State.LEAVING:
                 return  # it was let go of while it was fetched
+            log.info("model_loading", model=spec.id)
             async with (
                 self.room.taken(entry, prepared.nbytes) as share,
                 prepared.opened() as loaded,

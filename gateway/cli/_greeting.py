@@ -1,0 +1,71 @@
+"""What a terminal is told once all is ready: where the gateway is, and a line to paste."""
+
+import ipaddress
+import json
+import os
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.registry import ChatSpec, ModelSpec
+from gateway.settings import Settings
+
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+_EMBEDDING = {"input": "Hello"}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a socket is listened on: at a port of a host, or at a path."""
+
+    host: str
+    port: int | None = None
+
+
+def places(opened: Sequence[str]) -> list[Place]:
+    """Find where Hypercorn's binds are, those with a port first; some are nowhere that is known."""
+    found = [_place(int(bind.removeprefix("fd://"))) for bind in opened if bind[:5] == "fd://"]
+    return sorted(filter(None, found), key=lambda each: each.port is None)
+
+
+def _place(descriptor: int) -> Place | None:
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        name = listener.getsockname()
+        if listener.family in (socket.AF_INET, socket.AF_INET6):
+            return Place(name[0], name[1])
+    return Place(os.path.abspath(name)) if isinstance(name, str) and name else None
+
+
+def greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
+    """Say where it is and how to ask one of the models that are loaded."""
+    if not places:
+        return "mlx-gateway is ready."
+    place, scheme = places[0], "https" if settings.tls_cert else "http"
+    if place.port is None:
+        url, where = f"{scheme}://localhost", f"unix:{place.host}"
+        options = ["--unix-socket", shlex.quote(place.host)]
+    else:
+        host = _ANYWHERE.get(place.host, place.host)
+        url = where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{place.port}"
+        options = _host_header(host, settings)
+    said = f"mlx-gateway is ready on {where}"
+    chat = next((spec for spec in models if isinstance(spec, ChatSpec)), None)
+    if (spec := chat or next(iter(models), None)) is None:
+        return f"{said}, and no model is loaded yet."
+    if settings.tls_cert:
+        options.append("--insecure")  # by this address few certificates can be checked
+    if settings.api_keys:
+        first = "${GATEWAY_API_KEYS%%,*}" if len(settings.api_keys) > 1 else "$GATEWAY_API_KEYS"
+        options.append(f'-H "Authorization: Bearer {first}"')
+    path = "/v1/embeddings" if chat is None else "/v1/chat/completions"
+    body = {"model": spec.id, **(_EMBEDDING if chat is None else _CHAT)}
+    asked = ["curl", *options, shlex.quote(url + path), "-d", shlex.quote(json.dumps(body))]
+    return f"{said}. Ask it something:\n\n{' '.join(asked)}"
+
+
+def _host_header(host: str, settings: Settings) -> list[str]:
+    """Give the Host that a gateway without keys asks for, where the address alone is none."""
+    is_known = settings.api_keys or {host, "*"} & set(settings.allowed_hosts)
+    return [] if is_known or ipaddress.ip_address(host).is_loopback else ["-H 'Host: localhost'"]

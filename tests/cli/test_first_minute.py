@@ -1,0 +1,214 @@
+"""What somebody sees in a terminal who starts the gateway for the first time."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.cli._greeting import Place, greeting
+from gateway.registry import ModelSpec, load_catalog
+from tests.checkpoints import write_chat
+from tests.processes import ROOT, command, environment
+from tests.serving_app import settings
+
+MODELS = """
+version: 1
+models:
+  tiny: {kind: chat, source: "path:tiny", preload: true}
+"""
+needs_curl = pytest.mark.skipif(not shutil.which("curl"), reason="pastes a line that calls curl")
+needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate")
+
+
+@contextmanager
+def in_a_terminal(arguments: list[str], folder: Path, **given: str) -> Iterator[list[str]]:
+    """Run a command whose stderr is a terminal until it greets; give its lines."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        arguments, cwd=folder, env=environment(**given), stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    try:
+        seen = b""
+        ends = time.monotonic() + 120
+        while not re.search(rb"mlx-gateway is ready[^\n]*\n\r\ncurl [^\n]*\n", seen):
+            assert time.monotonic() < ends, seen
+            seen += os.read(master, 65536)
+        yield seen.decode().replace("\r\n", "\n").splitlines()
+    finally:
+        process.kill()
+        process.wait(10)
+        os.close(master)
+
+
+def answered(line: str, **given: str) -> dict[str, object]:
+    """Paste a line into a shell, and read what it prints."""
+    done = subprocess.run(
+        ["sh", "-c", line],
+        env={**os.environ, **given},
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """Give a folder to serve a tiny model from."""
+    write_chat(tmp_path / "tiny")
+    (tmp_path / "models.yaml").write_text(MODELS)
+    return tmp_path
+
+
+def pem(folder: Path) -> dict[str, str]:
+    """Make a certificate that nobody trusts; give the variables that name it."""
+    files = {"GATEWAY_TLS_CERT": folder / "cert.pem", "GATEWAY_TLS_KEY": folder / "key.pem"}
+    cert, key = map(str, files.values())
+    asked = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=gateway"]
+    subprocess.run([*asked, "-out", cert, "-keyout", key], capture_output=True, check=True)
+    return {name: str(file) for name, file in files.items()}
+
+
+@needs_curl
+def test_a_terminal_sees_models_load_and_ends_with_a_line_to_paste(tiny: Path) -> None:
+    """Each model when it begins and with its seconds, then the address, then the line, which
+    works.
+    """
+    with in_a_terminal(command("serve"), tiny, GATEWAY_PORT="0") as lines:
+        events = [line.split()[0] for line in lines if line]
+        order = ["starting", "serving", "model_loading", "model_loaded", "ready", "mlx-gateway"]
+        assert [event for event in events if event in order] == order
+        (loaded,) = (line for line in lines if line.startswith("model_loaded"))
+        assert re.search(r" model=tiny [\d.]+ s [\d.]+ [KM]iB", loaded)
+        url = re.search(r"url=(\S+)", "\n".join(lines))
+        assert url is not None
+        assert lines[-3] == f"mlx-gateway is ready on {url[1]}. Ask it something:"
+        assert lines[-1].startswith(f"curl {url[1]}/v1/chat/completions -d ")
+        assert "choices" in answered(lines[-1])
+        assert all(len(line) <= 100 for line in lines[:-1])
+
+
+@needs_curl
+@pytest.mark.parametrize("keys", ["one", "one,two"])
+def test_the_line_to_paste_names_a_key_and_shows_none(tiny: Path, keys: str) -> None:
+    """It is read from the variable where it is pasted."""
+    with in_a_terminal(command("serve"), tiny, GATEWAY_PORT="0", GATEWAY_API_KEYS=keys) as lines:
+        assert "one" not in "\n".join(lines).replace("none", "")
+        assert "choices" in answered(lines[-1], GATEWAY_API_KEYS=keys)
+
+
+@needs_curl
+def test_the_line_to_paste_goes_to_a_unix_socket(tiny: Path) -> None:
+    """Wherever it is pasted: the path is absolute."""
+    with in_a_terminal(command("serve"), tiny, GATEWAY_BIND="unix:a b.sock") as lines:
+        assert f"--unix-socket '{tiny}/a b.sock'" in lines[-1]
+        assert "choices" in answered(lines[-1])
+
+
+@needs_curl
+@needs_openssl
+@pytest.mark.parametrize("bind", ["127.0.0.1:0", "unix:a.sock"])
+def test_the_line_to_paste_speaks_tls(tiny: Path, bind: str) -> None:
+    """With a certificate that nobody has signed."""
+    with in_a_terminal(command("serve"), tiny, GATEWAY_BIND=bind, **pem(tiny)) as lines:
+        assert "https://" in lines[-1]
+        assert "choices" in answered(lines[-1])
+
+
+def test_nothing_greets_where_nobody_looks_on(tiny: Path) -> None:
+    """A file's log is JSON to its last line."""
+    with (tiny / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command("serve"), cwd=tiny, env=environment(GATEWAY_PORT="0"), stderr=log, stdout=log
+        )
+    try:
+        ends = time.monotonic() + 120
+        while '"event":"ready"' not in (text := (tiny / "log").read_text()):
+            assert time.monotonic() < ends, text
+            time.sleep(0.1)
+        time.sleep(0.3)
+    finally:
+        process.kill()
+        process.wait(10)
+    for line in (tiny / "log").read_text().splitlines():
+        json.loads(line)
+
+
+def test_a_misspelt_variable_is_warned_of_when_serving(tiny: Path) -> None:
+    """With the nearest that there is, and it serves all the same."""
+    given = {"GATEWAY_PORT": "0", "GATEWAY_MAX_BODY_BYTE": "9", "GATEWAY_SMOLLM2_135M_PIN": "1"}
+    with in_a_terminal(command("serve"), tiny, **given) as lines:
+        said = " ".join(line.strip() for line in lines)
+    assert "GATEWAY_MAX_BODY_BYTE is set, and nothing reads it; did you mean" in said
+    assert "did you mean GATEWAY_MAX_BODY_BYTES?" in said
+    assert "GATEWAY_SMOLLM2_135M_PIN is set, and nothing reads it" in said
+
+
+def shipped() -> list[ModelSpec]:
+    return list(load_catalog(ROOT / "models.yaml", {}).specs)
+
+
+def test_the_greeting_asks_the_chat_model_on_board() -> None:
+    """Of all that are in the shipped models.yaml."""
+    said = greeting([Place("127.0.0.1", 8000)], shipped(), settings())
+    body = '{"model": "smollm2-135m", "messages": [{"role": "user", "content": '
+    assert f"curl http://127.0.0.1:8000/v1/chat/completions -d '{body}" in said
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:80/"),
+        ("::", "'http://[::1]:80/"),
+        ("::1", "'http://[::1]:80/"),
+        ("192.0.2.1", "-H 'Host: localhost' http://192.0.2.1:80/"),
+    ],
+)
+def test_the_greeting_names_an_address_that_answers(host: str, shown: str) -> None:
+    """Not the one that stands for all of them; and a Host that is let in."""
+    said = greeting([Place(host, 80)], shipped(), settings(allow_unauthenticated=True))
+    assert f"curl {shown}" in said
+
+
+def test_the_greeting_without_a_chat_model_asks_for_an_embedding() -> None:
+    """And without any model it says so."""
+    (embedder, *_) = (spec for spec in shipped() if spec.kind == "embedding")
+    place = Place("127.0.0.1", 1)
+    assert "/v1/embeddings -d" in greeting([place], [embedder], settings())
+    assert "curl" not in greeting([place], [], settings())
+    assert "curl" not in greeting([], [embedder], settings())
+
+
+@needs_curl
+def test_the_readme_shows_what_the_terminal_shows() -> None:
+    """The first start of the shipped models.yaml, but for numbers; and the line finds Paris."""
+    block = (ROOT / "README.md").read_text(encoding="utf-8").partition("```console\n")[2]
+    shown = block.partition("```")[0].splitlines()
+    with in_a_terminal(command("serve"), ROOT, GATEWAY_PORT=str(free_port())) as lines:
+        assert of_any_machine(lines) == of_any_machine(shown[1:])
+        assert "Paris" in json.dumps(answered(lines[-1]))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def of_any_machine(lines: list[str]) -> list[str]:
+    """Leave out what another machine has otherwise: numbers, and what it is warned of."""
+    kept = [line for line in lines if not line.startswith(("warning:", "    ", "self_test_"))]
+    told = "\n".join(kept)
+    told = re.sub(r"\d\d:\d\d:\d\d", "TIME", told)
+    told = re.sub(r"127\.0\.0\.1:\d+", "HOST", told)
+    return re.sub(r"[\d.]+ (s|[KMG]iB)\b", r"N \1", told).splitlines()
