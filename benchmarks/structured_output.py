@@ -27,7 +27,7 @@ from mlx_lm.tokenizer_utils import load
 from referencing import Registry
 
 from gateway.engine.grammar.compiling import CompiledGrammar, compile_grammar
-from gateway.engine.grammar.matching import LLState
+from gateway.engine.grammar.matching import State
 from gateway.engine.grammar.schemas import walk
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
@@ -138,7 +138,7 @@ class Speller:
         self, compiled: CompiledGrammar, tokenizer: GrammarTokenizer, ranks: Mapping[str, int]
     ) -> None:
         state = compiled.alone() if compiled.alone else compiled.begin()
-        assert isinstance(state, LLState)
+        assert isinstance(state, State)
         self._ranks = ranks
         self._matcher = state.matcher
         self._tokens = tokenizer.tokens

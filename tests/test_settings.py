@@ -196,6 +196,15 @@ def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_a_variable_without_effect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken for a release more, and nobody should go on relying on it."""
+    monkeypatch.setenv("GATEWAY_STRUCTURED_BACKEND", "llguidance")
+    assert strays() == []
+    monkeypatch.setenv("GATEWAY_STRUCTURED_BACKEND", "Outlines_Core")
+    (note,) = strays()
+    assert note.startswith("GATEWAY_STRUCTURED_BACKEND=Outlines_Core: Has no effect any more")
+
+
 def test_every_setting_has_a_line_in_the_table() -> None:
     """The README's table has each variable, with a meaning, a type and its bound."""
     table = environment_table()

@@ -22,7 +22,6 @@ from gateway.engine.batching import self_test_digest
 from gateway.engine.embedding import load_embedding_in_steps
 from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.grammar.shaping import Shape
-from gateway.engine.grammar.tokenizer import Backend
 from gateway.engine.loading import load_generation_in_steps, read_chat_setup
 from gateway.engine.memory import (
     active_bytes,
@@ -58,13 +57,11 @@ class MlxEngines:
         *,
         wired_limit_bytes: int | None = None,
         kv_allowance_tokens: int = 4096,
-        structured_backend: Backend = "llguidance",
         compile_timeout_s: float = 10.0,
         prefix_cache_bytes: int = 0,
         budget_bytes: int | None = None,
     ) -> None:
         self._budget_bytes = budget_bytes
-        self._structured_backend = structured_backend
         self._grammars = _sandbox("grammar", compile_timeout_s)
         self._templates = _sandbox("template", RENDER_S, quick_s=RENDER_S / 10)
         self._sandboxes = contextlib.ExitStack()
@@ -210,7 +207,6 @@ class MlxEngines:
             template_args=spec.chat_template_kwargs,
             tool_parser=spec.tool_parser,
             reasoning_parser=spec.reasoning_parser,
-            structured_backend=spec.structured.backend or self._structured_backend,
             sandbox=self._grammars,
             template_sandbox=self._templates,
             shape=Shape(
@@ -255,7 +251,6 @@ def mlx_engines(settings: Settings) -> MlxEngines:
         hub_of(settings, may_download=settings.auto_pull),
         wired_limit_bytes=settings.mlx_wired_limit_bytes,
         kv_allowance_tokens=settings.kv_allowance_tokens,
-        structured_backend=settings.structured_backend,
         compile_timeout_s=settings.structured_compile_timeout_s,
         prefix_cache_bytes=settings.prefix_cache_bytes,
         budget_bytes=budget_bytes(settings, memory_bytes(backend.choose_device(settings.device))),

@@ -18,7 +18,7 @@ from gateway.engine.gguf.chat import stated_sampling, wrapped_tokenizer
 from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import Structured
-from gateway.engine.grammar.tokenizer import Backend, GrammarTokenizer
+from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.grammar.trial import Sandbox
 from gateway.engine.weights import Checkpoint, Listing
 
@@ -45,7 +45,6 @@ def read_chat_setup(
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
     shape: Shape | None = None,
-    structured_backend: Backend = "llguidance",
     sandbox: Sandbox | None = None,
     template_sandbox: Sandbox | None = None,
 ) -> ChatSetup:
@@ -58,10 +57,9 @@ def read_chat_setup(
 
     `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
     tightens the schemas that answers are held to, with the folder's own bounds where it has none.
-    Grammars are compiled in the `sandbox` first,
-    which outlines_core cannot do without, and templates are rendered in the other. `tool_parser`
-    and `reasoning_parser` name the forms of its calls and of its thinking; absent, they are
-    inferred. Raises ModelLoadFailed.
+    Grammars are compiled in the `sandbox` first, and templates are rendered in the other.
+    `tool_parser` and `reasoning_parser` name the forms of its calls and of its thinking; absent,
+    they are inferred. Raises ModelLoadFailed.
     """
     checkpoint = open_checkpoint(name, files)
     formats: dict[str, Any] = {
@@ -86,9 +84,7 @@ def read_chat_setup(
     return ChatSetup(
         checkpoint,
         chat,
-        _structured(
-            chat, vocab_size, completed_shape(shape or Shape(), said), structured_backend, sandbox
-        ),
+        _structured(chat, vocab_size, completed_shape(shape or Shape(), said), sandbox),
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
         sampling_defaults=usable_sampling(said),
@@ -141,7 +137,6 @@ def load_generation(
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
     shape: Shape | None = None,
-    structured_backend: Backend = "llguidance",
     sandbox: Sandbox | None = None,
     template_sandbox: Sandbox | None = None,
 ) -> GenerationEngine:
@@ -155,7 +150,6 @@ def load_generation(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         shape=shape,
-        structured_backend=structured_backend,
         sandbox=sandbox,
         template_sandbox=template_sandbox,
     )
@@ -170,11 +164,7 @@ def load_generation(
 
 
 def _structured(
-    chat: ChatTokenizer,
-    vocab_size: int,
-    shape: Shape,
-    backend: Backend,
-    sandbox: Sandbox | None,
+    chat: ChatTokenizer, vocab_size: int, shape: Shape, sandbox: Sandbox | None
 ) -> Structured:
     try:
         tokenizer = GrammarTokenizer(
@@ -182,7 +172,6 @@ def _structured(
             vocab_size=vocab_size,
             eos_ids=chat.eos_ids,
             marks=chat.call_ids,
-            backend=backend,
         )
     except ValueError as error:
         return Structured(None, shape, None, sandbox, problem=str(error))

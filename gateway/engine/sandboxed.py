@@ -83,26 +83,6 @@ def _bytes_tokenizer(specials: tuple[str, ...]) -> tuple[Any, int]:
     return LLTokenizer(TokenizerWrapper(Bytes())), Bytes.eos_token_id
 
 
-def build_index(request: Request) -> Answer:
-    """Compile a schema or a regex with outlines_core; compact JSON, no white space.
-
-    `texts` are the bytes of tokens and their ids. outlines_core counts no fuel.
-    """
-    from outlines_core import Index, Vocabulary  # type: ignore[import-untyped]
-    from outlines_core.json_schema import (  # type: ignore[import-untyped]
-        build_regex_from_schema,
-    )
-
-    try:
-        regex = request["source"]
-        if request["form"] == "json_schema":
-            regex = build_regex_from_schema(regex, "")
-        index = Index(regex, Vocabulary(request["eos_id"], request["texts"]))
-    except (ValueError, TypeError, OverflowError) as error:
-        return "refused", str(error)
-    return "index", pickle.dumps(index)
-
-
 def render(request: Request) -> Answer:
     """Render a chat template as transformers does.
 
@@ -167,7 +147,6 @@ def judge(request: Request) -> Answer:
 
 KINDS: Final[Mapping[str, Callable[[Request], Answer]]] = {
     "grammar": try_grammar,
-    "index": build_index,
     "template": render,
     "answer": judge,
 }

@@ -19,7 +19,7 @@ UNLOADED: Final = MappingProxyType(
             *("sampling", "thinking"),
             *("overflow", "matryoshka", "token_ids", "default_prompt_name"),
         },
-        "structured": {"rows", "schema_in_prompt"},
+        "structured": {"backend", "rows", "schema_in_prompt"},
         "batching": {
             *("max_batch_size", "max_batch_tokens", "batch_window_ms", "adaptive_window"),
             *("min_batch_size", "batch_deadline_ms", "cache_size", "prefill_chunk_tokens"),

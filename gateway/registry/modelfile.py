@@ -16,8 +16,9 @@ from gateway.errors import RegistryInvalid
 from gateway.registry.catalog import Catalog
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.placed import Document, Where, read_yaml
+from gateway.registry.sections import Structured
 from gateway.registry.sources import PackageSource, PathSource, package_folder
-from gateway.registry.specs import SPECS, ModelSpec, names_in
+from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, names_in
 
 VERSION = 1
 
@@ -116,6 +117,7 @@ class _Check:
         given_up = self._names(models)
         for spec in specs:
             self._source_exists(spec)
+            self._note_idle_keys(spec)
         return [_without(spec, given_up) for spec in specs]
 
     def _version(self, top: Mapping[str, Any]) -> None:
@@ -217,6 +219,13 @@ class _Check:
                 claim = Claim(name, line, f"is an alias of {name} on line {line}", is_default)
                 claims.setdefault(alias, []).append(claim)
         return claims
+
+    def _note_idle_keys(self, spec: ModelSpec) -> None:
+        """Note what is set and has no effect any more."""
+        if isinstance(spec, ChatSpec) and spec.structured.backend == "outlines_core":
+            said = Structured.model_fields["backend"].description
+            line = self._document.line(("models", spec.id, "structured", "backend"))
+            self.notes.append((line, f"{spec.id}: `backend` outlines_core: {said}"))
 
     def _source_exists(self, spec: ModelSpec) -> None:
         where = ("models", spec.id, "source")

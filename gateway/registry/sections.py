@@ -96,7 +96,9 @@ class Structured(Section):
     """How answers are held to a grammar; what is absent falls back to the settings."""
 
     backend: Literal["llguidance", "outlines_core"] | None = Field(
-        default=None, description="Who compiles grammars."
+        default=None,
+        description="Has no effect any more: llguidance compiles every grammar.",
+        json_schema_extra={"deprecated": True},
     )
     rows: int | None = Field(
         default=None, ge=1, le=1024, description="Grammar-bound answers decoded together."

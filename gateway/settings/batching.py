@@ -56,7 +56,11 @@ class BatchingSettings(BaseModel):
     )
     structured_backend: Annotated[
         Literal["llguidance", "outlines_core"], BeforeValidator(lower)
-    ] = Field(default="llguidance", description="Who compiles grammars.")
+    ] = Field(
+        default="llguidance",
+        description="Has no effect any more: llguidance compiles every grammar.",
+        json_schema_extra={"deprecated": True},
+    )
     structured_rows: int = Field(
         default=1, ge=1, le=1024, description="Grammar-bound answers decoded together, per model."
     )

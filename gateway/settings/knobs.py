@@ -43,13 +43,18 @@ def variable(name: str) -> str:
 
 
 def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> list[str]:
-    """List GATEWAY_ variables that nothing reads, each with the nearest that something does.
+    """List GATEWAY_ variables without effect, and the nearest name that has one for those unknown.
 
     `known` are those that models.yaml asks for.
     """
     valid = {variable(name) for name in Settings.model_fields} | ELSEWHERE | set(known)
     lines = []
-    for name in sorted(variables(env_file)):
+    given = variables(env_file)
+    for field, schema in Settings.model_json_schema()["properties"].items():
+        text = given.get(variable(field))
+        if schema.get("deprecated") and text and text.lower() != schema["default"]:
+            lines.append(f"{variable(field)}={text}: {schema['description']}")
+    for name in sorted(given):
         if name.startswith(PREFIX) and name not in valid:
             near = difflib.get_close_matches(name, valid, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]}?" if near else ""

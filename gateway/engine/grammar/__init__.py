@@ -12,7 +12,6 @@ validation     whether a finished answer fits what was left
 references     how far a schema leads through its references
 shaping        a schema drawn tighter, so that a small model stays on course
 compiling      a grammar → what rows are matched against, by llguidance
-indexes        the same by outlines_core
 trial          a first try in the sandbox, so that no grammar ends this process
 matching       where a row stands, and the masks of a step
 """

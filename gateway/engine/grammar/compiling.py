@@ -29,7 +29,7 @@ from gateway.engine.grammar.forms import (
     of_function,
     repeats_much,
 )
-from gateway.engine.grammar.matching import LLState, Matcher, State, Texts
+from gateway.engine.grammar.matching import Matcher, State, Texts
 from gateway.engine.grammar.references import MAX_PATH, check_path
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
@@ -304,14 +304,14 @@ def _compiled(
     matcher = first()
     noun = "JSON Schema" if code == "invalid_json_schema" else "grammar"
     copies = _Copies(first, matcher, texts)
-    error = LLState(matcher, texts).problem()
+    error = State(matcher, texts).problem()
     if error is None and (warnings := matcher.get_grammar_warnings()):
         error = "; ".join(warnings)
     if error is None:
         error = _try(Matcher(copies, tokenizer.eos_ids), tokenizer)
     if error is not None:
         raise _refused(f"The {noun} cannot be compiled: {error[:1000].strip()}", code)
-    return CompiledGrammar(copies, tokenizer.eos_ids, alone=lambda: LLState(first(), texts))
+    return CompiledGrammar(copies, tokenizer.eos_ids, alone=lambda: State(first(), texts))
 
 
 def _try(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
@@ -344,4 +344,4 @@ class _Copies:
     def __call__(self) -> State:
         if next(self._count) % RENEW_AFTER == 0:
             self._matcher = self._make()
-        return LLState(self._matcher.deep_copy(), self._texts)
+        return State(self._matcher.deep_copy(), self._texts)

@@ -7,13 +7,12 @@ are uint32 words, bit i of word w allowing the token 32 w + i.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
-from outlines_core import Guide  # type: ignore[import-untyped]
 
 Mask: TypeAlias = npt.NDArray[np.uint32]
 _WORD = 32
@@ -39,29 +38,8 @@ class Texts:
         return Texts(self.ids, others)
 
 
-class State(Protocol):
-    """A backend's place in a grammar."""
-
-    @property
-    def may_end(self) -> bool:
-        """Tell whether what was said is a whole answer."""
-
-    @property
-    def is_over(self) -> bool:
-        """Tell whether nothing more can be said."""
-
-    def advance(self, token: int) -> str | None:
-        """Take a token; give the error if the grammar doesn't allow it."""
-
-    def fill(self, row: Mask) -> str | None:
-        """Write the mask, end of sequence aside; give the error if it cannot be computed."""
-
-    def forced(self) -> list[int]:
-        """Give the tokens that must come next, as far as the backend can tell."""
-
-
-class LLState:
-    """llguidance's: an Earley parser over a lexer."""
+class State:
+    """A place in a grammar: llguidance's, an Earley parser over a lexer."""
 
     def __init__(self, matcher: LLMatcher, texts: Texts) -> None:
         self.matcher = matcher
@@ -103,7 +81,7 @@ class LLState:
                 row[token // _WORD] |= np.uint32(1 << (token % _WORD))
 
     def forced(self) -> list[int]:
-        """Give the tokens that must come next, as far as the backend can tell."""
+        """Give the tokens that must come next, as far as llguidance can tell."""
         return list(takewhile(self._is_text, self.matcher.compute_ff_tokens()))
 
     def _is_text(self, token: int) -> bool:
@@ -113,41 +91,6 @@ class LLState:
         """Give the matcher's error without its dump of the parser."""
         error = self.matcher.get_error().partition("\n<")[0]
         return "no answer can match it" if error.startswith("NoExtension") else error or None
-
-
-class GuideState:
-    """outlines_core's: a walk over a finite automaton."""
-
-    def __init__(self, guide: Guide, eos_id: int) -> None:
-        self._guide = guide
-        self._eos_id = eos_id
-
-    @property
-    def may_end(self) -> bool:
-        """Tell whether what was said is a whole answer."""
-        return bool(self._guide.is_finished())
-
-    @property
-    def is_over(self) -> bool:
-        """Tell whether nothing more can be said."""
-        return self.may_end and self._guide.get_tokens() in ([], [self._eos_id])
-
-    def advance(self, token: int) -> str | None:
-        """Take a token; give the error if the grammar doesn't allow it."""
-        try:
-            self._guide.advance(token, return_tokens=False)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def fill(self, row: Mask) -> str | None:
-        """Write the mask, end of sequence aside; give the error if it cannot be computed."""
-        self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
-        return None
-
-    def forced(self) -> list[int]:
-        """Follow the automaton while it has one way; not worth it here."""
-        return []
 
 
 class Matcher:
@@ -222,11 +165,10 @@ class Matcher:
         self._settle(row)
 
     def settle(self, row: Mask) -> None:
-        """Finish a mask that the backend has written for this row's state."""
-        if isinstance(self.state, LLState):
-            if self.state.problem() is not None:
-                return self.allowed(row)
-            self.state.mend(row)
+        """Finish a mask that llguidance has written for this row's state."""
+        if self.state.problem() is not None:
+            return self.allowed(row)
+        self.state.mend(row)
         return self._settle(row)
 
     def _settle(self, row: Mask) -> None:
@@ -255,7 +197,7 @@ class Matcher:
 
 
 class Masks:
-    """Fills the masks of many rows, in parallel where the backend can."""
+    """Fills the masks of many rows, in parallel."""
 
     def __init__(self, threads: int | None = None) -> None:
         self._executor = LLExecutor(threads)
@@ -264,7 +206,7 @@ class Masks:
         """Write (rows, words), one row a matcher. Look at each `error` afterwards."""
         together: list[tuple[LLMatcher, int]] = []
         for i, matcher in enumerate(matchers):
-            if isinstance(matcher.state, LLState) and matcher.error is None:
+            if matcher.error is None:
                 together.append((matcher.state.matcher, i))
             else:
                 matcher.allowed(bitmask[i])

@@ -35,13 +35,13 @@ class Shape:
     closed: bool = True
 
 
-def shaped(schema: Schema, shape: Shape, *, recursive: bool = True) -> Schema:
-    """Apply a shape. `recursive` False leaves open values open, for a backend without recursion."""
+def shaped(schema: Schema, shape: Shape) -> Schema:
+    """Apply a shape."""
     if shape.closed:
         schema = closed(schema)
     if shape.complete:
         schema = complete(schema)
-    return bounded(schema, shape.max_string_chars, shape.max_array_items, recursive=recursive)
+    return bounded(schema, shape.max_string_chars, shape.max_array_items)
 
 
 def complete(schema: Schema) -> Schema:
@@ -132,23 +132,18 @@ def bounded(
     schema: Schema,
     max_string_chars: int | None,
     max_array_items: int | None,
-    *,
-    recursive: bool = True,
 ) -> Schema:
     """Add `maxLength` and `maxItems` where a schema has neither, however deep.
 
     So are formats and patterns bounded that go on for ever, and names that are not given;
-    enumerations and constants stay as they are. With `recursive`, integers are kept to those
-    that are exact, and values of any shape (`{}`, an object of anything) are bounded as the rest
-    is, all the way down.
+    enumerations and constants stay as they are. Integers are kept to those that are exact, and
+    values of any shape (`{}`, an object of anything) are bounded as the rest is, all the way down.
     """
     limits: Node = {}
     if max_string_chars is not None:
         limits["maxLength"] = max_string_chars
     if max_array_items is not None:
         limits["maxItems"] = max_array_items
-    if not limits and not recursive:
-        return schema
     is_used = False
 
     def bound(node: Schema) -> Schema:
@@ -158,10 +153,7 @@ def bounded(
         if not isinstance(node, dict):
             return node
         if any(key in node for key in _SETTLED):
-            return _named(node, limits) if recursive else node
-        if not recursive:
-            is_free = "type" in node and not {"pattern", "format"} & node.keys()
-            return _limited(node, limits) if is_free else node
+            return _named(node, limits)
         counted = _limited(_counted(node, limits), limits)
         opened = _opened(counted, limits) if limits else counted
         is_used = is_used or opened is not node

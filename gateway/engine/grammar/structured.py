@@ -16,7 +16,6 @@ from gateway.engine.grammar.compiling import (
     read_schema,
 )
 from gateway.engine.grammar.forms import check_strict, first_form, of_function
-from gateway.engine.grammar.indexes import compile_index
 from gateway.engine.grammar.matching import Masks, apply_masks
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
@@ -31,8 +30,7 @@ class Structured:
     """A model's grammar tokenizer, and how far schemas are tightened for it.
 
     Without a tokenizer every grammar is refused, naming the `problem` with the model's. What is
-    compiled goes through the `sandbox`, where there is one; outlines_core, having no bound of its
-    own, needs it.
+    compiled goes through the `sandbox`, where there is one.
     """
 
     def __init__(
@@ -76,13 +74,13 @@ class Structured:
                 param="response_format",
                 code="grammar_not_supported",
             )
-        tokenizer, sandbox = self._tokenizer, self._sandbox
-        if tokenizer.backend == "llguidance" or grammar.kind == "calls":  # calls are in Lark
-            return compile_grammar(
-                tokenizer, grammar, shape=self._shape, bounds=self._bounds, sandbox=sandbox
-            )
-        assert sandbox is not None
-        return compile_index(tokenizer, grammar, sandbox, shape=self._shape, bounds=self._bounds)
+        return compile_grammar(
+            self._tokenizer,
+            grammar,
+            shape=self._shape,
+            bounds=self._bounds,
+            sandbox=self._sandbox,
+        )
 
     def fits(self, schema: str, answer: str) -> bool | None:
         """Judge a finished answer by a JSON Schema; None where that cannot be told. Slow."""

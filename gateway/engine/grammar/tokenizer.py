@@ -8,7 +8,7 @@ thread of its own, which others may pass between.
 import json
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 
 from gateway.engine.grammar.matching import Texts, words
 
-Backend: TypeAlias = Literal["llguidance", "outlines_core"]
 _BYTE = '"<0x0A>"'  # as a vocabulary with tokens for bytes has it
 _PAUSE_S = 0.01  # between two parts: time to answer what has waited meanwhile
 
@@ -38,10 +37,8 @@ class GrammarTokenizer:
         vocab_size: int,
         eos_ids: Collection[int],
         marks: Collection[int] = (),
-        backend: Backend = "llguidance",
     ) -> None:
         size = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
-        self.backend: Backend = backend
         self.eos_ids = tuple(sorted(token for token in eos_ids if 0 <= token < vocab_size))
         if not self.eos_ids:
             raise ValueError("the model has no end-of-sequence token")

@@ -11,7 +11,6 @@ import pytest
 from gateway.engine.grammar.calls import answer_grammar
 from gateway.engine.grammar.compiling import Bounds, compile_grammar, read_schema
 from gateway.engine.grammar.forms import form_that_compiles
-from gateway.engine.grammar.indexes import compile_index
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.trial import try_grammar
 from gateway.errors import BadRequest
@@ -401,100 +400,6 @@ def box() -> Iterator[Sandbox]:
     """Give the sandbox that grammars are tried in."""
     with sandbox("grammar", 60) as box:
         yield box
-
-
-INDEXABLE = (
-    *("typed enum", "date", "date-time", "uuid", "lengths", "integer", "number", "items", "tuple"),
-    *("alternation", "nullable type", "object", "nested", "any object", "any", "any array"),
-    *("bare alternation", "anchored alternation", "dollar", "open properties", "open items"),
-    *("open tuple", "open map", "titled", "open reference", "true"),
-)
-EXTRA = {
-    "bare alternation": closed(a={"type": "string", "pattern": "x|y"}, b={"type": "null"}),
-    "anchored alternation": {"type": "string", "pattern": "^a|b$"},
-    "dollar": {"type": "string", "pattern": "^[0-9a-fA-F]{2} \\$"},
-    "open properties": closed(a={}, b=True, c={"title": "C"}, d={"type": "null"}),
-    "open items": {"type": "array", "items": {}},
-    "open tuple": {"type": "array", "prefixItems": [{}, TEXT], "minItems": 2, "maxItems": 2},
-    "open map": {"type": "object", "additionalProperties": True},
-    "titled": {"title": "Anything"},
-    "open reference": {"$defs": {"A": {}}, **closed(a={"$ref": "#/$defs/A"}, b={"type": "null"})},
-    "nullable type": {"type": ["integer", "null"]},
-    "object": closed(a={"type": "string", "maxLength": 5}, b=NULLABLE),
-    "nested": {"$defs": {"E": ENTITY}, **closed(e={"$ref": "#/$defs/E"}, t={"enum": ["x", 1]})},
-}
-EXTRA["nested"]["$defs"]["E"] = closed(name={"type": "string", "maxLength": 5})
-
-
-@pytest.mark.parametrize("name", INDEXABLE)
-def test_outlines_core_keeps_what_it_accepts(name: str, box: Sandbox) -> None:
-    """The second backend, built in the sandbox, gives valid answers too."""
-    schema = EXTRA.get(name, SCHEMAS.get(name))
-    shape = Shape(max_string_chars=5, max_array_items=2)
-    grammar = compile_index(tokenizer(), schema_grammar(schema), box, shape=shape)
-    for seed in range(5):
-        matcher = grammar.matcher()
-        said = answer(matcher, seed)
-        jsonschema.validate(json.loads(said), schema, format_checker=jsonschema.FormatChecker())
-
-
-@pytest.mark.parametrize(
-    ("schema", "named"),
-    [
-        ({"type": "integer", "minimum": 1}, "minimum"),
-        ({"type": "number", "exclusiveMaximum": 1}, "exclusiveMaximum"),
-        ({"type": "number", "multipleOf": 2}, "multipleOf"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "object", "patternProperties": {"^a": TEXT}}, "patternProperties"),
-        ({"type": "object", "maxProperties": 1}, "maxProperties"),
-        ({"oneOf": [TEXT, {"type": "null"}]}, "oneOf"),
-        ({"allOf": [TEXT]}, "allOf"),
-        ({"type": "string", "pattern": "a", "maxLength": 2}, "maxLength"),
-        ({"type": "string", "format": "date", "maxLength": 2}, "maxLength"),
-        ({"type": "string", "format": "uri"}, "format"),
-        ({"type": "string", "format": "email"}, "format"),
-        ({"type": "string", "pattern": ".*"}, "pattern"),
-        ({"type": "string", "pattern": "[^a]"}, "pattern"),
-        ({"type": "string", "pattern": "[!-~]"}, "pattern"),
-        ({"type": "string", "pattern": "[A-z]"}, "pattern"),
-        ({"type": "string", "pattern": "[\\]!-~]"}, "pattern"),
-        ({"const": {'a"b': 1}}, "const"),
-        ({"enum": [1, [{"a\\n": 1}]]}, "enum"),
-        ({"type": "string", "pattern": "a)|(b"}, "pattern"),
-        ({"type": "string", "pattern": "(?i)a"}, "pattern"),
-        ({"type": "string", "pattern": "^?i"}, "pattern"),
-        (closed(**{'a"b': TEXT}), '"a\\"b"'),
-        (closed(x=closed(**{"a\nb": TEXT})), "`properties` at #/properties/x"),
-        (closed(**{"a\\b": TEXT}), "must escape"),
-        ({"enum": []}, "`enum` at #"),
-        (closed(a={"type": "string", "enum": []}), "`enum` at #/properties/a"),
-        ({"type": "array", "items": TEXT, "minItems": 1, "maxItems": 0}, "minItems"),
-        ({"$ref": "#/x", "x": {"type": "string", "pattern": "."}}, "#/x"),
-        ({"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": TEXT}}, "maxLength"),
-        ({"type": "string", "enum": ["a", 1]}, "enum"),
-        ({"properties": {"a": TEXT}}, "properties"),
-        (TREE, "$ref"),
-        ({**thing(a=TEXT), "required": ["a", "b"]}, "required"),
-        ({"type": "string", "format": "phone"}, "phone"),
-    ],
-    ids=str,
-)
-def test_outlines_core_refuses_what_it_would_ignore(schema: Any, named: str, box: Sandbox) -> None:
-    """Its own builder takes most of these without a word."""
-    with pytest.raises(BadRequest) as caught:
-        compile_index(tokenizer(), schema_grammar(schema), box)
-    assert named in caught.value.message
-    assert caught.value.code == "invalid_json_schema"
-
-
-def test_outlines_core_knows_regexes_but_no_grammars(box: Sandbox) -> None:
-    """A choice is a regex; a grammar is refused; a wrong regex says why."""
-    grammar = compile_index(tokenizer(), Grammar("choice", '["ab","a"]'), box)
-    assert {answer(grammar.matcher(), seed) for seed in range(12)} == {"a", "ab"}
-    with pytest.raises(BadRequest, match="llguidance"):
-        compile_index(tokenizer(), Grammar("grammar", 'start: "a"'), box)
-    with pytest.raises(BadRequest, match="cannot compile"):
-        compile_index(tokenizer(), Grammar("regex", "(a"), box)
 
 
 def test_seeds_repeat() -> None:

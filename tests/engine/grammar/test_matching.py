@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from gateway.engine.grammar.compiling import compile_grammar
-from gateway.engine.grammar.matching import LLState, Masks, Matcher, apply_masks, words
+from gateway.engine.grammar.matching import Masks, Matcher, State, apply_masks, words
 from gateway.jobs import Grammar
 from tests.engine.grammar.drawn_rows import (
     ENDS,
@@ -157,9 +157,9 @@ def test_a_row_outlives_the_lexer_it_shared() -> None:
     tokens, texts = tokenizer().tokens, tokenizer().texts
     spec = LLMatcher.grammar_from_regex("((a|b)*a(a|b){14}c)*")
 
-    def make(states: int) -> LLState:
+    def make(states: int) -> State:
         limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
-        return LLState(LLMatcher(tokens, spec, log_level=0, limits=limits), texts)
+        return State(LLMatcher(tokens, spec, log_level=0, limits=limits), texts)
 
     spellings = [*ids("a"), *ids("b")]
     matcher = Matcher(lambda: make(100), ENDS, alone=lambda: make(50_000))
