@@ -23,7 +23,7 @@ CHARS = 10**9
 TIMES = 4  # how much larger the larger one is
 MOST = 8.0  # a time that grows with the size is 4 times as long, one with its square 16 times
 NOTHING_S = 0.004  # in which nobody is kept waiting, and nothing can be measured
-AGAIN = 4  # times in a row that a field must be too slow
+AGAIN = 2  # times in a row that a field must be too slow, at both sizes
 RUNS = 3
 
 Grow = Callable[[int], Any]  # about so many bytes of JSON
@@ -237,15 +237,16 @@ def slow(
 ) -> list[str]:
     """List the fields whose time grows faster than their size, with the shapes that did it.
 
-    What is measured so is measured again: on a machine with other work one that grows as it should
-    may seem slow, but not each time.
+    What is measured so is measured again, and at `TIMES` the size: one that grows as it should may
+    seem slow beside other work, but not each time; or where it first needs more memory than the
+    process has at hand, but not beyond.
     """
     found = []
     with uncollected():
         for name in FIELDS[path]:
             for how, grow in shapes.get(name, {}).items():
-                for _ in range(AGAIN):
-                    before, after = growth(path, name, grow, nbytes, models)
+                for size in (nbytes, TIMES * nbytes) * AGAIN:
+                    before, after = growth(path, name, grow, size, models)
                     if after <= NOTHING_S or after <= MOST * before:
                         break
                 else:
