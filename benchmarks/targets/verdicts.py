@@ -66,7 +66,7 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
     """Write the table: the median, the range of the rounds, and what is to be said of them."""
     lines = ["| work | target | measured | met |", "| --- | --- | --- | --- |"]
     for each in verdicts:
-        met = "yes" if each.is_met else "no"
+        met = "no" if not each.is_met else "yes" if each.target else "–"  # nothing to be met
         lines.append(f"| {each.work} | {each.target} | {_measured(each)} | {met} |")
     return "\n".join(lines)
 

@@ -80,11 +80,13 @@ def test_the_table_says_how_far_the_rounds_were_apart() -> None:
         Target("chat", 0.95).judge([0.971, 0.9333, 1.2], note="a note"),
         Target("errors", at_most=0).judge([3]),
         not_measured("prefix", "Traceback\nno port"),
+        Target("beside another").judge([0.3]),
     ]
     assert markdown(verdicts).splitlines()[2:] == [
         "| chat | ≥ 0.95 | 0.971 (0.933–1.2); a note | yes |",
         "| errors | ≤ 0 | 3 | no |",
         "| prefix |  | not measured: no port | no |",
+        "| beside another |  | 0.3 | – |",
     ]
 
 
