@@ -22,6 +22,7 @@ from gateway.cli._bodies import Stream
 from gateway.cli._http2 import Http2
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge
 
+LONG_READ = 16 * 1024
 MOST_AHEAD = 256 * 1024  # bytes that a client may send while it waits for an answer
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 
@@ -128,6 +129,8 @@ class Http1(H11Protocol):
             self._is_paused = True
         if isinstance(self.stream, Stream):
             await self.stream.room()
+        if len(data) > LONG_READ:  # of many small chunks: let others have their turn between two
+            await asyncio.sleep(0)
 
     def _is_clear(self, data: bytes) -> bool:
         """Return True if no line of the head so far ends in a bare LF."""

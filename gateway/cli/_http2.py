@@ -4,6 +4,7 @@ Hypercorn 0.18 and h2 4.4 end the connection, and all that is under way in it, f
 what RFC 9113 calls an error of one stream.
 """
 
+import asyncio
 import contextlib
 import re
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ from hyperframe.frame import DataFrame, Frame, HeadersFrame, RstStreamFrame
 
 from gateway.cli._bodies import Taken
 
+MANY = 64  # events of one read, after which others have their turn
 HEADS = 4  # times what the settings name is decoded, for an answer that says so: 431
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
@@ -166,7 +168,8 @@ class Http2(H2Protocol):
                 continue
             if isinstance(event, h2.events.DataReceived):
                 kept = 0
-                if stream := self.streams.get(event.stream_id):
+                # Frames without a byte of data cost their sender nothing, nor may they us.
+                if event.data and (stream := self.streams.get(event.stream_id)):
                     await stream.handle(Body(event.stream_id, event.data))
                     kept = len(event.data)
                 self._give_back(event.flow_controlled_length - kept, event.stream_id)
@@ -176,6 +179,8 @@ class Http2(H2Protocol):
                 self.keep_alive_requests = 0
                 await super()._handle_events([event])
         await self._flush()
+        if len(events) > MANY:  # what is read next is there already, and would be taken at once
+            await asyncio.sleep(0)
 
     def _is_open(self, stream_id: int) -> bool:
         """Return False for a stream that was reset by what came together with its head."""

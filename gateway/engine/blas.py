@@ -96,7 +96,7 @@ def load_blas(environment: Mapping[str, str]) -> _Loaded:
     if _MLX_WAS_IMPORTED:
         return BlasFinding(loaded=False, hint=_SLOW + _LATE), None
     with _environment("OPENBLAS_THREAD_TIMEOUT", "20"):
-        choice = environment.get(_VARIABLE) or "wheel"
+        choice = environment.get(_VARIABLE, "").strip() or "wheel"
         if choice.lower() not in ("wheel", "system"):
             return _by_path(choice)
         why = None

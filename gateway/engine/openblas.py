@@ -12,6 +12,7 @@ written to, each process makes a copy for itself in a file without a name.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import secrets
@@ -19,6 +20,7 @@ import stat
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -125,6 +127,7 @@ def _made_to_keep(wheel: Wheel) -> Iterator[BinaryIO]:
     Two processes at once make the same file: the later one takes the place of the other's.
     """
     with _own(wheel.folder) as folder:
+        _clear(folder)
         making = f".{secrets.token_hex(8)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(making, flags, 0o600, dir_fd=folder), "w+b") as file:
@@ -137,6 +140,15 @@ def _made_to_keep(wheel: Wheel) -> Iterator[BinaryIO]:
                 os.unlink(making, dir_fd=folder)
                 raise
             yield file
+
+
+def _clear(folder: int) -> None:
+    """Remove what processes that were killed have left of their copies."""
+    for name in os.listdir(folder):
+        with suppress(FileNotFoundError):
+            age = time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+            if name.startswith(".") and age > 2 * _PATCH_S:
+                os.unlink(name, dir_fd=folder)
 
 
 @contextmanager
@@ -196,10 +208,12 @@ def _digest(file: BinaryIO) -> str:
 
 def _make(library: Path, copy: BinaryIO) -> None:
     """Write a copy whose exported names mlx knows; raises CopyFailed."""
-    number = copy.fileno()
+    patchelf = str(_patchelf())
     names = "".join(f"{old} {new}\n" for old, new in new_names(library).items())
     renaming = ("--rename-dynamic-symbols", "/dev/stdin", "--set-soname", SONAME)
-    command = [str(_patchelf()), *renaming, "--output", f"/dev/fd/{number}", str(library)]
+    # None that the child has for its own: a process without stdin gets 0 for what it opens.
+    number = fcntl.fcntl(copy.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+    command = [patchelf, *renaming, "--output", f"/dev/fd/{number}", str(library)]
     try:
         subprocess.run(
             command,
@@ -212,6 +226,8 @@ def _make(library: Path, copy: BinaryIO) -> None:
     except subprocess.SubprocessError as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         raise CopyFailed(f"patchelf: {said or error}") from None
+    finally:
+        os.close(number)
 
 
 def _patchelf() -> Path:

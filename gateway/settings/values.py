@@ -22,6 +22,7 @@ def lower(value: object) -> object:
 
 def library(value: str) -> str:
     """Read a word in capitals too; a path leads to a file."""
+    value = value.strip()
     if value.lower() in ("wheel", "system"):
         return value.lower()
     if not os.path.isfile(os.path.expanduser(value)):

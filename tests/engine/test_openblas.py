@@ -168,6 +168,35 @@ def test_a_copy_that_is_not_the_one_that_was_made_never_runs(house: House, damag
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600
 
 
+def test_what_killed_processes_left_of_a_copy_goes_with_the_next_that_is_made(house: House) -> None:
+    """But for what may still be under way."""
+    house.start()
+    copy = house.copy()
+    old, new = house.cache / ".left", house.cache / ".being-made"
+    for each in (old, new):
+        each.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    copy.unlink()
+    house.start()
+    assert house.copies() == sorted([copy, new])
+
+
+def test_a_process_without_stdin_makes_its_copy_too(house: House) -> None:
+    """What it opens first gets its number, under which a child has an input of its own."""
+    command = f'exec <&-; exec "{sys.executable}" -c "$0"'
+    process = subprocess.Popen(
+        ["/bin/bash", "-c", command, STARTED],
+        cwd=house.folder,
+        env=house.environment(HOME=None),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    finding, files = heard(process)
+    assert (finding["kind"], finding["why"]) == ("wheel", None)
+    assert is_nameless(files, house)
+
+
 def test_a_link_in_the_place_of_the_copy_is_not_followed(house: House) -> None:
     """Even to the same bytes: who owns what is at its end may change them later."""
     house.start()
@@ -301,7 +330,7 @@ def test_a_setting_names_the_library(house: House) -> None:
     house.copy().rename(path)
     libraries = str(installed().library.parent)  # what it needs beside it
     for given in (str(path), path.name):  # or from the folder that it is started in
-        finding, files = house.start(GATEWAY_BLAS=given, LD_LIBRARY_PATH=libraries)
+        finding, files = house.start(GATEWAY_BLAS=f" {given}", LD_LIBRARY_PATH=libraries)
         assert finding["kind"] == "path"
         assert str(path) in files
     assert house.copies() == []

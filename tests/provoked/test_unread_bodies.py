@@ -214,6 +214,25 @@ async def test_small_and_empty_pieces_cost_no_more_than_their_bytes(
     assert http2.bodies[1] == b"30000"
 
 
+async def test_a_flood_of_empty_pieces_keeps_nobody_waiting(
+    of_reader: httpx2.AsyncClient, reader: Reader
+) -> None:
+    """Others are answered before the last piece is read: all of them cost no window."""
+    async with connected(of_reader) as pair, connected(of_reader) as other:
+        http2, http1 = Http2Client(*pair), other
+        http2.ask(1, "k", "/held")
+        await until(lambda: reader.held == 1)
+        await http2.ping()
+        http2.writer.write(frames(1, 200_000, b""))
+        flood = asyncio.create_task(http2.ping())
+        for _ in range(3):
+            http1[1].write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await http1[0].readuntil(b"\r\n\r\n0")
+        assert not flood.done()
+        async with asyncio.timeout(60):
+            await flood
+
+
 async def test_a_body_with_padding_is_taken_whole(of_reader: httpx2.AsyncClient) -> None:
     """What is padding counts in the windows, and is given back though nobody reads it."""
     async with connected(of_reader) as pair:

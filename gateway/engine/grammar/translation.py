@@ -122,11 +122,13 @@ def _other_types(schema: Node) -> Schema | None:
 
 def _other_values(schema: Node) -> Schema | None:
     """Exclude strings, null and one boolean. Numbers and larger values are past words."""
-    values = [schema["const"]] if "const" in schema else schema["enum"]
+    values = schema["enum"] if "enum" in schema else [schema["const"]]
     if "type" in schema and types(schema) != {"string"}:
         return None
     if not all(value is None or isinstance(value, (bool, str)) for value in values):
         return None
+    if "const" in schema:  # beside an enumeration, of which it may be none
+        values = [value for value in values if value == schema["const"]]
     if "type" in schema:
         values = [value for value in values if isinstance(value, str)]
     ways: Node = {}

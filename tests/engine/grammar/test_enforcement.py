@@ -89,6 +89,11 @@ TRANSLATED: list[tuple[Any, list[Any]]] = [
     ({**TEXT, "not": {"enum": ["ab", "b", 'q"', "é"]}}, ["a", "ab", "b", 'q"', "é", "", "abc"]),
     ({"not": {"const": None}}, [None, 0, ""]),
     ({"not": {"const": True}}, [True, False, "a"]),
+    ({"not": {"const": "a", "enum": ["a", "b"]}}, ["a", "b", "c", 1]),
+    (
+        {"anyOf": [{"not": {"not": {"const": None, "enum": ["x"]}}}, {"type": "boolean"}]},
+        [None, "x", True],
+    ),
     (
         {**thing(a=TEXT, b=TEXT), "additionalProperties": False, "not": {"required": ["a"]}},
         [{}, {"a": "x"}, {"b": "x"}, {"a": "x", "b": "y"}],
