@@ -22,6 +22,8 @@ BOUNDS = Bounds(max_messages=1_000_000)
 CHARS = 10**9
 TIMES = 4  # how much larger the larger one is
 MOST = 8.0  # a time that grows with the size is 4 times as long, one with its square 16 times
+SURELY = 12.0  # the same, of more than LARGE bytes
+LARGE = 1_600_000
 NOTHING_S = 0.004  # in which nobody is kept waiting, and nothing can be measured
 AGAIN = 2  # times in a row that a field must be too slow, at both sizes
 RUNS = 3
@@ -237,17 +239,17 @@ def slow(
 ) -> list[str]:
     """List the fields whose time grows faster than their size, with the shapes that did it.
 
-    What is measured so is measured again, and at `TIMES` the size: one that grows as it should may
-    seem slow beside other work, but not each time; or where it first needs more memory than the
-    process has at hand, but not beyond.
+    What is measured so is measured again where it is large, and that twice: one that grows as it
+    should may seem slow beside other work, or where it first needs more memory than the process
+    has at hand, but not there too; one that grows with its square is all the slower there.
     """
     found = []
     with uncollected():
         for name in FIELDS[path]:
             for how, grow in shapes.get(name, {}).items():
-                for size in (nbytes, TIMES * nbytes) * AGAIN:
+                for size, most in ((nbytes, MOST), (max(nbytes, LARGE), SURELY)) * AGAIN:
                     before, after = growth(path, name, grow, size, models)
-                    if after <= NOTHING_S or after <= MOST * before:
+                    if after <= NOTHING_S or after <= most * before:
                         break
                 else:
                     found.append(f"{name}: {how}, {1e3 * before:.1f} → {1e3 * after:.1f} ms")
