@@ -1,5 +1,6 @@
 """SmolLM2 as it is shipped: tokens a second beside mlx-lm's own server and llama.cpp."""
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -111,9 +112,9 @@ def _bound(rounds: Sequence[Round], weights: int) -> Verdict:
     return BOUND.judge(samples, note=note)
 
 
-def memory_bandwidth(size: int, threads: int = 2) -> float:
-    """Measure bytes a second with which `threads` threads add up so many bytes, at best of five."""
-    parts = np.array_split(np.ones(size // 4, np.float32), threads)
+def memory_bandwidth(size: int) -> float:
+    """Measure bytes a second, at best of five, with which all cores add up so many."""
+    parts = np.array_split(np.ones(size // 4, np.float32), os.cpu_count() or 1)
 
     def once() -> float:
         adders = [threading.Thread(target=part.sum) for part in parts]

@@ -108,7 +108,7 @@ def _circles(schema: Schema) -> Leaves:
         own = node.keys() - NOTES
         if "$ref" in own:
             leaves |= {(id(node), key) for key in own if key != "$ref"}
-        if len(own) > 1 or any(len(node.get(key, ())) > 1 for key in ("allOf",)):
+        if len(own) > 1 or len(node.get("allOf", ())) > 1:
             leaves |= {(id(each), "$ref") for each in _in_place(node) if "$ref" in each}
     return frozenset(leaves)
 
