@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
@@ -12,6 +12,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from gateway.engine.prefixes import BLOCK, Prefixes, shared
 from gateway.engine.rows import Row
 from gateway.engine.scoring import Scorer
+
+# What is left of a prompt is read with its last chunk if it is at most this fraction of one, for a
+# pass of a few tokens costs nearly as much as a whole one.
+REST_SHARE: Final = 4
 
 
 def take_prompts(lengths: Sequence[int], budget: int) -> int:
@@ -248,7 +252,10 @@ class Prefill:
 
     def _chunk_end(self, cohort: Cohort, budget: int) -> int:
         """Give how far to read now: with a block's end, where a prefix must stand at one."""
-        end = min(cohort.read + max(1, budget // len(cohort.rows)), cohort.length)
+        chunk = max(1, budget // len(cohort.rows))
+        end = min(cohort.read + chunk, cohort.length)
+        if cohort.length - end <= chunk // REST_SHARE:
+            end = cohort.length
         if not self._prefixes.needs_block_ends or len(cohort.rows) > 1:
             return end
         start = cohort.starts[0]

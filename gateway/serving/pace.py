@@ -8,18 +8,20 @@ MOST_GROWTH = 4  # from one pass to the next: a short one says little of a long 
 def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) -> int:
     """Return how many padded tokens the next pass may have, after one that was just measured.
 
-    `allowed` is what that one might have had, `tokens` what it had. There are three cases:
-    1. It took more than half of the time that it may: it tells the speed. A small one that did may
-       have been held up by something else, and halves what is allowed at most.
+    `allowed` is what that one might have had, `tokens` what it had. There are four cases:
+    1. It had most of what it might and took more than half of the time: it tells the speed.
     2. It was quick for its tokens: so many more as its speed says, but not many times as many.
-    3. It was quick because it was small, and most of it was what any pass costs: it tells nothing.
+    3. It was small and within the limit, so most of its time was what any pass costs: it tells
+       nothing, or at most that more is possible.
+    4. It was small and took too long. Something else may have held it up, so what is allowed
+       halves at most.
     """
     if tokens <= 0 or seconds <= 0:
         return allowed
     as_fast = int(tokens * limit_s / seconds)
-    if 2 * seconds < limit_s:
-        return max(allowed, min(as_fast, MOST_GROWTH * allowed))
     is_small = 2 * tokens < allowed
+    if 2 * seconds < limit_s or (is_small and seconds <= limit_s):
+        return max(allowed, min(as_fast, MOST_GROWTH * allowed))
     return max(LEAST_TOKENS, as_fast, allowed // 2 if is_small else 0)
 
 

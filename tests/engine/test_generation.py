@@ -208,11 +208,26 @@ def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> N
     """So that nobody waits for a long one to be read whole."""
     (row,) = engine.plan(job(TEXTS[4]))
     engine.join(row)
-    chunks = 0
+    chunks = []
     while engine.is_prefilling:
         engine.prefill(64)
-        chunks += 1
-    assert chunks == -(-(len(row.prompt) - 1) // 64)
+        chunks.append(engine.last_pass.tokens)
+    assert sum(chunks) == len(row.prompt) - 1
+    assert set(chunks[:-1]) == {64}
+
+
+def test_the_end_of_a_prompt_is_read_with_its_last_chunk(engine: GenerationEngine) -> None:
+    """Where it is at most a quarter of one: a pass of a few tokens costs as much as a whole one."""
+    (row,) = engine.plan(job(TEXTS[4]))
+    length = len(row.prompt) - 1
+    for beyond, passes in ((1, 1), (length // 5, 1), (length // 4, 2)):
+        engine.join(row)
+        before, chunks = engine.rows, 0
+        while engine.is_prefilling:
+            engine.prefill(length - beyond)
+            chunks += 1
+        assert (before, chunks) == (1, passes)
+        engine.leave(engine._last_id)
 
 
 def test_a_short_prompt_overtakes_long_ones(

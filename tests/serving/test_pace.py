@@ -22,6 +22,7 @@ def test_a_quick_pass_lets_the_next_be_longer_and_not_many_times_as_long() -> No
 def test_a_small_quick_pass_tells_nothing_of_large_ones() -> None:
     """Eight tokens take nearly as long as eighty."""
     assert allowed_tokens(2000, 8, 0.02, 0.25) == 2000
+    assert allowed_tokens(55, 5, 0.17, 0.25) == 55, "the end of a prompt, on a slow machine"
 
 
 def test_a_small_slow_pass_halves_at_most() -> None:

@@ -37,7 +37,7 @@ from gateway.jobs import (
 )
 from gateway.serving.admission import Admission, Noun, until_deadline
 from gateway.serving.budget import Budget
-from gateway.serving.generation.batches import GenerationLimits, rank
+from gateway.serving.generation.batches import GenerationLimits, prefill_goes_first, rank
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory
 from gateway.serving.generation.rows import Rows
@@ -52,6 +52,7 @@ from gateway.serving.workers import unending
 log = logs.get("generation")
 
 ASK_AGAIN_S = 0.1  # for room in a queue that is full
+PREFILL_FIRST_PASSES = 2  # while more rows are being read than run, at the longest
 BREATH_S = 0.1  # after a turn that failed: the next may fail as well, and so on
 
 
@@ -99,6 +100,7 @@ class GenerationBatcher:
         self._memory = memory or RowMemory(Budget(0), RowCosts())
         self._rows = Rows(name, self._limited(limits), self._memory)
         self._stirred = {kind: asyncio.Event() for kind in ("prefill", "decode")}
+        self._decode_waits_since: float | None = None
         self._has_warned = False
         self._news = threading.Event()  # rows that leave, for the lane's thread
         self._steps = Steps(
@@ -343,8 +345,21 @@ class GenerationBatcher:
             await self._stirred["decode"].wait()
             self._stirred["decode"].clear()
             while self._engine.is_decoding or self._rows.must_move:
+                if self._lets_prefill_go_first():
+                    break  # until its turn has ended
                 if not await self._turn("decode", self._steps.write):
                     break
+                self._decode_waits_since = None
+
+    def _lets_prefill_go_first(self) -> bool:
+        """Decide whether the rows that run wait for those being read, and since when they do."""
+        rows, now = self._rows, metrics.now()
+        if rows.must_move or not self._engine.is_prefilling:
+            return False
+        self._decode_waits_since = self._decode_waits_since or now
+        waited_s = now - self._decode_waits_since
+        bound_s = PREFILL_FIRST_PASSES * self._limits.pass_limit_s
+        return prefill_goes_first(rows.reading, rows.decoding, waited_s, bound_s)
 
     async def _turn(self, kind: str, work: Callable[[Moves, Turn], None]) -> bool:
         """Take a turn; tell whether there is a lane to take turns of."""

@@ -30,3 +30,12 @@ def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
     overtake or give way, and neither starves or is starved for longer than that.
     """
     return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
+
+
+def prefill_goes_first(reading: int, decoding: int, waited_s: float, bound_s: float) -> bool:
+    """Return True if the rows that decode wait for those whose prompts are being read.
+
+    A decode step of a few rows costs nearly as much as one of all of them, so a burst is read
+    before it is answered: while more rows are being read than run, for `bound_s` between two steps.
+    """
+    return reading > decoding and waited_s < bound_s

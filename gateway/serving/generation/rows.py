@@ -51,6 +51,16 @@ class Rows:
         return sum(each.row not in self._reading for each in self._held)
 
     @property
+    def reading(self) -> int:
+        """Count those whose prompts are being read."""
+        return len(self._reading)
+
+    @property
+    def decoding(self) -> int:
+        """Count those that are given tokens."""
+        return sum(not each.is_held and each.row not in self._reading for each in self)
+
+    @property
     def is_wanting(self) -> bool:
         """Tell whether one could have joined, had there been memory, when last it was looked."""
         return self._wanting is not None

@@ -1,6 +1,7 @@
 """The generation batcher: rows join, are told their deltas, and leave."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from gateway.errors import (
     GatewayError,
     Overloaded,
 )
-from gateway.jobs import Delta, GenerateJob, Grammar, Stage, Tier
+from gateway.jobs import Delta, GenerateJob, Grammar, RowDelta, Stage, Tier
 from gateway.serving.admission import NO_BOUND
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.batches import GenerationLimits
@@ -104,6 +105,49 @@ async def test_a_late_row_joins_the_running_batch() -> None:
         assert await second == "bb"
         assert await first == "a" * 50
     assert max(engine.steps) == 2
+
+
+class OneByOne(ScriptedWriter):
+    """Reads one prompt a pass, which takes as long as a step."""
+
+    def prefill(self, token_budget: int) -> list[RowDelta]:
+        time.sleep(0.01)
+        others = dict(list(self._waiting.items())[1:])
+        for row in others:
+            del self._waiting[row]
+        ended = super().prefill(token_budget)
+        self._waiting.update(others)
+        return ended
+
+    def decode(self) -> list[RowDelta]:
+        time.sleep(0.01)
+        return super().decode()
+
+
+async def steps_of_a_burst(pass_limit_s: float) -> list[int]:
+    """Let eight requests come while a ninth is being answered: rows a step, until all run."""
+    engine = OneByOne()
+    async with batching(engine, pass_limit_s=pass_limit_s) as batcher:
+        engine.gate.close()
+        first = asyncio.create_task(text(batcher, generate_job("a" * 50)))
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        burst = [asyncio.create_task(text(batcher, generate_job("x" * 20))) for _ in range(8)]
+        await until(lambda: batcher.tickets == 8)
+        engine.gate.open()
+        assert await asyncio.gather(first, *burst) == ["a" * 50, *["x" * 20] * 8]
+    return engine.steps[: engine.steps.index(9)]
+
+
+async def test_a_burst_is_mostly_read_before_its_first_steps() -> None:
+    """Steps of two rows and three would each cost nearly as much as steps of nine."""
+    steps = await steps_of_a_burst(pass_limit_s=5)
+    assert sum(1 < rows < 5 for rows in steps) <= 1
+
+
+async def test_rows_that_run_wait_for_a_burst_no_longer_than_two_passes() -> None:
+    """Else a queue of prompts would stop every answer under way."""
+    steps = await steps_of_a_burst(pass_limit_s=0)
+    assert sum(1 < rows < 5 for rows in steps) > 1
 
 
 async def test_no_more_rows_run_than_the_limit() -> None:

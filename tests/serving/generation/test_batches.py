@@ -1,7 +1,7 @@
 """Who joins next, with numbers."""
 
 from gateway.jobs import Tier
-from gateway.serving.generation.batches import rank
+from gateway.serving.generation.batches import prefill_goes_first, rank
 
 
 def test_a_tier_is_worth_a_head_start_and_no_more() -> None:
@@ -9,3 +9,11 @@ def test_a_tier_is_worth_a_head_start_and_no_more() -> None:
     assert rank(10.0, Tier.PRIORITY, 5) < rank(6.0, Tier.DEFAULT, 5) < rank(2.0, Tier.FLEX, 5)
     assert rank(12.0, Tier.PRIORITY, 5) > rank(6.0, Tier.DEFAULT, 5)
     assert rank(0.0, Tier.FLEX, 5) < rank(6.0, Tier.DEFAULT, 5)
+
+
+def test_a_burst_is_read_before_it_is_answered_and_for_so_long() -> None:
+    """A step costs nearly as much for a few rows as for many; those that run wait for a bound."""
+    assert prefill_goes_first(reading=31, decoding=1, waited_s=0.2, bound_s=0.5)
+    assert not prefill_goes_first(reading=31, decoding=1, waited_s=0.5, bound_s=0.5)
+    assert not prefill_goes_first(reading=16, decoding=16, waited_s=0, bound_s=0.5)
+    assert not prefill_goes_first(reading=1, decoding=1, waited_s=0, bound_s=0.5), "a long prompt"
