@@ -1,7 +1,10 @@
 """The README says what is: its table is the settings', its links lead somewhere."""
 
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from tests.readme_tables import written
 
@@ -28,3 +31,13 @@ def test_every_model_key_is_explained() -> None:
     table = README.partition("## models.yaml")[2].partition("## Settings")[0]
     for key in {*EmbeddingSpec.model_fields, *ChatSpec.model_fields} - {"id"}:
         assert f"`{key}`" in table, key
+
+
+def test_nothing_in_the_repository_is_a_link() -> None:
+    """One to a path of somebody's machine leads nowhere on another."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a clone: what is tracked is not known")
+    assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []
