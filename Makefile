@@ -119,5 +119,5 @@ demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
 clean: ## Remove what the commands above made
 	rm -rf $(VENV) $(VENV)-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
 
-docs: setup ## Write the README's generated tables
-	$(BIN)/python -m tests.readme_tables
+docs: setup ## Write the generated tables of docs/
+	$(BIN)/python -m tests.docs_tables

@@ -63,7 +63,12 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it() -> None:
 def test_the_sdist_holds_all_that_the_wheel_is_built_of_and_that_tests_it() -> None:
     with tarfile.open(DIST / KINDS["sdist"]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    rooms = {"gateway/cli/serve.py", "tests/test_dist.py", "demo/chat/model.safetensors"}
+    rooms = {
+        "gateway/cli/serve.py",
+        "tests/test_dist.py",
+        "docs/api.md",
+        "demo/chat/model.safetensors",
+    }
     assert {"pyproject.toml", "models.yaml", "LICENSE", "NOTICE", "Makefile", *rooms} <= names
     assert not [name for name in names if name.startswith((".venv", ".ci", "dist"))]
 

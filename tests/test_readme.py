@@ -1,34 +1,90 @@
-"""The README says what is: its table is the settings', its links lead somewhere."""
+"""README and docs say what is: tables are the code's, and links lead somewhere."""
 
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.readme_tables import written
+from tests.docs_links import anchors, broken_links
+from tests.docs_tables import TABLES, generated
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+FOLDERS = ("docs", "deploy", "demo", "benchmarks", "tests", "compat_tests")
+PAGES = sorted(
+    page
+    for pages in (ROOT.glob("*.md"), *((ROOT / folder).rglob("*.md") for folder in FOLDERS))
+    for page in pages
+    if "node_modules" not in page.parts
+)
 
 
-def test_the_generated_tables_are_those_of_the_code() -> None:
+@pytest.mark.parametrize("name", TABLES)
+def test_a_generated_table_is_that_of_the_code(name: str) -> None:
     """`make docs` writes them."""
-    assert written(README) == README
+    page, written, new = generated(name)
+    assert written == new, page
 
 
-def test_links_into_the_repository_lead_somewhere() -> None:
-    """A newcomer follows them."""
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert target.startswith("http") or (page.parent / target).exists(), target
+def test_the_readme_is_read_in_one_sitting() -> None:
+    """What is looked up is in docs/."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
+
+
+def test_every_link_leads_to_a_page_and_a_heading_that_exist() -> None:
+    names = {str(page.relative_to(ROOT)) for page in PAGES}
+    assert {"README.md", "CONTRIBUTING.md", "docs/api.md", "deploy/README.md"} <= names
+    assert broken_links(ROOT, PAGES) == []
+
+
+def test_every_page_of_docs_is_linked_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in PAGES:
+        name = page.relative_to(ROOT).as_posix()
+        assert f"]({name})" in readme or name == "README.md", name
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("[a](other.md) [b](other.md#two-words) [c](folder) [d](#here) [e](https://a.b/c#d)", []),
+        ("[a](missing.md)", ["missing.md"]),
+        ("[a](other.md#gone)", ["other.md#gone"]),
+        ("[a](#gone)", ["#gone"]),
+        ("[a](folder#gone)", ["folder#gone"]),
+        ("[a](../outside.md)", ["../outside.md"]),
+        ("[a](/other.md)", ["/other.md"]),
+        ("[a](other.md 'said')", []),
+        ('[a](<missing.md> "said")', ["missing.md"]),
+        ("[`code`](missing.md)", ["missing.md"]),
+        ("![a picture](missing.png)", ["missing.png"]),
+        ("[a][b]\n\n[b]: missing.md", ["missing.md"]),
+        ("[a][b] [c]\n\n[c]: other.md", ["[a][b]"]),
+        ("`[a](missing.md)`\n\n```\n[a](missing.md)\n```", []),
+        ("```\n# Not a heading\n```\n[a](#not-a-heading)", ["#not-a-heading"]),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, text: str, broken: list[str]) -> None:
+    (tmp_path / "outside.md").touch()
+    root = tmp_path / "root"
+    (root / "folder").mkdir(parents=True)
+    (root / "other.md").write_text("# Other\n\n## Two words\n")
+    page = root / "page.md"
+    page.write_text(f"# Here\n\n{text}\n")
+    assert broken_links(root, [page]) == [f"page.md: {link}" for link in broken]
+
+
+def test_anchors_are_those_that_github_gives_headings() -> None:
+    page = "# `GET /v1/models`, and more\n## A [link](x.md)\n## Twice\n## Twice\n## a_b – c-d"
+    expected = {"get-v1models-and-more", "a-link", "twice", "twice-1", "a_b--c-d"}
+    assert anchors(page) == expected
 
 
 def test_every_model_key_is_explained() -> None:
-    """In the table of models.yaml."""
+    """In the table of docs/models-yaml.md."""
     from gateway.registry import ChatSpec, EmbeddingSpec
 
-    table = README.partition("## models.yaml")[2].partition("## Settings")[0]
+    page = (ROOT / "docs" / "models-yaml.md").read_text(encoding="utf-8")
+    table = page.partition("| Key | Kinds | Meaning |")[2].partition("\n\n")[0]
     for key in {*EmbeddingSpec.model_fields, *ChatSpec.model_fields} - {"id"}:
         assert f"`{key}`" in table, key
 

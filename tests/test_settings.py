@@ -206,7 +206,7 @@ def test_a_variable_without_effect_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_setting_has_a_line_in_the_table() -> None:
-    """The README's table has each variable, with a meaning, a type and its bound."""
+    """The table of docs/settings.md has each variable, with a meaning, a type and its bound."""
     table = environment_table()
     for name, field in Settings.model_fields.items():
         assert field.description

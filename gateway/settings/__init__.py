@@ -5,7 +5,7 @@
     fields    every knob, gathered from: listening, memory (models and theirs), batching,
               limits (of a request, and of a caller in a minute), watch (time, stalls)
     reading   where values come from, and what is said of a wrong one
-    knobs     the settings as lists: for `config`, and for the README's table
+    knobs     the settings as lists: for `config`, and for docs/settings.md
 
 Config stops at app.py: below it, plain arguments.
 """

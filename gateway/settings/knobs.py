@@ -1,4 +1,4 @@
-"""Settings as lists: what each knob is set to and by whom, and the README's table."""
+"""Settings as lists: what each knob is set to and by whom, and the table of docs/settings.md."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -63,7 +63,7 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
 
 
 def environment_table() -> str:
-    """Render every variable as the README's markdown table."""
+    """Render every variable as the Markdown table of docs/settings.md."""
     properties: dict[str, dict[str, Any]] = Settings.model_json_schema()["properties"]
     lines = ["| Variable | Type | Default | What it does |", "| --- | --- | --- | --- |"]
     for name, schema in properties.items():

@@ -44,7 +44,7 @@ ENDPOINTS = (
 
 
 def fields_table() -> str:
-    """Write the README's table."""
+    """Return the table of docs/api.md."""
     rows = ["| Endpoint | Honoured | Accepted, without effect | Refused with 400 |"]
     rows.append("| --- | --- | --- | --- |")
     for endpoint in ENDPOINTS:

@@ -1,4 +1,4 @@
-"""The README's table of request fields, walked against the running server."""
+"""The table of request fields in docs/api.md, walked against the running server."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 pytestmark = pytest.mark.anyio
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 USER = [{"role": "user", "content": "hi"}]
 MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": "any-size", "input": "hi"},
@@ -70,7 +70,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
 
 def rows() -> dict[str, tuple[list[str], list[str], list[str]]]:
     """Read the table: by path, what is honoured, harmless, refused."""
-    table = README.partition("<!-- fields:")[2].partition("<!-- /fields -->")[0]
+    table = PAGE.partition("<!-- fields:")[2].partition("<!-- /fields -->")[0]
     found = {}
     for line in table.splitlines():
         if path := re.match(r"\| `POST ([^`]+)` \|", line):

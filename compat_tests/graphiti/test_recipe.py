@@ -1,4 +1,4 @@
-"""The README's recipe for Graphiti, as written."""
+"""The recipe of docs/graphiti.md, as written."""
 
 import re
 import subprocess
@@ -9,8 +9,8 @@ import pytest
 
 from compat_tests.conftest import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+PAGE = (ROOT / "docs" / "graphiti.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
 
 
 @pytest.mark.compat
