@@ -4,13 +4,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from gateway.api.app import ENDPOINTS
+from gateway.api.openapi import fields_table
 from gateway.settings import environment_table
-from gateway.wire.table import fields_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "settings": (DOCS / "settings.md", environment_table),
-    "fields": (DOCS / "api.md", fields_table),
+    "fields": (DOCS / "api.md", lambda: fields_table(ENDPOINTS)),
 }
 
 

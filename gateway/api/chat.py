@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -26,121 +26,120 @@ from gateway.wire.chat_answers import Choice, Heading
 from gateway.wire.sampling import tier
 
 
-class ChatCompletions:
-    """Read, lease, ask, answer: whole or as a stream, from the same deltas."""
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One request as understood, and what its answer is headed with."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    service: Service
+    spec: ChatSpec
+    job: GenerateJob
+    heading: Heading
+    headers: dict[str, str]
 
-    async def answer(self, request: Request) -> ASGIApp:
-        """Answer a conversation."""
-        service, rules = self._service, self._service.rules
 
-        def translate(asked: wire.ChatRequest) -> tuple[ChatSpec, GenerateJob]:
-            resolved, spec = service.chat_spec(asked.model)
-            return spec, wire.to_job(
-                asked,
-                service.caller(request, tier(asked.service_tier)),
-                defaults(spec),
-                max_tokens=spec.sampling.max_tokens,
-                template_args=template_args(resolved, spec),
-                max_chars=rules.max_input_chars,
-                schema_in_prompt=spec.structured.schema_in_prompt,
-            )
+async def answer(service: Service, request: Request) -> ASGIApp:
+    """Answer a conversation: whole or as a stream, from the same deltas."""
+    rules = service.rules
 
-        read, (spec, job) = await service.read(request, wire.ChatRequest, wire.FIELDS, translate)
-        asked = read.request
-        heading = Heading(
-            id=f"chatcmpl-{secrets.token_hex(12)}",
-            created=int(time.time()),
-            model=asked.model,
-            fingerprint=service.fingerprint(spec),
-            is_legacy=asked.is_legacy,
+    def translate(asked: wire.ChatRequest) -> tuple[ChatSpec, GenerateJob]:
+        resolved, spec = service.chat_spec(asked.model)
+        return spec, wire.to_job(
+            asked,
+            service.caller(request, tier(asked.service_tier)),
+            defaults(spec),
+            max_tokens=spec.sampling.max_tokens,
+            template_args=template_args(resolved, spec),
+            max_chars=rules.max_input_chars,
+            schema_in_prompt=spec.structured.schema_in_prompt,
         )
-        headers = noted(read.ignored)
-        if not asked.stream:
-            body = await while_connected(request.receive, self._whole(spec, job, heading, headers))
-            return Response(body, media_type="application/json", headers=headers)
-        with_usage = asked.stream_options.include_usage
-        events = self._events(spec, job, heading, headers, with_usage=with_usage)
-        stream = EventStream(events, headers, request.receive)
-        return await stream.primed(rules.stream_open_after_s)
 
-    async def _whole(
-        self, spec: ChatSpec, job: GenerateJob, heading: Heading, headers: dict[str, str]
-    ) -> bytes:
-        choices = [self._choice(index, job, heading) for index in range(job.n)]
-        usage, verdicts = await self._written(spec, job, choices, headers)
-        broken = [place for place, verdict in enumerate(verdicts) if verdict is False]
-        if broken and may_write_again(job):
-            others = [self._choice(place, job, heading) for place in broken]
-            with contextlib.suppress(GatewayError):  # no time, no room: the first stands
-                more, again = await self._written(
-                    spec, replace(job, n=len(broken)), others, headers
-                )
-                usage = added(usage, more)
-                for place, choice, verdict in zip(broken, others, again, strict=True):
-                    choices[place], verdicts[place] = choice, verdict
-        if "x-gateway-unenforced" in headers:
-            headers |= judged(verdicts)
-        started = metrics.now()
-        logprobs = 0 if job.logprobs is None else usage.completion_tokens * (1 + job.logprobs)
-        body = await written(lambda: heading.completion(choices, usage), logprobs)
-        job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
-        return body
+    read, (spec, job) = await service.read(request, wire.ChatRequest, translate)
+    asked = read.request
+    heading = Heading(
+        id=f"chatcmpl-{secrets.token_hex(12)}",
+        created=int(time.time()),
+        model=asked.model,
+        fingerprint=service.fingerprint(spec),
+        is_legacy=asked.is_legacy,
+    )
+    headers = noted(read.ignored)
+    exchange = _Exchange(service, spec, job, heading, headers)
+    if not asked.stream:
+        body = await while_connected(request.receive, _whole(exchange))
+        return Response(body, media_type="application/json", headers=headers)
+    events = _events(exchange, with_usage=asked.stream_options.include_usage)
+    stream = EventStream(events, headers, request.receive)
+    return await stream.primed(rules.stream_open_after_s)
 
-    def _choice(self, index: int, job: GenerateJob, heading: Heading) -> Choice:
-        has_logprobs = job.logprobs is not None
-        return Choice(index, has_logprobs=has_logprobs, is_legacy=heading.is_legacy)
 
-    async def _written(
-        self, spec: ChatSpec, job: GenerateJob, choices: Sequence[Choice], headers: dict[str, str]
-    ) -> tuple[Usage, list[bool | None]]:
-        """Write every choice; return what that took, and which fit their schema."""
-        async with (
-            self._service.writer(spec, job.caller) as batcher,
-            batcher.generate(job) as generation,
-            aclosing(generation.deltas) as deltas,
-        ):
-            usage = generation.usage
-            headers |= unread(generation) | unenforced(generation)
-            async for delta in deltas:
-                choices[delta.index].add(delta)
-                usage = counted(usage, delta)
-        return usage, [await generation.verdicts.of(index) for index in range(job.n)]
+async def _whole(exchange: _Exchange) -> bytes:
+    job, heading, headers = exchange.job, exchange.heading, exchange.headers
+    choices = [_choice(index, exchange) for index in range(job.n)]
+    usage, verdicts = await _generate(exchange, job, choices)
+    broken = [place for place, verdict in enumerate(verdicts) if verdict is False]
+    if broken and may_write_again(job):
+        others = [_choice(place, exchange) for place in broken]
+        with contextlib.suppress(GatewayError):  # no time, no room: the first stands
+            more, again = await _generate(exchange, replace(job, n=len(broken)), others)
+            usage = added(usage, more)
+            for place, choice, verdict in zip(broken, others, again, strict=True):
+                choices[place], verdicts[place] = choice, verdict
+    if "x-gateway-unenforced" in headers:
+        headers |= judged(verdicts)
+    started = metrics.now()
+    logprobs = 0 if job.logprobs is None else usage.completion_tokens * (1 + job.logprobs)
+    body = await written(lambda: heading.completion(choices, usage), logprobs)
+    job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+    return body
 
-    async def _events(
-        self,
-        spec: ChatSpec,
-        job: GenerateJob,
-        heading: Heading,
-        headers: dict[str, str],
-        *,
-        with_usage: bool,
-    ) -> AsyncGenerator[bytes, None]:
-        async with (
-            self._service.writer(spec, job.caller) as batcher,
-            batcher.generate(job) as generation,
-            aclosing(generation.deltas) as deltas,
-        ):
-            headers |= unread(generation) | unenforced(generation)  # not sent yet
-            yield ACCEPTED
-            usage = generation.usage
-            is_first = True
-            async for delta in deltas:
-                if is_first:  # every choice is introduced, in order, before any has text
-                    is_first = False
-                    for index in range(job.n):
-                        yield frame(heading.role(index))
-                usage = counted(usage, delta)
-                verdict = None
-                if delta.finish_reason is not None:
-                    verdict = await verdict_json(generation.verdicts, delta.index)
-                for chunk in heading.chunks(delta, verdict):
-                    yield frame(chunk)
-        if with_usage:
-            yield frame(heading.usage(usage, timing.field(job.caller.timings)))
-        yield DONE
+
+def _choice(index: int, exchange: _Exchange) -> Choice:
+    has_logprobs = exchange.job.logprobs is not None
+    return Choice(index, has_logprobs=has_logprobs, is_legacy=exchange.heading.is_legacy)
+
+
+async def _generate(
+    exchange: _Exchange, job: GenerateJob, choices: Sequence[Choice]
+) -> tuple[Usage, list[bool | None]]:
+    """Write every choice; return what that took, and which fit their schema."""
+    async with (
+        exchange.service.writer(exchange.spec, job.caller) as batcher,
+        batcher.generate(job) as generation,
+        aclosing(generation.deltas) as deltas,
+    ):
+        usage = generation.usage
+        exchange.headers.update(unread(generation) | unenforced(generation))
+        async for delta in deltas:
+            choices[delta.index].add(delta)
+            usage = counted(usage, delta)
+    return usage, [await generation.verdicts.of(index) for index in range(job.n)]
+
+
+async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
+    job, heading = exchange.job, exchange.heading
+    async with (
+        exchange.service.writer(exchange.spec, job.caller) as batcher,
+        batcher.generate(job) as generation,
+        aclosing(generation.deltas) as deltas,
+    ):
+        exchange.headers.update(unread(generation) | unenforced(generation))  # not sent yet
+        yield ACCEPTED
+        usage = generation.usage
+        is_first = True
+        async for delta in deltas:
+            if is_first:  # every choice is introduced, in order, before any has text
+                is_first = False
+                for index in range(job.n):
+                    yield frame(heading.role(index))
+            usage = counted(usage, delta)
+            verdict = None
+            if delta.finish_reason is not None:
+                verdict = await verdict_json(generation.verdicts, delta.index)
+            for chunk in heading.chunks(delta, verdict):
+                yield frame(chunk)
+    if with_usage:
+        yield frame(heading.usage(usage, timing.field(job.caller.timings)))
+    yield DONE
 
 
 async def verdict_json(verdicts: Verdicts, index: int) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
@@ -27,90 +27,81 @@ from gateway.wire.sampling import tier
 JOBS_AT_ONCE = 16  # of one request: a long list of prompts is let in in slices
 
 
-class Completions:
-    """Read, lease, ask, answer: whole or as a stream, from the same deltas."""
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One request as understood, and its answer as it grows."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    service: Service
+    spec: ChatSpec
+    jobs: Sequence[GenerateJob]
+    heading: wire.Heading
+    choices: Sequence[wire.Choice]
 
-    async def answer(self, request: Request) -> ASGIApp:
-        """Write on from every prompt."""
-        service, rules = self._service, self._service.rules
 
-        def translate(asked: wire.CompletionRequest) -> tuple[ChatSpec, Sequence[GenerateJob]]:
-            _, spec = service.chat_spec(asked.model)
-            caller = service.caller(request, tier(asked.service_tier))
-            return spec, wire.to_jobs(asked, caller, defaults(spec), bounds=rules.chars)
+async def answer(service: Service, request: Request) -> ASGIApp:
+    """Write on from every prompt: whole or as a stream, from the same deltas."""
+    rules = service.rules
 
-        read, (spec, jobs) = await service.read(
-            request, wire.CompletionRequest, wire.FIELDS, translate
-        )
-        asked = read.request
-        heading = wire.Heading(
-            id=f"cmpl-{secrets.token_hex(12)}",
-            created=int(time.time()),
-            model=asked.model,
-            fingerprint=service.fingerprint(spec),
-        )
-        choices = wire.choices(asked)
-        headers = noted(read.ignored)
-        if not asked.stream:
-            work = self._whole(spec, jobs, heading, choices)
-            body = await while_connected(request.receive, work)
-            return Response(body, media_type="application/json", headers=headers)
-        with_usage = asked.stream_options.include_usage
-        events = self._events(spec, jobs, heading, choices, with_usage=with_usage)
-        stream = EventStream(events, headers, request.receive)
-        return await stream.primed(rules.stream_open_after_s)
+    def translate(asked: wire.CompletionRequest) -> tuple[ChatSpec, Sequence[GenerateJob]]:
+        _, spec = service.chat_spec(asked.model)
+        caller = service.caller(request, tier(asked.service_tier))
+        return spec, wire.to_jobs(asked, caller, defaults(spec), bounds=rules.chars)
 
-    async def _whole(
-        self,
-        spec: ChatSpec,
-        jobs: Sequence[GenerateJob],
-        heading: wire.Heading,
-        choices: Sequence[wire.Choice],
-    ) -> bytes:
-        usage = Usage(0)
-        async with (
-            self._service.writer(spec, jobs[0].caller) as batcher,
-            aclosing(merged(batcher, jobs)) as news,
-        ):
-            async for each in news:
-                usage = summed(usage, each)
-                if isinstance(each, Delta):
-                    choices[each.index].add(each)
-        started = metrics.now()
-        each_token = 0 if jobs[0].logprobs is None else 1 + jobs[0].logprobs
-        tokens = usage.prompt_tokens + usage.completion_tokens  # an echo has the prompt's too
-        body = await written(lambda: heading.whole(choices, usage), tokens * each_token)
-        jobs[0].caller.timings.add(Stage.SERIALISE, metrics.now() - started)
-        return body
+    read, (spec, jobs) = await service.read(request, wire.CompletionRequest, translate)
+    asked = read.request
+    heading = wire.Heading(
+        id=f"cmpl-{secrets.token_hex(12)}",
+        created=int(time.time()),
+        model=asked.model,
+        fingerprint=service.fingerprint(spec),
+    )
+    exchange = _Exchange(service, spec, jobs, heading, wire.choices(asked))
+    headers = noted(read.ignored)
+    if not asked.stream:
+        body = await while_connected(request.receive, _whole(exchange))
+        return Response(body, media_type="application/json", headers=headers)
+    events = _events(exchange, with_usage=asked.stream_options.include_usage)
+    stream = EventStream(events, headers, request.receive)
+    return await stream.primed(rules.stream_open_after_s)
 
-    async def _events(
-        self,
-        spec: ChatSpec,
-        jobs: Sequence[GenerateJob],
-        heading: wire.Heading,
-        choices: Sequence[wire.Choice],
-        *,
-        with_usage: bool,
-    ) -> AsyncGenerator[bytes, None]:
-        usage = Usage(0)
-        async with (
-            self._service.writer(spec, jobs[0].caller) as batcher,
-            aclosing(merged(batcher, jobs)) as news,
-        ):
-            async for each in news:
-                usage = summed(usage, each)
-                if isinstance(each, Usage):
-                    yield ACCEPTED
-                else:
-                    new = choices[each.index].add(each)
-                    if new["text"] or each.logprobs or each.finish_reason is not None:
-                        yield frame(heading.chunk(new))
-        if with_usage:
-            yield frame(heading.usage(usage, timing.field(jobs[0].caller.timings)))
-        yield DONE
+
+async def _whole(exchange: _Exchange) -> bytes:
+    jobs, heading, choices = exchange.jobs, exchange.heading, exchange.choices
+    usage = Usage(0)
+    async with (
+        exchange.service.writer(exchange.spec, jobs[0].caller) as batcher,
+        aclosing(merged(batcher, jobs)) as news,
+    ):
+        async for each in news:
+            usage = summed(usage, each)
+            if isinstance(each, Delta):
+                choices[each.index].add(each)
+    started = metrics.now()
+    each_token = 0 if jobs[0].logprobs is None else 1 + jobs[0].logprobs
+    tokens = usage.prompt_tokens + usage.completion_tokens  # an echo has the prompt's too
+    body = await written(lambda: heading.whole(choices, usage), tokens * each_token)
+    jobs[0].caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+    return body
+
+
+async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
+    jobs, heading = exchange.jobs, exchange.heading
+    usage = Usage(0)
+    async with (
+        exchange.service.writer(exchange.spec, jobs[0].caller) as batcher,
+        aclosing(merged(batcher, jobs)) as news,
+    ):
+        async for each in news:
+            usage = summed(usage, each)
+            if isinstance(each, Usage):
+                yield ACCEPTED
+            else:
+                new = exchange.choices[each.index].add(each)
+                if new["text"] or each.logprobs or each.finish_reason is not None:
+                    yield frame(heading.chunk(new))
+    if with_usage:
+        yield frame(heading.usage(usage, timing.field(jobs[0].caller.timings)))
+    yield DONE
 
 
 def summed(usage: Usage, news: Usage | Delta) -> Usage:

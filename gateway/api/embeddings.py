@@ -14,58 +14,53 @@ from gateway.serving.arrivals import Arrival
 from gateway.wire import embeddings as wire
 
 
-class Embeddings:
-    """Read, lease, ask, answer."""
+async def answer(service: Service, request: Request) -> Response:
+    """Answer with a vector for every input."""
+    with service.arrivals.expected() as arrival:
+        return await _answer(service, request, arrival)
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
-    async def answer(self, request: Request) -> Response:
-        """Answer with a vector for every input."""
-        with self._service.arrivals.expected() as arrival:
-            return await self._answer(request, arrival)
-
-    async def _answer(self, request: Request, arrival: Arrival) -> Response:
-        service = self._service
-
-        def translate(asked: wire.EmbeddingsRequest) -> tuple[EmbeddingSpec, EmbedJob]:
-            resolved, spec = service.embedding_spec(asked.model)
-            alias_prompt = resolved.alias.prompt_name if resolved.alias else None
-            return spec, wire.to_job(
-                asked,
-                service.caller(request),
-                accepts_ids=spec.token_ids == "accept",
-                truncate=spec.overflow == "truncate" if asked.truncate is None else asked.truncate,
-                dimensions=asked.dimensions,
-                prompt_name=asked.prompt_name or alias_prompt or spec.default_prompt_name,
-                bounds=service.rules.chars,
-            )
-
-        read, (spec, job) = await service.read(
-            request, wire.EmbeddingsRequest, wire.FIELDS, translate
+async def _answer(service: Service, request: Request, arrival: Arrival) -> Response:
+    def translate(asked: wire.EmbeddingsRequest) -> tuple[EmbeddingSpec, EmbedJob]:
+        resolved, spec = service.embedding_spec(asked.model)
+        alias_prompt = resolved.alias.prompt_name if resolved.alias else None
+        return spec, wire.to_job(
+            asked,
+            service.caller(request),
+            accepts_ids=spec.token_ids == "accept",
+            truncate=spec.overflow == "truncate" if asked.truncate is None else asked.truncate,
+            dimensions=asked.dimensions,
+            prompt_name=asked.prompt_name or alias_prompt or spec.default_prompt_name,
+            bounds=service.rules.chars,
         )
-        asked = read.request
-        answer = await while_connected(request.receive, self._embed(spec, job, arrival))
-        headers = noted(read.ignored)
-        if answer.truncated:
-            headers["x-gateway-truncated"] = str(answer.truncated)
-        with timed(request, Stage.SERIALISE):
-            body = await self._written(answer, asked)
-        return Response(body, media_type="application/json", headers=headers)
 
-    async def _written(self, answer: Embedded, asked: wire.EmbeddingsRequest) -> bytes:
-        """Write the answer piece by piece, with a turn for everybody else after a large one."""
-        pieces = []
-        for piece in wire.written(answer, asked.model, asked.encoding_format):
-            pieces.append(piece)
-            if len(piece) > wire.PIECE_FLOATS:
-                await asyncio.sleep(0)
-        return b"".join(pieces)
+    read, (spec, job) = await service.read(request, wire.EmbeddingsRequest, translate)
+    asked = read.request
+    embedded = await while_connected(request.receive, _embed(service, spec, job, arrival))
+    headers = noted(read.ignored)
+    if embedded.truncated:
+        headers["x-gateway-truncated"] = str(embedded.truncated)
+    with timed(request, Stage.SERIALISE):
+        body = await _written(embedded, asked)
+    return Response(body, media_type="application/json", headers=headers)
 
-    async def _embed(self, spec: EmbeddingSpec, job: EmbedJob, arrival: Arrival) -> Embedded:
-        async with self._service.embedder(spec, job.caller) as batcher:
-            check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
-            return await batcher.embed(job, arrival)
+
+async def _written(embedded: Embedded, asked: wire.EmbeddingsRequest) -> bytes:
+    """Write the answer piece by piece, with a turn for everybody else after a large one."""
+    pieces = []
+    for piece in wire.written(embedded, asked.model, asked.encoding_format):
+        pieces.append(piece)
+        if len(piece) > wire.PIECE_FLOATS:
+            await asyncio.sleep(0)
+    return b"".join(pieces)
+
+
+async def _embed(
+    service: Service, spec: EmbeddingSpec, job: EmbedJob, arrival: Arrival
+) -> Embedded:
+    async with service.embedder(spec, job.caller) as batcher:
+        check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
+        return await batcher.embed(job, arrival)
 
 
 def check_dimensions(spec: EmbeddingSpec, own: int, asked: int | None) -> None:

@@ -6,13 +6,11 @@ import hmac
 import ipaddress
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from http import HTTPStatus
 
 import orjson
 import structlog
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,27 +19,23 @@ from gateway import logs, metrics
 from gateway.api import timing
 from gateway.api.door import Door
 from gateway.api.limits import Bodies, check_head
-from gateway.api.operations import OPERATIONS
 from gateway.errors import (
     Forbidden,
     GatewayError,
-    MethodNotAllowed,
     Unauthorized,
     Unavailable,
-    UnknownUrl,
     shown,
 )
 from gateway.jobs import Timings
 
 log = logs.get("http")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
 CLIENT_LEFT = 499  # nginx's name for it; nobody is there to read the answer
 PIECE_BYTES = 256 * 1024  # of a large body, sent at a time: each has to be read in time
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
-def answer(error: GatewayError) -> Response:
+def error_response(error: GatewayError) -> Response:
     """Turn an error into its JSON."""
     return Response(
         orjson.dumps(error.body()),
@@ -49,27 +43,6 @@ def answer(error: GatewayError) -> Response:
         headers=error.headers,
         media_type="application/json",
     )
-
-
-def translate(error: HTTPException, method: str, path: str) -> GatewayError:
-    """Say Starlette's own refusals in our words."""
-    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        allow = (error.headers or {}).get("Allow", "")
-        return MethodNotAllowed(f"Not allowed to {method} on {shown(path)}.", allow)
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        return unknown_url(method, path)
-    return GatewayError(error.detail)
-
-
-def unknown_url(method: str, path: str) -> UnknownUrl:
-    """Refuse a path, with the one that it is but for slashes or another /v1, if it is one."""
-    steps = [step for step in path.split("/") if step]
-    while steps[:2] == ["v1", "v1"]:
-        del steps[0]
-    meant = "/" + "/".join(steps)
-    is_one = any(meant.removeprefix("/v1") == known for _, known in OPERATIONS)
-    hint = f". Did you mean {meant}?" if is_one and meant != path else ""
-    return UnknownUrl(f"Invalid URL ({method} {shown(path)}){hint}")
 
 
 class Context:
@@ -137,19 +110,15 @@ class Context:
         except asyncio.CancelledError:
             if reply.status is not None or not self._door.sends_away:
                 raise
-            await answer(_closing())(scope, receive, reply)
+            await error_response(_closing())(scope, receive, reply)
         except GatewayError as error:
             if reply.status is None:
-                await answer(error)(scope, receive, reply)
-        except HTTPException as error:
-            if reply.status is None:
-                refusal = translate(error, scope["method"], scope["path"])
-                await answer(refusal)(scope, receive, reply)
+                await error_response(error)(scope, receive, reply)
         except Exception:
             log.exception("request_failed", path=shown(scope["path"]))
             if reply.status is None:
                 oops = GatewayError("The server had an error while processing your request.")
-                await answer(oops)(scope, receive, reply)
+                await error_response(oops)(scope, receive, reply)
         return reply.status or CLIENT_LEFT
 
 
@@ -221,17 +190,19 @@ class Guard:
         keys: Sequence[str],
         hosts: Sequence[str],
         origins: Sequence[str],
+        open_paths: Collection[str] = (),
     ) -> None:
         self._app = app
         self._door = door
         self._keys = [_digest(key.encode()) for key in keys]
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in, or answer why not."""
         if scope["type"] == "http":
-            is_open = scope["path"].removeprefix("/v1") in OPEN_PATHS
+            is_open = scope["path"].removeprefix("/v1") in self._open_paths
             try:
                 self._identify(scope)
                 scope["gateway.is_known"] = True
@@ -239,7 +210,7 @@ class Guard:
                     raise _closing()
             except GatewayError as error:  # answered here, so that CORS adds its headers
                 if not is_open:
-                    await answer(error)(scope, receive, send)
+                    await error_response(error)(scope, receive, send)
                     return
         await self._app(scope, receive, send)
 

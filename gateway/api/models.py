@@ -1,56 +1,52 @@
 """GET /v1/models and /v1/models/{id}."""
 
+from http import HTTPStatus
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.middleware import unknown_url
 from gateway.api.replies import reply
 from gateway.api.service import Service
 from gateway.registry import Resolved
 from gateway.serving.generation.batcher import GenerationBatcher
 
 
-class Models:
-    """The list: ids and aliases; `root` names the id behind an alias."""
+async def list_models(service: Service, request: Request) -> Response:
+    """Answer with every id and alias; `root` names the id behind an alias."""
+    return reply({"object": "list", "data": [entry(service, each) for each in service.catalog()]})
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
-    async def answer(self, request: Request) -> Response:
-        """Answer with every name, or with one."""
-        catalog = self._service.catalog()
-        name = request.path_params.get("name")
-        if name == "":
-            raise unknown_url(request.method, request.url.path)
-        if name is not None:
-            return reply(self.entry(catalog.resolve(name)))
-        return reply({"object": "list", "data": [self.entry(each) for each in catalog]})
+async def show(service: Service, request: Request) -> Response:
+    """Answer with one model."""
+    if not (name := request.path_params["name"]):
+        raise HTTPException(HTTPStatus.NOT_FOUND)
+    return reply(entry(service, service.catalog().resolve(name)))
 
-    def entry(self, resolved: Resolved) -> dict[str, Any]:
-        """Tell of one name, beyond OpenAI's fields, how its model is.
 
-        `state` is unloaded, loading, loaded or failed (`error` says why); `bytes` is what it
-        holds of the memory budget; `last_used` is a Unix time. `batching` tells whether
-        a loaded chat model's rows run together, and what its self-test has found. They are
-        null where unknown.
-        """
-        spec = resolved.spec
-        status = self._service.models.status(spec)
-        return {
-            "id": resolved.name,
-            "object": "model",
-            "created": self._service.started,
-            "owned_by": "mlx-gateway",
-            "root": spec.id,
-            "kind": spec.kind,
-            "state": status.state,
-            "bytes": status.nbytes,
-            "last_used": status.last_used,
-            "error": status.failure,
-            "batching": _batching(self._service.models.model(spec)),
-        }
+def entry(service: Service, resolved: Resolved) -> dict[str, Any]:
+    """Describe a model by one of its names, with more than OpenAI's fields.
+
+    `state` is unloaded, loading, loaded or failed (`error` says why); `bytes` is what it holds of
+    the memory budget; `last_used` is a Unix time. `batching` says whether a loaded chat model's
+    rows run together, and what its self-test has found. They are null where unknown.
+    """
+    spec = resolved.spec
+    status = service.models.status(spec)
+    return {
+        "id": resolved.name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "mlx-gateway",
+        "root": spec.id,
+        "kind": spec.kind,
+        "state": status.state,
+        "bytes": status.nbytes,
+        "last_used": status.last_used,
+        "error": status.failure,
+        "batching": _batching(service.models.model(spec)),
+    }
 
 
 def _batching(batcher: object) -> dict[str, Any] | None:

@@ -1,20 +1,19 @@
-"""GET /openapi.json: every operation, with what it takes and gives from wire's shapes."""
+"""GET /openapi.json, and the documentation's tables: both made from the table of endpoints."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from http import HTTPStatus
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import __version__
-from gateway.api.operations import ADMIN, OPERATIONS, Operation
+from gateway.api.endpoint import Endpoint
 from gateway.api.service import Service
 from gateway.errors import GatewayError
 from gateway.registry import Catalog
 from gateway.wire import answers
-from gateway.wire.embeddings import EmbeddingsRequest
+from gateway.wire.reading import Request as WireRequest
 from gateway.wire.schemas import Schema, reference, schemas
 
 SERVERS = [{"url": "/v1"}, {"url": "/", "description": "The same, for base URLs without /v1."}]
@@ -29,45 +28,56 @@ TIMEOUT = {
 Names = Mapping[str, Sequence[str]]
 
 
-class OpenApi:
-    """The document, made anew when the catalog is."""
-
-    def __init__(self, service: Service, *, has_keys: bool, has_admin: bool) -> None:
-        self._service = service
-        self._has_keys = has_keys
-        self._has_admin = has_admin
-
-    async def answer(self, request: Request) -> Response:
-        """Answer with the document."""
-        written = _written(
-            self._service.catalog(),
-            strict=self._service.rules.strict_fields,
-            has_keys=self._has_keys,
-            has_admin=self._has_admin,
-        )
-        return Response(written, media_type="application/json")
+def answer(service: Service, endpoints: Sequence[Endpoint]) -> Response:
+    """Return the document."""
+    written = _written(
+        service.catalog(),
+        tuple(endpoints),
+        strict=service.rules.strict_fields,
+        has_keys=service.has_keys,
+        has_admin=service.has_admin,
+    )
+    return Response(written, media_type="application/json")
 
 
 @lru_cache(maxsize=1)
-def _written(catalog: Catalog, *, strict: bool, has_keys: bool, has_admin: bool) -> bytes:
-    return orjson.dumps(document(catalog, strict=strict, has_keys=has_keys, has_admin=has_admin))
+def _written(
+    catalog: Catalog,
+    endpoints: Sequence[Endpoint],
+    *,
+    strict: bool,
+    has_keys: bool,
+    has_admin: bool,
+) -> bytes:
+    return orjson.dumps(
+        document(catalog, endpoints, strict=strict, has_keys=has_keys, has_admin=has_admin)
+    )
 
 
-def document(catalog: Catalog, *, strict: bool, has_keys: bool, has_admin: bool) -> Schema:
+def document(
+    catalog: Catalog,
+    endpoints: Sequence[Endpoint],
+    *,
+    strict: bool,
+    has_keys: bool,
+    has_admin: bool,
+) -> Schema:
     """Describe the gateway as it is set, with the catalog's models for examples."""
     names = {
         kind: [each.name for each in catalog if each.spec.kind == kind]
         for kind in ("chat", "embedding")
     }
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
-    paths: dict[str, Schema] = {}
-    for (method, path), operation in OPERATIONS.items():
-        paths.setdefault(path, {})[method] = _described(method, path, operation, names)
     if has_admin:
         schemes["admin_key"] = {"type": "http", "scheme": "bearer"}
-        for (method, path), operation in ADMIN.items():
-            described = _described(method, path, operation, names)
-            paths[path] = {"servers": ROOT, method: described | {"security": [{"admin_key": []}]}}
+    paths: dict[str, Schema] = {}
+    for endpoint in endpoints:
+        if has_admin or not endpoint.is_admin:
+            servers = {"servers": ROOT} if endpoint.is_admin else {}
+            path = paths.setdefault(_template(endpoint), servers)
+            path[endpoint.method.lower()] = _operation(endpoint, names)
+    requests = list(dict.fromkeys(each.request for each in endpoints if each.request))
+    shapes = [shape for each in endpoints for shape in (each.answer, each.events) if shape]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -79,42 +89,50 @@ def document(catalog: Catalog, *, strict: bool, has_keys: bool, has_admin: bool)
         "security": [{"key": []}] if has_keys else [{}, {"key": []}],
         "paths": paths,
         "components": {
-            "schemas": schemas(names, strict=strict),
+            "schemas": schemas(requests, [answers.Error, *shapes], names, strict=strict),
             "securitySchemes": schemes,
         },
     }
 
 
-def _described(method: str, path: str, operation: Operation, names: Names) -> Schema:
+def _template(endpoint: Endpoint) -> str:
+    """Return the path as OpenAPI writes it, where a parameter has no converter."""
+    return endpoint.path.replace(":path", "")
+
+
+def _operation(endpoint: Endpoint, names: Names) -> Schema:
+    path = _template(endpoint)
     words = path.replace("{name}", "one").replace(".", "/").split("/")
     described: Schema = {
-        "operationId": "_".join([method, *words[1:]]),
-        "summary": operation.summary,
-        "responses": {**_refusals(operation.errors), **_answers(operation)},
+        "operationId": "_".join([endpoint.method.lower(), *words[1:]]),
+        "summary": endpoint.summary,
+        "responses": {**_refusals(endpoint.all_errors), **_answers(endpoint)},
     }
-    if operation.is_open:
+    if endpoint.is_open:
         described["security"] = []
     if "{name}" in path:
         described["parameters"] = [NAME]
-    if operation.taken is not None:
-        models = names["embedding" if operation.taken is EmbeddingsRequest else "chat"]
-        example = {**({"model": models[0]} if models else {}), **operation.example}
-        content = {"schema": reference(operation.taken), "example": example}
+    if (request := endpoint.request) is not None:
+        models = names[request.kind]
+        example = {**({"model": models[0]} if models else {}), **request.example}
+        content = {"schema": reference(request), "example": example}
         described["parameters"] = [TIMEOUT]
         described["requestBody"] = {"required": True, "content": {"application/json": content}}
+    if endpoint.is_admin:
+        described["security"] = [{"admin_key": []}]
     return described
 
 
-def _answers(operation: Operation) -> Schema:
-    content: Schema = {operation.content: {}}
-    if operation.given is not None:
-        content[operation.content] = {"schema": reference(operation.given)}
-    if operation.events is not None:
+def _answers(endpoint: Endpoint) -> Schema:
+    content: Schema = {endpoint.content_type: {}}
+    if endpoint.answer is not None:
+        content[endpoint.content_type] = {"schema": reference(endpoint.answer)}
+    if endpoint.events is not None:
         content["text/event-stream"] = {
             "schema": {"type": "string"},
-            "x-event-schema": reference(operation.events),
+            "x-event-schema": reference(endpoint.events),
         }
-    return {str(status): _response(status, content) for status in operation.statuses}
+    return {str(status): _response(status, content) for status in endpoint.statuses}
 
 
 def _refusals(errors: Iterable[type[GatewayError]]) -> Schema:
@@ -124,3 +142,18 @@ def _refusals(errors: Iterable[type[GatewayError]]) -> Schema:
 
 def _response(status: int, content: Schema) -> Schema:
     return {"description": HTTPStatus(status).phrase, "content": content}
+
+
+def fields_table(endpoints: Iterable[Endpoint]) -> str:
+    """Return the table of request fields in docs/api.md."""
+    rows = ["| Endpoint | Honoured | Accepted, without effect | Refused with 400 |"]
+    rows.append("| --- | --- | --- | --- |")
+    first: dict[type[WireRequest], Endpoint] = {}
+    for endpoint in endpoints:
+        if endpoint.request is not None:
+            first.setdefault(endpoint.request, endpoint)
+    for request, endpoint in first.items():
+        columns = (request.honoured(), sorted(request.harmless), list(request.refused))
+        listed = [" ".join(f"`{name}`" for name in names) for names in columns]
+        rows.append(f"| `{endpoint.method} /v1{endpoint.path}` | {' | '.join(listed)} |")
+    return "\n".join(rows)

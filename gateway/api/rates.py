@@ -4,16 +4,14 @@ The headers are OpenAI's (https://platform.openai.com/docs/guides/rate-limits).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.middleware import answer
+from gateway.api.middleware import error_response
 from gateway.errors import RateLimited
 from gateway.jobs import Timings
 from gateway.serving.rates import Accounts, Bucket, Kind
-
-METERED = frozenset({"/embeddings", "/chat/completions", "/completions", "/responses"})
 
 
 class Rates:
@@ -23,13 +21,14 @@ class Rates:
     before its headers; the rest of a stream at its end, however it ends.
     """
 
-    def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
+    def __init__(self, app: ASGIApp, accounts: Accounts, paths: Collection[str]) -> None:
         self._app = app
         self._accounts = accounts
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in and count what it takes, or answer when it may come."""
-        if scope["type"] != "http" or scope["path"].removeprefix("/v1") not in METERED:
+        if scope["type"] != "http" or scope["path"].removeprefix("/v1") not in self._paths:
             await self._app(scope, receive, send)
             return
         buckets = self._accounts.of(scope.get("gateway.key_id"))
@@ -37,7 +36,7 @@ class Rates:
         try:
             admit(buckets)
         except RateLimited as error:
-            await answer(error)(scope, receive, meter)
+            await error_response(error)(scope, receive, meter)
             return
         try:
             await self._app(scope, receive, meter)

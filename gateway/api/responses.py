@@ -20,7 +20,7 @@ from gateway.api.streams import ACCEPTED, EventStream, frame, while_connected
 from gateway.errors import BadRequest, GatewayError, ResponseNotFound, shown
 from gateway.jobs import Caller, Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
-from gateway.serving.response_store import ResponseStore, StoredItem, StoredResponse
+from gateway.serving.response_store import StoredItem, StoredResponse
 from gateway.wire import reading, response_items
 from gateway.wire import responses as wire
 from gateway.wire.response_events import Answer, Event
@@ -39,250 +39,251 @@ class _Exchange:
     the conversation it answers.
     """
 
+    service: Service
     spec: ChatSpec
     job: GenerateJob
     answer: Answer
     context: Sequence[StoredItem] | None
 
 
-class Responses:
-    """Read, lease, ask, answer: whole or as a stream, from the same events."""
+async def answer(service: Service, request: Request) -> ASGIApp:
+    """Answer a conversation: whole or as a stream, from the same events."""
+    read, exchange = await _read(service, request)
+    headers = noted(read.ignored)
+    if not read.request.stream:
+        body = await while_connected(request.receive, _whole(exchange, headers))
+        return Response(body, media_type="application/json", headers=headers)
+    growing = exchange.answer
+    stream = EventStream(
+        _framed(exchange, headers),
+        headers,
+        request.receive,
+        told=lambda error: b"".join(map(named, [*growing.begin(), *growing.fail(error)])),
+    )
+    return await stream.primed(service.rules.stream_open_after_s)
 
-    def __init__(self, service: Service, store: ResponseStore) -> None:
-        self._service = service
-        self._store = store
 
-    async def answer(self, request: Request) -> ASGIApp:
-        """Answer a conversation."""
-        rules = self._service.rules
-        read, exchange = await self._read(request)
-        headers = noted(read.ignored)
-        if not read.request.stream:
-            body = await while_connected(request.receive, self._whole(exchange, headers))
-            return Response(body, media_type="application/json", headers=headers)
-        answer = exchange.answer
-        stream = EventStream(
-            self._framed(exchange, headers),
-            headers,
-            request.receive,
-            told=lambda error: b"".join(map(named, [*answer.begin(), *answer.fail(error)])),
-        )
-        return await stream.primed(rules.stream_open_after_s)
+async def count_tokens(service: Service, request: Request) -> Response:
+    """Answer how many tokens a request's prompt has, without running it."""
+    read, exchange = await _read(service, request)
+    tokens = await while_connected(request.receive, _counted(exchange))
+    return Response(
+        orjson.dumps({"object": wire.INPUT_TOKENS_OBJECT, "input_tokens": tokens}),
+        media_type="application/json",
+        headers=noted(read.ignored),
+    )
 
-    async def count(self, request: Request) -> Response:
-        """Answer how many tokens a request's prompt has, without running it."""
-        read, exchange = await self._read(request)
-        tokens = await while_connected(request.receive, self._counted(exchange))
-        return Response(
-            orjson.dumps({"object": wire.INPUT_TOKENS_OBJECT, "input_tokens": tokens}),
-            media_type="application/json",
-            headers=noted(read.ignored),
-        )
 
-    async def show(self, request: Request) -> Response:
-        """Answer with a kept response."""
-        if request.query_params.get("stream", "false") == "true":
-            raise BadRequest(
-                "A response that has ended is not streamed again: leave 'stream' out.",
-                param="stream",
-            )
-        return Response(self._kept(request).body, media_type="application/json")
-
-    async def forget(self, request: Request) -> Response:
-        """Forget a kept response."""
-        kept = self._kept(request)
-        self._store.delete(_owner(request), kept.id)
-        return reply({"id": kept.id, "object": "response", "deleted": True})
-
-    async def items(self, request: Request) -> Response:
-        """Answer with a page of the conversation that a kept response answers."""
-        context = [(item.id, item.body) for item in self._kept(request).context]
-        body = response_items.page(context, request.query_params)
-        return Response(body, media_type="application/json")
-
-    async def cancel(self, request: Request) -> Response:
-        """Refuse: what is kept has ended, and what has not ends when its client leaves."""
-        self._kept(request)
+async def show(service: Service, request: Request) -> Response:
+    """Answer with a kept response."""
+    if request.query_params.get("stream", "false") == "true":
         raise BadRequest(
-            "Only responses created with 'background' can be cancelled, and this gateway has none.",
-            param="response_id",
+            "A response that has ended is not streamed again: leave 'stream' out.",
+            param="stream",
         )
+    return Response(_kept(service, request).body, media_type="application/json")
 
-    def _kept(self, request: Request) -> StoredResponse:
-        return self._find(_owner(request), request.path_params["name"], "response_id")
 
-    def _find(self, owner: str | None, response_id: str, param: str) -> StoredResponse:
-        """Find a response of an owner's; another's is as good as none."""
-        if (kept := self._store.find(owner, response_id)) is not None:
-            return kept
-        raise ResponseNotFound(
-            f"Response with id '{shown(response_id)}' not found.",
-            param=param,
-            code="previous_response_not_found" if param == "previous_response_id" else None,
-        )
+async def delete(service: Service, request: Request) -> Response:
+    """Forget a kept response."""
+    kept = _kept(service, request)
+    service.responses.delete(_owner(request), kept.id)
+    return reply({"id": kept.id, "object": "response", "deleted": True})
 
-    async def _read(
-        self, request: Request
-    ) -> tuple[reading.Read[wire.ResponsesRequest], _Exchange]:
-        return await self._service.read(
-            request,
-            wire.ResponsesRequest,
-            wire.FIELDS,
-            lambda asked: self._exchange(asked, request),
-            is_large=lambda asked: asked.goes_on,
-        )
 
-    def _exchange(self, asked: wire.ResponsesRequest, request: Request) -> _Exchange:
-        service = self._service
-        resolved, spec = service.chat_spec(asked.model)
-        caller = service.caller(request, tier(asked.service_tier))
-        earlier, items = self._conversation(asked, caller)
-        job = wire.to_job(
-            asked,
-            caller,
-            defaults(spec),
-            items=[*map(response_items.read_item, (item.body for item in earlier)), *items],
-            max_tokens=spec.sampling.max_tokens,
-            template_args=template_args(resolved, spec),
-            max_chars=service.rules.max_input_chars,
-        )
-        context: Sequence[StoredItem] | None = None
-        if is_kept := asked.store and self._store.is_on:
-            written = response_items.written(items, (item.id for item in earlier))
-            context = (*earlier, *(StoredItem(*pair) for pair in written))
-        described = wire.described(
-            asked,
-            job,
-            response_id=f"resp_{secrets.token_hex(24)}",
-            created=int(time.time()),
-            is_kept=is_kept,
-        )
-        return _Exchange(spec, job, Answer(described, unpack(asked.tools).places), context)
+async def list_items(service: Service, request: Request) -> Response:
+    """Answer with a page of the conversation that a kept response answers."""
+    context = [(item.id, item.body) for item in _kept(service, request).context]
+    body = response_items.page(context, request.query_params)
+    return Response(body, media_type="application/json")
 
-    def _conversation(
-        self, asked: wire.ResponsesRequest, caller: Caller
-    ) -> tuple[Sequence[StoredItem], Sequence[Item]]:
-        """Return the items of the response that this one follows, and its own, each whole."""
 
-        most = self._service.rules.max_input_chars * MOST_JSON_BYTES
-        found = 0
+async def cancel(service: Service, request: Request) -> Response:
+    """Refuse: what is kept has ended, and what has not ends when its client leaves."""
+    _kept(service, request)
+    raise BadRequest(
+        "Only responses created with 'background' can be cancelled, and this gateway has none.",
+        param="response_id",
+    )
 
-        def find(item_id: str) -> bytes | None:
-            nonlocal found
-            if (item := self._store.item(caller.key_id, item_id)) is None:
-                return None
-            found += len(item.body)
-            if found > most:  # of one item that is meant a thousand times, say
-                raise BadRequest("The items that 'input' refers to are too long.", param="input")
-            return item.body
 
-        earlier: Sequence[StoredItem] = ()
-        if asked.previous_response_id is not None:
-            earlier = self._find(
-                caller.key_id, asked.previous_response_id, "previous_response_id"
-            ).items
-        return earlier, response_items.resolved(asked.input, find)
+def _kept(service: Service, request: Request) -> StoredResponse:
+    return _find(service, _owner(request), request.path_params["name"], "response_id")
 
-    def _keep(self, exchange: _Exchange) -> None:
-        if exchange.context is None:
-            return
-        whole = exchange.answer.whole()
-        output = [StoredItem(item["id"], orjson.dumps(item)) for item in whole["output"]]
-        response = StoredResponse(whole["id"], orjson.dumps(whole), exchange.context, output)
-        if not self._store.keep(exchange.job.caller.key_id, response):
-            log.warning("response_not_kept", response=response.id, bytes=response.nbytes)
 
-    async def _counted(self, exchange: _Exchange) -> int:
-        with _in_our_words():
-            async with self._service.writer(exchange.spec, exchange.job.caller) as batcher:
-                return await batcher.count_tokens(exchange.job)
+def _find(service: Service, owner: str | None, response_id: str, param: str) -> StoredResponse:
+    """Find a response of an owner's; another's is as good as none."""
+    if (kept := service.responses.find(owner, response_id)) is not None:
+        return kept
+    raise ResponseNotFound(
+        f"Response with id '{shown(response_id)}' not found.",
+        param=param,
+        code="previous_response_not_found" if param == "previous_response_id" else None,
+    )
 
-    async def _whole(self, exchange: _Exchange, headers: dict[str, str]) -> bytes:
-        job, answer = exchange.job, exchange.answer
-        with _in_our_words():
-            deltas, usage = await self._gathered(exchange, headers)
-            if headers.get("x-gateway-schema-valid") == "false" and may_write_again(job):
-                with contextlib.suppress(GatewayError):  # no time, no room: the first stands
-                    deltas, more = await self._gathered(exchange, headers)
-                    usage = added(usage, more)
-        answer.begin()
-        for delta in deltas:
-            answer.add(delta)
-        answer.end(usage, int(time.time()))
-        self._keep(exchange)
-        started = metrics.now()
-        body = orjson.dumps(exchange.answer.whole())
-        exchange.job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
-        return body
 
-    async def _gathered(
-        self, exchange: _Exchange, headers: dict[str, str]
-    ) -> tuple[list[Delta], Usage]:
-        """Have the answer written once, and judged where its grammar could not hold all of it."""
+async def _read(
+    service: Service, request: Request
+) -> tuple[reading.Read[wire.ResponsesRequest], _Exchange]:
+    return await service.read(
+        request,
+        wire.ResponsesRequest,
+        lambda asked: _exchange(service, asked, request),
+        is_large=lambda asked: asked.goes_on,
+    )
+
+
+def _exchange(service: Service, asked: wire.ResponsesRequest, request: Request) -> _Exchange:
+    resolved, spec = service.chat_spec(asked.model)
+    caller = service.caller(request, tier(asked.service_tier))
+    earlier, items = _conversation(service, asked, caller)
+    job = wire.to_job(
+        asked,
+        caller,
+        defaults(spec),
+        items=[*map(response_items.read_item, (item.body for item in earlier)), *items],
+        max_tokens=spec.sampling.max_tokens,
+        template_args=template_args(resolved, spec),
+        max_chars=service.rules.max_input_chars,
+    )
+    context: Sequence[StoredItem] | None = None
+    if is_kept := asked.store and service.responses.is_on:
+        written = response_items.written(items, (item.id for item in earlier))
+        context = (*earlier, *(StoredItem(*pair) for pair in written))
+    described = wire.described(
+        asked,
+        job,
+        response_id=f"resp_{secrets.token_hex(24)}",
+        created=int(time.time()),
+        is_kept=is_kept,
+    )
+    return _Exchange(service, spec, job, Answer(described, unpack(asked.tools).places), context)
+
+
+def _conversation(
+    service: Service, asked: wire.ResponsesRequest, caller: Caller
+) -> tuple[Sequence[StoredItem], Sequence[Item]]:
+    """Return the items of the response that this one follows, and its own, each whole."""
+
+    most = service.rules.max_input_chars * MOST_JSON_BYTES
+    found = 0
+
+    def find(item_id: str) -> bytes | None:
+        nonlocal found
+        if (item := service.responses.item(caller.key_id, item_id)) is None:
+            return None
+        found += len(item.body)
+        if found > most:  # of one item that is meant a thousand times, say
+            raise BadRequest("The items that 'input' refers to are too long.", param="input")
+        return item.body
+
+    earlier: Sequence[StoredItem] = ()
+    if (name := asked.previous_response_id) is not None:
+        earlier = _find(service, caller.key_id, name, "previous_response_id").items
+    return earlier, response_items.resolved(asked.input, find)
+
+
+def _keep(exchange: _Exchange) -> None:
+    if exchange.context is None:
+        return
+    whole = exchange.answer.whole()
+    output = [StoredItem(item["id"], orjson.dumps(item)) for item in whole["output"]]
+    response = StoredResponse(whole["id"], orjson.dumps(whole), exchange.context, output)
+    if not exchange.service.responses.keep(exchange.job.caller.key_id, response):
+        log.warning("response_not_kept", response=response.id, bytes=response.nbytes)
+
+
+async def _counted(exchange: _Exchange) -> int:
+    with _in_our_words():
+        async with exchange.service.writer(exchange.spec, exchange.job.caller) as batcher:
+            return await batcher.count_tokens(exchange.job)
+
+
+async def _whole(exchange: _Exchange, headers: dict[str, str]) -> bytes:
+    job, answer = exchange.job, exchange.answer
+    with _in_our_words():
+        deltas, usage = await _gathered(exchange, headers)
+        if headers.get("x-gateway-schema-valid") == "false" and may_write_again(job):
+            with contextlib.suppress(GatewayError):  # no time, no room: the first stands
+                deltas, more = await _gathered(exchange, headers)
+                usage = added(usage, more)
+    answer.begin()
+    for delta in deltas:
+        answer.add(delta)
+    answer.end(usage, int(time.time()))
+    _keep(exchange)
+    started = metrics.now()
+    body = orjson.dumps(exchange.answer.whole())
+    exchange.job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+    return body
+
+
+async def _gathered(exchange: _Exchange, headers: dict[str, str]) -> tuple[list[Delta], Usage]:
+    """Have the answer written once, and judged where its grammar could not hold all of it."""
+    async with (
+        exchange.service.writer(exchange.spec, exchange.job.caller) as batcher,
+        batcher.generate(exchange.job) as generation,
+        aclosing(generation.deltas) as deltas,
+    ):
+        headers |= unread(generation) | unenforced(generation)
+        exchange.answer.describe(generation.sampling)
+        usage, made = generation.usage, []
+        async for delta in deltas:
+            usage = counted(usage, delta)
+            made.append(delta)
+    if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
+        headers |= judged([verdict["schema_valid"]])
+        exchange.answer.judge(verdict)
+    return made, usage
+
+
+async def _framed(exchange: _Exchange, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
+    """Frame the events. A failure after the first of them is an event too."""
+    has_begun = False
+    try:
+        async with aclosing(_events(exchange, headers)) as events:
+            async for event in events:
+                has_begun = has_begun or event is not None
+                yield ACCEPTED if event is None else named(event)
+    except GatewayError as error:
+        if not has_begun:
+            raise
+        for event in exchange.answer.fail(error):
+            yield named(event)
+
+
+async def _events(
+    exchange: _Exchange, headers: dict[str, str]
+) -> AsyncGenerator[Event | None, None]:
+    """Give None when the request is accepted, then the events: the first of them with the
+    first delta. The answer is kept before the last of them is sent.
+    """
+    job, answer = exchange.job, exchange.answer
+    with _in_our_words():
         async with (
-            self._service.writer(exchange.spec, exchange.job.caller) as batcher,
-            batcher.generate(exchange.job) as generation,
+            exchange.service.writer(exchange.spec, job.caller) as batcher,
+            batcher.generate(job) as generation,
             aclosing(generation.deltas) as deltas,
         ):
-            headers |= unread(generation) | unenforced(generation)
-            exchange.answer.describe(generation.sampling)
-            usage, made = generation.usage, []
+            headers |= unread(generation) | unenforced(generation)  # not sent yet
+            yield None
+            answer.describe(generation.sampling)
+            usage = generation.usage
+            is_first = True
             async for delta in deltas:
-                usage = counted(usage, delta)
-                made.append(delta)
-        if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
-            headers |= judged([verdict["schema_valid"]])
-            exchange.answer.judge(verdict)
-        return made, usage
-
-    async def _framed(
-        self, exchange: _Exchange, headers: dict[str, str]
-    ) -> AsyncGenerator[bytes, None]:
-        """Frame the events. A failure after the first of them is an event too."""
-        has_begun = False
-        try:
-            async with aclosing(self._events(exchange, headers)) as events:
-                async for event in events:
-                    has_begun = has_begun or event is not None
-                    yield ACCEPTED if event is None else named(event)
-        except GatewayError as error:
-            if not has_begun:
-                raise
-            for event in exchange.answer.fail(error):
-                yield named(event)
-
-    async def _events(
-        self, exchange: _Exchange, headers: dict[str, str]
-    ) -> AsyncGenerator[Event | None, None]:
-        """Give None when the request is accepted, then the events: the first of them with the
-        first delta. The answer is kept before the last of them is sent.
-        """
-        job, answer = exchange.job, exchange.answer
-        with _in_our_words():
-            async with (
-                self._service.writer(exchange.spec, job.caller) as batcher,
-                batcher.generate(job) as generation,
-                aclosing(generation.deltas) as deltas,
-            ):
-                headers |= unread(generation) | unenforced(generation)  # not sent yet
-                yield None
-                answer.describe(generation.sampling)
-                usage = generation.usage
-                is_first = True
-                async for delta in deltas:
-                    if is_first:
-                        is_first = False
-                        for event in answer.begin():
-                            yield event
-                    usage = counted(usage, delta)
-                    for event in answer.add(delta):
+                if is_first:
+                    is_first = False
+                    for event in answer.begin():
                         yield event
-        if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
-            answer.judge(verdict)
-        closing = answer.end(usage, int(time.time()))
-        self._keep(exchange)
-        for event in closing:
-            yield event
+                usage = counted(usage, delta)
+                for event in answer.add(delta):
+                    yield event
+    if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
+        answer.judge(verdict)
+    closing = answer.end(usage, int(time.time()))
+    _keep(exchange)
+    for event in closing:
+        yield event
 
 
 def _owner(request: Request) -> str | None:

@@ -1,10 +1,10 @@
 """What every handler is given: the catalog, the models, and how requests are to be read."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -13,11 +13,12 @@ from gateway import logs, metrics
 from gateway.api.limits import read_body
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Stage, Tier
-from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, ModelSpec, Resolved
+from gateway.registry import Catalog, Changes, ChatSpec, EmbeddingSpec, ModelSpec, Resolved
 from gateway.serving.arrivals import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.generation.batcher import Generation, GenerationBatcher
 from gateway.serving.models.cache import ModelCache
+from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokens import Kind, TokenPool
 from gateway.wire import reading
 from gateway.wire.bounds import Bounds as Bounds  # app has its rules from here
@@ -63,14 +64,19 @@ class Service:
     arrivals: Arrivals
     pool: TokenPool
     rules: Rules
+    responses: ResponseStore
     fingerprint: Callable[[ModelSpec], str]
     started: int
+    health: Callable[[], str]
+    readiness: Callable[[], str]
+    reload: Callable[[], Coroutine[Any, Any, Changes]]
+    has_keys: bool
+    has_admin: bool
 
     async def read(
         self,
         request: Request,
         shape: type[R],
-        fields: reading.Fields,
         translate: Callable[[R], T],
         *,
         is_large: Callable[[R], bool] = lambda _: False,
@@ -83,7 +89,7 @@ class Service:
         def parse() -> reading.Read[R]:
             rules = self.rules
             read = reading.read_request(
-                body, shape, fields, strict=rules.strict_fields, bounds=rules.bounds
+                body, shape, strict=rules.strict_fields, bounds=rules.bounds
             )
             if rules.log_prompts:
                 log.info("prompt", **read.request.asked())

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from gateway import __version__, logs
-from gateway.api import ops, routes
+from gateway.api import app
 from gateway.api.door import Door
 from gateway.api.limits import Bodies
 from gateway.api.service import Bounds, Rules, Service
@@ -101,14 +101,10 @@ class Gateway:
         )
         self._reloading = asyncio.Lock()
         self._has_reloaded = asyncio.Event()
-        self.asgi: ASGIApp = routes.serve(
+        self.asgi: ASGIApp = app.serve(
             self._service(),
-            self._responses,
             door=self.door,
             bodies=self._bodies,
-            health=ops.Health(lambda: self._watch.status),
-            ready=ops.Ready(self._status, self._models.states),
-            reload=self.reload,
             admin_key=settings.admin_key.get_secret_value() if settings.admin_key else None,
             keys=[key.get_secret_value() for key in settings.api_keys],
             hosts=list(settings.allowed_hosts),
@@ -180,8 +176,14 @@ class Gateway:
                 stream_open_after_s=settings.stream_open_after_s,
                 send_timeout_s=settings.send_timeout_s,
             ),
+            responses=self._responses,
             fingerprint=self._fingerprint,
             started=int(time.time()),
+            health=lambda: self._watch.status,
+            readiness=self._status,
+            reload=self.reload,
+            has_keys=bool(settings.api_keys),
+            has_admin=settings.admin_key is not None,
         )
 
     @contextlib.asynccontextmanager

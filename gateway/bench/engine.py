@@ -127,7 +127,7 @@ class GenerationReference:
         return None
 
     def _row(self, ask: Ask) -> RowJob:
-        request = read_request(ask.body, wire.ChatRequest, wire.FIELDS, strict=False).request
+        request = read_request(ask.body, wire.ChatRequest, strict=False).request
         job = wire.to_job(
             request,
             _CALLER,

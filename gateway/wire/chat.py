@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: request → GenerateJob."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from gateway.jobs import Caller, Calling, GenerateJob, Sampling
 from gateway.wire.bounds import FAST, FEW, Label
 from gateway.wire.formats import FormedRequest, held_to_prompt
 from gateway.wire.messages import Message, continued, to_template
-from gateway.wire.reading import Fields, Part, check_length
+from gateway.wire.reading import Part, check_length
 from gateway.wire.sampling import MaxTokens, ServiceTier
 from gateway.wire.tools import (
     AnyTool,
@@ -24,21 +24,6 @@ from gateway.wire.tools import (
 )
 
 _TEXT = "This gateway writes text."
-FIELDS = Fields(
-    harmless=frozenset(
-        {
-            "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-            "safety_identifier", "store", "user", "verbosity", "prediction",
-        }
-    ),
-    refused={
-        "audio": _TEXT,
-        "modalities": _TEXT,
-        "web_search_options": "This gateway has no web search.",
-        "moderation": "This gateway does not moderate.",
-    },
-    neutral={"modalities": (["text"], [])},
-)  # fmt: skip
 
 
 class StreamOptions(Part):
@@ -54,6 +39,21 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 class ChatRequest(FormedRequest):
     """What OpenAI's endpoint takes, with vLLM's structured fields besides."""
+
+    harmless = frozenset(
+        {
+            "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+            "safety_identifier", "store", "user", "verbosity", "prediction",
+        }
+    )  # fmt: skip
+    refused: ClassVar = {
+        "audio": _TEXT,
+        "modalities": _TEXT,
+        "web_search_options": "This gateway has no web search.",
+        "moderation": "This gateway does not moderate.",
+    }
+    neutral: ClassVar = {"modalities": (["text"], [])}
+    example: ClassVar = {"messages": [{"role": "user", "content": "Hello!"}]}
 
     model: Annotated[Label, Field(min_length=1)]
     messages: Annotated[list[Message], FAST, FEW, Field(min_length=1)]

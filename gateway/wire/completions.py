@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import orjson
 from pydantic import Field, WithJsonSchema, field_validator
@@ -24,27 +24,11 @@ from gateway.wire.bounds import Label
 from gateway.wire.chat import StreamOptions
 from gateway.wire.chat_answers import usage_json
 from gateway.wire.formats import FormedRequest
-from gateway.wire.reading import CharBounds, Fields
+from gateway.wire.reading import CharBounds
 from gateway.wire.sampling import MaxTokensOrZero, ServiceTier
 
 MAX_CHOICES = 4096
 
-FIELDS = Fields(
-    harmless=frozenset(
-        {
-            "metadata", "prompt_cache_key", "safety_identifier", "store", "user",
-        }
-    ),
-    refused={
-        "suffix": "This gateway only writes on; it fills no gaps.",
-        "prompt_logprobs": "Ask for them with 'echo' and 'logprobs'.",
-        "use_beam_search": "This gateway samples.",
-    },
-    neutral={
-        "suffix": ("",),
-        "use_beam_search": (False,),
-    },
-)  # fmt: skip
 
 _INVALID = (
     "it should be a text, token ids, or an array of texts or of arrays of token ids: "
@@ -54,6 +38,22 @@ _INVALID = (
 
 class CompletionRequest(FormedRequest):
     """What OpenAI's endpoint takes. `prompt` is always an array, of texts or of token ids."""
+
+    harmless = frozenset(
+        {
+            "metadata", "prompt_cache_key", "safety_identifier", "store", "user",
+        }
+    )  # fmt: skip
+    refused: ClassVar = {
+        "suffix": "This gateway only writes on; it fills no gaps.",
+        "prompt_logprobs": "Ask for them with 'echo' and 'logprobs'.",
+        "use_beam_search": "This gateway samples.",
+    }
+    neutral: ClassVar = {
+        "suffix": ("",),
+        "use_beam_search": (False,),
+    }
+    example: ClassVar = {"prompt": "Once"}
 
     model: Annotated[Label, Field(min_length=1)]
     prompt: Annotated[Any, WithJsonSchema(inputs.SCHEMA)]

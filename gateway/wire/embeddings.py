@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import orjson
@@ -12,9 +12,7 @@ from gateway.errors import BadRequest
 from gateway.jobs import Caller, Embedded, EmbedJob, TokenIds
 from gateway.wire import inputs
 from gateway.wire.bounds import Label
-from gateway.wire.reading import CharBounds, Fields, Request
-
-FIELDS = Fields(harmless=frozenset({"user"}), refused={}, neutral={})
+from gateway.wire.reading import CharBounds, Request
 
 PIECE_FLOATS = 65_536
 _INVALID = (
@@ -25,6 +23,10 @@ _INVALID = (
 
 class EmbeddingsRequest(Request):
     """What OpenAI's endpoint takes, and TEI's `truncate` and a `prompt_name` besides."""
+
+    harmless = frozenset({"user"})
+    kind = "embedding"
+    example: ClassVar = {"input": ["Hello!"]}
 
     model: Annotated[Label, Field(min_length=1)]
     input: Annotated[Any, WithJsonSchema(inputs.SCHEMA)]

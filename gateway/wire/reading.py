@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -17,10 +17,25 @@ from gateway.wire.bounds import DEFAULT, NAME_CHARS, Bounds, parse
 class Request(BaseModel):
     """What a client sends. Values are never coerced: "1" is no number.
 
-    Unknown fields are kept aside: they are ignored, and the answer says so.
+    Unknown fields are kept aside: they are ignored, and the answer says so. Of the fields that are
+    known and not served, `harmless` ones don't change the answer and are accepted; `refused` ones
+    would, each with what the client should know. A refused field is let through with one of
+    `neutral`'s values, which ask for nothing. `example` is the rest of a least request to a model
+    of `kind`.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, str]] = {}
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    kind: ClassVar[Literal["chat", "embedding"]] = "chat"
+    example: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def honoured(cls) -> list[str]:
+        """Return the names of the fields that are served."""
+        names = [info.alias or name for name, info in cls.model_fields.items()]
+        return [name for name in names if name not in cls.harmless]
 
     def asked(self) -> dict[str, Any]:
         """Give what the model is to read, for those who want it logged."""
@@ -55,20 +70,6 @@ MOST_NAMED = 64  # of what nobody knows in a request's parts
 MOST_FIELDS = 1024  # beside each other, at the top
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fields:
-    """What an endpoint knows beyond the fields it serves.
-
-    `harmless` ones don't change the answer and are accepted; `refused` ones would, and are not
-    served: each with what the client should know. A refused field is let through with one of
-    `neutral`'s values, which ask for nothing.
-    """
-
-    harmless: frozenset[str]
-    refused: Mapping[str, str]
-    neutral: Mapping[str, tuple[object, ...]]
-
-
 @dataclass(frozen=True, slots=True)
 class Read(Generic[R]):
     """A request as understood, and the names of the fields that were not."""
@@ -80,7 +81,6 @@ class Read(Generic[R]):
 def read_request(
     body: bytes | bytearray,
     shape: type[R],
-    fields: Fields,
     *,
     strict: bool,
     bounds: Bounds = DEFAULT,
@@ -95,17 +95,17 @@ def read_request(
     }
     if len(given) > MOST_FIELDS:
         raise BadRequest(f"Your request has more than {MOST_FIELDS} fields.")
-    for name, reason in fields.refused.items():
-        if name in given and not _is_any(given[name], fields.neutral.get(name, ())):
+    for name, reason in shape.refused.items():
+        if name in given and not _is_any(given[name], shape.neutral.get(name, ())):
             raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
-    for name in fields.harmless:  # those that are texts name something
+    for name in shape.harmless:  # those that are texts name something
         if isinstance(text := given.get(name), str) and len(text) > NAME_CHARS:
             raise _too_long(name, NAME_CHARS, len(text))
     try:
         request = shape.model_validate(given, context=bounds)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False)) from None
-    known = fields.harmless | fields.refused.keys()
+    known = shape.harmless | shape.refused.keys()
     outer = sorted((request.model_extra or {}).keys() - known)
     ignored = (*outer, *request.skipped(), *islice(_unknown(request, ""), MOST_NAMED))
     if ignored and strict:

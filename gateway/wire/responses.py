@@ -1,7 +1,7 @@
 """POST /v1/responses: request → GenerateJob, and what the answer says of its request."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema, model_validator
 
@@ -11,7 +11,7 @@ from gateway.wire.bounds import FAST, Label, Schema
 from gateway.wire.chat import Effort
 from gateway.wire.formats import ANY_OBJECT, Name, json_schema
 from gateway.wire.messages import to_template
-from gateway.wire.reading import Fields, Part
+from gateway.wire.reading import Part
 from gateway.wire.response_items import Item, Items, to_messages
 from gateway.wire.response_tools import MAX_TOOLS, Namespace, Tool, read_choice, unpack
 from gateway.wire.sampling import MaxTokens, SampledRequest, ServiceTier
@@ -32,43 +32,6 @@ Includable = Literal[
 
 INPUT_TOKENS_OBJECT = "response.input_tokens"
 _MOVED = "In the Responses API it is '{}'."
-FIELDS = Fields(
-    harmless=frozenset(
-        {
-            "access_programs", "client_metadata", "context_management", "image", "max_tool_calls",
-            "prompt_cache_key",
-            "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-            "stream_options", "user",
-        }
-    ),
-    refused={
-        "conversation": "This gateway keeps no conversations: send 'previous_response_id', or the "
-        "whole conversation as 'input'.",
-        "background": "A response is answered while its client waits.",
-        "prompt": "This gateway keeps no prompt templates.",
-        "moderation": "This gateway does not moderate.",
-        "messages": _MOVED.format("input"),
-        "max_tokens": _MOVED.format("max_output_tokens"),
-        "max_completion_tokens": _MOVED.format("max_output_tokens"),
-        "response_format": _MOVED.format("text.format"),
-        "structured_outputs": _MOVED.format("text.format"),
-        "guided_json": _MOVED.format("text.format"),
-        "guided_regex": _MOVED.format("text.format"),
-        "guided_choice": _MOVED.format("text.format"),
-        "guided_grammar": _MOVED.format("text.format"),
-        "reasoning_effort": _MOVED.format("reasoning.effort"),
-        "functions": _MOVED.format("tools"),
-        "function_call": _MOVED.format("tool_choice"),
-        "logprobs": f"Say 'include': ['{LOGPROBS}'] instead.",
-        "n": "A response is one answer.",
-    },
-    neutral={
-        "background": (False,),
-        "logprobs": (False,),
-        "n": (1,),
-        "response_format": ({"type": "text"},),
-    },
-)  # fmt: skip
 
 
 class TextFormat(Part):
@@ -132,6 +95,43 @@ _CHOICE = {
 
 class ResponsesRequest(SampledRequest):
     """What OpenAI's endpoint takes, with functions as the only tools."""
+
+    harmless = frozenset(
+        {
+            "access_programs", "client_metadata", "context_management", "image", "max_tool_calls",
+            "prompt_cache_key",
+            "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+            "stream_options", "user",
+        }
+    )  # fmt: skip
+    refused: ClassVar = {
+        "conversation": "This gateway keeps no conversations: send 'previous_response_id', or the "
+        "whole conversation as 'input'.",
+        "background": "A response is answered while its client waits.",
+        "prompt": "This gateway keeps no prompt templates.",
+        "moderation": "This gateway does not moderate.",
+        "messages": _MOVED.format("input"),
+        "max_tokens": _MOVED.format("max_output_tokens"),
+        "max_completion_tokens": _MOVED.format("max_output_tokens"),
+        "response_format": _MOVED.format("text.format"),
+        "structured_outputs": _MOVED.format("text.format"),
+        "guided_json": _MOVED.format("text.format"),
+        "guided_regex": _MOVED.format("text.format"),
+        "guided_choice": _MOVED.format("text.format"),
+        "guided_grammar": _MOVED.format("text.format"),
+        "reasoning_effort": _MOVED.format("reasoning.effort"),
+        "functions": _MOVED.format("tools"),
+        "function_call": _MOVED.format("tool_choice"),
+        "logprobs": f"Say 'include': ['{LOGPROBS}'] instead.",
+        "n": "A response is one answer.",
+    }
+    neutral: ClassVar = {
+        "background": (False,),
+        "logprobs": (False,),
+        "n": (1,),
+        "response_format": ({"type": "text"},),
+    }
+    example: ClassVar = {"input": "Hello!"}
 
     model: Annotated[Label, Field(min_length=1)]
     input: Items

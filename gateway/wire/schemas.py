@@ -6,45 +6,35 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gateway.wire import answers
 from gateway.wire.bounds import NAME_CHARS
-from gateway.wire.reading import Fields
-from gateway.wire.table import ENDPOINTS
+from gateway.wire.reading import Request
 
 Schema = dict[str, Any]
 Schemas = dict[str, Schema]
 _NULL: Schema = {"type": "null"}
-GIVEN: tuple[type[BaseModel], ...] = (
-    answers.Error,
-    answers.Embeddings,
-    answers.ChatCompletion,
-    answers.ChatCompletionChunk,
-    answers.Completion,
-    answers.Response,
-    answers.ResponseEvent,
-    answers.InputItems,
-    answers.InputTokens,
-    answers.Deleted,
-    answers.Models,
-    answers.Reload,
-    answers.Health,
-    answers.Ready,
-)
 
 
-def schemas(names: Mapping[str, Sequence[str]], *, strict: bool) -> Schemas:
-    """Give every schema by name. `names` are those of the models there are, by kind; `strict` tells
-    that fields nobody knows are refused.
+def schemas(
+    requests: Sequence[type[Request]],
+    answers: Sequence[type[BaseModel]],
+    names: Mapping[str, Sequence[str]],
+    *,
+    strict: bool,
+) -> Schemas:
+    """Return the schemas of requests and answers, and of what they hold, by name.
+
+    `names` are those of the models there are, by kind; `strict` is whether fields that are not
+    known are refused.
     """
-    taken = _made([endpoint.shape for endpoint in ENDPOINTS])
+    taken = _made(requests)
     for schema in taken.values():
         _allow_nulls(schema)
-    for endpoint in ENDPOINTS:
-        schema = taken[endpoint.shape.__name__]
-        schema["properties"] |= dict(_unserved(endpoint.fields))
-        schema["properties"]["model"]["examples"] = list(names[endpoint.kind])
+    for request in requests:
+        schema = taken[request.__name__]
+        schema["properties"] |= dict(_unserved(request))
+        schema["properties"]["model"]["examples"] = list(names[request.kind])
         schema["additionalProperties"] = _NULL if strict else True
-    return taken | _made(GIVEN)
+    return taken | _made(answers)
 
 
 def _made(shapes: Sequence[type[BaseModel]]) -> Schemas:
@@ -75,12 +65,12 @@ def _taken(field: Schema) -> Schema:
     return {key: field.pop(key) for key in list(field) if key not in telling}
 
 
-def _unserved(fields: Fields) -> Iterator[tuple[str, Schema]]:
-    """Describe what an endpoint knows beyond its shape."""
-    for name in sorted(fields.harmless):
+def _unserved(request: type[Request]) -> Iterator[tuple[str, Schema]]:
+    """Describe the fields that are known and not served."""
+    for name in sorted(request.harmless):
         yield name, {"description": "Accepted, without effect.", "maxLength": NAME_CHARS}
-    for name, reason in fields.refused.items():
-        allowed = [None, *fields.neutral.get(name, ())]
+    for name, reason in request.refused.items():
+        allowed = [None, *request.neutral.get(name, ())]
         yield name, {"enum": allowed, "description": f"Refused. {reason}"}
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import orjson
 
+from gateway.api.app import ENDPOINTS
 from gateway.errors import GatewayError
 from gateway.jobs import Caller, Sampling
 from gateway.registry import Catalog
 from gateway.wire import chat, completions, embeddings, response_items, responses
 from gateway.wire.bounds import Bounds
 from gateway.wire.reading import CharBounds, read_request
-from gateway.wire.table import ENDPOINTS
 from tests.fuzz.asking import POSTS
 
 # What counts may be set to: a bound that the settings can lift must not hide a slow walk.
@@ -189,19 +189,22 @@ OWN: dict[str, dict[str, Grow]] = {
     "include": {"what there is": repeated("message.output_text.logprobs")},
 }
 FIELDS: dict[str, list[str]] = {
-    endpoint.path.removeprefix("/v1"): [
-        *endpoint.honoured, *endpoint.harmless, *endpoint.refused, "nobody-knows"
+    endpoint.path: [
+        *endpoint.request.honoured(),
+        *sorted(endpoint.request.harmless),
+        *endpoint.request.refused,
+        "nobody-knows",
     ]
     for endpoint in ENDPOINTS
-}  # fmt: skip
-SHAPES = {endpoint.path.removeprefix("/v1"): endpoint for endpoint in ENDPOINTS}
+    if endpoint.is_metered and endpoint.request is not None
+}
+SHAPES = {endpoint.path: endpoint.request for endpoint in ENDPOINTS if endpoint.request}
 
 
 def understood(path: str, body: bytes, models: Catalog) -> object:
     """Do all that is done with a body before its model is asked, or word why it is refused."""
     try:
-        shape, fields = SHAPES[path].shape, SHAPES[path].fields
-        asked: Any = read_request(body, shape, fields, strict=False, bounds=BOUNDS).request
+        asked: Any = read_request(body, SHAPES[path], strict=False, bounds=BOUNDS).request
         models.resolve(asked.model)
         return translated(path, asked)
     except GatewayError as error:

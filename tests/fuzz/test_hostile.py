@@ -12,13 +12,14 @@ import httpx2
 import orjson
 import pytest
 
-from gateway.api.operations import OPERATIONS
+from gateway.api.app import ENDPOINTS
 from tests.fuzz.hostile import Sent, hostile
 from tests.processes import DEMO, Served, command, started
 from tests.provoked.readings import settled
 
 pytestmark = pytest.mark.anyio
 
+POSTS = {each.path: each for each in ENDPOINTS if each.method == "POST"}
 SHORT, LONG = 150, 20_000
 AT_ONCE = 6
 REQUEST_S = 20  # that the gateway gives one, whatever its own header asks for
@@ -71,8 +72,8 @@ def unchunked(body: bytes) -> bytes:
 
 def check(sent: Sent, status: int, body: bytes) -> None:
     """Hold an answer to what is documented: a status, the envelope, and no fault of ours."""
-    operation = OPERATIONS["post", sent.path]
-    assert status in {*operation.statuses, *(error.status for error in operation.errors)}, status
+    endpoint = POSTS[sent.path]
+    assert status in {*endpoint.statuses, *(each.status for each in endpoint.all_errors)}, status
     assert status != 500, body
     if status != 200:
         envelope(orjson.loads(body))

@@ -9,7 +9,7 @@ from gateway.errors import BadRequest
 from gateway.wire import chat, completions, responses
 from gateway.wire.bounds import INNER_DEPTH, Bounds, TooDeep, parse
 from gateway.wire.messages import Message, to_template
-from gateway.wire.reading import Fields, Request, read_request
+from gateway.wire.reading import Request, read_request
 
 BOUNDS = Bounds(max_depth=10, max_messages=3, max_schema_bytes=64, max_regex_chars=8)
 LARGE = {"type": "object", "description": "x" * 64}
@@ -18,9 +18,9 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}
 RESPONSE: dict[str, Any] = {"model": "m", "input": "hi"}
 
 
-def refused(body: dict[str, Any], shape: type[Request], fields: Fields) -> BadRequest:
+def refused(body: dict[str, Any], shape: type[Request]) -> BadRequest:
     with pytest.raises(BadRequest) as caught:
-        read_request(orjson.dumps(body), shape, fields, strict=False, bounds=BOUNDS)
+        read_request(orjson.dumps(body), shape, strict=False, bounds=BOUNDS)
     return caught.value
 
 
@@ -81,7 +81,7 @@ def test_a_million_levels_are_refused_at_once() -> None:
 )
 def test_what_is_beyond_a_bound_of_chat_is_named(extra: dict[str, Any], param: str) -> None:
     """By its place, before anything is made of it."""
-    assert refused({**CHAT, **extra}, chat.ChatRequest, chat.FIELDS).param == param
+    assert refused({**CHAT, **extra}, chat.ChatRequest).param == param
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_what_is_beyond_a_bound_of_chat_is_named(extra: dict[str, Any], param: s
 )
 def test_what_is_beyond_a_bound_of_responses_is_named(extra: dict[str, Any], param: str) -> None:
     """As in chat."""
-    error = refused({**RESPONSE, **extra}, responses.ResponsesRequest, responses.FIELDS)
+    error = refused({**RESPONSE, **extra}, responses.ResponsesRequest)
     assert error.param == param
 
 
 def test_codes_are_openais() -> None:
     """Of what is too long."""
-    many = refused({**CHAT, "messages": [USER] * 4}, chat.ChatRequest, chat.FIELDS)
+    many = refused({**CHAT, "messages": [USER] * 4}, chat.ChatRequest)
     assert many.code == "array_above_max_length"
     assert "length 3, but got an array with length 4" in many.message
     body = {"model": "m", "prompt": "a", "guided_regex": "x" * 9}
-    long = refused(body, completions.CompletionRequest, completions.FIELDS)
+    long = refused(body, completions.CompletionRequest)
     assert long.code == "string_above_max_length"
 
 
@@ -119,9 +119,9 @@ def test_what_is_at_the_bounds_is_read() -> None:
     schema = {"type": "object", "description": "x" * (64 - 34)}
     assert len(orjson.dumps(schema)) <= 64
     body = {**CHAT, "messages": [USER] * 3, "guided_json": schema}
-    read_request(orjson.dumps(body), chat.ChatRequest, chat.FIELDS, strict=False, bounds=BOUNDS)
+    read_request(orjson.dumps(body), chat.ChatRequest, strict=False, bounds=BOUNDS)
     body = {**CHAT, "guided_regex": "x" * 8}
-    read_request(orjson.dumps(body), chat.ChatRequest, chat.FIELDS, strict=False, bounds=BOUNDS)
+    read_request(orjson.dumps(body), chat.ChatRequest, strict=False, bounds=BOUNDS)
 
 
 def test_json_inside_a_string_is_no_deeper_than_it_may_be() -> None:

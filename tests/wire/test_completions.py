@@ -17,7 +17,6 @@ from gateway.jobs import (
     Usage,
 )
 from gateway.wire.completions import (
-    FIELDS,
     Choice,
     CompletionRequest,
     Heading,
@@ -30,7 +29,7 @@ from tests.fakes import caller
 
 def read(**fields: Any) -> CompletionRequest:
     body = orjson.dumps({"model": "m", "prompt": "p", **fields})
-    return read_request(body, CompletionRequest, FIELDS, strict=True).request
+    return read_request(body, CompletionRequest, strict=True).request
 
 
 def jobs(**fields: Any) -> list[GenerateJob]:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
-from gateway.wire.chat import FIELDS, ChatRequest
+from gateway.wire.chat import ChatRequest
 from gateway.wire.formats import ANY_OBJECT, held_to_prompt
 from gateway.wire.reading import read_request
 
@@ -18,7 +18,7 @@ TEXT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"type":"intege
 
 def grammar(**fields: Any) -> Grammar | None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return read_request(orjson.dumps(body), ChatRequest, FIELDS, strict=True).request.form()[1]
+    return read_request(orjson.dumps(body), ChatRequest, strict=True).request.form()[1]
 
 
 @pytest.mark.parametrize(

@@ -8,25 +8,21 @@ import pytest
 from gateway.errors import BadRequest, UnknownParameter
 from gateway.wire import chat, completions, responses
 from gateway.wire.messages import to_template
-from gateway.wire.reading import Fields, Read, Request, read_request
+from gateway.wire.reading import Read, Request, read_request
 from gateway.wire.sampling import MAX_STOPS
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}
-SHAPES: dict[str, tuple[type[Request], Fields, dict[str, Any]]] = {
-    "chat": (chat.ChatRequest, chat.FIELDS, CHAT),
-    "completions": (
-        completions.CompletionRequest,
-        completions.FIELDS,
-        {"model": "m", "prompt": "hi"},
-    ),
-    "responses": (responses.ResponsesRequest, responses.FIELDS, {"model": "m", "input": "hi"}),
+SHAPES: dict[str, tuple[type[Request], dict[str, Any]]] = {
+    "chat": (chat.ChatRequest, CHAT),
+    "completions": (completions.CompletionRequest, {"model": "m", "prompt": "hi"}),
+    "responses": (responses.ResponsesRequest, {"model": "m", "input": "hi"}),
 }
 
 
 def read(path: str = "chat", *, strict: bool = False, **given: Any) -> Read[Any]:
-    shape, fields, least = SHAPES[path]
-    return read_request(json.dumps({**least, **given}).encode(), shape, fields, strict=strict)
+    shape, least = SHAPES[path]
+    return read_request(json.dumps({**least, **given}).encode(), shape, strict=strict)
 
 
 def refused(path: str = "chat", **given: Any) -> BadRequest:

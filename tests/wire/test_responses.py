@@ -21,7 +21,7 @@ from gateway.jobs import (
 from gateway.wire.reading import read_request
 from gateway.wire.response_events import Answer, Event
 from gateway.wire.response_tools import unpack
-from gateway.wire.responses import FIELDS, ResponsesRequest, described, to_job
+from gateway.wire.responses import ResponsesRequest, described, to_job
 from gateway.wire.sampling import tier
 from tests.fakes import caller
 
@@ -40,7 +40,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
 
 def read(given: Any = "hi", **fields: Any) -> ResponsesRequest:
     body = orjson.dumps({"model": "m", "input": given, **fields})
-    return read_request(body, ResponsesRequest, FIELDS, strict=False).request
+    return read_request(body, ResponsesRequest, strict=False).request
 
 
 def job(given: Any = "hi", **fields: Any) -> GenerateJob:
@@ -514,11 +514,11 @@ def test_an_earlier_call_into_a_namespace_is_shown_as_the_model_knows_it() -> No
 def test_tools_of_other_types_are_skipped_and_named(tools: Any) -> None:
     """Where a function remains; in strict mode nothing is skipped."""
     body = orjson.dumps({"model": "m", "input": "hi", "tools": tools})
-    assert read_request(body, ResponsesRequest, FIELDS, strict=False).ignored == (
+    assert read_request(body, ResponsesRequest, strict=False).ignored == (
         "tools.web_search", "tools.mcp",
     )  # fmt: skip
     with pytest.raises(UnknownParameter):
-        read_request(body, ResponsesRequest, FIELDS, strict=True)
+        read_request(body, ResponsesRequest, strict=True)
     calling = job(tools=tools).calling
     assert calling is not None
     assert calling.functions[0].name == "clock"

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.errors import BadRequest
 from gateway.jobs import Calling
-from gateway.wire.chat import FIELDS, ChatRequest
+from gateway.wire.chat import ChatRequest
 from gateway.wire.reading import read_request
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -17,7 +17,7 @@ CLOCK = {"type": "function", "function": {"name": "clock", "description": "Tell 
 
 def read(**fields: Any) -> tuple[list[str], Calling | None]:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    request = read_request(orjson.dumps(body), ChatRequest, FIELDS, strict=False).request
+    request = read_request(orjson.dumps(body), ChatRequest, strict=False).request
     shown, calling = request.calling()
     return [tool["function"]["name"] for tool in shown], calling
 
@@ -108,5 +108,5 @@ def test_tools_of_other_types_are_skipped_beside_a_function() -> None:
     assert calling is not None
     assert shown == [each.name for each in calling.functions] == ["clock"]
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [custom, CLOCK]}
-    ignored = read_request(orjson.dumps(body), ChatRequest, FIELDS, strict=False).ignored
+    ignored = read_request(orjson.dumps(body), ChatRequest, strict=False).ignored
     assert ignored == ("tools.custom",)

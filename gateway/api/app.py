@@ -1,0 +1,315 @@
+"""The endpoints, in one table, and the ASGI application that serves them."""
+
+from functools import partial
+from http import HTTPStatus
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
+
+from gateway import metrics
+from gateway.api import admin, chat, completions, embeddings, models, openapi, ops, responses
+from gateway.api.door import Door
+from gateway.api.endpoint import ASKED, KEPT, LEASED, Endpoint
+from gateway.api.limits import Bodies
+from gateway.api.middleware import Context, Guard, error_response
+from gateway.api.rates import Rates
+from gateway.api.service import Service
+from gateway.errors import (
+    GatewayError,
+    MethodNotAllowed,
+    ModelNotFound,
+    ModelsFileInvalid,
+    Overloaded,
+    ResponseNotFound,
+    UnknownUrl,
+    shown,
+)
+from gateway.serving.rates import KINDS, Accounts, Allowance
+from gateway.wire import answers
+from gateway.wire.chat import ChatRequest
+from gateway.wire.completions import CompletionRequest
+from gateway.wire.embeddings import EmbeddingsRequest
+from gateway.wire.responses import ResponsesRequest
+
+EXPOSED = [
+    *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "x-gateway-tool-format"),
+    *("server-timing", "retry-after"),
+    *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
+]
+ADMIN = "/admin/"
+
+
+async def _describe(service: Service, request: Request) -> Response:
+    """Answer with the OpenAPI document."""
+    return openapi.answer(service, ENDPOINTS)
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint(
+        "POST",
+        "/embeddings",
+        embeddings.answer,
+        summary="Turn texts into vectors",
+        request=EmbeddingsRequest,
+        answer=answers.Embeddings,
+        errors=ASKED,
+        is_metered=True,
+    ),
+    Endpoint(
+        "POST",
+        "/chat/completions",
+        chat.answer,
+        summary="Answer a conversation",
+        request=ChatRequest,
+        answer=answers.ChatCompletion,
+        events=answers.ChatCompletionChunk,
+        errors=ASKED,
+        is_metered=True,
+    ),
+    Endpoint(
+        "POST",
+        "/completions",
+        completions.answer,
+        summary="Write on from prompts",
+        request=CompletionRequest,
+        answer=answers.Completion,
+        events=answers.Completion,
+        errors=ASKED,
+        is_metered=True,
+    ),
+    Endpoint(
+        "POST",
+        "/responses",
+        responses.answer,
+        summary="Answer a conversation, and keep the answer to go on from",
+        request=ResponsesRequest,
+        answer=answers.Response,
+        events=answers.ResponseEvent,
+        errors=(*ASKED, ResponseNotFound),
+        is_metered=True,
+    ),
+    Endpoint(
+        "POST",
+        "/responses/input_tokens",
+        responses.count_tokens,
+        summary="Count the tokens of a prompt",
+        request=ResponsesRequest,
+        answer=answers.InputTokens,
+        errors=(*ASKED, ResponseNotFound),
+    ),
+    Endpoint(
+        "GET",
+        "/responses/{name}",
+        responses.show,
+        summary="Show a kept response",
+        answer=answers.Response,
+        errors=KEPT,
+    ),
+    Endpoint(
+        "DELETE",
+        "/responses/{name}",
+        responses.delete,
+        summary="Forget a kept response",
+        answer=answers.Deleted,
+        errors=KEPT,
+    ),
+    Endpoint(
+        "POST",
+        "/responses/{name}/cancel",
+        responses.cancel,
+        summary="Not served: no response is made in the background",
+        statuses=(),
+        errors=KEPT,
+    ),
+    Endpoint(
+        "GET",
+        "/responses/{name}/input_items",
+        responses.list_items,
+        summary="List the conversation that a kept response answers",
+        answer=answers.InputItems,
+        errors=KEPT,
+    ),
+    Endpoint(
+        "GET",
+        "/models",
+        models.list_models,
+        summary="List the models",
+        answer=answers.Models,
+    ),
+    Endpoint(
+        "GET",
+        "/models/{name:path}",
+        models.show,
+        summary="Tell of one model",
+        answer=answers.Model,
+        errors=(ModelNotFound,),
+    ),
+    Endpoint(
+        "GET",
+        "/health",
+        ops.health,
+        summary="Tell whether the engine moves",
+        answer=answers.Health,
+        statuses=(200, 503),
+        is_open=True,
+    ),
+    Endpoint(
+        "GET",
+        "/ready",
+        ops.ready,
+        summary="Tell whether requests are welcome",
+        answer=answers.Ready,
+        statuses=(200, 503),
+        is_open=True,
+    ),
+    Endpoint(
+        "GET",
+        "/metrics",
+        ops.metrics,
+        summary="Count, for Prometheus",
+        content_type="text/plain",
+    ),
+    Endpoint(
+        "GET",
+        "/openapi.json",
+        _describe,
+        summary="This document",
+    ),
+    Endpoint(
+        "POST",
+        "/admin/models/{name:path}/load",
+        admin.load,
+        summary="Load a model",
+        answer=answers.Model,
+        errors=LEASED,
+        is_admin=True,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/models/{name:path}/unload",
+        admin.unload,
+        summary="Let a model go; 202 while requests still use it",
+        answer=answers.Model,
+        statuses=(200, 202),
+        errors=(ModelNotFound,),
+        is_admin=True,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/reload",
+        admin.reload,
+        summary="Read models.yaml again",
+        answer=answers.Reload,
+        errors=(ModelsFileInvalid,),
+        is_admin=True,
+    ),
+)
+PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.is_admin)
+OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
+METERED_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_metered)
+
+
+def serve(
+    service: Service,
+    *,
+    door: Door,
+    bodies: Bodies,
+    admin_key: str | None,
+    keys: list[str],
+    hosts: list[str],
+    origins: list[str],
+    max_header_bytes: int,
+    allowance: Allowance,
+    lifespan: Lifespan[Starlette],
+) -> ASGIApp:
+    """Build the ASGI application; without an admin key, nothing is under /admin."""
+    app = Starlette(
+        routes=[
+            Route(prefix + each.path, partial(each.handler, service), methods=[each.method])
+            for each in ENDPOINTS
+            if admin_key or not each.is_admin
+            for prefix in ([""] if each.is_admin else ["/v1", ""])
+        ],
+        exception_handlers={
+            GatewayError: _answer_error,
+            HTTPException: _answer_refusal,
+            Exception: _answer_failure,
+        },
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    metered: ASGIApp = app
+    if not allowance.is_unlimited:
+        metered = Rates(app, Accounts(allowance), METERED_PATHS)
+    guarded: ASGIApp = Guard(
+        metered, door, keys=keys, hosts=hosts, origins=origins, open_paths=OPEN_PATHS
+    )
+    if admin_key:
+        administered = Guard(app, door, keys=[admin_key], hosts=hosts, origins=origins)
+        guarded = _route_admin(administered, guarded)
+    if origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED,
+        )
+    return Context(
+        guarded,
+        door,
+        bodies,
+        max_header_bytes=max_header_bytes,
+        send_timeout_s=service.rules.send_timeout_s,
+    )
+
+
+def _route_admin(admin: ASGIApp, others: ASGIApp) -> ASGIApp:
+    """Return an app that hands what is under /admin/ to one app, and the rest to another."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        is_admin = scope["type"] == "http" and scope["path"].startswith(ADMIN)
+        await (admin if is_admin else others)(scope, receive, send)
+
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    model = request.scope["gateway.timings"].model
+    if isinstance(error, Overloaded) and model is not None:
+        metrics.of(metrics.REJECTED, model).inc()
+    return error_response(error)
+
+
+async def _answer_refusal(request: Request, error: Exception) -> Response:
+    """Answer Starlette's own refusals as OpenAI words them."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    refusal = GatewayError(error.detail)
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allow = (error.headers or {}).get("Allow", "")
+        refusal = MethodNotAllowed(f"Not allowed to {method} on {shown(path)}.", allow)
+    elif error.status_code == HTTPStatus.NOT_FOUND:
+        refusal = UnknownUrl(f"Invalid URL ({method} {shown(path)}){_hint(path)}")
+    return error_response(refusal)
+
+
+def _hint(path: str) -> str:
+    """Name the endpoint that a path is but for slashes or another /v1, if it is one."""
+    steps = [step for step in path.split("/") if step]
+    while steps[:2] == ["v1", "v1"]:
+        del steps[0]
+    nearest = "/" + "/".join(steps)
+    is_known = nearest.removeprefix("/v1") in PATHS
+    return f". Did you mean {nearest}?" if is_known and nearest != path else ""
+
+
+async def _answer_failure(request: Request, error: Exception) -> Response:
+    """Answer a 500. Starlette raises the error again after it; Context logs it."""
+    return error_response(GatewayError("The server had an error while processing your request."))
