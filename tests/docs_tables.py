@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gateway.api.app import ENDPOINTS
-from gateway.api.openapi import fields_table
+from gateway.api.openapi import endpoints_table, fields_table
 from gateway.settings import environment_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "settings": (DOCS / "settings.md", environment_table),
+    "endpoints": (DOCS / "api.md", lambda: endpoints_table(ENDPOINTS)),
     "fields": (DOCS / "api.md", lambda: fields_table(ENDPOINTS)),
 }
 

@@ -52,9 +52,12 @@ async def _describe(service: Service, request: Request) -> Response:
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
-        "/embeddings",
+        "/v1/embeddings",
         embeddings.answer,
         summary="Turn texts into vectors",
+        details="Takes a string, a list of strings or, where the model allows it, token ids; "
+        "answers in `float` or `base64`; `dimensions` for Matryoshka models; also "
+        "`truncate` and `prompt_name`.",
         request=EmbeddingsRequest,
         answer=answers.Embeddings,
         errors=ASKED,
@@ -62,9 +65,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST",
-        "/chat/completions",
+        "/v1/chat/completions",
         chat.answer,
         summary="Answer a conversation",
+        details="Whole or streamed; tools, structured output, logprobs, reasoning separate from "
+        "content.",
         request=ChatRequest,
         answer=answers.ChatCompletion,
         events=answers.ChatCompletionChunk,
@@ -73,9 +78,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST",
-        "/completions",
+        "/v1/completions",
         completions.answer,
-        summary="Write on from prompts",
+        summary="Continue prompts",
+        details="The older form: `prompt` as text, token ids, or a list of either.",
         request=CompletionRequest,
         answer=answers.Completion,
         events=answers.Completion,
@@ -84,9 +90,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST",
-        "/responses",
+        "/v1/responses",
         responses.answer,
-        summary="Answer a conversation, and keep the answer to go on from",
+        summary="Answer a conversation, and keep the answer to continue from",
+        details="Messages, function tools alone or in namespaces, structured text, streaming "
+        "events; continues from `previous_response_id` and reads `item_reference`s.",
         request=ResponsesRequest,
         answer=answers.Response,
         events=answers.ResponseEvent,
@@ -95,57 +103,65 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST",
-        "/responses/input_tokens",
+        "/v1/responses/input_tokens",
         responses.count_tokens,
         summary="Count the tokens of a prompt",
+        details="The prompt is that of the same request to `/responses`.",
         request=ResponsesRequest,
         answer=answers.InputTokens,
         errors=(*ASKED, ResponseNotFound),
     ),
     Endpoint(
         "GET",
-        "/responses/{name}",
+        "/v1/responses/{name}",
         responses.show,
-        summary="Show a kept response",
+        summary="Return a kept response",
+        details="Responses are kept in memory for `GATEWAY_RESPONSES_TTL_S` unless the request "
+        "said `store: false`. Each API key sees only its own, and has an even share of "
+        "`GATEWAY_RESPONSES_KEPT`.",
         answer=answers.Response,
         errors=KEPT,
     ),
     Endpoint(
         "DELETE",
-        "/responses/{name}",
+        "/v1/responses/{name}",
         responses.delete,
-        summary="Forget a kept response",
+        summary="Delete a kept response",
         answer=answers.Deleted,
         errors=KEPT,
     ),
     Endpoint(
         "POST",
-        "/responses/{name}/cancel",
+        "/v1/responses/{name}/cancel",
         responses.cancel,
-        summary="Not served: no response is made in the background",
+        summary="Refused: no response is made in the background",
         statuses=(),
         errors=KEPT,
     ),
     Endpoint(
         "GET",
-        "/responses/{name}/input_items",
+        "/v1/responses/{name}/input_items",
         responses.list_items,
         summary="List the conversation that a kept response answers",
+        details="Takes `limit`, `order` and `after`.",
         answer=answers.InputItems,
         errors=KEPT,
     ),
     Endpoint(
         "GET",
-        "/models",
+        "/v1/models",
         models.list_models,
         summary="List the models",
+        details="Every id and alias; `root` is the id; `state`, `bytes`, `last_used` and `error` "
+        "describe the model's condition, and `batching` says whether its answers are "
+        "decoded together.",
         answer=answers.Models,
     ),
     Endpoint(
         "GET",
-        "/models/{name:path}",
+        "/v1/models/{name:path}",
         models.show,
-        summary="Tell of one model",
+        summary="Describe one model",
         answer=answers.Model,
         errors=(ModelNotFound,),
     ),
@@ -153,7 +169,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET",
         "/health",
         ops.health,
-        summary="Tell whether the engine moves",
+        summary="Check that the engine works",
+        details="200 while the engine's thread does its work.",
         answer=answers.Health,
         statuses=(200, 503),
         is_open=True,
@@ -162,7 +179,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET",
         "/ready",
         ops.ready,
-        summary="Tell whether requests are welcome",
+        summary="Check that requests are accepted",
+        details="200 from when all preloaded models are loaded until shutdown begins; lists the "
+        "models' states to callers who may list models.",
         answer=answers.Ready,
         statuses=(200, 503),
         is_open=True,
@@ -171,20 +190,21 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET",
         "/metrics",
         ops.metrics,
-        summary="Count, for Prometheus",
+        summary="Return Prometheus metrics",
         content_type="text/plain",
     ),
     Endpoint(
         "GET",
         "/openapi.json",
         _describe,
-        summary="This document",
+        summary="Return the OpenAPI document of all this",
     ),
     Endpoint(
         "POST",
         "/admin/models/{name:path}/load",
         admin.load,
         summary="Load a model",
+        details="Needs `GATEWAY_ADMIN_KEY`; without that setting, what is under `/admin` is a 404.",
         answer=answers.Model,
         errors=LEASED,
         is_admin=True,
@@ -193,7 +213,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST",
         "/admin/models/{name:path}/unload",
         admin.unload,
-        summary="Let a model go; 202 while requests still use it",
+        summary="Unload a model",
+        details="202 while requests still use it.",
         answer=answers.Model,
         statuses=(200, 202),
         errors=(ModelNotFound,),
@@ -209,9 +230,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_admin=True,
     ),
 )
-PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.is_admin)
-OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
-METERED_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_metered)
+PATHS = frozenset(endpoint.bare_path for endpoint in ENDPOINTS if not endpoint.is_admin)
+OPEN_PATHS = frozenset(endpoint.bare_path for endpoint in ENDPOINTS if endpoint.is_open)
+METERED_PATHS = frozenset(endpoint.bare_path for endpoint in ENDPOINTS if endpoint.is_metered)
 
 
 def serve(
@@ -230,7 +251,7 @@ def serve(
     """Build the ASGI application; without an admin key, nothing is under /admin."""
     app = Starlette(
         routes=[
-            Route(prefix + each.path, partial(each.handler, service), methods=[each.method])
+            Route(prefix + each.bare_path, partial(each.handler, service), methods=[each.method])
             for each in ENDPOINTS
             if admin_key or not each.is_admin
             for prefix in ([""] if each.is_admin else ["/v1", ""])

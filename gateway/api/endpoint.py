@@ -38,7 +38,8 @@ KEPT: Errors = (BadRequest, ResponseNotFound)  # where a kept response is named
 class Endpoint:
     """One method of one path.
 
-    It is served with and without /v1, but for those of `is_admin`, which need the admin key. An
+    Whether or not `path` begins with /v1, it is served with that and without, but for those of
+    `is_admin`, which need the admin key. An
     answer of None has no shape of its own, `events` are what a stream of it carries, and
     `statuses` those of an answer that is no error. `errors` are what can go wrong beyond what can
     anywhere, and beyond the key check. One that `is_open` needs no key, and one that `is_metered`
@@ -50,6 +51,7 @@ class Endpoint:
     handler: Handler
     _: KW_ONLY
     summary: str
+    details: str = ""
     request: type[WireRequest] | None = None
     answer: type[BaseModel] | None = None
     events: type[BaseModel] | None = None
@@ -59,6 +61,11 @@ class Endpoint:
     is_metered: bool = False
     is_open: bool = False
     is_admin: bool = False
+
+    @property
+    def bare_path(self) -> str:
+        """Return the path without /v1."""
+        return self.path.removeprefix("/v1")
 
     @property
     def all_errors(self) -> Errors:

@@ -74,7 +74,7 @@ def document(
     for endpoint in endpoints:
         if has_admin or not endpoint.is_admin:
             servers = {"servers": ROOT} if endpoint.is_admin else {}
-            path = paths.setdefault(_template(endpoint), servers)
+            path = paths.setdefault(_template(endpoint.bare_path), servers)
             path[endpoint.method.lower()] = _operation(endpoint, names)
     requests = list(dict.fromkeys(each.request for each in endpoints if each.request))
     shapes = [shape for each in endpoints for shape in (each.answer, each.events) if shape]
@@ -95,19 +95,21 @@ def document(
     }
 
 
-def _template(endpoint: Endpoint) -> str:
-    """Return the path as OpenAPI writes it, where a parameter has no converter."""
-    return endpoint.path.replace(":path", "")
+def _template(path: str) -> str:
+    """Return a path as OpenAPI writes it, where a parameter has no converter."""
+    return path.replace(":path", "")
 
 
 def _operation(endpoint: Endpoint, names: Names) -> Schema:
-    path = _template(endpoint)
+    path = _template(endpoint.bare_path)
     words = path.replace("{name}", "one").replace(".", "/").split("/")
     described: Schema = {
         "operationId": "_".join([endpoint.method.lower(), *words[1:]]),
         "summary": endpoint.summary,
         "responses": {**_refusals(endpoint.all_errors), **_answers(endpoint)},
     }
+    if endpoint.details:
+        described["description"] = endpoint.details
     if endpoint.is_open:
         described["security"] = []
     if "{name}" in path:
@@ -144,6 +146,16 @@ def _response(status: int, content: Schema) -> Schema:
     return {"description": HTTPStatus(status).phrase, "content": content}
 
 
+def endpoints_table(endpoints: Iterable[Endpoint]) -> str:
+    """Return the table of endpoints in docs/api.md."""
+    rows = ["| Endpoint | What it does |", "| --- | --- |"]
+    for endpoint in endpoints:
+        path = _template(endpoint.path)
+        words = f"{endpoint.summary}. {endpoint.details}".strip()
+        rows.append(f"| `{endpoint.method} {path}` | {words} |")
+    return "\n".join(rows)
+
+
 def fields_table(endpoints: Iterable[Endpoint]) -> str:
     """Return the table of request fields in docs/api.md."""
     rows = ["| Endpoint | Honoured | Accepted, without effect | Refused with 400 |"]
@@ -155,5 +167,5 @@ def fields_table(endpoints: Iterable[Endpoint]) -> str:
     for request, endpoint in first.items():
         columns = (request.honoured(), sorted(request.harmless), list(request.refused))
         listed = [" ".join(f"`{name}`" for name in names) for names in columns]
-        rows.append(f"| `{endpoint.method} /v1{endpoint.path}` | {' | '.join(listed)} |")
+        rows.append(f"| `{endpoint.method} {endpoint.path}` | {' | '.join(listed)} |")
     return "\n".join(rows)

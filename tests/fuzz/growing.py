@@ -189,7 +189,7 @@ OWN: dict[str, dict[str, Grow]] = {
     "include": {"what there is": repeated("message.output_text.logprobs")},
 }
 FIELDS: dict[str, list[str]] = {
-    endpoint.path: [
+    endpoint.bare_path: [
         *endpoint.request.honoured(),
         *sorted(endpoint.request.harmless),
         *endpoint.request.refused,
@@ -198,7 +198,7 @@ FIELDS: dict[str, list[str]] = {
     for endpoint in ENDPOINTS
     if endpoint.is_metered and endpoint.request is not None
 }
-SHAPES = {endpoint.path: endpoint.request for endpoint in ENDPOINTS if endpoint.request}
+SHAPES = {endpoint.bare_path: endpoint.request for endpoint in ENDPOINTS if endpoint.request}
 
 
 def understood(path: str, body: bytes, models: Catalog) -> object:

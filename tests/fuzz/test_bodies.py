@@ -12,7 +12,7 @@ from tests.fuzz.asking import POSTS, Ask, asking, check, scripted
 
 SHORT, LONG = 50, 1000  # requests to each endpoint
 FIELDS = {
-    endpoint.path: [
+    endpoint.bare_path: [
         *endpoint.request.honoured(),
         *sorted(endpoint.request.harmless),
         *endpoint.request.refused,
