@@ -1,5 +1,6 @@
-"""The README's examples, pasted."""
+"""The examples of README and docs, pasted."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,24 +8,52 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(python|sh)\n(.*?)^```", README, flags=re.M | re.S)
-EXAMPLES = [(language, code) for language, code in BLOCKS if "127.0.0.1:8000/v1" in code]
+ROOT = Path(__file__).parents[1]
+
+
+def examples(page: str) -> list[tuple[str, str]]:
+    """List the blocks of a page that ask the gateway: each one's language and code."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", text, flags=re.M | re.S)
+    return [(language, code) for language, code in blocks if "127.0.0.1:8000/v1" in code]
+
+
+EXAMPLES = examples("README.md")
+STRUCTURED = [code for _, code in examples("docs/structured-output.md")]
 
 
 def test_there_are_examples() -> None:
-    """One for the SDK, two for curl."""
+    """One for the SDK, two for curl; and no page has one that nothing runs."""
     assert [language for language, _ in EXAMPLES] == ["python", "sh", "sh"]
+    pages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")]
+    assert [page for page in pages if examples(page)] == ["docs/structured-output.md"]
+
+
+def printed(url: str, language: str, code: str) -> str:
+    """Run an example as pasted, but for the port, which is the test's own."""
+    code = code.replace("http://127.0.0.1:8000", url)
+    command = [sys.executable, "-c", code] if language == "python" else ["bash", "-ec", code]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
 
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)
 def test_an_example_works_as_pasted(shipped_url: str, language: str, code: str) -> None:
-    """But for the port, which is the test's own: a real model answers."""
-    code = code.replace("http://127.0.0.1:8000", shipped_url)
-    command = [sys.executable, "-c", code] if language == "python" else ["bash", "-ec", code]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    printed = done.stdout.decode()
-    assert done.returncode == 0, done.stderr.decode()
-    assert "error" not in printed
-    assert any(word in printed for word in ("2 vectors of 384", '"embedding"', "[DONE]"))
-    assert language == "sh" or "Paris" in printed
+    """A real model answers."""
+    text = printed(shipped_url, language, code)
+    assert "error" not in text
+    assert any(word in text for word in ("2 vectors of 384", '"embedding"', "[DONE]"))
+    assert language == "sh" or "Paris" in text
+
+
+def test_the_structured_examples_answer_in_their_form(shipped_url: str) -> None:
+    person, choice = (
+        json.loads(printed(shipped_url, "sh", code))["choices"][0]["message"]["content"]
+        for code in STRUCTURED
+    )
+    assert {name: type(value) for name, value in json.loads(person).items()} == {
+        "name": str,
+        "age": int,
+    }
+    assert choice in ("yes", "no")

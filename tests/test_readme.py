@@ -1,10 +1,15 @@
 """README and docs say what is: tables are the code's, and links lead somewhere."""
 
+import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gateway.errors import GatewayError
+from gateway.registry import ChatSpec, EmbeddingSpec
+from gateway.registry.sections import ChatBatching, EmbeddingBatching, Sampling, Structured
 from tests.docs_links import anchors, broken_links
 from tests.docs_tables import TABLES, generated
 
@@ -80,13 +85,36 @@ def test_anchors_are_those_that_github_gives_headings() -> None:
 
 
 def test_every_model_key_is_explained() -> None:
-    """In the table of docs/models-yaml.md."""
-    from gateway.registry import ChatSpec, EmbeddingSpec
-
+    """In the tables of docs/models-yaml.md, those of sections too."""
     page = (ROOT / "docs" / "models-yaml.md").read_text(encoding="utf-8")
     table = page.partition("| Key | Kinds | Meaning |")[2].partition("\n\n")[0]
     for key in {*EmbeddingSpec.model_fields, *ChatSpec.model_fields} - {"id"}:
         assert f"`{key}`" in table, key
+    batching = page.partition("\n## batching\n")[2].partition("\n## ")[0]
+    for key in {*EmbeddingBatching.model_fields, *ChatBatching.model_fields}:
+        assert f"`{key}`" in batching, key
+    structured = page.partition("\n## structured\n")[2].partition("\n## ")[0]
+    assert not [key for key in Structured.model_fields if f"`{key}`" not in structured]
+    assert not [key for key in Sampling.model_fields if f"`{key}`" not in table]
+
+
+def test_every_error_is_explained() -> None:
+    """In the table of docs/api.md, with its status."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d{3}) \| (.*?) \|", page, flags=re.M)
+    explained = {
+        (int(status), code) for status, codes in rows for code in re.findall("`(.*?)`", codes)
+    }
+    raised = {(kind.status, kind.code) for kind in every(GatewayError) if kind.code is not None}
+    assert raised
+    assert raised <= explained
+
+
+def every(kind: type[GatewayError]) -> Iterator[type[GatewayError]]:
+    """Yield a kind of error and all that are kinds of it."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from every(each)
 
 
 def test_nothing_in_the_repository_is_a_link() -> None:
