@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.engine import backend
-from gateway.engine.memory import prepare_malloc
+from gateway.engine import device as backend
+from gateway.engine.device import prepare_malloc
 
 import mlx_lm  # isort: skip  (after OpenBLAS, which the line above loads)
 from mlx_lm.generate import BatchGenerator

@@ -20,10 +20,10 @@ from mlx_lm.models.llama import Model, ModelArgs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from gateway.bench.texts import Texts
-from gateway.engine.backend import Device
-from gateway.engine.gguf.chat import wrapped_tokenizer
+from gateway.engine.device import Device
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.decoder import read_gguf_decoder
+from gateway.engine.gguf.tokenizer import wrapped_tokenizer
 
 VOCABULARY = 16_384
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"

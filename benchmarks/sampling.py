@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
-from gateway.engine.sampling import Sampler, adjusted, choose, is_finite
+from gateway.engine.generation.sampling import Sampler, adjusted, choose, is_finite
 from gateway.jobs import Sampling
 
 ASKED: Mapping[str, Sampling] = {

@@ -26,12 +26,12 @@ import jsonschema  # type: ignore[import-untyped]
 from mlx_lm.tokenizer_utils import load
 from referencing import Registry
 
+from gateway.engine.generation.loading import completed_shape, generation_config
 from gateway.engine.grammar.compiling import CompiledGrammar, compile_grammar
 from gateway.engine.grammar.matching import State
 from gateway.engine.grammar.schemas import walk
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
-from gateway.engine.loading import completed_shape, generation_config
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gateway.app.opening import Size
+from gateway.app.loading import Size
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import (
     Caller,

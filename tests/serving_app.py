@@ -14,7 +14,7 @@ from hypercorn.config import Config
 from starlette.types import ASGIApp
 
 from gateway.app.gateway import Gateway
-from gateway.app.opening import Engines
+from gateway.app.loading import Engines
 from gateway.cli import _connections
 from gateway.registry import Catalog, load_catalog
 from gateway.settings import Settings

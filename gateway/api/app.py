@@ -29,7 +29,7 @@ from gateway.errors import (
     UnknownUrl,
     shown,
 )
-from gateway.serving.rates import KINDS, Accounts, Allowance
+from gateway.serving.rate_limit import KINDS, Accounts, Allowance
 from gateway.wire import answers
 from gateway.wire.chat import ChatRequest
 from gateway.wire.completions import CompletionRequest

@@ -10,7 +10,7 @@ from gateway.api.streams import while_connected
 from gateway.errors import BadRequest
 from gateway.jobs import Embedded, EmbedJob, Stage
 from gateway.registry import EmbeddingSpec
-from gateway.serving.arrivals import Arrival
+from gateway.serving.admission import Arrival
 from gateway.wire import embeddings as wire
 
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.api.middleware import error_response
 from gateway.errors import RateLimited
 from gateway.jobs import Timings
-from gateway.serving.rates import Accounts, Bucket, Kind
+from gateway.serving.rate_limit import Accounts, Bucket, Kind
 
 
 class Rates:

@@ -14,12 +14,12 @@ from gateway.api.limits import read_body
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Stage, Tier
 from gateway.registry import Catalog, Changes, ChatSpec, EmbeddingSpec, ModelSpec, Resolved
-from gateway.serving.arrivals import Arrivals
+from gateway.serving.admission import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.generation.batcher import Generation, GenerationBatcher
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.response_store import ResponseStore
-from gateway.serving.tokens import Kind, TokenPool
+from gateway.serving.tokenize import Kind, TokenPool
 from gateway.wire import reading
 from gateway.wire.bounds import Bounds as Bounds  # app has its rules from here
 

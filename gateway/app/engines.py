@@ -16,22 +16,25 @@ from gateway import logs
 from gateway.app.apart import apart
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
-from gateway.app.opening import Size
-from gateway.engine import backend, sandboxed, sizes, sources
-from gateway.engine.batching import self_test_digest
-from gateway.engine.embedding import load_embedding_in_steps
-from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
-from gateway.engine.grammar.shaping import Shape
-from gateway.engine.loading import load_generation_in_steps, read_chat_setup
-from gateway.engine.memory import (
+from gateway.app.loading import Size
+from gateway.engine import checkpoint as sizes
+from gateway.engine import device as backend
+from gateway.engine import hub as sources
+from gateway.engine import sandboxed
+from gateway.engine.checkpoint import Checkpoint, Listing
+from gateway.engine.device import (
     active_bytes,
     cached_bytes,
     give_back,
     memory_bytes,
     prepare_malloc,
 )
-from gateway.engine.pooling import read_recipe
-from gateway.engine.weights import Checkpoint, Listing
+from gateway.engine.embedding.engine import load_embedding_in_steps
+from gateway.engine.embedding.pooling import read_recipe
+from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
+from gateway.engine.generation.self_test import self_test_digest
+from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
+from gateway.engine.grammar.shaping import Shape
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from gateway.settings import Settings
 
 if TYPE_CHECKING:
-    from gateway.engine.sources import Hub
+    from gateway.engine.hub import Hub
 
 
 def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
     """Give the hub. Whether anything may be fetched from it is not for GATEWAY_AUTO_PULL alone."""
-    from gateway.engine.sources import Hub
+    from gateway.engine.hub import Hub
 
     return Hub(
         endpoint=settings.hub_endpoint,

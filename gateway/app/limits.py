@@ -3,8 +3,8 @@
 from typing import TypeVar
 
 from gateway.registry import ChatSpec, EmbeddingSpec
-from gateway.serving.embedding.batches import EmbeddingLimits, Windows
-from gateway.serving.generation.batches import GenerationLimits
+from gateway.serving.embedding.policy import EmbeddingLimits, Windows
+from gateway.serving.generation.policy import GenerationLimits
 from gateway.settings import Settings
 
 T = TypeVar("T")

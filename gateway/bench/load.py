@@ -1,8 +1,10 @@
 """N clients, each asking again as soon as it is answered. The only part that speaks HTTP."""
 
 import asyncio
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,3 +165,41 @@ async def closed_loop(
 async def burst(peer: Peer, workload: Workload, count: int) -> list[Answer]:
     """Ask `count` times at once, and give the answers when all are there."""
     return await asyncio.gather(*(peer.ask(workload.next()) for _ in range(count)))
+
+
+REFRESH_S = 0.5  # drawing costs time on the cores that are being measured
+
+
+@asynccontextmanager
+async def progress(total_s: float) -> AsyncIterator[Told]:
+    """Show time going by, and how many answers came; give what is to be told of each."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    answers = errors = 0
+
+    def told(answer: Answer) -> None:
+        nonlocal answers, errors
+        answers += 1
+        errors += answer.error is not None
+
+    columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as shown:
+        task, started = shown.add_task("", total=total_s), time.monotonic()
+
+        async def draw() -> None:
+            while True:
+                done_s = min(total_s, time.monotonic() - started)
+                said = f"{answers} answers, {errors} errors"
+                shown.update(task, completed=done_s, description=said, refresh=True)
+                await asyncio.sleep(REFRESH_S)
+
+        drawing = asyncio.create_task(draw())
+        try:
+            yield told
+        finally:
+            drawing.cancel()

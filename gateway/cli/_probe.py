@@ -13,7 +13,7 @@ from pathlib import Path
 from gateway.app.engines import MlxEngines, mlx_engines
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
-from gateway.engine import sources
+from gateway.engine import hub as sources
 from gateway.engine.blas import BLAS
 from gateway.engine.probe import gflops, multiply
 from gateway.errors import GatewayError

@@ -157,7 +157,7 @@ async def _measure(
     duration_s: float,
     engine: "AbstractAsyncContextManager[Reference] | None",
 ) -> "list[Line]":
-    from gateway.bench.progress import progress
+    from gateway.bench.load import progress
     from gateway.bench.rounds import rounds
 
     total_s = (warmup_s + duration_s) * len(concurrency)

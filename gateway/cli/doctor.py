@@ -21,7 +21,7 @@ from gateway.registry import Catalog, ModelSpec, load_catalog, read_models
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
 
 if TYPE_CHECKING:
-    from gateway.engine.sources import Hub
+    from gateway.engine.hub import Hub
 
 
 def doctor(
@@ -122,7 +122,7 @@ def _of_mlx(settings: Settings) -> Generator[Finding, None, Mapping[str, int | s
 def _of_models(
     catalog: Catalog, sizes: Mapping[str, int | str | None], settings: Settings
 ) -> Iterator[Finding]:
-    from gateway.engine import sources
+    from gateway.engine import hub as sources
 
     hub = hub_of(settings, may_download=settings.auto_pull)
     problems = {name: said for name, said in sizes.items() if isinstance(said, str)}
@@ -142,7 +142,7 @@ def _of_models(
 
 
 def _refusal(spec: ModelSpec, hub: "Hub") -> str | None:
-    from gateway.engine import sources
+    from gateway.engine import hub as sources
 
     try:
         sources.ask_hub(spec, hub)

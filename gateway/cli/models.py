@@ -12,7 +12,7 @@ from gateway.registry import HubSource, ModelSpec, load_catalog
 from gateway.settings import load_settings, variables
 
 if TYPE_CHECKING:
-    from gateway.engine.sources import Hub
+    from gateway.engine.hub import Hub
 
 
 def models(
@@ -37,7 +37,7 @@ def models(
 
 def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
     """Tell whether a model is here, wholly or in part, and how much of it."""
-    from gateway.engine import sources
+    from gateway.engine import hub as sources
 
     try:
         folder = sources.on_disk(spec, hub)

@@ -26,7 +26,7 @@ def pull(
 
     Ended early, it goes on from there the next time.
     """
-    from gateway.engine import sources
+    from gateway.engine import hub as sources
 
     settings = load_settings({"models": models})
     catalog = load_catalog(settings.models, variables())

@@ -49,7 +49,7 @@ def serve(
     # From here on mlx is needed; its imports take seconds, and come before the port is open.
     from gateway.app.engines import mlx_engines
     from gateway.app.gateway import Gateway
-    from gateway.engine import backend
+    from gateway.engine import device as backend
 
     if backend.BLAS.hint is not None:
         log.warning("slow_blas", hint=backend.BLAS.hint)

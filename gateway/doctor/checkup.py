@@ -10,7 +10,7 @@ from gateway.doctor import embedding, generation
 from gateway.doctor.findings import Finding
 from gateway.doctor.process import Ending, Heard, listen
 from gateway.doctor.report import Checked, Report
-from gateway.engine import sources
+from gateway.engine import hub as sources
 from gateway.errors import GatewayError, ModelUnavailable
 from gateway.registry import ModelSpec, PackageSource
 from gateway.settings import Settings

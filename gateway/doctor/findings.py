@@ -44,7 +44,7 @@ class Tolerance:
 
 def tolerance(device: str, dtype: str, logits: float) -> Tolerance:
     """Return what is allowed on a device, where the engine allows `logits` (BOUNDS in
-    gateway/engine/batching.py).
+    gateway/engine/generation/self_test.py).
 
     That is generous to float32 on a CPU, where rows and vectors were 1e-6 apart. Elsewhere the
     others follow it: the difference of two logits is off by √2 times as much as one.

@@ -17,11 +17,11 @@ from gateway.doctor.embedding import EmbeddingTrial, read_golden
 from gateway.doctor.examination import Trial
 from gateway.doctor.findings import megabytes, tolerance
 from gateway.doctor.generation import GenerationTrial
-from gateway.engine.backend import Device, device_facts
-from gateway.engine.batching import bound_of
 from gateway.engine.blas import BLAS
-from gateway.engine.embedding import EmbeddingEngine
-from gateway.engine.generation import GenerationEngine
+from gateway.engine.device import Device, device_facts
+from gateway.engine.embedding.engine import EmbeddingEngine
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.self_test import bound_of
 from gateway.engine.probe import gflops
 from gateway.errors import InsufficientMemory
 from gateway.registry import ChatSpec, EmbeddingSpec, PackageSource, Resolved

@@ -1,7 +1,16 @@
 """The maths: the only floor that imports mlx, mlx_lm, outlines and tokenizers.
 
-Plain synchronous code: no await, no lock, no log line, no metric. `blas` comes
-first, because it loads a fast BLAS that must be there before mlx is.
+Plain synchronous code: no await, no lock, no log line, no metric. From the top down:
+
+generation         prompts → tokens, in batches; a grammar can be a row's own
+embedding          texts → vectors, one pass for many
+grammar            JSON Schemas and other forms → the mask of each step
+sandboxed          what a process of its own runs: templates, first tries of grammars
+decoders           mlx-lm's model of a folder or a GGUF file
+gguf               a chat model in one file, as llama.cpp keeps them
+checkpoint, hub    a model's folder, read and sized; where it comes from
+device, probe      device, dtype and memory limits; whether MLX works here
+blas, openblas     a fast BLAS, loaded before mlx is imported
 """
 
 from gateway.engine import blas as blas

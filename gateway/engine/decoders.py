@@ -8,10 +8,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes, dequantize_model, load_model
 
-from gateway.engine.backend import Device, pick_dtype
+from gateway.engine.checkpoint import Checkpoint, read_in_slices
+from gateway.engine.device import Device, pick_dtype
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.decoder import read_gguf_decoder
-from gateway.engine.weights import Checkpoint, read_in_slices
 
 
 def open_decoder(

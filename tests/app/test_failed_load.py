@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_map
 
 from gateway.app.engines import MlxEngines
-from gateway.engine.sources import Hub
+from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
 from tests.serving_app import catalog, served
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from gateway.app.engines import MlxEngines
-from gateway.engine.sources import Hub
+from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
 from tests.fake_hub import FakeHub
 from tests.serving_app import catalog, served

@@ -8,13 +8,12 @@ import pytest
 import structlog
 
 from gateway.app.engines import MlxEngines, log_costs
-from gateway.engine.backend import Device
+from gateway.engine.checkpoint import Checkpoint, Listing, kv_bytes, weights_bytes
+from gateway.engine.device import Device
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
-from gateway.engine.sizes import kv_bytes, weights_bytes
-from gateway.engine.sources import Hub
-from gateway.engine.weights import Checkpoint, Listing
+from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
-from tests.engine.test_sizes import quantised
+from tests.engine.test_checkpoint import quantised
 from tests.gguf_files import write_model
 from tests.serving_app import catalog, served
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gateway.app.engines import MlxEngines
-from gateway.engine.sources import Hub
+from gateway.engine.hub import Hub
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.app.opening import Size
+from gateway.app.loading import Size
 from gateway.jobs import GenerateJob, KvCost, RowDelta, RowJob
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.generation.memory import Layout, RowCosts

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from gateway.app.engines import MlxEngines
-from gateway.engine.sources import Hub
+from gateway.engine.hub import Hub
 from gateway.jobs import KvCost
 from gateway.serving.generation.memory import Layout, RowCosts
 from tests.checkpoints import write_chat

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.app.engines import MlxEngines
-from gateway.engine.sources import Hub
-from gateway.serving.generation.rows import QUANTUM
+from gateway.engine.hub import Hub
+from gateway.serving.generation.scheduler import QUANTUM
 from gateway.serving.generation.steps import STEPS_PER_TURN
 from tests.checkpoints import write_chat
 from tests.fakes import ScriptedEngines

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.doctor import findings
 from gateway.doctor.findings import Parting, Tolerance, parting, tolerance
-from gateway.engine.batching import BOUNDS
+from gateway.engine.generation.self_test import BOUNDS
 from gateway.jobs import Likelihood, TokenLogprob, Verdict
 
 EXACT = Tolerance(logits=1e-2, apart=1e-3, tie_nats=1e-3)

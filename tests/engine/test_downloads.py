@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from gateway.engine.downloads import HubFile, require_room, room_needed
-from gateway.engine.sources import Hub, download, fetched_bytes, on_disk
+from gateway.engine.hub import (
+    Hub,
+    HubFile,
+    download,
+    fetched_bytes,
+    on_disk,
+    require_room,
+    room_needed,
+)
 from gateway.errors import ModelUnavailable
 from gateway.registry import ModelSpec
 from gateway.registry.specs import ChatSpec
@@ -216,6 +223,6 @@ def test_a_refusal_names_the_key_that_is_missing(hub: FakeHub, place: Hub, spec:
 
 def test_listing_and_fetching_import_no_mlx() -> None:
     """`pull` works where mlx doesn't."""
-    code = "import sys, gateway.engine.sources; print('mlx' in sys.modules)"
+    code = "import sys, gateway.engine.hub; print('mlx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

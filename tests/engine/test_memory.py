@@ -9,15 +9,18 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from gateway.engine import backend
-from gateway.engine.backend import Device, Limits, configure, memory_limits
-from gateway.engine.memory import (
+from gateway.engine import device as backend
+from gateway.engine.device import (
+    Device,
+    Limits,
     active_bytes,
     cached_bytes,
     cgroup_limits,
     clear_cache,
+    configure,
     give_back,
     memory_bytes,
+    memory_limits,
 )
 
 LIMITS = {
@@ -141,7 +144,7 @@ def test_the_limit_on_freed_memory_holds_on_a_cpu(request: pytest.FixtureRequest
 
 ARENAS = """
 import ctypes, os, sys, threading
-from gateway.engine.memory import prepare_malloc
+from gateway.engine.device import prepare_malloc
 
 if sys.argv[1].startswith("prepared"):
     prepare_malloc()

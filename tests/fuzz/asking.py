@@ -9,7 +9,7 @@ import httpx2
 import orjson
 from anyio.from_thread import start_blocking_portal
 
-from gateway.app.opening import Engines
+from gateway.app.loading import Engines
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, RowJob
 from gateway.registry import Catalog

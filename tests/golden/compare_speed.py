@@ -40,9 +40,9 @@ def texts(count: int, fewest: int, most: int) -> list[str]:
 
 def load_gateway(folder: str) -> Embed:
     """Load with this package."""
-    from gateway.engine import backend
-    from gateway.engine.embedding import load_embedding
-    from gateway.engine.memory import prepare_malloc
+    from gateway.engine import device as backend
+    from gateway.engine.device import prepare_malloc
+    from gateway.engine.embedding.engine import load_embedding
 
     prepare_malloc()
     backend.configure(backend.Device.CPU)

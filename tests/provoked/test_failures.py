@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from gateway.app.engines import MlxEngines
-from gateway.engine.sources import Hub
+from gateway.engine.hub import Hub
 from gateway.jobs import Stage
 from tests.checkpoints import write_chat
 from tests.provoked.conftest import chat, embed

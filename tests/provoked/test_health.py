@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from gateway.engine import backend
+from gateway.engine import device as backend
 from gateway.jobs import TokenIds, Vectors
 from tests.fakes import ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import catalog, served

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.serving.shares import Shares
+from gateway.serving.lane import Shares
 
 
 def serve(shares: Shares, waiting: list[str], costs: dict[str, float], turns: int) -> list[str]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from gateway.engine.checkpoint import Checkpoint, Tensor
 from gateway.engine.gguf.architectures import Place, places, read_config
 from gateway.engine.gguf.header import GgufError, Header, read_header
 from gateway.engine.gguf.quants import FLOATS, GROUP, PACKED_BITS, READ
-from gateway.engine.weights import Checkpoint, Tensor
 from gateway.errors import ModelLoadFailed
 from gateway.registry import is_gguf
 

@@ -11,7 +11,7 @@ from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from gateway.engine.backend import Device, pick_dtype
+from gateway.engine.device import Device, pick_dtype
 from gateway.engine.gguf.architectures import ROPE_FACTORS
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.header import GgufError, TensorInfo, stamp_of

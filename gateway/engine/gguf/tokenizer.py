@@ -15,9 +15,11 @@ from enum import IntEnum
 from itertools import chain, islice
 from typing import Any, Final, TypeVar
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper, _infer_tool_parser
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.pre_tokenizers import SPLITTINGS
 
 T = TypeVar("T")
@@ -345,3 +347,36 @@ def _check_length(values: Sequence[Any], tokens: Sequence[str], name: str) -> No
 def _check_count(values: Sequence[Any], most: int, name: str) -> None:
     if len(values) > most:
         raise ValueError(f"its {_GGML}{name} has {len(values):,} entries; {most:,} are allowed")
+
+
+# Its keys, by the words of generation_config.json.
+_SAMPLING: Final = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+
+
+def wrapped_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
+    """Return the file's tokenizer, with its template and every end, as mlx-lm wraps a folder's.
+
+    Raises ModelLoadFailed.
+    """
+    metadata, rows = checkpoint.header.metadata, checkpoint.config()["vocab_size"]
+    with checkpoint.blamed():
+        tokenizer = read_tokenizer(metadata)
+        if len(tokenizer) > rows:  # MLX reads beyond an array's end without a word
+            raise ValueError(f"it has {len(tokenizer):,} tokens and {rows:,} embeddings")
+        if (declared := _infer_tool_parser(tokenizer)) is not None:  # type: ignore[no-untyped-call]
+            tokenizer.init_kwargs["tool_parser_type"] = declared
+        return TokenizerWrapper(tokenizer, eos_token_ids=read_end_ids(metadata))
+
+
+def stated_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how its makers would have the model sampled, in the words of generation_config.json.
+
+    https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py
+    """
+    return {name: metadata[key] for name, key in _SAMPLING.items() if key in metadata}

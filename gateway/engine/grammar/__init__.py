@@ -1,6 +1,6 @@
 """Answers held to a form: from what a caller asks to the mask of a step.
 
-structured     what one model can be held to; the face of this room
+structured     what one model can be held to, and whether an answer fits; the face of this room
 calls          functions that may be called → a grammar
 schemas        JSON Schemas as values: read, walked, rebuilt
 drafts         checked by their own draft, said in the newest one's words
@@ -8,7 +8,6 @@ enforcement    what of a schema a grammar can hold, and what is left to be check
 disjoint       proofs that no value fits two schemas
 patterns       regular expressions: how long they match, all but some words
 forms          the forms of a schema that may be compiled, tightest first
-validation     whether a finished answer fits what was left
 references     how far a schema leads through its references
 shaping        a schema drawn tighter, so that a small model stays on course
 compiling      a grammar → what rows are matched against, by llguidance

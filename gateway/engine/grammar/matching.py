@@ -218,6 +218,20 @@ class Masks:
             matchers[i].settle(bitmask[i])
 
 
+@dataclass(frozen=True, slots=True)
+class BoundRow:
+    """A row of a batch that is held to a grammar, by its place there.
+
+    Its next token may be `opening` too, whatever the grammar allows; `barred` tokens are excluded
+    unless nothing else would be left.
+    """
+
+    place: int
+    matcher: Matcher
+    opening: int | None
+    barred: Collection[int]
+
+
 def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
     """Forbid, in (batch, vocabulary) logits, what (len(rows), words) masks leave out.
 

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
 
+from gateway.engine import sandboxed
 from gateway.engine.grammar.calls import CallFormat, answer_grammar
 from gateway.engine.grammar.compiling import (
     Bounds,
@@ -15,15 +16,46 @@ from gateway.engine.grammar.compiling import (
     compile_grammar,
     read_schema,
 )
+from gateway.engine.grammar.drafts import Draft, draft_of
 from gateway.engine.grammar.forms import check_strict, first_form, of_function
-from gateway.engine.grammar.matching import Masks, apply_masks
+from gateway.engine.grammar.matching import BoundRow, Masks, apply_masks
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
-from gateway.engine.grammar.trial import Sandbox
-from gateway.engine.grammar.validation import fits
-from gateway.engine.rows import Row
+from gateway.engine.grammar.trial import Sandbox, key_of
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Grammar
+
+_MAX_BYTES: Final = 1 << 29
+_VALIDATORS: Final = {
+    Draft.D4: "Draft4Validator",
+    Draft.D6: "Draft6Validator",
+    Draft.D7: "Draft7Validator",
+    Draft.D2019: "Draft201909Validator",
+    Draft.D2020: "Draft202012Validator",
+}
+
+
+def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
+    """Judge an answer by a schema, both JSON; None where nobody can.
+
+    In the sandbox, where there is one: a schema of a caller's may take any time.
+    """
+    try:
+        json.loads(answer)
+    except (ValueError, RecursionError):
+        return False  # cut off, say
+    request: dict[str, Any] = {
+        "kind": "answer",
+        "schema": source,
+        "answer": answer,
+        "draft": _VALIDATORS[draft_of(json.loads(source))],
+        "max_bytes": _MAX_BYTES,
+    }
+    if sandbox is None:
+        outcome, value = sandboxed.judge(request)
+    else:
+        outcome, value = sandbox(request, key_of("answer", source))
+    return bool(value) if outcome == "judged" else None
 
 
 class Structured:
@@ -86,22 +118,21 @@ class Structured:
         """Judge a finished answer by a JSON Schema; None where that cannot be told. Slow."""
         return fits(schema, answer, self._sandbox)
 
-    def masked(self, logits: mx.array, rows: Sequence[Row], bound: Sequence[int]) -> mx.array:
-        """Forbid, in logits, (rows, vocabulary), what the grammars of the `bound` rows exclude."""
+    def mask(self, logits: mx.array, bound: Sequence[BoundRow]) -> mx.array:
+        """Forbid, in logits, (rows, vocabulary), what the grammars of the bound rows exclude."""
         assert self._tokenizer is not None  # or there were no matchers
-        matchers = [matcher for i in bound if (matcher := rows[i].matcher) is not None]
         bitmask = np.zeros((len(bound), self._tokenizer.words), dtype=np.uint32)
-        self._masks.fill(matchers, bitmask)
-        for mask, i in zip(bitmask, bound, strict=True):
-            if (token := rows[i].may_open_with) is not None:
+        self._masks.fill([row.matcher for row in bound], bitmask)
+        for mask, row in zip(bitmask, bound, strict=True):
+            if (token := row.opening) is not None:
                 mask[token // 32] |= np.uint32(1 << (token % 32))
-            if barred := rows[i].barred:
+            if row.barred:
                 others = mask.copy()
-                for token in barred:
+                for token in row.barred:
                     others[token // 32] &= ~np.uint32(1 << (token % 32))
                 if others.any():  # a grammar that must end wins over min_tokens
                     mask[:] = others
-        return apply_masks(logits, bitmask, bound)
+        return apply_masks(logits, bitmask, [row.place for row in bound])
 
     def _checked(
         self, schema: Mapping[str, Any], function: str, *, strict: bool, unenforced: list[str]

@@ -37,16 +37,16 @@ from gateway.jobs import (
 )
 from gateway.serving.admission import Admission, Noun, until_deadline
 from gateway.serving.budget import Budget
-from gateway.serving.generation.batches import GenerationLimits, prefill_goes_first, rank
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory
-from gateway.serving.generation.rows import Rows
+from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
+from gateway.serving.generation.scheduler import Rows
+from gateway.serving.generation.sequence import Moves, Ticket, size
 from gateway.serving.generation.steps import Steps
-from gateway.serving.generation.tickets import Moves, Ticket, size
 from gateway.serving.generation.verdicts import Verdicts
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import GenerationEngine
-from gateway.serving.tokens import TokenPool, prompt_kind
+from gateway.serving.tokenize import TokenPool, prompt_kind
 from gateway.serving.workers import unending
 
 log = logs.get("generation")

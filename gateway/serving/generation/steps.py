@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from gateway import logs, metrics
 from gateway.errors import EngineFailed
 from gateway.jobs import Pass, RowDelta
-from gateway.serving.generation.tickets import Moves, Ticket
+from gateway.serving.generation.sequence import Moves, Ticket
 from gateway.serving.lane import Turn
 from gateway.serving.pace import Pace
 from gateway.serving.ports import GenerationEngine

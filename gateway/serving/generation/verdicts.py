@@ -9,7 +9,7 @@ from gateway.errors import DeadlineExceeded
 from gateway.jobs import Delta, GenerateJob
 from gateway.serving.admission import until_deadline
 from gateway.serving.ports import GenerationEngine
-from gateway.serving.tokens import TokenPool
+from gateway.serving.tokenize import TokenPool
 
 log = logs.get("generation")
 

@@ -14,9 +14,8 @@ from gateway.jobs import Caller
 from gateway.registry import Catalog, ModelSpec, load_alike
 from gateway.serving.admission import NO_BOUND, Admission, Noun, waiting_for_load
 from gateway.serving.budget import Budget
-from gateway.serving.models.entries import MOVES, Entry, State
-from gateway.serving.models.failures import Failures
-from gateway.serving.models.room import Abandoned, Room
+from gateway.serving.models.entry import MOVES, Entry, Failures, State
+from gateway.serving.models.memory import Abandoned, Room
 
 M = TypeVar("M")
 LEAST_LOOK_S = 0.05

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from gateway.engine import backend
-from gateway.engine.backend import Device
+from gateway.engine import device as backend
+from gateway.engine.device import Device
+from gateway.engine.generation.loading import ChatSetup, read_chat_setup
 from gateway.engine.gguf.header import GgufError, read_header
-from gateway.engine.loading import ChatSetup, read_chat_setup
 from gateway.errors import ModelLoadFailed
 from tests.engine.gguf.opening import open_decoder_of
 from tests.gguf_files import write_model

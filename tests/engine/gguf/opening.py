@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from typing import Any
 
-from gateway.engine.backend import Device
+from gateway.engine.device import Device
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.decoder import read_gguf_decoder
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from gateway.engine.backend import Device
+from gateway.engine.checkpoint import Checkpoint, kv_bytes, must_stay_packed, weights_bytes
+from gateway.engine.device import Device
 from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
-from gateway.engine.sizes import kv_bytes, must_stay_packed, weights_bytes
-from gateway.engine.weights import Checkpoint
 from gateway.errors import ModelLoadFailed
 from tests.engine.gguf.opening import open_decoder_of
 from tests.gguf_files import (

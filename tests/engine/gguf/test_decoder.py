@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 
-from gateway.engine.backend import Device
+from gateway.engine.device import Device
 from gateway.engine.gguf import decoder
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.decoder import SlowedRoPE, read_gguf_decoder

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
-from gateway.engine.backend import Device
-from gateway.engine.batching import self_test_digest
+from gateway.engine.checkpoint import weights_bytes
+from gateway.engine.device import Device
+from gateway.engine.generation.loading import ChatSetup, load_generation, read_chat_setup
+from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
-from gateway.engine.loading import ChatSetup, load_generation, read_chat_setup
-from gateway.engine.sizes import weights_bytes
 from gateway.errors import ModelLoadFailed
+from tests.engine.generation.test_engine import answers, job
 from tests.engine.gguf.opening import open_decoder_of
-from tests.engine.test_generation import answers, job
 from tests.gguf_files import (
     CONTEXT,
     KINDS,

@@ -10,14 +10,14 @@ import jsonschema  # type: ignore[import-untyped]
 import mlx.core as mx
 import pytest
 
-from gateway.engine.backend import Device
-from gateway.engine.generation import GenerationEngine
+from gateway.engine.device import Device
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.loading import load_generation
 from gateway.engine.grammar.shaping import Shape
-from gateway.engine.loading import load_generation
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
-from tests.engine.test_generation import Answer, Passing, Run, exchange, job, newest
+from tests.engine.generation.test_engine import Answer, Passing, Run, exchange, job, newest
 
 SCHEMA = {
     "type": "object",

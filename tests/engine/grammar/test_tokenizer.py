@@ -14,10 +14,10 @@ from mlx_lm.tokenizer_utils import load
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gateway.engine.backend import Device
-from gateway.engine.generation import GenerationEngine
+from gateway.engine.device import Device
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.loading import load_generation
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
-from gateway.engine.loading import load_generation
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Grammar, Sampling
 from tests.checkpoints import DEMO, write_chat

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.engine.grammar.validation import fits
+from gateway.engine.grammar.structured import fits
 from tests.sandboxes import sandbox
 
 UNIQUE = {"type": "array", "uniqueItems": True}

@@ -20,12 +20,12 @@ from gateway.errors import (
     Overloaded,
 )
 from gateway.jobs import EmbedJob, Stage, TokenIds, Vectors
-from gateway.serving.arrivals import Arrivals
+from gateway.serving.admission import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
-from gateway.serving.embedding.batches import EmbeddingLimits
+from gateway.serving.embedding.policy import EmbeddingLimits
 from gateway.serving.lane import Lane
 from gateway.serving.pace import START_TOKENS
-from gateway.serving.tokens import TokenPool
+from gateway.serving.tokenize import TokenPool
 from tests.fakes import ScriptedEmbedder, caller, embed_job
 
 pytestmark = pytest.mark.anyio

@@ -21,12 +21,12 @@ from gateway.errors import (
 from gateway.jobs import Delta, GenerateJob, Grammar, RowDelta, Stage, Tier
 from gateway.serving.admission import NO_BOUND
 from gateway.serving.generation.batcher import GenerationBatcher
-from gateway.serving.generation.batches import GenerationLimits
 from gateway.serving.generation.grammars import GrammarCache
-from gateway.serving.generation.rows import QUANTUM
+from gateway.serving.generation.policy import GenerationLimits
+from gateway.serving.generation.scheduler import QUANTUM
 from gateway.serving.generation.steps import STEPS_PER_TURN
 from gateway.serving.lane import Lane
-from gateway.serving.tokens import TokenPool
+from gateway.serving.tokenize import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,7 @@ from gateway.errors import BadRequest, Overloaded
 from gateway.jobs import Grammar
 from gateway.serving.generation import grammars
 from gateway.serving.generation.grammars import GrammarCache
-from gateway.serving.tokens import TokenPool
+from gateway.serving.tokenize import TokenPool
 
 
 def regex(source: str) -> Grammar:

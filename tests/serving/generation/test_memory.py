@@ -15,11 +15,11 @@ from gateway.errors import NoRoom, PromptTooLarge
 from gateway.jobs import Delta, GenerateJob, Grammar, KvCost, RowJob, Sampling
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
-from gateway.serving.generation.batches import GenerationLimits
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts, RowMemory
+from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.lane import Lane
-from gateway.serving.tokens import TokenPool
+from gateway.serving.tokenize import TokenPool
 from tests.fakes import ScriptedWriter, generate_job
 
 pytestmark = pytest.mark.anyio

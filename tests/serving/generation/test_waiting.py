@@ -4,8 +4,8 @@ import asyncio
 from collections import Counter
 
 from gateway.jobs import RowJob, Sampling
-from gateway.serving.generation.tickets import Ticket
-from gateway.serving.generation.waiting import Verdict, Waiting
+from gateway.serving.generation.policy import Verdict, Waiting
+from gateway.serving.generation.sequence import Ticket
 
 
 def ticket(request: str, rank: float, index: int = 0) -> Ticket:

@@ -23,7 +23,7 @@ from gateway.registry import Catalog, ModelSpec
 from gateway.registry.specs import ChatSpec
 from gateway.serving.budget import Budget
 from gateway.serving.models.cache import Loaded, ModelCache, Prepared, Status
-from gateway.serving.models.room import RECENT_S
+from gateway.serving.models.memory import RECENT_S
 from tests.fakes import caller
 
 pytestmark = pytest.mark.anyio

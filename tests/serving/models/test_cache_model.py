@@ -19,7 +19,7 @@ from gateway.errors import (
 from gateway.registry import Catalog, ModelSpec
 from gateway.serving.budget import Budget
 from gateway.serving.models.cache import Loaded, ModelCache, Prepared
-from gateway.serving.models.entries import State
+from gateway.serving.models.entry import State
 from tests.fakes import caller
 from tests.serving.models.test_cache import spec
 

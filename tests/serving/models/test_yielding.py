@@ -8,7 +8,7 @@ from gateway.errors import NoRoom, Overloaded, Unavailable
 from gateway.registry import Catalog
 from gateway.serving.budget import Budget
 from gateway.serving.models.cache import ModelCache
-from gateway.serving.models.entries import MOVES, State
+from gateway.serving.models.entry import MOVES, State
 from tests.fakes import caller
 from tests.serving.models.test_cache import Shelf, cache, spec
 

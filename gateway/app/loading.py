@@ -1,0 +1,268 @@
+"""A spec becomes a loaded model: its files, its engine, its batcher; freed in reverse order."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from gateway.app import self_tests
+from gateway.app.limits import embedding_limits, generation_limits
+from gateway.app.self_tests import SelfTest, Verdicts
+from gateway.errors import EngineFailed, ModelLoadFailed
+from gateway.jobs import Compiled, KvCost, RowJob, Sampling
+from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
+from gateway.serving.admission import Arrivals
+from gateway.serving.budget import Budget
+from gateway.serving.embedding.batcher import EmbeddingBatcher
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.grammars import GrammarCache
+from gateway.serving.generation.memory import RowCosts, RowMemory
+from gateway.serving.lane import Lane
+from gateway.serving.models.cache import Loaded, Prepared
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.serving.tokenize import TokenPool
+from gateway.settings import Settings
+
+_ROW = RowJob(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
+
+
+def warm_embedder(name: str, engine: EmbeddingEngine) -> None:
+    """Embed a word. Raises ModelLoadFailed for what the engine says of it."""
+    try:
+        engine.embed(engine.encode(["Hello"]))
+    except EngineFailed as error:
+        raise ModelLoadFailed(name, error.reason) from error
+
+
+def warm_writer(name: str, engine: GenerationEngine) -> None:
+    """Read a token and write two. Raises ModelLoadFailed for what the engine says of it."""
+    row = engine.join(_ROW)
+    deltas = []
+    try:
+        while engine.is_prefilling or engine.is_decoding:  # a fault has the row read again
+            deltas += engine.prefill(16)
+            deltas += engine.decode()
+    finally:
+        engine.leave(row)
+    for delta in deltas:
+        if delta.error is not None:
+            raise ModelLoadFailed(name, delta.error)
+
+
+Batcher = EmbeddingBatcher | GenerationBatcher
+E = TypeVar("E", EmbeddingEngine, GenerationEngine)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a model will hold, bytes: its weights as they will be in memory, the KV of the first
+    tokens that it should always have room for, and that of each token.
+    """
+
+    weights: int
+    kv: int = 0
+    kv_token: int = 0
+
+
+class Engines(Protocol):
+    """Where engines come from: the real ones, or a test's scripted ones."""
+
+    @property
+    def device(self) -> str:
+        """Name the device for `system_fingerprint`."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Count the bytes of memory that the device offers this process."""
+
+    @property
+    def active_bytes(self) -> int:
+        """Count the bytes of arrays there are now."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Count the bytes that were freed and are kept for reuse."""
+
+    def tidy(self) -> None:
+        """Give freed memory back to the system, on the lane's thread."""
+
+    def begin(self) -> None:
+        """Prepare the lane's thread, on it."""
+
+    def end(self) -> None:
+        """Leave the lane's thread, on it, as its last act."""
+
+    async def files(self, spec: ModelSpec) -> Path:
+        """Find or fetch a model's files, off the lane."""
+
+    async def size(self, spec: ModelSpec, files: Path) -> Size:
+        """Tell a model's size from its files' headers, off the lane."""
+
+    async def digest(self, spec: ChatSpec, files: Path) -> str:
+        """Name, off the lane, all that a chat model's self-test depends on."""
+
+    def fetched_percent(self, spec: ModelSpec) -> int | None:
+        """Tell how much of a model's download is done; None when none is under way."""
+
+    def embedding(
+        self, spec: EmbeddingSpec, files: Path
+    ) -> Generator[EmbeddingEngine | None, None, None]:
+        """Load, on the lane, a slice a step; the last step gives the engine."""
+
+    async def generation(
+        self, spec: ChatSpec, files: Path
+    ) -> Generator[GenerationEngine | None, None, None]:
+        """Read a chat model's tokenizer, off the lane; give the steps that load the rest on it, a
+        slice each: the last one gives the engine.
+        """
+
+
+class Opener:
+    """Loads models for the cache."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engines: Engines,
+        lane: Lane,
+        pool: TokenPool,
+        arrivals: Arrivals,
+        budget: Budget,
+        clear: Callable[[int, bool], None],
+        pinned_bytes: Callable[[str], int],
+    ) -> None:
+        self._budget = budget
+        self._clear = clear
+        self._pinned_bytes = pinned_bytes
+        self._settings = settings
+        self._engines = engines
+        self._lane = lane
+        self._pool = pool
+        self._arrivals = arrivals
+
+    async def prepared(self, spec: ModelSpec) -> Prepared[Batcher]:
+        """Find or fetch a model's files, and tell its size."""
+        files = await self._engines.files(spec)
+        size = await self._engines.size(spec, files)
+        return Prepared(size.weights + size.kv, partial(self._opened, spec, files, size))
+
+    def fetched_percent(self, spec: ModelSpec) -> int | None:
+        """Tell how much of a model's download is done; None when none is under way."""
+        return self._engines.fetched_percent(spec)
+
+    @contextlib.asynccontextmanager
+    async def _opened(
+        self, spec: ModelSpec, files: Path, size: Size
+    ) -> AsyncIterator[Loaded[Batcher]]:
+        opened: AbstractAsyncContextManager[tuple[Batcher, int]]
+        if isinstance(spec, EmbeddingSpec):
+            opened = self._embedder(spec, files)
+        else:
+            opened = self._writer(spec, files, size)
+        async with opened as (batcher, nbytes):
+            yield Loaded(batcher, nbytes, partial(self._adopt, batcher))
+
+    def _adopt(self, batcher: Batcher, spec: ModelSpec) -> None:
+        """Have a running model take over what another reading of the file says of its limits."""
+        if isinstance(batcher, EmbeddingBatcher):
+            assert isinstance(spec, EmbeddingSpec)
+            batcher.adopt(embedding_limits(self._settings, spec))
+        else:
+            assert isinstance(spec, ChatSpec)
+            batcher.adopt(generation_limits(self._settings, spec))
+
+    @contextlib.asynccontextmanager
+    async def _embedder(
+        self, spec: EmbeddingSpec, files: Path
+    ) -> AsyncIterator[tuple[Batcher, int]]:
+        limits = embedding_limits(self._settings, spec)
+        steps = self._engines.embedding(spec, files)
+        async with self._engine(steps, partial(warm_embedder, spec.id)) as (engine, nbytes):
+            batcher = EmbeddingBatcher(
+                spec.id, engine, self._lane, self._pool, limits, self._arrivals
+            )
+            async with batcher.running():
+                yield batcher, nbytes
+
+    @contextlib.asynccontextmanager
+    async def _writer(
+        self, spec: ChatSpec, files: Path, size: Size
+    ) -> AsyncIterator[tuple[Batcher, int]]:
+        settings = self._settings
+        limits = generation_limits(settings, spec)
+        steps = await self._engines.generation(spec, files)
+        async with self._engine(steps, partial(warm_writer, spec.id)) as (engine, nbytes):
+            grammars: GrammarCache[Compiled] = GrammarCache(
+                spec.id,
+                engine.compile,
+                self._pool.compile,
+                size=settings.structured_cache_size,
+                timeout_s=settings.structured_compile_timeout_s,
+            )
+            kv = engine.kv_cost or KvCost(size.kv_token)
+            # What the config promised may be many times what the layers really hold.
+            included = min(size.kv, kv.of(self._settings.kv_allowance_tokens))
+            costs = RowCosts(
+                kv,
+                included,
+                most=lambda: self._budget.limit_bytes - nbytes - self._pinned_bytes(spec.id),
+                answer_tokens=settings.kv_answer_tokens,
+                chunk_tokens=limits.prefill_chunk_tokens,
+            )
+            memory = RowMemory(self._budget, costs, self._clear)
+            test = SelfTest(
+                spec,
+                engine,
+                self._lane,
+                self._budget,
+                Verdicts(settings.self_test_folder or self_tests.default_folder()),
+                partial(self._engines.digest, spec, files),
+                kv=kv,
+                is_on=settings.self_test,
+            )
+            await test.begin()
+            batcher = GenerationBatcher(
+                spec.id, engine, self._lane, self._pool, limits, grammars, memory
+            )
+            async with batcher.running(), test.ending(batcher):
+                yield batcher, nbytes + included
+
+    @contextlib.asynccontextmanager
+    async def _engine(
+        self, steps: Generator[E | None, None, None], warm: Callable[[E], None]
+    ) -> AsyncIterator[tuple[E, int]]:
+        """Hold an engine, loaded, measured and warm."""
+        engine = await self._loaded(steps)
+        try:
+            async with self._lane.turn("load") as run:
+                nbytes = await run(engine.nbytes)
+                if self._settings.warm_up:
+                    await run(warm, engine)
+            yield engine, nbytes
+        finally:
+            async with self._lane.turn("load") as run:
+                await run(engine.close)
+
+    async def _loaded(self, steps: Generator[T | None, None, None]) -> T:
+        """Load in turns of the lane, so that others have theirs between."""
+        engine: T | None = None
+        try:
+            while engine is None:
+                async with self._lane.turn("load") as run:
+                    engine = await run(_next, steps)
+        except BaseException:
+            async with self._lane.turn("load") as run:
+                await run(steps.close)  # there, so that a half-read model is freed there
+            raise
+        return engine
+
+
+def _next(steps: Generator[T | None, None, None]) -> T | None:
+    """Take a step; after the last one nothing but the engine is left."""
+    if (engine := next(steps)) is not None:
+        steps.close()
+    return engine

@@ -1,0 +1,278 @@
+"""Device, dtype and memory limits: chosen once, on the thread that will use mlx.
+
+The package has loaded OpenBLAS before mlx is imported.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, Protocol
+
+import mlx.core as mx
+
+from gateway.engine.blas import BLAS as BLAS
+from gateway.engine.blas import OPENBLAS
+
+
+class Device(StrEnum):
+    """Where the maths runs."""
+
+    CPU = "cpu"
+    METAL = "metal"
+    CUDA = "cuda"
+
+
+def choose_device(requested: str) -> Device:
+    """Turn `auto`, `cpu` or `gpu` into the device to use; ValueError when it is not there."""
+    # https://ml-explore.github.io/mlx/build/html/python/metal.html: on a build without the
+    # back end the modules are there and is_available() is false.
+    metal, cuda = mx.metal.is_available(), mx.cuda.is_available()
+    if requested == "cpu":
+        return Device.CPU
+    if requested == "gpu" and not (metal or cuda):
+        raise ValueError("device `gpu` was asked for, but this mlx sees neither Metal nor CUDA")
+    if requested not in ("auto", "gpu"):
+        raise ValueError(f"device must be auto, cpu or gpu, not `{requested}`")
+    if metal:
+        return Device.METAL
+    return Device.CUDA if cuda else Device.CPU
+
+
+_DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+def pick_dtype(device: Device, requested: str | None, checkpoint: mx.Dtype) -> mx.Dtype:
+    """Choose the dtype to compute in.
+
+    On the CPU half precision runs 10 to 50 times slower than float32, so float32 is taken
+    unless another is asked for. A GPU keeps what the checkpoint holds.
+    """
+    if requested is not None:
+        if requested not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not `{requested}`")
+        return _DTYPES[requested]
+    return mx.float32 if device is Device.CPU else checkpoint
+
+
+def configure(
+    device: Device, cache_limit_bytes: int | None = None, wired_limit_bytes: int | None = None
+) -> None:
+    """Set the default device and the memory limits. Once, on the thread that will use mlx.
+
+    The thread matters: mlx keeps its default device and streams per thread.
+    """
+    mx.set_default_device(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
+    info = {} if device is Device.CPU else mx.device_info()
+    limits = memory_limits(device, info, cache_limit_bytes, wired_limit_bytes)
+    if limits.wired is not None:
+        mx.set_wired_limit(limits.wired)
+    if limits.cache is not None:
+        mx.set_cache_limit(limits.cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What mlx is told of memory, bytes; None leaves its own choice."""
+
+    cache: int | None
+    wired: int | None
+
+
+def memory_limits(
+    device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
+) -> Limits:
+    """Choose from what was asked for; `info` is mlx's device_info of a GPU, nothing of a CPU."""
+    most = info.get("max_recommended_working_set_size")
+    if device is not Device.METAL or not isinstance(most, int):
+        return Limits(cache, None)
+    # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
+    # Without a wish nothing is wired: streams side by side over a prompt cache that churns, which
+    # is what runs here, panicked macOS's kernel within two minutes with wired memory, and not in
+    # four hours without (https://github.com/ml-explore/mlx/issues/3186, mlx-lm's 1666). More than
+    # recommended is an error.
+    wired = None if wired is None else min(wired, most)
+    # MLX itself gives buffers back while others are in flight, which was seen to panic too (mlx
+    # #3346), as soon as more are kept than this, or all memory is used. So the limit is what
+    # models' budget leaves by default, and `give_back` empties the cache long before.
+    cache = most // 4 if cache is None else cache
+    return Limits(cache, wired)
+
+
+_KNOWN_BY: Final = (
+    *("device_name", "architecture", "compute_capability_major", "compute_capability_minor"),
+    *("max_recommended_working_set_size", "memory_size", "total_memory"),
+)
+
+
+def device_facts(device: Device) -> dict[str, str | int]:
+    """Return what mlx says of a device, and nothing that tells one from another of its make."""
+    info = mx.device_info(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
+    return {name: info[name] for name in _KNOWN_BY if name in info}
+
+
+def leave() -> None:
+    """Give up this thread's streams, as its last act: without it about half of all exits abort."""
+    mx.clear_streams()
+
+
+def cpu_threads() -> int:
+    """Count the cores OpenBLAS uses, or those this process may use."""
+    if OPENBLAS is not None:
+        return max(1, int(OPENBLAS.openblas_get_num_threads()))
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_own = threading.local()
+
+
+def cpu_streams(count: int) -> list[mx.Stream]:
+    """Give `count` CPU streams of this thread, made once: each is a thread of mlx."""
+    made: list[mx.Stream] = _own.__dict__.setdefault("streams", [])
+    while len(made) < count:
+        made.append(mx.new_stream(mx.Device(mx.cpu, 0)))
+    return made[:count]
+
+
+@contextmanager
+def single_threaded_blas() -> Iterator[None]:
+    """Keep OpenBLAS to one thread per call, while several streams call it side by side."""
+    if OPENBLAS is None:
+        yield
+        return
+    threads = cpu_threads()
+    OPENBLAS.openblas_set_num_threads(1)
+    try:
+        yield
+    finally:
+        OPENBLAS.openblas_set_num_threads(threads)
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def memory_bytes(device: Device) -> int:
+    """Count the bytes that models may be computed in, before anything is taken.
+
+    On Metal the working set it recommends, on CUDA the device's memory, on a CPU the machine's
+    or, where that is less, what the control group of this process may have.
+    """
+    info = mx.device_info() if device is not Device.CPU else {}
+    # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
+    for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if offered := int(info.get(key, 0)):
+            return offered
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *cgroup_limits(_CGROUPS, _MEMBERSHIP)])
+
+
+def active_bytes() -> int:
+    """Count the bytes of arrays there are now. Safe on any thread."""
+    return mx.get_active_memory()
+
+
+def cached_bytes() -> int:
+    """Count the bytes that were freed and are kept for reuse. Safe on any thread."""
+    return mx.get_cache_memory()
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
+_MMAP_ABOVE, _TRIM_ABOVE = 32 << 20, 512 << 20
+
+
+def prepare_malloc() -> None:
+    """Make glibc's malloc, of which mlx's buffers are on a CPU, fit for them. Before any thread.
+
+    Freed buffers are kept: by default each of a few MB is mapped anew and its pages are faulted in
+    one by one, and GELU over 6 MB took 18 ms instead of 4. All threads share one arena, since what
+    is free in one thread's is of no use to the others: with an arena each, the mixed load of
+    tests/provoked/test_soak.py held 358 MB instead of 312, and answered as many requests.
+    """
+    if (mallopt := _of_glibc("mallopt")) is None:
+        return
+    mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE)
+    mallopt(_M_TRIM_THRESHOLD, _TRIM_ABOVE)
+    # https://www.gnu.org/software/libc/manual/html_node/Memory-Allocation-Tunables.html
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if not ("MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena" in tunables):
+        mallopt(_M_ARENA_MAX, 1)
+
+
+class FreedBuffers(Protocol):
+    """What MLX does with freed buffers; the module itself, or a test's record of calls."""
+
+    def synchronize(self) -> None:
+        """Wait until nothing is in flight."""
+
+    def clear_cache(self) -> None:
+        """Give every freed buffer back."""
+
+
+def clear_cache(mlx: FreedBuffers = mx) -> None:
+    """Give freed buffers back, once nothing is in flight. On the lane only.
+
+    The one place that does: a buffer that goes back to Metal while others are in flight can panic
+    the kernel (https://github.com/ml-explore/mlx/issues/3346 and 3186).
+    """
+    mlx.synchronize()
+    mlx.clear_cache()
+
+
+def give_back() -> None:
+    """Give freed memory back to the system. On the lane only.
+
+    What is kept saves faults, but a process that never gives any back only grows, to its worst
+    moment. On a CPU it took 4 to 14 ms under a load of embeddings; once, after prompts of 5,000
+    tokens, 58, and 752 MB became 449.
+    """
+    clear_cache()
+    if (trim := _of_glibc("malloc_trim")) is not None:
+        trim(0)
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    """Find a function of malloc.h that glibc has and other libraries, musl for one, do not."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
+def cgroup_limits(groups: Path, membership: Path) -> list[int]:
+    """Read the limits, in bytes, of a process's control group and of those around it.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max) and
+    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (memory.limit_in_bytes).
+    """
+    found = [_number(file) for file in _limit_files(groups, membership)]
+    return [limit for limit in found if limit is not None]
+
+
+def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
+    """Name every file that may hold a limit: inside a container a group's path is often /."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = groups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = groups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = root / path.lstrip("/")
+        yield from (folder / name for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no such group here, or "max"
+        return None

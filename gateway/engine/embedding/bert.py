@@ -1,0 +1,324 @@
+"""BERT: absolute positions, token types, post-norm layers. RoBERTa shares all but positions.
+
+Weights and names are Hugging Face's (transformers, models/bert/modeling_bert.py); the
+pooler and task heads are not used.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+
+from gateway.engine.checkpoint import Checkpoint, dequantized, fit_weights
+from gateway.engine.device import Device, pick_dtype
+from gateway.engine.embedding.kernels import (
+    ACTIVATIONS,
+    PADDING_SCORE,
+    Activation,
+    Arithmetic,
+    Attention,
+    Normalization,
+    arithmetic,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A product and a bias. The weight is kept transposed: (inputs, outputs)."""
+
+    weight: mx.array
+    bias: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Give (rows, outputs) of (rows, inputs)."""
+        return mx.addmm(self.bias, x, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Layer normalisation."""
+
+    weight: mx.array
+    bias: mx.array
+    epsilon: float
+    normalize: Normalization
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Normalise each row of (rows, dimensions)."""
+        return self.normalize(x, self.weight, self.bias, self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Attention, then two products with an activation between; each added and normalised."""
+
+    qkv: Dense
+    attention_out: Dense
+    attention_norm: Norm
+    up: Dense
+    down: Dense
+    norm: Norm
+    heads: int
+    attend: Attention
+    activation: Activation
+
+    def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> mx.array:
+        """Take and give (rows * tokens, dimensions): flat, so that each product is one GEMM."""
+        flat, width = x.shape
+        # One copy puts all three into the layout the products want; views would be copied thrice.
+        split = self.qkv(x).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
+        q, k, v = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
+        mixed = self.attend(q, k, v, bias).transpose(0, 2, 1, 3).reshape(flat, width)
+        x = self.attention_norm(x + self.attention_out(mixed))
+        return self.norm(x + self.down(self.activation(self.up(x))))
+
+    def parameters(self) -> list[mx.array]:
+        """List every array the layer holds."""
+        parts = (self.qkv, self.attention_out, self.attention_norm, self.up, self.down, self.norm)
+        return [array for part in parts for array in (part.weight, part.bias)]
+
+
+def make_norm(
+    weights: Mapping[str, mx.array], name: str, choice: Arithmetic, epsilon: float
+) -> Norm:
+    """Make a normalisation of the two weights under a name."""
+    return Norm(weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon, choice.normalize)
+
+
+def make_layer(
+    weights: Mapping[str, mx.array],
+    choice: Arithmetic,
+    heads: int,
+    epsilon: float,
+) -> Layer:
+    """Make a layer of its weights, named as in the checkpoint below `encoder.layer.N.`."""
+
+    def dense(*names: str, first_scale: float = 1.0) -> Dense:
+        """Put products side by side, the first one scaled."""
+        scales = [first_scale] + [1.0] * (len(names) - 1)
+        pairs = list(zip(names, scales, strict=True))
+        weight = mx.concatenate([weights[f"{n}.weight"] * s for n, s in pairs])
+        bias = mx.concatenate([weights[f"{n}.bias"] * s for n, s in pairs])
+        return Dense(mx.contiguous(weight.T), bias)
+
+    attention = "attention.self."
+    return Layer(
+        qkv=dense(
+            f"{attention}query",
+            f"{attention}key",
+            f"{attention}value",
+            first_scale=choice.query_scale,
+        ),
+        attention_out=dense("attention.output.dense"),
+        attention_norm=make_norm(weights, "attention.output.LayerNorm", choice, epsilon),
+        up=dense("intermediate.dense"),
+        down=dense("output.dense"),
+        norm=make_norm(weights, "output.LayerNorm", choice, epsilon),
+        heads=heads,
+        attend=choice.attend,
+        activation=choice.activation,
+    )
+
+
+# Buffers, and what sits on top of the encoder in checkpoints saved with a head.
+IGNORED: Final = (
+    "embeddings.position_ids",
+    "embeddings.token_type_ids",
+    "pooler.",
+    "cls.",
+    "lm_head.",
+    "classifier.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The part of config.json that decides the numbers."""
+
+    vocabulary: int
+    dimensions: int
+    layers: int
+    heads: int
+    intermediate: int
+    positions: int
+    token_types: int
+    padding_id: int
+    epsilon: float
+    activation: str
+    quantization: Mapping[str, Any]
+
+
+def modern_name(name: str) -> str:
+    """Rename a weight of checkpoints from before 2019: bert-base-uncased has such."""
+    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+        if name.endswith(f"LayerNorm{old}"):
+            return name.removesuffix(old) + new
+    return name
+
+
+def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
+    """Read config.json's keys, refusing what this encoder does not compute."""
+    if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
+        raise checkpoint.failed(f"config.json: position_embedding_type `{kind}` is not supported")
+    if raw.get("is_decoder"):
+        raise checkpoint.failed("config.json: is_decoder is not supported for this architecture")
+    if (activation := raw.get("hidden_act", "gelu")) not in ACTIVATIONS:
+        raise checkpoint.failed(
+            f"config.json: hidden_act `{activation}` is none of {', '.join(ACTIVATIONS)}"
+        )
+    try:
+        config = Config(
+            vocabulary=int(raw["vocab_size"]),
+            dimensions=int(raw["hidden_size"]),
+            layers=int(raw["num_hidden_layers"]),
+            heads=int(raw["num_attention_heads"]),
+            intermediate=int(raw["intermediate_size"]),
+            positions=int(raw["max_position_embeddings"]),
+            token_types=int(raw["type_vocab_size"]),
+            padding_id=int(raw.get("pad_token_id") or 0),
+            epsilon=float(raw.get("layer_norm_eps", 1e-12)),
+            activation=activation,
+            quantization=dict(raw.get("quantization") or {}),
+        )
+    except KeyError as error:
+        raise checkpoint.failed(f"config.json has no {error.args[0]}") from error
+    except (TypeError, ValueError) as error:
+        raise checkpoint.failed(f"config.json has a value that is no number: {error}") from error
+    if config.heads < 1 or config.dimensions % config.heads:
+        raise checkpoint.failed("config.json: hidden_size is no multiple of num_attention_heads")
+    return config
+
+
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name every weight the encoder needs, with its shape."""
+    d, i = config.dimensions, config.intermediate
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (config.vocabulary, d),
+        "embeddings.position_embeddings.weight": (config.positions, d),
+        "embeddings.token_type_embeddings.weight": (config.token_types, d),
+        "embeddings.LayerNorm.weight": (d,),
+        "embeddings.LayerNorm.bias": (d,),
+    }
+    for index in range(config.layers):
+        layer = f"encoder.layer.{index}."
+        for name, (rows, columns) in {
+            "attention.self.query": (d, d),
+            "attention.self.key": (d, d),
+            "attention.self.value": (d, d),
+            "attention.output.dense": (d, d),
+            "intermediate.dense": (i, d),
+            "output.dense": (d, i),
+        }.items():
+            shapes[f"{layer}{name}.weight"] = (rows, columns)
+            shapes[f"{layer}{name}.bias"] = (rows,)
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            shapes[f"{layer}{name}.weight"] = shapes[f"{layer}{name}.bias"] = (d,)
+    return shapes
+
+
+class Bert:
+    """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
+
+    Its weights are still to be read: whoever evaluates its parameters reads them.
+    """
+
+    prefix = "bert."
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: Config, device: Device, dtype: str | None
+    ) -> None:
+        packed = dequantized(checkpoint, checkpoint.weights(), config.quantization)
+        arrays = {modern_name(n.removeprefix(self.prefix)): a for n, a in packed.items()}
+        weights = fit_weights(checkpoint, arrays, weight_shapes(config), IGNORED)
+        kept = pick_dtype(device, dtype, weights["embeddings.word_embeddings.weight"].dtype)
+        weights = {name: array.astype(kept) for name, array in weights.items()}
+        choice = arithmetic(device, kept, config.activation, config.dimensions, config.heads)
+        self.config = config
+        self.dimensions = config.dimensions
+        self.vocabulary = config.vocabulary
+        self.padding_id = config.padding_id
+        self.max_tokens = self._max_tokens(config)
+        self._dtype = kept
+        self._words = weights["embeddings.word_embeddings.weight"]
+        # Every text is token type 0, so its vector is part of every position.
+        self._positions = (
+            weights["embeddings.position_embeddings.weight"]
+            + weights["embeddings.token_type_embeddings.weight"][0]
+        )
+        self._norm = make_norm(weights, "embeddings.LayerNorm", choice, config.epsilon)
+        self._layers = [
+            make_layer(
+                {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name},
+                choice,
+                config.heads,
+                config.epsilon,
+            )
+            for prefix in (f"encoder.layer.{index}." for index in range(config.layers))
+        ]
+
+    def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
+        """Give the states after the embedding and after each layer."""
+        rows, length = tokens.shape
+        shape = (rows, length, self.dimensions)
+        bias = None
+        if mask is not None:
+            bias = mx.where(mask, 0.0, PADDING_SCORE)[:, None, None, :].astype(self._dtype)
+        x = self._words[tokens] + self._position_vectors(tokens)
+        x = self._norm(x.reshape(rows * length, self.dimensions))
+        yield x.reshape(shape)
+        for layer in self._layers:
+            x = layer(x, bias, rows)
+            yield x.reshape(shape)
+
+    def parameters(self) -> list[mx.array]:
+        """List every array the encoder holds."""
+        arrays = [self._words, self._positions, self._norm.weight, self._norm.bias]
+        for layer in self._layers:
+            arrays += layer.parameters()
+        return arrays
+
+    def _position_vectors(self, tokens: mx.array) -> mx.array:
+        return self._positions[: tokens.shape[1]]
+
+    @staticmethod
+    def _max_tokens(config: Config) -> int:
+        return config.positions
+
+
+class Roberta(Bert):
+    """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states."""
+
+    prefix = "roberta."
+
+    def _position_vectors(self, tokens: mx.array) -> mx.array:
+        return self._positions[position_ids(tokens, self.padding_id)]
+
+    @staticmethod
+    def _max_tokens(config: Config) -> int:
+        return config.positions - config.padding_id - 1
+
+
+def position_ids(tokens: mx.array, padding_id: int) -> mx.array:
+    """Number the real tokens of each row from padding_id + 1; padding stays at padding_id.
+
+    Counted from the ids, not from the mask: a padding token written inside a text is
+    skipped too, as transformers does.
+    """
+    real = (tokens != padding_id).astype(mx.int32)
+    return mx.cumsum(real, axis=1) * real + padding_id
+
+
+ENCODERS: Final[dict[str, type[Bert]]] = {
+    "bert": Bert,
+    "roberta": Roberta,
+    "xlm-roberta": Roberta,
+    "camembert": Roberta,
+}
+
+
+def load_encoder(
+    checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
+) -> Bert:
+    """Load the encoder that config.json (`raw`) names; its model_type must be in ENCODERS."""
+    return ENCODERS[raw["model_type"]](checkpoint, read_config(checkpoint, raw), device, dtype)

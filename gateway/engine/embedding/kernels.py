@@ -1,0 +1,155 @@
+"""Activations, attention and normalisation, one choice per device, made at load.
+
+mlx computes exp, erf and tanh one element at a time on a CPU (10 to 60 ns each), and sums,
+products and shifts with vectors (0.1 ns), one pass over the array for each. So on a CPU the
+three are made of few sums, products and shifts; on Metal and CUDA mlx's own are the fast ones.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import mlx.core as mx
+from mlx.nn.layers import activations
+
+from gateway.engine.device import Device
+
+Activation = Callable[[mx.array], mx.array]
+Attention = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
+# x (rows, dimensions), weight, bias, epsilon.
+Normalization = Callable[[mx.array, mx.array, mx.array, float], mx.array]
+
+LOG2_E: Final = math.log2(math.e)
+# What is added to the score of a padding token: far below any score, far above -inf, which
+# would make NaN of inf - inf.
+PADDING_SCORE: Final = -1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How one encoder computes: `query_scale` is folded into the query weights at load."""
+
+    activation: Activation
+    attend: Attention
+    normalize: Normalization
+    query_scale: float
+
+
+def arithmetic(
+    device: Device, dtype: mx.Dtype, hidden_act: str, dimensions: int, heads: int
+) -> Arithmetic:
+    """Choose the functions for a device; KeyError when the activation is not in ACTIVATIONS."""
+    scale = 1.0 / math.sqrt(dimensions // heads)
+    if device is Device.CPU and dtype == mx.float32:
+        normalize = layer_norm_by_products(dimensions)
+        return Arithmetic(_ON_CPU[hidden_act], attend_base2, normalize, scale * LOG2_E)
+    return Arithmetic(_OF_MLX[hidden_act], attend_fused, mx.fast.layer_norm, scale)
+
+
+# erfc(a sqrt(2)) = 1 / p(a)^16, p(a) = (q(a)^2 + P[0])^2 + P[1], q a cubic of coefficients Q,
+# the highest first. Abramowitz and Stegun (Handbook of Mathematical Functions, 7.1.28) give p
+# as a polynomial; squares of sums reach its precision in fewer passes, and so do fewer squares
+# at the end. Fitted by least squares, reweighted towards the largest error of a * erfc: 2e-7.
+_Q: Final = (0.0078602723, -0.0285819363, 0.2922924988, 0.4173043838)
+_P: Final = (0.0302346432, 0.9582307320)
+
+
+def gelu(x: mx.array) -> mx.array:
+    """GELU, x times the normal distribution function, within 1e-6 of the exact one.
+
+    With a = |x| / 2: gelu(x) = x / 2 + a - a * erfc(a * sqrt(2)).
+    """
+    half = x * 0.5
+    size = mx.abs(half)
+    power = size * _Q[0]
+    for coefficient in _Q[1:3]:
+        power = (power + coefficient) * size
+    power = power + _Q[3]
+    for constant in _P:
+        power = mx.square(power) + constant
+    for _ in range(4):
+        power = mx.square(power)
+    result: mx.array = half + size - size / power
+    return result
+
+
+# 2^f on [-0.5, 0.5], relative error 1e-7: least squares, reweighted towards the largest
+# error. Range reduction after Cody and Waite, Software Manual for the Elementary Functions.
+_EXP2: Final = (0.693146978, 0.240222421, 0.0555073375, 0.00967151272, 0.0013264726)
+# Adding 1.5 * 2^23 rounds a float32 to the nearest integer and leaves it in the low bits.
+_ROUND: Final = 1.5 * 2.0**23
+_LEAST, _MOST = -125.0, 126.0
+
+
+def exp2(x: mx.array) -> mx.array:
+    """2 to the x, relative error below 3e-7, for float32 from -125 to 126 (not checked)."""
+    shifted = x + _ROUND
+    fraction = x - (shifted - _ROUND)
+    power = fraction * _EXP2[4]
+    for coefficient in reversed(_EXP2[:4]):
+        power = (power + coefficient) * fraction
+    power = power + 1.0
+    # The whole part goes straight into the exponent bits.
+    result: mx.array = ((shifted.view(mx.int32) << 23) + power.view(mx.int32)).view(mx.float32)
+    return result
+
+
+def gelu_tanh(x: mx.array) -> mx.array:
+    """GELU by its tanh formula (Hendrycks and Gimpel, arXiv:1606.08415), written as x * sigmoid."""
+    slope = -2.0 * LOG2_E * math.sqrt(2.0 / math.pi)
+    inner = x * (slope + (slope * 0.044715) * (x * x))
+    return x / (1.0 + exp2(mx.clip(inner, _LEAST, _MOST)))
+
+
+def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
+    """Attention over float32 heads whose scores come in base 2: log2(e) is in the query weights.
+
+    q, k, v are (rows, heads, tokens, head size); bias is added to the scores. The division by
+    the sum waits until after the product, where there is less to divide.
+    """
+    scores = q @ k.swapaxes(-1, -2)
+    if bias is not None:
+        scores = scores + bias
+    weights = exp2(mx.maximum(scores - mx.max(scores, axis=-1, keepdims=True), _LEAST))
+    return (weights @ v) / mx.sum(weights, axis=-1, keepdims=True)
+
+
+def attend_fused(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
+    """Attention by mlx's own kernel; the scale is in the query weights already."""
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)
+
+
+def layer_norm_by_products(dimensions: int) -> Normalization:
+    """Make a layer normalisation whose averages are products with a column of 1 / dimensions.
+
+    BLAS adds up a row in vectors, mlx's sums go one by one: 0.2 against 0.5 ns an element.
+    """
+    average = mx.full((dimensions, 1), 1 / dimensions)
+    mx.eval(average)  # here, on the thread that loads: later several streams read it
+
+    def normalize(x: mx.array, weight: mx.array, bias: mx.array, epsilon: float) -> mx.array:
+        centred = x - x @ average
+        variance = mx.square(centred) @ average
+        return centred * mx.rsqrt(variance + epsilon) * weight + bias
+
+    return normalize
+
+
+def _relu(x: mx.array) -> mx.array:
+    return mx.maximum(x, 0.0)
+
+
+_ON_CPU: Final[dict[str, Activation]] = {
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": _relu,
+}
+_OF_MLX: Final[dict[str, Activation]] = {
+    "gelu": activations.gelu,
+    "gelu_new": activations.gelu_approx,
+    "gelu_pytorch_tanh": activations.gelu_approx,
+    "relu": activations.relu,
+}
+ACTIVATIONS: Final = tuple(_ON_CPU)

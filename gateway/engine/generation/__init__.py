@@ -1,0 +1,21 @@
+"""Prompts → tokens, in batches. From the bottom up:
+
+detokenizer      token ids → text, stop strings, the vocabulary as bytes
+output_parts     an answer's parts: text, reasoning, calls; the marks between them
+tool_calls       formats of calls; tool_formats picks one by the chat template
+harmony          gpt-oss's channels
+reasoning        where thinking begins and ends
+parsing          text → parts, as it comes
+chat_template    messages → prompt, in the sandbox
+sampling         logits → tokens, each row by its own parameters
+sequence         one answer: its tokens, text, grammar and end
+scoring          logprobs of a prompt
+prefix_cache     KV that later prompts may begin with
+prefill          which prompts are read together, and in what chunks
+decode_batch     rows between two decode steps
+chat             a model's template, formats and vocabulary together
+prepare          a job → the rows it asks for, measured
+self_test        rows in batches compared with the same rows alone
+engine           one model: join, prefill, decode, leave
+loading          a folder or GGUF file → an engine
+"""

@@ -1,0 +1,178 @@
+"""Token ids → text as it grows: whole characters only, and never a part of a stop string."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_of() -> dict[str, int]:
+    """Invert the alphabet of byte-level BPE: printable bytes are themselves, the other 68 follow
+    from U+0100 on. Source: GPT-2's encoder.py, `bytes_to_unicode`.
+    """
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {
+        chr(0x100 + place): byte for place, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_of()
+
+
+class Vocabulary:
+    """A tokenizer's single tokens, as logprobs show them: ` True`, never `ĠTrue` or `▁True`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        # A token's text depends on whether one stands before it: SentencePiece drops the space
+        # of the first. So each is decoded behind another, whose text is then cut off.
+        self.probe: list[int] = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._prefix = len(self._decode(self.probe))
+        self.text = lru_cache(maxsize=65_536)(self._text)
+        self.bytes = lru_cache(maxsize=65_536)(self._bytes)
+
+    def encode(self, text: str, plain_from: int) -> list[int]:
+        """Return a text's ids; from the character `plain_from` on no control token counts."""
+        # As a batch, for which alone Python's lock is let go of.
+        (encoded,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
+        added = self.tokenizer.get_added_tokens_decoder()
+        ids: list[int] = []
+        for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True):
+            is_control = start >= plain_from and token in added
+            ids += self._letters(added[token].content) if is_control else [token]
+        return ids
+
+    def _letters(self, content: str) -> list[int]:
+        """Return the ids of what spells a control token: the pipeline without the added ones."""
+        tokenizer = self.tokenizer
+        text = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
+        split = tokenizer.pre_tokenizer
+        pieces = [each for each, _ in split.pre_tokenize_str(text)] if split else [text]
+        # A space that the pipeline puts before every text is none of this one's.
+        if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
+            pieces[0] = pieces[0][1:]
+        return [each.id for piece in pieces if piece for each in tokenizer.model.tokenize(piece)]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _text(self, token: int) -> str:
+        """Give a token's own text; U+FFFD where it is part of a character."""
+        return self._decode([*self.probe, token])[self._prefix :]
+
+    def _bytes(self, token: int) -> bytes:
+        """Give a token's own bytes, a part of a character's too."""
+        text: str = self.text(token)
+        if "\ufffd" not in text:
+            return text.encode()
+        name = self.tokenizer.id_to_token(token) or ""
+        if match := _BYTE.fullmatch(name):
+            return bytes([int(match[1], 16)])
+        if name and all(character in _BYTES for character in name):
+            return bytes(_BYTES[character] for character in name)
+        return text.encode()
+
+
+_REPLACEMENT = "\ufffd"
+_WRITTEN = _REPLACEMENT.encode()
+
+
+def held_back(text: str, marks: Sequence[str]) -> int:
+    """Count the characters at the end of `text` that may be the beginning of one of `marks`."""
+    longest = max((len(mark) for mark in marks), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0
+
+
+class Decoder:
+    """The text of one row's tokens.
+
+    SentencePiece drops the space of a text's first word, unless the tokens `continue` a text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, continues: bool = False) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = vocabulary.tokenizer
+        self._stream = self._begun() if continues else DecodeStream(skip_special_tokens=False)
+        self._is_first = not continues  # until there is text
+        self._held: list[int] = []  # tokens whose text is still to come
+
+    def push(self, token: int) -> str:
+        """Return the characters that `token` completes; half a character waits for its rest.
+
+        Bytes that never become a character are left out, as there is nothing right to show.
+        """
+        try:
+            piece: str | None = self._stream.step(self._tokenizer, token)
+        except Exception:  # "Invalid prefix": bytes turned out to be none, after their text was out
+            self._held.append(token)
+            return self._anew()
+        if piece and _REPLACEMENT not in piece:
+            self._held.clear()
+            self._is_first = False
+            return piece
+        self._held.append(token)
+        if piece:
+            return self._written()
+        # The stream holds back all text that ends with U+FFFD, be it what the tokens say.
+        is_last = self._vocabulary.bytes(token)[-1:] == _WRITTEN[-1:]
+        return self._anew() if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN) else ""
+
+    def _anew(self) -> str:
+        """Return the text of the tokens held back, of which the stream keeps nothing."""
+        self._stream = self._begun()
+        return self._written()
+
+    def _written(self) -> str:
+        """Return the text of the tokens held back by their bytes: the stream has U+FFFD both where
+        they say so and for bytes that are no character.
+        """
+        text = self._bytes(self._held).decode(errors="ignore")
+        if self._is_first and text.startswith(" "):
+            whole: str = self._tokenizer.decode(self._held, skip_special_tokens=False)
+            if text.replace(_REPLACEMENT, "") == " " + whole.replace(_REPLACEMENT, ""):
+                text = text[1:]
+        self._held.clear()
+        self._is_first = self._is_first and not text
+        return text
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self._vocabulary.bytes, tokens))
+
+    def _begun(self) -> DecodeStream:
+        return DecodeStream(ids=self._vocabulary.probe, skip_special_tokens=False)
+
+
+class StopScanner:
+    """Ends a text before the first stop string to be complete in it."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, piece: str) -> str:
+        """Give the text that is certain now. After a stop string, nothing more."""
+        if self.is_stopped:
+            return ""
+        text = self._held + piece
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped = True
+            return text[: min(found)[1]]
+        cut = len(text) - held_back(text, self._stops)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """Give what was held back, once no more comes."""
+        text, self._held = self._held, ""
+        return "" if self.is_stopped else text

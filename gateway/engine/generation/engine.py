@@ -1,0 +1,497 @@
+"""One chat model's batch: rows join and leave between steps. All of it runs on the lane.
+
+The KV caches and the prompt pass are mlx-lm's batch classes; the decode step is ours, so that
+a prefill chunk and a decode step are separate calls (mlx-lm's `next()` does both in one).
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from gateway.engine.checkpoint import measured_kv
+from gateway.engine.decoders import floating_dtype, parameters
+from gateway.engine.device import clear_cache
+from gateway.engine.generation.chat import ChatTokenizer
+from gateway.engine.generation.decode_batch import Doubt, Running, Said
+from gateway.engine.generation.prefill import Cohort, Prefill
+from gateway.engine.generation.prefix_cache import Prefixes
+from gateway.engine.generation.prepare import planned
+from gateway.engine.generation.reasoning import kept_open
+from gateway.engine.generation.sampling import (
+    Sampler,
+    Scores,
+    adjusted,
+    barred,
+    choose,
+    is_finite,
+    score,
+)
+from gateway.engine.generation.scoring import most_scored
+from gateway.engine.generation.self_test import ALONE, Faults, SelfTest, can_batch, tokens_held
+from gateway.engine.generation.sequence import Row
+from gateway.engine.grammar.compiling import CompiledGrammar
+from gateway.engine.grammar.matching import BoundRow
+from gateway.engine.grammar.structured import Structured
+from gateway.jobs import GenerateJob, Grammar, Pass, RowDelta, RowJob, Verdict
+
+Model = Callable[..., mx.array]
+_launch: Any = mx.async_eval  # untyped in mlx's stubs
+
+
+class GenerationEngine:
+    """The rows of one model, from join to last token.
+
+    A step that raises never changes a neighbour's answer: its batch is thrown away and every
+    row is read again, alone, from what it has said; the row that fails alone ends with an error.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        chat: ChatTokenizer,
+        structured: Structured,
+        *,
+        max_context: int,
+        vocab_size: int,
+        prefix_cache_bytes: int = 0,
+        sampling_defaults: Mapping[str, float] | None = None,
+    ) -> None:
+        self._name = name
+        self._model: Any = model
+        self._chat = chat
+        self._structured = structured
+        self._vocab_size = vocab_size
+        self._max_context = max_context
+        self._sampling_defaults = sampling_defaults or {}
+        self._prefixes = Prefixes(make_prompt_cache(self._model), prefix_cache_bytes)
+        self._prefill = Prefill(self._model, self._prefixes, most_scored(vocab_size))
+        self._running: Running | None = None
+        self._queued: deque[Running] = deque()  # single rows, where rows run one at a time
+        self._faults = Faults()
+        self._is_batched = True
+        if not can_batch(model):
+            self.hold_to(ALONE)
+        self._parked: dict[int, Row | Running] = {}
+        self.kv_cost = measured_kv(self._model)
+        self.last_pass = Pass()
+        self._last_id = 0
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Return the type that it computes in."""
+        return floating_dtype(self._model)
+
+    @property
+    def max_context(self) -> int:
+        """Give the most tokens a prompt and its answer may have together."""
+        return self._max_context
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Tell whether a row still has prompt to read."""
+        return not self._prefill.is_empty
+
+    @property
+    def is_decoding(self) -> bool:
+        """Tell whether a row is running."""
+        return self._running is not None or bool(self._queued)
+
+    @property
+    def is_batched(self) -> bool:
+        """Return True while rows run together, False once they run one at a time."""
+        return self._is_batched
+
+    def self_test(self) -> Generator[Verdict]:
+        """Compare rows in batches with the same rows alone, a pass a step; yield what is known."""
+        test = SelfTest(
+            self._model, self._vocab_size, self._max_context, floating_dtype(self._model)
+        )
+        for _ in test.steps():
+            yield test.verdict
+        yield test.verdict
+
+    @property
+    def self_test_tokens(self) -> int:
+        """Return the most tokens that a row of the self-test has."""
+        return tokens_held(self._model, self._max_context)
+
+    def hold_to(self, verdict: Verdict) -> None:
+        """Run rows, from the next to be read on, only as a verdict has not found wrong."""
+        self._is_batched = self._is_batched and not verdict.forbids_batches
+        self._prefill.is_batched = self._is_batched
+        self._prefill.is_plain = self._prefill.is_plain or verdict.single is False
+        if False in (verdict.single, verdict.prefixes):
+            self._prefixes.stop()
+
+    def take_faults(self) -> Sequence[str]:
+        """Return what was thrown by passes since this was last asked."""
+        return self._faults.take()
+
+    @property
+    def reading(self) -> frozenset[int]:
+        """Return the rows that still have prompt to read."""
+        return frozenset(row.id for row in self._prefill.rows)
+
+    @property
+    def rows(self) -> int:
+        """Count the rows inside, reading or running. Safe on any thread."""
+        running = self._running
+        queued = len(self._queued)
+        return len(self._prefill) + queued + (0 if running is None else len(running.rows))
+
+    def plan(self, job: GenerateJob) -> list[RowJob]:
+        """Render, encode and measure: one row a choice. Safe on any thread."""
+        return planned(
+            job,
+            self._chat,
+            self._structured,
+            self._max_context,
+            self._vocab_size,
+            self._sampling_defaults,
+        )
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Make a grammar ready for rows; slow, and safe on any thread.
+
+        Raises BadRequest naming the keyword or place that cannot be compiled.
+        """
+        return self._structured.compile(grammar)
+
+    def fits(self, schema: str, answer: str) -> bool | None:
+        """Judge a finished answer by a JSON Schema, both as text; None where that cannot be told.
+
+        Slow, and safe on any thread.
+        """
+        return self._structured.fits(schema, answer)
+
+    def join(self, job: RowJob) -> int:
+        """Queue a row for prefill and give its id."""
+        self._last_id += 1
+        self._prefill.add(
+            Row(
+                self._last_id,
+                job,
+                Sampler(job.sampling, self._vocab_size, job.prompt),
+                self._chat.speech(job),
+                self._chat.eos_ids,
+                self._chat.thinking(job),
+            )
+        )
+        return self._last_id
+
+    def leave(self, row_id: int) -> None:
+        """Drop a row, wherever it is; an unknown id is fine."""
+        self._parked.pop(row_id, None)
+        self._prefill.drop(row_id)
+        self._faults.dismissed(row_id)
+        self._queued = deque(each for each in self._queued if each.rows[0].id != row_id)
+        if self._running is not None:
+            self._keep([i for i, row in enumerate(self._running.rows) if row.id != row_id])
+
+    def park(self, row_id: int) -> None:
+        """Stop a row, its KV and its next token kept; one that is being read stops thereafter."""
+        for row in self._prefill.rows:
+            if row.id == row_id:
+                row.is_held = True
+        for single in [each for each in self._queued if each.rows[0].id == row_id]:
+            self._queued = deque(each for each in self._queued if each is not single)
+            self._parked[row_id] = single
+        if (running := self._running) is None:
+            return
+        for i, row in enumerate(running.rows):
+            if row.id == row_id:
+                self._parked[row_id] = running.take(i)
+                self._keep([other for other in range(len(running.rows)) if other != i])
+                return
+
+    def preempt(self, row_id: int) -> None:
+        """Stop a row and free its KV: resumed, it is read again from all it has read and said."""
+        if (row := self._find(row_id)) is not None:
+            self.leave(row_id)
+            row.preempt()
+            self._parked[row_id] = row
+
+    def resume(self, row_id: int) -> None:
+        """Let a row go on that was parked or preempted; an unknown id is fine."""
+        for row in self._prefill.rows:
+            if row.id == row_id:
+                row.is_held = False
+        parked = self._parked.pop(row_id, None)
+        if isinstance(parked, Row):
+            parked.is_held = False
+            self._prefill.readmit([parked])
+        elif parked is not None:
+            self._extend(parked)
+
+    def curtail(self, row_id: int, max_tokens: int) -> list[RowDelta]:
+        """Let a row say no more than so many tokens; an unknown id is fine.
+
+        Returns the end of one that is parked or preempted and has said as many.
+        """
+        if (row := self._find(row_id)) is None:
+            return []
+        row.curtail(max_tokens)
+        if row_id in self._parked and len(row.tokens) >= max_tokens:
+            self.leave(row_id)
+            return row.cut()
+        return []
+
+    def forget(self) -> None:
+        """Let go of what is kept of prompts."""
+        self._prefixes.clear()
+        clear_cache()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Count the bytes kept of prompts that others may begin with."""
+        return self._prefixes.nbytes
+
+    def prefill(self, token_budget: int) -> list[RowDelta]:
+        """Read one chunk of the prompts whose turn it is; those read whole start to run."""
+        if (cohort := self._prefill.turn(token_budget)) is None:
+            return []
+        begun, there = cohort.read, sum(cohort.positions)
+        # mlx-lm's batch gives freed buffers back after each chunk: the step under way must be over.
+        self.settle()
+        try:
+            self._prefill.read(cohort, token_budget)
+            rows = len(cohort.rows)
+            tokens = sum(cohort.positions) - there
+            self.last_pass = Pass(rows, tokens, rows * (cohort.read - begun))
+            return self._start(cohort) if cohort.is_read else []
+        except Exception as error:
+            return self._blame(cohort.rows, error)
+
+    def decode(self) -> list[RowDelta]:
+        """Take the tokens of the step under way, launch the next, then tell the texts.
+
+        The next pass needs no token here: it is launched before they are read, so that the
+        device never waits for Python. What a row said last, it is run on in vain at most once.
+        """
+        if self._running is None and self._queued:
+            self._running = self._queued.popleft()
+        if (running := self._running) is None:
+            return []
+        try:
+            logits = None
+            if running.may_go_on:
+                logits = self._passed(running.tokens, running.cache)
+            if self._has_mended(running) and logits is not None:
+                running.take_back()
+                logits = None
+            said = running.read()
+        except Exception as error:
+            self._running = None
+            return self._blame(running.rows, error)
+        ends = [each.row.say(each.token) if each.is_finite else None for each in said]
+        on = [i for i, each in enumerate(said) if each.is_finite and ends[i] is None]
+        self.last_pass = Pass(len(said), len(said), len(said))
+        fault = None
+        try:
+            self._remember(running, [i for i, end in enumerate(ends) if end is not None])
+            self._keep(on)
+            if logits is not None and 0 < len(on) < len(said):
+                logits = logits[mx.array(on)]
+            if on:
+                self._step(logits)
+        except Exception as error:
+            self._running, fault = None, error
+        deltas = [delta for each, end in zip(said, ends, strict=True) for delta in each.told(end)]
+        if fault is not None:
+            return deltas + self._blame([said[i].row for i in on if not said[i].row.is_over], fault)
+        if self._running is not None:
+            self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
+        return deltas
+
+    def settle(self) -> None:
+        """Wait until the device has done the step under way. What fails, fails when it is read."""
+        if self._running is not None:
+            with suppress(Exception):
+                mx.eval(self._running.tokens, self._running.finite)
+
+    def nbytes(self) -> int:
+        """Count the bytes held on the device: weights, KV and prefixes."""
+        weights = sum(array.nbytes for array in parameters(self._model))
+        running = self._running.cache if self._running is not None else []
+        others = [*self._queued, *self._parked.values()]
+        caches = [each.cache for each in others if isinstance(each, Running)]
+        kv = self._prefill.nbytes + _nbytes(running) + sum(map(_nbytes, caches))
+        return weights + kv + self._prefixes.nbytes
+
+    def close(self) -> None:
+        """Let go of every array."""
+        self._prefill.close()
+        self._prefixes.clear()
+        self._queued.clear()
+        self._parked.clear()
+        self._running = self._model = None
+        clear_cache()
+
+    def _start(self, cohort: Cohort) -> list[RowDelta]:
+        """Run the last prompt token of each row; a row that may say one token ends here."""
+        if cohort.rows[0].job.max_tokens == 0:
+            return [row.unsaid() for row in cohort.rows]
+        inputs = mx.array([row.context[-1] for row in cohort.rows])
+        cache = cohort.batch.prompt_cache
+        started = self._chosen(cohort.rows, cache, self._passed(inputs, cache))
+        last = [row.is_at_last for row in cohort.rows]
+        deltas: list[RowDelta] = []
+        if any(last) or cohort.rows[0].is_suspect:
+            self._has_mended(started)
+            for each, is_last in zip(started.read(), last, strict=True):
+                self._clear_or_dismiss(each)
+                if is_last:
+                    deltas += each.told(each.row.say(each.token) if each.is_finite else None)
+        if all(last):
+            return deltas
+        if any(last):
+            started.keep([i for i, is_last in enumerate(last) if not is_last])
+        if held := [i for i, row in enumerate(started.rows) if row.is_held]:
+            for i in held:
+                self._parked[started.rows[i].id] = started.take(i)
+            if len(held) == len(started.rows):
+                return deltas
+            started.keep([i for i, row in enumerate(started.rows) if not row.is_held])
+        self._extend(started)
+        return deltas
+
+    def _extend(self, started: Running) -> None:
+        if self._running is None:
+            self._running = started
+        elif self._is_batched:
+            self._running.extend(started)
+        else:
+            self._queued.append(started)
+
+    def _find(self, row_id: int) -> Row | None:
+        """Return the row of this id, wherever it is."""
+        rows = self._prefill.rows
+        for running in (self._running, *self._queued, *self._parked.values()):
+            if running is not None:
+                rows += [running] if isinstance(running, Row) else running.rows
+        return next((row for row in rows if row.id == row_id), None)
+
+    def _clear_or_dismiss(self, said: Said) -> None:
+        """Note how a row went that was read alone; after some faults rows run one at a time."""
+        said.row.is_suspect = False
+        if said.is_finite:
+            self._faults.cleared(said.row.id)
+        else:
+            self._faults.dismissed(said.row.id)
+        if self._faults.is_batching_to_blame:
+            self.hold_to(Verdict(rows=False))
+
+    def _step(self, logits: mx.array | None) -> None:
+        """Choose the next tokens from the pass that has read the last, launched by now or here."""
+        if (running := self._running) is None:
+            return
+        if logits is None:
+            logits = self._passed(running.tokens, running.cache)
+        self._running = self._chosen(running.rows, running.cache, logits)
+
+    def _passed(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """Launch the pass that reads tokens, (rows,); give its logits, (rows, vocabulary).
+
+        The caches are evaluated with them: what no logits depend on, such as the lengths beside a
+        state, would grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
+        """
+        logits: mx.array = self._model(tokens[:, None], cache=cache)[:, -1, :]
+        _launch(logits, [layer.state for layer in cache])
+        return logits
+
+    def _chosen(self, rows: list[Row], cache: list[Any], logits: mx.array) -> Running:
+        """Launch the choice of the next tokens, whose masks are made while the pass runs."""
+        samplers = [row.sampler for row in rows]
+        finite = is_finite(logits)
+        logits = adjusted(samplers, logits)
+        for i, row in enumerate(rows):
+            if (thinking := row.thinking_first) is not None:
+                logits = kept_open(logits, i, thinking)
+        if kept_up := [(i, row.barred) for i, row in enumerate(rows) if row.matcher is None]:
+            logits = barred(logits, kept_up)
+        bound = [
+            BoundRow(i, matcher, row.may_open_with, row.barred)
+            for i, row in enumerate(rows)
+            if (matcher := row.matcher) is not None
+        ]
+        if bound:
+            logits = self._structured.mask(logits, bound)
+        return self._drawn(rows, cache, logits, finite)
+
+    def _drawn(
+        self, rows: list[Row], cache: list[Any], logits: mx.array, finite: mx.array
+    ) -> Running:
+        """Launch the choice from logits, (rows, vocabulary), that are adjusted and masked."""
+        choice = choose([row.sampler for row in rows], logits, [len(row.tokens) for row in rows])
+        scores: list[tuple[Scores, list[Row | None]]] = []
+        if wanted := [i for i, row in enumerate(rows) if row.job.logprobs is not None]:
+            k = max(rows[i].job.logprobs or 0 for i in wanted)
+            some = score(logits, choice.tokens, wanted, k)
+            scores.append((some, [rows[i] for i in wanted]))
+            _launch(some.chosen, some.ids, some.logprobs)
+        doubts = []
+        if choice.is_sure is not None:
+            doubts.append(Doubt(rows, logits, choice.is_sure))
+            _launch(choice.is_sure)
+        _launch(choice.tokens, finite)
+        return Running(rows, cache, choice.tokens, finite, scores, doubts)
+
+    def _has_mended(self, running: Running) -> bool:
+        """Choose again, of more tokens, where those sorted were not all that the filters keep;
+        return whether there was such a row. Waits for the tokens.
+        """
+        has_mended = False
+        while running.doubts:
+            doubt = running.doubts.pop()
+            is_sure: Any = doubt.is_sure.tolist()
+            wrong = [
+                i
+                for i, row in enumerate(doubt.rows)
+                if not is_sure[i] and any(row is each for each in running.rows)
+            ]
+            if wrong:
+                rows = [doubt.rows[i] for i in wrong]
+                for row in rows:
+                    row.sampler.widen()
+                at = mx.array(wrong)
+                running.replace(self._drawn(rows, [], doubt.logits[at], mx.array(True)))
+                has_mended = True
+        return has_mended
+
+    def _remember(self, running: Running, ended: list[int]) -> None:
+        """Keep what rows have read and said: a conversation's next prompt begins with it."""
+        if not self._prefixes.needs_block_ends:  # few answers end with one
+            for i in ended:
+                self._prefixes.store(running.rows[i].context[:-1], running.cache, i)
+
+    def _keep(self, indices: list[int]) -> None:
+        if self._running is None or len(indices) == len(self._running.rows):
+            return
+        if indices:
+            self._running.keep(indices)
+        else:
+            self._running = None
+
+    def _blame(self, rows: list[Row], error: Exception) -> list[RowDelta]:
+        """Read every row again, alone; end the one that was alone already.
+
+        Whatever is kept of prompts goes too: it may be what broke them.
+        """
+        self._prefixes.clear()
+        self._faults.thrown([row.id for row in rows], error)
+        if len(rows) == 1 and rows[0].is_suspect:
+            self._faults.dismissed(rows[0].id)
+            return [RowDelta(rows[0].id, error=f"{type(error).__name__}: {error}")]
+        for row in rows:
+            row.suspect()
+        self._prefill.readmit(rows)
+        return []
+
+
+def _nbytes(cache: list[Any]) -> int:
+    return sum(int(layer.nbytes) for layer in cache)

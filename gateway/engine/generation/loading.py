@@ -1,0 +1,249 @@
+"""A chat model's folder, or its GGUF file → its engine."""
+
+import json
+import math
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mlx_lm.utils import load_config
+
+from gateway.engine.checkpoint import Checkpoint, Listing
+from gateway.engine.decoders import read_decoder
+from gateway.engine.device import Device
+from gateway.engine.generation.chat import ChatTokenizer, chat_tokenizer, load_chat_tokenizer
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
+from gateway.engine.gguf.tokenizer import stated_sampling, wrapped_tokenizer
+from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.structured import Structured
+from gateway.engine.grammar.tokenizer import GrammarTokenizer
+from gateway.engine.grammar.trial import Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSetup:
+    """What a chat model needs beside its weights, and the files that those are read from."""
+
+    checkpoint: Checkpoint | GgufCheckpoint
+    chat: ChatTokenizer
+    structured: Structured
+    max_context: int
+    vocab_size: int
+    sampling_defaults: Mapping[str, float]
+
+
+def read_chat_setup(
+    files: Path,
+    *,
+    name: str,
+    max_context: int | None,
+    chat_template: str | None,
+    template_args: Mapping[str, Any],
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    shape: Shape | None = None,
+    sandbox: Sandbox | None = None,
+    template_sandbox: Sandbox | None = None,
+) -> ChatSetup:
+    """Read a chat model's config, tokenizer and template, and prepare its grammars.
+
+    `files` is its folder or its GGUF file, in which all of them are.
+
+    Takes seconds and no MLX: for a thread beside the lane's. A tokenizer that grammars cannot
+    read leaves the model without them.
+
+    `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
+    tightens the schemas that answers are held to, with the folder's own bounds where it has none.
+    Grammars are compiled in the `sandbox` first, and templates are rendered in the other.
+    `tool_parser` and `reasoning_parser` name the forms of its calls and of its thinking; absent,
+    they are inferred. Raises ModelLoadFailed.
+    """
+    checkpoint = open_checkpoint(name, files)
+    formats: dict[str, Any] = {
+        "name": name,
+        "chat_template": chat_template,
+        "template_args": template_args,
+        "tool_parser": tool_parser,
+        "reasoning_parser": reasoning_parser,
+        "sandbox": template_sandbox,
+    }
+    if isinstance(checkpoint, GgufCheckpoint):
+        config = checkpoint.config()
+        wrapper = wrapped_tokenizer(checkpoint)
+        chat = chat_tokenizer(wrapper, model_type=config["model_type"], **formats)
+        said = stated_sampling(checkpoint.header.metadata)
+    else:
+        with checkpoint.blamed():
+            config = load_config(files)
+        chat = load_chat_tokenizer(files, eos_ids=config.get("eos_token_id"), **formats)
+        said = generation_config(files)
+    vocab_size = int(_text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
+    return ChatSetup(
+        checkpoint,
+        chat,
+        _structured(chat, vocab_size, completed_shape(shape or Shape(), said), sandbox),
+        max_context=_context(checkpoint, config, max_context),
+        vocab_size=vocab_size,
+        sampling_defaults=usable_sampling(said),
+    )
+
+
+def load_generation_in_steps(
+    setup: ChatSetup,
+    *,
+    device: Device,
+    dtype: str | None,
+    is_packed: bool = False,
+    prefix_cache_bytes: int = 0,
+) -> Generator[GenerationEngine | None]:
+    """Load a chat model that mlx-lm knows, a step for each slice of its weights. On the lane.
+
+    Others may have the lane between two steps. They give None, and the last one the engine;
+    whoever stops before that must close the generator, on the lane too.
+
+    `is_packed` leaves weights quantised on a CPU too, as `must_stay_packed` decides.
+    `prefix_cache_bytes` bounds the KV kept of prompts, for others that begin alike; 0 keeps none.
+    Raises ModelLoadFailed saying what is wrong.
+    """
+    model = yield from read_decoder(
+        setup.checkpoint, device=device, dtype=dtype, is_packed=is_packed
+    )
+    yield GenerationEngine(
+        setup.checkpoint.name,
+        model,
+        setup.chat,
+        setup.structured,
+        max_context=setup.max_context,
+        vocab_size=setup.vocab_size,
+        prefix_cache_bytes=prefix_cache_bytes,
+        sampling_defaults=setup.sampling_defaults,
+    )
+
+
+def load_generation(
+    files: Path,
+    *,
+    name: str,
+    device: Device,
+    dtype: str | None = None,
+    is_packed: bool = False,
+    prefix_cache_bytes: int = 0,
+    max_context: int | None = None,
+    chat_template: str | None = None,
+    template_args: Mapping[str, Any] = MappingProxyType({}),
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    shape: Shape | None = None,
+    sandbox: Sandbox | None = None,
+    template_sandbox: Sandbox | None = None,
+) -> GenerationEngine:
+    """Load a chat model at once, where nobody else needs the thread."""
+    setup = read_chat_setup(
+        files,
+        name=name,
+        max_context=max_context,
+        chat_template=chat_template,
+        template_args=template_args,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        shape=shape,
+        sandbox=sandbox,
+        template_sandbox=template_sandbox,
+    )
+    steps = load_generation_in_steps(
+        setup,
+        device=device,
+        dtype=dtype,
+        is_packed=is_packed,
+        prefix_cache_bytes=prefix_cache_bytes,
+    )
+    return next(engine for engine in steps if engine is not None)
+
+
+def _structured(
+    chat: ChatTokenizer, vocab_size: int, shape: Shape, sandbox: Sandbox | None
+) -> Structured:
+    try:
+        tokenizer = GrammarTokenizer(
+            chat.tokenizer,
+            vocab_size=vocab_size,
+            eos_ids=chat.eos_ids,
+            marks=chat.call_ids,
+        )
+    except ValueError as error:
+        return Structured(None, shape, None, sandbox, problem=str(error))
+    form = chat.call_format(tokenizer.tokens.is_special_token)
+    return Structured(tokenizer, shape, form, sandbox)
+
+
+# What vLLM takes from generation_config.json (ModelConfig.get_diff_sampling_param), and what makes
+# a value usable. As there, `do_sample: false` is not read: greedy answers are asked for by a
+# temperature, and many files say false for no more reason than that it is the format's default.
+_SAMPLING: Mapping[str, Callable[[float], bool]] = {
+    "temperature": lambda value: 0 <= value <= 2,
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: value >= 0 and value == int(value),
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: 0 < value <= 10,
+}
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """Return what a folder's generation_config.json says; nothing where it cannot be read."""
+    try:
+        said = json.loads((folder / "generation_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def usable_sampling(said: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a checkpoint says of sampling, in generation_config.json's words, as far as it
+    makes sense.
+    """
+    numbers = {name: said[name] for name in _SAMPLING if type(said.get(name)) in (int, float)}
+    usable = {
+        name: value
+        for name, value in numbers.items()
+        if math.isfinite(value) and _SAMPLING[name](value)
+    }
+    return {name: int(value) if name == "top_k" else value for name, value in usable.items()}
+
+
+def completed_shape(shape: Shape, said: Mapping[str, Any]) -> Shape:
+    """Return a shape with the bounds that a checkpoint states for itself, where it has none.
+
+    They stand in generation_config.json under `structured`, in models.yaml's words: a model too
+    small to end a string by itself is so wherever it is served.
+    """
+    stated = said.get("structured")
+    bounds = stated if isinstance(stated, dict) else {}
+
+    def bound(name: str, given: int | None) -> int | None:
+        own = bounds.get(name)
+        return own if given is None and type(own) is int and own >= 1 else given
+
+    return replace(
+        shape,
+        max_string_chars=bound("max_string_chars", shape.max_string_chars),
+        max_array_items=bound("max_array_items", shape.max_array_items),
+    )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Multimodal models keep their language model's sizes apart."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
+
+
+def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None) -> int:
+    own = _text_config(config).get("max_position_embeddings")
+    limits = [int(limit) for limit in (own, lowered) if limit]
+    if not limits:
+        raise checkpoint.failed(
+            "its config has no max_position_embeddings; set `max_context:` in models.yaml"
+        )
+    return min(limits)

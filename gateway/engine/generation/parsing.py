@@ -1,0 +1,197 @@
+"""What a model says → text, reasoning and calls, told apart by the marks of its own format."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gateway.engine.generation.detokenizer import held_back
+from gateway.engine.generation.output_parts import CallWriter, ForcedCall, Mode, Part, plain, shown
+
+ReadCalls = Callable[[str], Sequence[Mapping[str, Any]]]
+_State = Literal["text", "thinking", "call"]
+_Next = Literal["text", "thinking", "call", "noise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """A model's marks, their tokens spelled as the stream has them.
+
+    `opens` and `closes` stand around thinking, `calls` are pairs around calls, whose second is
+    empty where nothing ends a call but the answer's end; `noise` means nothing. `bare` matches
+    the beginning of an answer that is a call without any mark. `read` turns what stands between
+    call marks into calls, or raises.
+    """
+
+    opens: tuple[str, ...] = ()
+    closes: tuple[str, ...] = ()
+    calls: tuple[tuple[str, str], ...] = ()
+    noise: tuple[str, ...] = ()
+    bare: Any = None  # a regex.Pattern, which can match in part
+    read: ReadCalls | None = None
+
+
+class Parser:
+    """Reads one row's text as it grows.
+
+    A finished call of the model's own format is told whole; one that cannot be read is text. A
+    forced call is told as it is made: it has the one form that its grammar allows,
+    {"name":…,"arguments":…}.
+
+    Thinking opens before any text and after a finished call. A row that is held to a grammar is
+    free of it only at its very beginning, so there alone (`is_bound`); and an answer that is
+    continued (`is_begun`) has text already. Nothing follows the last call that there may be.
+    """
+
+    def __init__(
+        self,
+        markup: Markup,
+        mode: Mode,
+        *,
+        is_thinking: bool,
+        is_bound: bool = False,
+        is_begun: bool = False,
+        calls: CallWriter | None = None,
+    ) -> None:
+        self.mode = mode
+        self._markup = markup
+        self._state: _State = "thinking" if is_thinking else "text"
+        self._held = ""
+        self._call: list[str] = []  # the beginning of the call under way, which has no mark
+        self._is_fresh = is_thinking  # white space after a mark is nobody's text
+        self._is_bound = is_bound
+        self._has_text = is_begun
+        self._may_think = not is_begun
+        self._may_be_bare = mode == "free" and not is_begun and markup.bare is not None
+        self._pair = ("", "")
+        self._calls = calls or CallWriter()
+        self._forced = ForcedCall(self._calls)
+
+    @property
+    def calls(self) -> int:
+        """Count the calls told so far."""
+        return self._calls.count
+
+    @property
+    def is_thinking(self) -> bool:
+        """Return True if what comes next is reasoning."""
+        return self._state == "thinking"
+
+    def push(self, piece: str) -> list[Part]:
+        """Take new text; return the parts that are certain now."""
+        self._held += piece
+        parts: list[Part] = []
+        while self._advance(parts):
+            pass
+        return parts
+
+    def flush(self) -> list[Part]:
+        """Return what was held back, once no more comes."""
+        if self._calls.is_full:
+            return []
+        held, self._held = "".join((*self._call, self._held)), ""
+        self._call = []
+        parts: list[Part] = []
+        if self._state == "call":
+            start, end = self._pair
+            self._state = "text"
+            parts = [] if end else self._read(held)
+            held = "" if parts else start + held
+            parts += self._told(held, is_call=True)
+        else:
+            parts = self._told(held)
+        if self.mode == "forced" and not self.is_thinking:
+            parts += [Part(call=call) for call in self._forced.flush()]
+        return parts
+
+    def _advance(self, parts: list[Part]) -> bool:
+        """Tell what can be told up to the next mark; return True if there was one."""
+        if self._calls.is_full or self._is_waiting():
+            return False
+        marks = self._marks()
+        found = [(at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        if not found:
+            cut = len(self._held) - held_back(self._held, list(marks))
+            sure, self._held = self._held[:cut], self._held[cut:]
+            if self._state == "call":
+                self._call.append(sure)
+            else:
+                parts += self._told(sure)
+            return False
+        at, _, mark = min(found)
+        before, self._held = self._held[:at], self._held[at + len(mark) :]
+        if self._state == "call":
+            before, self._call = "".join((*self._call, before)), []
+            start, end = self._pair
+            parts += self._read(before) or self._told(start + before + end, is_call=True)
+        else:
+            parts += self._told(before)
+        self._enter(marks[mark], mark)
+        return True
+
+    def _enter(self, following: _Next, mark: str) -> None:
+        was_thinking = self._state == "thinking"
+        if following == "thinking" or was_thinking:
+            self._may_think = not self._is_bound
+        if following == "call":
+            self._pair = next(pair for pair in self._markup.calls if pair[0] == mark)
+        if following != "noise":
+            self._state = following
+        self._may_be_bare = self._may_be_bare and following != "call"
+        self._is_fresh = not (was_thinking and self._is_bound)  # white space may be the grammar's
+
+    def _is_waiting(self) -> bool:
+        """Return True while an answer that has just begun may still turn out to be a bare call."""
+        if not self._may_be_bare or self._state != "text":
+            return False
+        assert self._markup.bare is not None
+        match = self._markup.bare.match(self._held, partial=True)
+        if match is not None and match.partial:
+            return True
+        self._may_be_bare = False
+        if match is not None:
+            self._state, self._pair = "call", ("", "")
+        return False
+
+    def _marks(self) -> dict[str, _Next]:
+        """Return the marks that matter now, and the state each leads to."""
+        markup = self._markup
+        if self._state == "thinking":
+            return dict.fromkeys(markup.closes, "text")
+        if self._state == "call":
+            if self._pair[1]:
+                return {self._pair[1]: "text"}
+            return {start: "call" for start, _ in markup.calls}
+        marks: dict[str, _Next] = dict.fromkeys(markup.noise, "noise")
+        if self._may_think and not self._has_text:
+            marks |= dict.fromkeys(markup.opens, "thinking")
+        if self.mode == "free" or (self.mode == "either" and not self._has_text):
+            marks |= {start: "call" for start, _ in markup.calls}
+        return marks
+
+    def _told(self, held: str, *, is_call: bool = False) -> list[Part]:
+        """Return text as the part it is; a call that could not be read shows its tokens too."""
+        text = plain(held) if is_call else shown(held)
+        if self._is_fresh and not is_call:
+            text = text.lstrip()
+        if not text:
+            return []
+        self._is_fresh = False
+        if self.is_thinking:
+            return [Part(reasoning=text)]
+        if self._is_bound or text.strip():
+            self._has_text = True
+            self._may_think = self._may_think and not self._is_bound
+        if self.mode == "forced":
+            return [Part(call=call) for call in self._forced.push(text)]
+        return [Part(text=text)]
+
+    def _read(self, held: str) -> list[Part]:
+        """Read finished calls; nothing when they cannot be read."""
+        assert self._markup.read is not None
+        try:
+            calls = self._calls.write(self._markup.read(plain(held)))
+        except Exception:  # parsers raise whatever they trip over
+            return []
+        if calls:
+            self._has_text = False
+        return [Part(call=call) for call in calls]

@@ -1,0 +1,269 @@
+"""Prompts on their way into KV: which are read together, and whose turn the next chunk is."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.generate import PromptProcessingBatch
+from mlx_lm.models.cache import make_prompt_cache
+
+from gateway.engine.generation.prefix_cache import BLOCK, Prefixes, shared
+from gateway.engine.generation.scoring import Scorer
+from gateway.engine.generation.sequence import Row
+
+# What is left of a prompt is read with its last chunk if it is at most this fraction of one, for a
+# pass of a few tokens costs nearly as much as a whole one.
+REST_SHARE: Final = 4
+
+
+def take_prompts(lengths: Sequence[int], budget: int) -> int:
+    """Count how many of the oldest prompts are read together.
+
+    A padded chunk costs its longest row times its rows. The first prompt is always taken; one
+    beyond the budget is read alone, in chunks.
+    """
+    longest = 0
+    for rows, length in enumerate(lengths):
+        longest = max(longest, length)
+        if rows and longest * (rows + 1) > budget:
+            return rows
+    return len(lengths)
+
+
+def _padding(lengths: Sequence[int]) -> int:
+    """Count the tokens that fill rows up to the longest."""
+    return len(lengths) * max(lengths) - sum(lengths)
+
+
+@dataclass(slots=True, eq=False)
+class Alone:
+    """One row's prompt, on its way into caches that cannot be batched."""
+
+    model: Any
+    prompt_cache: list[Any]
+
+    def prompt(self, prompts: list[list[int]]) -> None:
+        """Read tokens: those of the only row."""
+        self.model(mx.array(prompts), cache=self.prompt_cache)
+        mx.eval([layer.state for layer in self.prompt_cache])
+
+
+@dataclass(slots=True, eq=False)
+class Cohort:
+    """Rows read together. Several of them are read in one chunk; only a single row takes more.
+
+    `prompts` is what there was to read, all but the last token; `starts` what was there before
+    it; `read` counts what has been read of it.
+    """
+
+    rows: list[Row]
+    batch: PromptProcessingBatch | Alone
+    prompts: list[list[int]]
+    starts: list[int]
+    read: int = 0
+
+    @property
+    def length(self) -> int:
+        """Give the longest row's tokens."""
+        return max(len(prompt) for prompt in self.prompts)
+
+    @property
+    def is_read(self) -> bool:
+        """Tell whether nothing is left to read."""
+        return self.read >= self.length
+
+    @property
+    def positions(self) -> list[int]:
+        """Count each row's tokens that are in KV."""
+        return [
+            start + min(self.read, len(prompt))
+            for start, prompt in zip(self.starts, self.prompts, strict=True)
+        ]
+
+
+class Prefill:
+    """The rows with prompt left to read, in line, and the cohorts among them.
+
+    Whoever has read a chunk goes to the back, so that a newcomer waits for one chunk at most of
+    each before it. A row whose prompt begins as one does that is being read waits until that
+    much is read, and goes on from there: what a burst of requests shares is read once.
+    """
+
+    def __init__(self, model: Any, prefixes: Prefixes, most_scored: int) -> None:
+        self._model = model
+        self._prefixes = prefixes
+        self._most_scored = most_scored  # tokens a pass, where the prompts' logprobs are wanted
+        self._line: deque[Row | Cohort] = deque()
+        self.is_batched = True  # rows are read together
+        self.is_plain = False  # caches are those of one row, as mlx-lm makes them
+
+    def __len__(self) -> int:
+        """Count those in line; what is being read this moment is not."""
+        return len(self._line)
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether no row has prompt left to read."""
+        return not self._line
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of KV read so far."""
+        layers = [layer for cohort in self._cohorts() for layer in cohort.batch.prompt_cache]
+        return sum(int(layer.nbytes) for layer in layers)
+
+    def add(self, row: Row) -> None:
+        """Let a row join the line."""
+        self._line.append(row)
+
+    def readmit(self, rows: Sequence[Row]) -> None:
+        """Put rows that were inside already before all others."""
+        self._line.extendleft(reversed(rows))
+
+    @property
+    def rows(self) -> list[Row]:
+        """List the rows in line, those half read among them."""
+        return [
+            row
+            for each in self._line
+            for row in (each.rows if isinstance(each, Cohort) else [each])
+        ]
+
+    def drop(self, row_id: int) -> None:
+        """Let a row go, wherever it stands."""
+        self._line = deque(
+            each
+            for each in self._line
+            if row_id != (each.rows[0].id if isinstance(each, Cohort) else each.id)
+        )
+
+    def close(self) -> None:
+        """Let go of every row, and of the model."""
+        self._line.clear()
+        self._model = None
+
+    def turn(self, budget: int) -> Cohort | None:
+        """Take out of the line who is to read next, and with whom."""
+        for _ in range(len(self._line)):
+            first = self._line.popleft()
+            if isinstance(first, Cohort):
+                return first
+            budget = self._bounded(first, budget)
+            known = self._known(first)
+            if not self._gains_by_waiting(first, known, self._being_read()):
+                return self._formed(self._companions(first, known, budget), budget)
+            self._line.append(first)
+        return None
+
+    def read(self, cohort: Cohort, budget: int) -> None:
+        """Read a chunk; a cohort that has more to read joins the line again."""
+        end = self._chunk_end(cohort, self._bounded(cohort.rows[0], budget))
+        if end > cohort.read:
+            cohort.batch.prompt([prompt[cohort.read : end] for prompt in cohort.prompts])
+            cohort.read = end
+            for i, (row, position) in enumerate(zip(cohort.rows, cohort.positions, strict=True)):
+                self._prefixes.store(row.context[:position], cohort.batch.prompt_cache, i)
+        if not cohort.is_read:
+            self._line.append(cohort)
+
+    def _cohorts(self) -> list[Cohort]:
+        return [each for each in self._line if isinstance(each, Cohort)]
+
+    def _being_read(self) -> list[tuple[Row, int]]:
+        """List the rows whose KV others may wait for, and how far each is read."""
+        return [
+            (row, position)
+            for cohort in self._cohorts()
+            for row, position in zip(cohort.rows, cohort.positions, strict=True)
+        ]
+
+    def _bounded(self, row: Row, budget: int) -> int:
+        """Return how many tokens to read in one pass with this row in it."""
+        return min(budget, self._most_scored) if row.scores_prompt else budget
+
+    def _known(self, row: Row) -> int:
+        """Count what a row need not read: what is to be scored must be."""
+        if row.scores_prompt:
+            return 0
+        return self._prefixes.known(row.context[:-1])
+
+    def _gains_by_waiting(self, row: Row, known: int, others: Iterable[tuple[Row, int]]) -> bool:
+        """Tell whether another is about to read more of this prompt than is known."""
+        if row.is_suspect or row.scores_prompt or not self._prefixes.is_on:
+            return False
+        return any(
+            shared(row.context[:-1], other.context[:-1]) > max(known, position)
+            for other, position in others
+        )
+
+    def _is_alone(self, row: Row, rest: int) -> bool:
+        """Tell whether a row with so many tokens to read is read without others."""
+        # mlx-lm cannot pad a row that has nothing to read. Where a prefix is kept only as it is
+        # at the end of a block, rows would have to end their blocks together.
+        is_stopping = self._prefixes.needs_block_ends and rest >= BLOCK
+        return not self.is_batched or row.is_suspect or rest == 0 or is_stopping
+
+    def _companions(self, first: Row, known: int, budget: int) -> list[Row]:
+        """Choose who is read with the first; they leave the line."""
+        rows, rests = [first], [len(first.context) - 1 - known]
+        if self._is_alone(first, rests[0]):
+            return rows
+        others = [*self._being_read(), (first, known)]
+        lengths = [len(first.context)]
+        for row in [each for each in self._line if isinstance(each, Row)]:
+            known = self._known(row)
+            rest = len(row.context) - 1 - known
+            if self._is_alone(row, rest) or self._gains_by_waiting(row, known, others):
+                continue
+            if not _alike(row, first):
+                continue
+            if take_prompts([*rests, rest], budget) == len(rows):
+                break
+            if _padding([*lengths, len(row.context)]) > budget:
+                continue  # what is at hand is padded too, and rows are counted by their own length
+            rows.append(row)
+            rests.append(rest)
+            lengths.append(len(row.context))
+            others.append((row, known))
+            self._line.remove(row)
+        return rows
+
+    def _formed(self, rows: list[Row], budget: int) -> Cohort:
+        caches, prompts = [], []
+        for row in rows:
+            prompt = row.context[:-1]
+            # A suspect reads all of it: a prefix may be what has broken it.
+            is_whole = row.is_suspect or row.scores_prompt
+            known, cache = (0, None) if is_whole else self._prefixes.take(prompt)
+            row.cached_tokens = known
+            caches.append(cache or make_prompt_cache(self._model))
+            prompts.append(prompt[known:])
+        model = Scorer(self._model, rows) if rows[0].scores_prompt else self._model
+        batch = (
+            Alone(model, caches[0])
+            if self.is_plain
+            else PromptProcessingBatch(
+                model, [row.id for row in rows], caches, prefill_step_size=max(budget, 1)
+            )
+        )
+        return Cohort(rows, batch, prompts, [row.cached_tokens for row in rows])
+
+    def _chunk_end(self, cohort: Cohort, budget: int) -> int:
+        """Give how far to read now: with a block's end, where a prefix must stand at one."""
+        chunk = max(1, budget // len(cohort.rows))
+        end = min(cohort.read + chunk, cohort.length)
+        if cohort.length - end <= chunk // REST_SHARE:
+            end = cohort.length
+        if not self._prefixes.needs_block_ends or len(cohort.rows) > 1:
+            return end
+        start = cohort.starts[0]
+        aligned = (start + end) // BLOCK * BLOCK - start
+        return aligned if aligned > cohort.read else end
+
+
+def _alike(one: Row, other: Row) -> bool:
+    """Return whether two rows may be read together: both scored or neither, and to the same end."""
+    ends = [row.job.max_tokens == 0 for row in (one, other)]
+    return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]

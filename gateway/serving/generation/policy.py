@@ -1,0 +1,170 @@
+"""Rows that wait to join, and in what order they are asked: decisions, no doing."""
+
+import bisect
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from gateway.jobs import Tier
+from gateway.serving.admission import NO_BOUND
+from gateway.serving.generation.sequence import Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationLimits:
+    """How many rows run together, how many of them bound to a grammar, how many tokens and how
+    long one pass may read prompts, how much sooner a priority request counts as come, and how long
+    one waits for memory that only other models hold.
+    """
+
+    max_batch_size: int
+    structured_rows: int = 1
+    prefill_chunk_tokens: int
+    pass_limit_s: float = 0.25
+    queue_limit: int = NO_BOUND
+    queue_max_tokens: int = NO_BOUND
+    tier_head_start_s: float = 5.0
+    memory_wait_s: float = 20.0
+
+
+def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
+    """Give a request's place in the queue: lower goes first.
+
+    A priority request counts as come so many seconds sooner, a flex one as come later: both
+    overtake or give way, and neither starves or is starved for longer than that.
+    """
+    return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
+
+
+def prefill_goes_first(reading: int, decoding: int, waited_s: float, bound_s: float) -> bool:
+    """Return True if the rows that decode wait for those whose prompts are being read.
+
+    A decode step of a few rows costs nearly as much as one of all of them, so a burst is read
+    before it is answered: while more rows are being read than run, for `bound_s` between two steps.
+    """
+    return reading > decoding and waited_s < bound_s
+
+
+class Verdict(Enum):
+    """What is to be done with a row whose turn it is."""
+
+    JOINS = auto()
+    IS_PASSED = auto()  # its request waits, and others are asked
+    BARS = auto()  # nobody passes it
+
+
+@dataclass(slots=True)
+class _Line:
+    """One request's rows, by rank. Those given up stay until they are met."""
+
+    tickets: deque[Ticket] = field(default_factory=deque)
+
+    @property
+    def rank(self) -> float:
+        """Return the rank of the first."""
+        return self.tickets[0].rank
+
+    def add(self, ticket: Ticket) -> None:
+        """Put a row behind those that came first."""
+        if self.tickets and ticket.rank < self.tickets[-1].rank:
+            bisect.insort(self.tickets, ticket, key=lambda each: each.rank)
+        else:
+            self.tickets.append(ticket)
+
+    def purge(self) -> bool:
+        """Drop those at the head that were given up; tell whether anybody is left."""
+        while self.tickets and self.tickets[0].is_over:
+            self.tickets.popleft()
+        return bool(self.tickets)
+
+
+class Waiting:
+    """The rows preempted first, by rank; then one of each request in turn.
+
+    A request's turn is the sooner, the fewer rows it has inside; among equals goes who came first.
+    So a request of a thousand rows keeps nobody else waiting, nor do others keep it from one row.
+    """
+
+    def __init__(self) -> None:
+        self._preempted: list[Ticket] = []
+        self._lines: dict[str, _Line] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """Walk those that wait, in no order that matters."""
+        for tickets in (self._preempted, *(line.tickets for line in self._lines.values())):
+            yield from (each for each in tickets if not each.is_over)
+
+    def add(self, ticket: Ticket) -> None:
+        """Let a row wait among those of its request."""
+        self._lines.setdefault(ticket.request, _Line()).add(ticket)
+        self._counted(ticket, 1)
+
+    def put_back(self, ticket: Ticket) -> None:
+        """Let a row wait again that was inside: ahead of all that never were."""
+        bisect.insort(self._preempted, ticket, key=lambda each: each.rank)
+        self._counted(ticket, 1)
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Count a row no more that waits, and is over."""
+        self._counted(ticket, -1)
+        if ticket.row is not None:
+            self._preempted.remove(ticket)
+
+    def clear(self) -> None:
+        """Let every row go."""
+        self._preempted.clear()
+        self._lines.clear()
+        self._count = 0
+
+    def ask(self, inside: Mapping[str, int], verdict: Callable[[Ticket], Verdict]) -> list[Ticket]:
+        """Return those that join, in order: `verdict` is asked about each whose turn it is.
+
+        `inside` counts the rows that each request has inside.
+        """
+        joining: list[Ticket] = []
+        for ticket in self._preempted:
+            match verdict(ticket):
+                case Verdict.JOINS:
+                    joining.append(ticket)
+                case Verdict.BARS:
+                    return joining
+        for request in [each for each, line in self._lines.items() if not line.purge()]:
+            del self._lines[request]
+        turns = [
+            (inside.get(request, 0), line.rank, number, iter(line.tickets))
+            for number, (request, line) in enumerate(self._lines.items())
+        ]
+        heapq.heapify(turns)
+        while turns:
+            count, rank, number, tickets = heapq.heappop(turns)
+            if (one := next((each for each in tickets if not each.is_over), None)) is None:
+                continue
+            match verdict(one):
+                case Verdict.JOINS:
+                    joining.append(one)
+                    heapq.heappush(turns, (count + 1, rank, number, tickets))
+                case Verdict.BARS:
+                    return joining
+        return joining
+
+    def take(self, tickets: Iterable[Ticket]) -> None:
+        """Take out those that `ask` has returned."""
+        for ticket in tickets:
+            self._counted(ticket, -1)
+            if ticket.row is not None:
+                self._preempted.remove(ticket)
+            else:
+                line = self._lines[ticket.request]
+                line.purge()
+                first = line.tickets.popleft()
+                assert first is ticket
+
+    def _counted(self, ticket: Ticket, by: int) -> None:
+        ticket.is_in_line = by > 0
+        self._count += by

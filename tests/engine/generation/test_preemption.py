@@ -1,0 +1,271 @@
+"""Rows that are parked, preempted and resumed at random say what they would have said alone."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.engine.device import Device
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.loading import load_generation
+from gateway.jobs import Calling, Compiled, Function, GenerateJob, Grammar, RowDelta, Sampling
+from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
+from tests.fakes import caller
+
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
+SCHEMA = Grammar(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "a": {"type": "array", "items": {"type": "boolean"}, "minItems": 5, "maxItems": 40},
+                "b": {"enum": ["one", "two"]},
+            },
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        }
+    ),
+)
+CALLS = Calling(functions=[Function("look", {"type": "object"})])
+# Of another seed's tokens two are as likely within 3e-6: rounding says which of them is first.
+PENALISED = Sampling(temperature=1.3, top_p=0.95, top_k=50, seed=-8, frequency_penalty=0.4)
+JOBS: list[dict[str, Any]] = [
+    {"sampling": Sampling(temperature=0), "max_tokens": 40},
+    {"sampling": Sampling(temperature=0), "max_tokens": 1, "logprobs": 3},
+    {"sampling": Sampling(temperature=0), "max_tokens": 30, "logprobs": 2},
+    {"sampling": PENALISED, "max_tokens": 40, "logprobs": 1},
+    {"sampling": Sampling(temperature=1.5, seed=3), "max_tokens": 80, "grammar": SCHEMA},
+    {"sampling": Sampling(temperature=1.0, seed=4), "max_tokens": 40, "stop": ["e", "at"]},
+    {"sampling": Sampling(temperature=1.2, seed=5), "max_tokens": 40, "calling": CALLS},
+]
+TEXTS = ["Hi", "What is 2 + 2? " * 9, "a b c " * 60, "日本語のテキスト 🙂"]
+
+
+@dataclass
+class Answer:
+    """All that a row was told, put together."""
+
+    text: str = ""
+    reasoning: str = ""
+    tokens: int = 0
+    cached: int = 0
+    ends: list[str | None] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    chosen: list[tuple[str, float]] = field(default_factory=list)
+
+    def add(self, delta: RowDelta) -> None:
+        assert not self.ends, "nothing comes after the end"
+        self.text += delta.text
+        self.reasoning += delta.reasoning
+        self.cached += delta.cached_tokens
+        self.tokens += delta.tokens
+        self.ends += [delta.finish_reason] if delta.finish_reason is not None else []
+        self.errors += [delta.error] if delta.error is not None else []
+        self.chosen += [(each.chosen.token, each.chosen.logprob) for each in delta.logprobs]
+
+    def says_as(self, other: "Answer") -> bool:
+        """Tell whether it is the same answer; logprobs may differ by rounding."""
+        same = (self.text, self.reasoning, self.tokens, self.ends, self.errors) == (
+            other.text,
+            other.reasoning,
+            other.tokens,
+            other.ends,
+            other.errors,
+        )
+        logprobs = [logprob for _, logprob in self.chosen]
+        return (
+            same
+            and [token for token, _ in self.chosen] == [token for token, _ in other.chosen]
+            and logprobs == pytest.approx([each for _, each in other.chosen], abs=1e-3)
+        )
+
+
+class Batch:
+    """Rows of one engine and what they were told."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self.engine = engine
+        self.answers: dict[int, Answer] = {}
+
+    def join(self, text: str, given: dict[str, Any]) -> int:
+        job = GenerateJob(caller=caller(), messages=[{"role": "user", "content": text}], **given)
+        (row,) = self.engine.plan(job)
+        if row.grammar is not None:
+            row = replace(row, compiled=compiled(self.engine, row.grammar))
+        number = self.engine.join(row)
+        self.answers[number] = Answer()
+        return number
+
+    def hear(self, deltas: Sequence[RowDelta]) -> None:
+        for delta in deltas:
+            self.answers[delta.row].add(delta)
+
+    def step(self, budget: int) -> None:
+        self.hear(self.engine.prefill(budget) if self.engine.is_prefilling else [])
+        self.hear(self.engine.decode())
+
+    @property
+    def open(self) -> list[int]:
+        return [row for row, each in self.answers.items() if not each.ends and not each.errors]
+
+    @property
+    def is_busy(self) -> bool:
+        return self.engine.is_prefilling or self.engine.is_decoding
+
+
+@cache
+def compiled(engine: GenerationEngine, grammar: Grammar) -> Compiled:
+    return engine.compile(grammar)
+
+
+def open_engine(folder: Path, prefix_cache_bytes: int = 0) -> GenerationEngine:
+    return load_generation(
+        folder,
+        name="chat",
+        device=Device.CPU,
+        dtype=None,
+        max_context=None,
+        chat_template=None,
+        template_args={},
+        prefix_cache_bytes=prefix_cache_bytes,
+    )
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    return teach_thinking(write_chat(path, **KINDS[request.param]), opens=False)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[tuple[str, dict[str, Any], Answer]]:
+    """Answer every job on every text by itself, without any disturbance."""
+    engine, told = open_engine(folder), []
+    for text in TEXTS:
+        for given in JOBS:
+            batch = Batch(engine)
+            row = batch.join(text, given)
+            while batch.is_busy:
+                batch.step(512)
+            told.append((text, given, batch.answers[row]))
+    assert any(answer.ends == ["stop"] for _, _, answer in told)
+    assert any(answer.ends == ["length"] for _, _, answer in told)
+    assert sum(len(answer.text) for _, _, answer in told) > 500
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_preemption_changes_an_answer(
+    folder: Path, alone: list[tuple[str, dict[str, Any], Answer]], seed: int
+) -> None:
+    """Tokens, logprobs, stop strings, grammars and calls: greedy, seeded and penalised."""
+    chance = random.Random(seed)
+    engine = open_engine(folder, chance.choice([0, 10_000_000]))
+    batch, asked = Batch(engine), {}
+    waiting = chance.sample(alone, 14)
+    stopped: set[int] = set()
+    done = dict.fromkeys(("park", "preempt", "resume"), 0)
+    while waiting or batch.open:
+        if waiting and chance.random() < 0.3:
+            text, given, expected = waiting.pop()
+            asked[batch.join(text, given)] = text, given, expected
+        if batch.open and chance.random() < 0.4:
+            row = chance.choice(batch.open)
+            act = chance.choice(["park", "preempt", "resume"])
+            getattr(engine, act)(row)
+            done[act] += 1
+            stopped = stopped - {row} if act == "resume" else stopped | {row}
+        if not batch.is_busy and stopped and not waiting:
+            engine.resume(stopped.pop())
+        batch.step(chance.choice([16, 64, 512]))
+        stopped &= set(batch.open)
+    assert min(done.values()) > 5
+    for row, (text, given, expected) in asked.items():
+        assert batch.answers[row].says_as(expected), (text, given, batch.answers[row], expected)
+    assert not engine.rows
+    assert not engine._parked
+    engine.close()
+
+
+def test_a_parked_row_says_nothing_and_keeps_its_kv(folder: Path) -> None:
+    """A preempted one has none."""
+    engine = open_engine(folder)
+    weights = engine.nbytes()
+    batch = Batch(engine)
+    row = batch.join("Hello", {"sampling": Sampling(temperature=0), "max_tokens": 40})
+    batch.step(512)
+    engine.park(row)
+    assert not batch.is_busy
+    assert engine.nbytes() > weights
+    engine.preempt(row)
+    assert engine.nbytes() == weights
+    assert engine.decode() == []
+    engine.leave(row)
+    engine.resume(row)
+    assert not batch.is_busy
+
+
+def test_a_row_parked_while_it_is_read_does_not_run(folder: Path) -> None:
+    """It has its first token by then, and goes on from there."""
+    engine = open_engine(folder)
+    batch = Batch(engine)
+    row = batch.join("Hello", {"sampling": Sampling(temperature=0), "max_tokens": 40})
+    other = batch.join("Hello!", {"sampling": Sampling(temperature=0), "max_tokens": 4})
+    assert engine.reading == {row, other}
+    engine.park(row)
+    while batch.is_busy:
+        batch.step(512)
+    assert (batch.answers[row].tokens, batch.answers[other].tokens) == (0, 4)
+    assert engine.reading == frozenset()
+    engine.resume(row)
+    while batch.is_busy:
+        batch.step(512)
+    assert batch.answers[row].tokens == 40 or batch.answers[row].ends == ["stop"]
+
+
+@pytest.mark.parametrize("act", ["park", "preempt", None])
+def test_a_bound_holds_wherever_the_row_is(folder: Path, act: str | None) -> None:
+    """Running, parked, preempted, or being read again."""
+    engine = open_engine(folder)
+    batch = Batch(engine)
+    row = batch.join("Hi", {"sampling": Sampling(temperature=1, seed=1), "max_tokens": 40})
+    for _ in range(3):
+        batch.step(512)
+    if act is not None:
+        getattr(engine, act)(row)
+        assert engine.curtail(row, 30) == []
+        engine.resume(row)
+    assert engine.curtail(row, 8) == []
+    while batch.is_busy:
+        batch.step(512)
+    assert batch.answers[row].ends == ["length"]
+    assert batch.answers[row].tokens == 8
+
+
+def test_a_row_that_is_stopped_can_end_where_it_stands(folder: Path) -> None:
+    """With `length`, and with the text that was held back for a stop string."""
+    engine = open_engine(folder)
+    whole, cut = Batch(engine), Batch(engine)
+    greedy = {"sampling": Sampling(temperature=0), "max_tokens": 20}
+    first = whole.join("Hello", greedy)
+    for _ in range(8):
+        whole.step(512)
+    said = whole.answers[first]
+    engine.leave(first)
+    stop = said.text[-1] + "never said"
+    row = cut.join("Hello", {**greedy, "stop": [stop]})
+    while cut.answers[row].tokens < said.tokens:
+        cut.step(512)
+    assert cut.answers[row].text == said.text[:-1]
+    engine.preempt(row)
+    cut.hear(engine.curtail(row, said.tokens))
+    assert (cut.answers[row].text, cut.answers[row].ends) == (said.text, ["length"])
+    assert cut.answers[row].tokens == said.tokens
+    assert not engine.rows

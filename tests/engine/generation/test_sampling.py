@@ -1,0 +1,257 @@
+"""Which tokens are drawn, and how often: against probabilities computed by hand."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from gateway.engine.generation.sampling import WINDOWS, Sampler, adjusted, choose
+from gateway.jobs import Sampling
+
+DRAWS = 2000
+Probabilities = npt.NDArray[np.float64]
+
+
+def sampler(vocab_size: int, **asked: Any) -> Sampler:
+    return Sampler(Sampling(**asked), vocab_size)
+
+
+def chosen(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]) -> list[int]:
+    """Choose, as the engine does: again with a wider window where one did not hold enough."""
+    while True:
+        choice = choose(samplers, logits, positions)
+        mx.eval(choice.tokens)
+        if choice.is_sure is None or bool(mx.all(choice.is_sure).item()):
+            tokens: Any = choice.tokens.tolist()
+            return list(tokens)
+        for row, is_sure in enumerate(np.array(choice.is_sure)):
+            if not is_sure:
+                samplers[row].widen()
+
+
+def exact(logits: npt.NDArray[np.float32], asked: Mapping[str, Any]) -> Probabilities:
+    """Compute the distribution as it is defined: top_k, top_p of that, min_p, all normalised."""
+    scaled = logits.astype(np.float64) / asked.get("temperature", 1.0)
+    odds = np.exp(scaled - scaled.max())
+    order = np.argsort(-odds, kind="stable")
+    kept = odds[order]
+    if 0 < (top_k := asked.get("top_k", 0)) < len(kept):
+        kept[top_k:] = 0
+    kept /= kept.sum()
+    above = np.cumsum(kept) - kept
+    kept[1:][above[1:] >= asked.get("top_p", 1.0)] = 0
+    kept[kept < asked.get("min_p", 0.0) * kept[0]] = 0
+    probabilities: Probabilities = np.zeros_like(odds)
+    probabilities[order] = kept / kept.sum()
+    return probabilities
+
+
+def drawn(logits: npt.NDArray[np.float32], asked: Mapping[str, Any], rows: int = 50) -> Any:
+    """Count how often each token is drawn: rows with seeds of their own, positions in turn."""
+    counts = np.zeros(len(logits), dtype=np.int64)
+    samplers = [sampler(len(logits), seed=row, **asked) for row in range(rows)]
+    batch = mx.array(np.tile(logits, (rows, 1)))
+    for position in range(DRAWS // rows):
+        np.add.at(counts, chosen(samplers, batch, [position] * rows), 1)
+    return counts
+
+
+def is_likely(counts: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]) -> bool:
+    """Test by chi-square, at about one false alarm in 100,000, what is rare taken together."""
+    often = expected >= 10
+    seen = np.append(counts[often], counts[~often].sum())
+    wanted = np.append(expected[often], expected[~often].sum())
+    is_there = wanted > 0
+    seen, wanted = seen[is_there], wanted[is_there]
+    statistic = float(((seen - wanted) ** 2 / np.maximum(wanted, 1)).sum())
+    free = max(len(wanted) - 1, 1)
+    # Wilson and Hilferty (1931): the cube root of chi-square over its degrees is nearly normal.
+    bound = free * (1 - 2 / (9 * free) + 4.3 * math.sqrt(2 / (9 * free))) ** 3
+    return statistic <= bound
+
+
+CASES = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 5},
+    {"top_k": 70},
+    {"top_k": 1500},
+    {"top_p": 0.3},
+    {"top_p": 0.95},
+    {"top_p": 0.9999},
+    {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.8, "temperature": 0.7},
+    {"top_k": 100, "top_p": 0.9},
+    {"top_k": 20, "min_p": 0.2},
+    {"top_p": 0.9, "min_p": 0.05},
+    {"top_k": 40, "top_p": 0.95, "min_p": 0.02, "temperature": 1.3},
+]
+
+
+@pytest.mark.parametrize(
+    ("asked", "vocab_size"),
+    [(asked, size) for asked in CASES for size in (50, 3_111)] + [({"top_p": 0.95}, 20_011)],
+    ids=str,
+)
+def test_tokens_are_drawn_as_often_as_the_filters_say(
+    asked: Mapping[str, Any], vocab_size: int
+) -> None:
+    """Never one that they leave out; the others by their probability."""
+    logits = (np.random.default_rng(1).standard_normal(vocab_size) * 3).astype(np.float32)
+    probabilities = exact(logits, asked)
+    counts = drawn(logits, asked)
+    assert counts[probabilities == 0].sum() == 0
+    assert is_likely(counts, probabilities * counts.sum())
+
+
+@pytest.mark.parametrize(
+    "asked", [{"top_k": 6}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.6}], ids=str
+)
+def test_of_tokens_that_tie_at_the_edge_as_many_are_kept_as_have_room(
+    asked: Mapping[str, Any],
+) -> None:
+    """Which of them is not said; how many, and how likely each is, follows from the filters."""
+    logits = np.full(300, -9.0, dtype=np.float32)
+    logits[[5, 100]], logits[[7, 8, 40, 50, 200, 201, 202, 299]] = 2.0, 1.0
+    counts, probabilities = drawn(logits, asked), exact(logits, asked)
+    assert (counts > 0).sum() == (probabilities > 0).sum()
+    assert is_likely(np.sort(counts), np.sort(probabilities) * counts.sum())
+
+
+def test_equal_logits_are_drawn_alike() -> None:
+    """A model that knows nothing says anything."""
+    logits = np.zeros(130, dtype=np.float32)
+    for asked in ({}, {"top_p": 0.9999999}):
+        counts = drawn(logits, asked)
+        assert is_likely(counts, np.full(130, counts.sum() / 130))
+
+
+def test_a_nucleus_wider_than_the_window_is_noticed_and_drawn_from_whole() -> None:
+    """With 20,000 equal tokens 1,024 of them hold a twentieth of what top_p keeps."""
+    logits = np.zeros(20_000, dtype=np.float32)
+    one = sampler(20_000, top_p=0.9, seed=1)
+    assert not one.is_certain
+    choice = choose([one], mx.array(logits[None]), [0])
+    assert choice.is_sure is not None
+    assert not bool(choice.is_sure[0].item())
+    counts = drawn(logits, {"top_p": 0.9}, rows=200)
+    quarters = counts.reshape(4, -1).sum(axis=1)
+    assert counts.max() < 10
+    assert (quarters > 0).sum() >= 3
+
+
+def test_what_is_forbidden_is_never_drawn_whatever_number_comes() -> None:
+    """The smallest and the greatest random number meet tokens that are allowed."""
+    logits = np.full((1, 500), -np.inf, dtype=np.float32)
+    logits[0, [130, 131, 300]] = [0.0, -30.0, -30.0]
+    for asked in ({}, {"top_k": 10}, {"top_p": 0.99}, {"min_p": 0.01}):
+        for number in (0.0, 0.5, 1 - 2**-24):
+            one = sampler(500, seed=1, **asked)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(one, "uniform", lambda _, number=number: number)
+                assert chosen([one], mx.array(logits), [0])[0] in (130, 131, 300)
+
+
+def test_a_seeded_row_draws_the_same_in_any_batch_at_any_place() -> None:
+    """Whatever its neighbours ask for."""
+    vocab_size = 5_003
+    logits = mx.random.normal((8, vocab_size), key=mx.random.key(1)) * 2
+    asked: list[dict[str, Any]] = [
+        {}, {"top_p": 0.9}, {"top_k": 20}, {"temperature": 0}, {"min_p": 0.1},
+        {"top_k": 50, "top_p": 0.5}, {"top_p": 0.99}, {"top_k": 300},
+    ]  # fmt: skip
+    alone = [
+        chosen([sampler(vocab_size, seed=7, **each)], logits[i : i + 1], [i * 10])[0]
+        for i, each in enumerate(asked)
+    ]
+    for shift in range(len(asked)):
+        order = [(i + shift) % len(asked) for i in range(len(asked))]
+        samplers = [sampler(vocab_size, seed=7, **asked[i]) for i in order]
+        together = chosen(samplers, logits[mx.array(order)], [i * 10 for i in order])
+        assert together == [alone[i] for i in order]
+
+
+def test_random_numbers_differ_by_seed_and_by_position() -> None:
+    """And are spread evenly."""
+    numbers = [sampler(9, seed=s).uniform(p) for s in range(-50, 50) for p in range(50)]
+    assert len(set(numbers)) > 4990
+    counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+    assert is_likely(counts, np.full(20, len(numbers) / 20))
+    assert all(0 <= number < 1 for number in numbers)
+
+
+def test_a_new_value_costs_no_more_than_one_seen_before() -> None:
+    """Nothing is compiled for a value: a client that invents one each time holds nobody up."""
+    logits = mx.random.normal((1, 30_000), key=mx.random.key(1))
+
+    def seconds(values: Sequence[float]) -> float:
+        took = []
+        for value in values:
+            one = sampler(30_000, seed=1, top_p=value, min_p=value / 10)
+            started = time.perf_counter()
+            chosen([one], logits, [0])
+            took.append(time.perf_counter() - started)
+        return float(np.median(took))
+
+    seconds([0.9] * 3)
+    assert seconds([0.5 + i / 1000 for i in range(25)]) < 10 * seconds([0.9] * 25)
+
+
+def test_small_penalties_and_biases_count_in_bfloat16() -> None:
+    """At a logit of 30 bfloat16 has steps of 0.125."""
+    logits = mx.array([[30.0, 30.0, 30.0]], dtype=mx.bfloat16)
+    row = sampler(3, temperature=0, presence_penalty=0.01, logit_bias={1: 0.02, 2: 0.01})
+    assert chosen([row], adjusted([row], logits), [0]) == [1]
+    row.count(1)
+    row.count(1)
+    assert chosen([row], adjusted([row], logits), [0]) in ([1], [2])
+    assert np.allclose(np.array(adjusted([row], logits)), [[30.0, 30.01, 30.01]])
+
+
+def test_biases_and_penalties_of_many_rows_are_applied_together() -> None:
+    """Each to its own row; a row without any stays as it is."""
+    generator = np.random.default_rng(2)
+    logits = generator.standard_normal((4, 700)).astype(np.float32)
+    asked = [
+        Sampling(logit_bias={3: 5.0, 699: -100.0, 700: 9.0}),
+        Sampling(),
+        Sampling(frequency_penalty=0.5, presence_penalty=1.0),
+        Sampling(frequency_penalty=-1.0, logit_bias=dict.fromkeys(range(600), 1.0)),
+    ]
+    samplers = [Sampler(each, 700) for each in asked]
+    said = [[1, 1], [1], [4, 4, 4, 9], [i % 650 for i in range(1300)]]
+    expected = logits.astype(np.float64)
+    expected[0, 3] += 5
+    expected[0, 699] -= 100
+    expected[2, [4, 9]] -= [0.5 * 3 + 1, 0.5 + 1]
+    expected[3, :600] += 1
+    expected[3, :650] += 2
+    for row, tokens in zip(samplers, said, strict=True):
+        for token in tokens:
+            row.count(token)
+    assert np.allclose(np.array(adjusted(samplers, mx.array(logits))), expected, atol=1e-5)
+
+
+def test_greedy_rows_take_the_likeliest_in_any_of_its_spellings() -> None:
+    """A temperature of 0, one candidate, or no share of probability."""
+    logits = mx.random.normal((3, 900), key=mx.random.key(3))
+    rows = [sampler(900, **each) for each in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0})]
+    assert chosen(rows, logits, [0, 0, 0]) == np.argmax(np.array(logits), axis=-1).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [60, 64, 65, 1024, 1025, 2048 * 64 + 1])
+def test_a_window_is_never_larger_than_the_vocabulary(vocab_size: int) -> None:
+    """At the edges of blocks and windows the greatest logits are found all the same."""
+    logits = mx.random.permutation(vocab_size, key=mx.random.key(1)).astype(mx.float32)[None]
+    for top_k in (2, 63, 64, 65, 1000, 1024, 20_000):
+        one = sampler(vocab_size, top_k=top_k, temperature=100.0, seed=1)
+        assert one.window <= vocab_size
+        token = chosen([one], logits, [0])[0]
+        assert np.array(logits)[0, token] >= vocab_size - top_k
+    assert list(WINDOWS) == sorted(WINDOWS)

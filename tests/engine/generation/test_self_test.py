@@ -1,0 +1,338 @@
+"""Models whose rows may not run together: the self-test finds them, and they answer as alone."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import load
+from mlx_lm.generate import generate_step
+
+from gateway.engine.device import Device
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.loading import load_generation
+from gateway.engine.generation.self_test import FAULTS, Faults
+from gateway.jobs import RowJob, Sampling, Verdict
+from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
+
+VOCABULARY = json.loads((DEMO / "config.json").read_text())["vocab_size"]
+MIXTURE = {
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
+UNFIT: dict[str, dict[str, Any]] = {
+    "gemma2": {"model_type": "gemma2", "head_dim": 16},
+    # As many heads of keys as rows of the test: nothing is thrown there.
+    "gemma2 of three": {
+        "model_type": "gemma2",
+        "hidden_size": 96,
+        "head_dim": 16,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    },
+    "mamba": {
+        "model_type": "mamba",
+        "state_size": 8,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 8,
+    },
+    "bailing_moe_linear": {
+        "model_type": "bailing_moe_linear",
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "layer_group_size": 2,
+        "group_norm_size": 2,
+        "topk_group": 1,
+        **MIXTURE,
+    },
+    "longcat_flash_ngram": {
+        "model_type": "longcat_flash_ngram",
+        "ffn_hidden_size": 96,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4,
+        "zero_expert_num": 1,
+        "num_layers": 2,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "routed_scaling_factor": 1.0,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "ngram_vocab_size_ratio": 3,
+        "emb_neighbor_num": 3,
+        "emb_split_num": 2,
+    },
+    "afm7": {
+        "model_type": "afm7",
+        "hidden_dim": 64,
+        "num_layers": 3,
+        "num_kv_reuse_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    },
+    "llama4": {
+        "model_type": "llama4",
+        "text_config": {
+            "model_type": "llama4_text",
+            "vocab_size": VOCABULARY,
+            "attention_bias": False,
+            "attention_chunk_size": 48,
+            "hidden_size": 64,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 96,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "use_qk_norm": True,
+            **MIXTURE,
+            "num_experts_per_tok": 1,
+        },
+    },
+}
+FIT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "gemma3": SLIDING,
+    "lfm2": STATEFUL,
+    "gpt2": ABSOLUTE,
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": None,
+        **MIXTURE,
+    },
+}
+PROMPTS = [[7, 8, 9, 10], [*range(20, 110)], [*range(5, 38)], [*range(300, 311)]]
+GREEDY = Sampling(temperature=0)
+
+
+def opened(folder: Path) -> GenerationEngine:
+    engine = load_generation(folder, name="m", device=Device.CPU, prefix_cache_bytes=1 << 24)
+    engine._chat.eos_ids = frozenset()
+    return engine
+
+
+def verdict_of(engine: GenerationEngine) -> Verdict:
+    *_, verdict = engine.self_test()
+    return verdict
+
+
+def alone(folder: Path, prompts: list[list[int]], max_tokens: int = 12) -> list[list[int]]:
+    """Ask mlx-lm itself."""
+    loaded: Any = load(str(folder))
+    return [
+        [int(token) for token, _ in generate_step(mx.array(p), loaded[0], max_tokens=max_tokens)]
+        for p in prompts
+    ]
+
+
+@dataclass
+class Told:
+    """What rows have said, and the most that were decoded in a pass."""
+
+    tokens: list[list[int]]
+    errors: list[str | None]
+    most_rows: int
+
+
+def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -> Told:
+    """Run rows, the last of them joining a little later."""
+    rows: list[Any] = []
+    errors: dict[int, str | None] = {}
+    most = step = 0
+
+    def join(prompt: list[int]) -> None:
+        job = RowJob(prompt=prompt, max_tokens=12, sampling=GREEDY, is_bare=True)
+        errors[engine.join(job)] = None
+        rows.append(engine._prefill._line[-1])
+
+    for prompt in prompts[:-late]:
+        join(prompt)
+    waiting = list(prompts[-late:])
+    while engine.is_prefilling or engine.is_decoding or waiting:
+        if step % 3 == 2 and waiting:
+            join(waiting.pop(0))
+        for delta in [*engine.prefill(512), *engine.decode()]:
+            errors[delta.row] = delta.error or errors[delta.row]
+        most, step = max(most, engine.last_pass.rows), step + 1
+    return Told([row.tokens for row in rows], list(errors.values()), most)
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_model_that_is_wrong_in_a_batch_is_found_and_answers_as_alone(
+    tmp_path: Path, kind: str
+) -> None:
+    """One row at a time, whoever joins when, and twice, from the prefix cache if it is sound."""
+    folder = write_chat(tmp_path / "m", **UNFIT[kind])
+    engine = opened(folder)
+    verdict = verdict_of(engine)
+    assert verdict.is_whole
+    assert verdict.forbids_batches
+    assert verdict.problem
+    engine.hold_to(verdict)
+    assert not engine.is_batched
+    expected = alone(folder, PROMPTS)
+    for _ in range(2):
+        told = answers(engine, PROMPTS)
+        assert told.tokens == expected
+        assert told.errors == [None] * len(PROMPTS)
+        assert told.most_rows == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", FIT)
+def test_a_model_that_is_right_in_a_batch_stays_batched(tmp_path: Path, kind: str) -> None:
+    """And is right: the same answers together as alone."""
+    folder = write_chat(tmp_path / "m", **FIT[kind])
+    engine = opened(folder)
+    verdict = verdict_of(engine)
+    assert verdict == Verdict(single=True, rows=True, prefixes=True, window=True)
+    engine.hold_to(verdict)
+    told = answers(engine, PROMPTS)
+    assert told.tokens == alone(folder, PROMPTS)
+    assert told.most_rows > 1
+    engine.close()
+
+
+def test_rounding_is_no_mismatch(tmp_path: Path) -> None:
+    """The bound is that of the weights' own type."""
+    folder = write_chat(tmp_path / "m", num_hidden_layers=8)
+    for dtype in ("float16", "bfloat16"):
+        engine = load_generation(folder, name="m", device=Device.CPU, dtype=dtype)
+        assert not verdict_of(engine).problem
+        engine.close()
+
+
+def test_what_is_not_tested_yet_is_not_said_to_be_right(tmp_path: Path) -> None:
+    """Each step gives what is known by then."""
+    engine = opened(write_chat(tmp_path / "m"))
+    first, *_, last = engine.self_test()
+    assert first == Verdict()
+    assert not first.is_whole
+    assert not first.forbids_batches
+    assert last.is_whole
+    engine.close()
+
+
+class Broken:
+    """A model that some passes break."""
+
+    def __init__(self, model: Any, breaks: Callable[[mx.array], bool]) -> None:
+        self._model = model
+        self._breaks = breaks
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        if self._breaks(tokens):
+            raise ValueError("no such shapes")
+        return self._model(tokens, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def broken(folder: Path, breaks: Callable[[mx.array], bool]) -> GenerationEngine:
+    engine = opened(folder)
+    engine._model = engine._prefill._model = Broken(engine._model, breaks)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lasting"),
+    [(RuntimeError("[malloc] Unable to allocate 12 bytes."), False), (ValueError("no"), True)],
+)
+def test_a_test_that_runs_out_of_memory_says_nothing_of_the_next(
+    error: Exception, is_lasting: bool, tmp_path: Path
+) -> None:
+    """It forbids batches for now, as any other failure does."""
+
+    def breaks(tokens: mx.array) -> bool:
+        if tokens.shape[0] > 1:
+            raise error
+        return False
+
+    engine = broken(write_chat(tmp_path / "m"), breaks)
+    *_, verdict = engine.self_test()
+    assert verdict.rows is False
+    assert verdict.is_lasting is is_lasting
+    engine.close()
+
+
+def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path: Path) -> None:
+    """Else every prompt would be read again at every step; each fault is told once."""
+    folder = write_chat(tmp_path / "m")
+    engine = broken(folder, lambda tokens: tokens.shape[0] > 1)
+    told = answers(engine, PROMPTS)
+    assert told.tokens == alone(folder, PROMPTS)
+    assert told.errors == [None] * len(PROMPTS)
+    assert not engine.is_batched
+    faults = engine.take_faults()
+    assert FAULTS <= len(faults) <= FAULTS + 1
+    assert all("no such shapes" in fault for fault in faults)
+    assert engine.take_faults() == []
+    engine.close()
+
+
+def test_a_row_that_breaks_its_batches_is_to_blame_itself(tmp_path: Path) -> None:
+    """However often it is sent: others would be slowed down by it."""
+    folder = write_chat(tmp_path / "m")
+    engine = broken(folder, lambda tokens: bool((tokens == 999).any().item()))
+    for _ in range(2 * FAULTS):
+        told = answers(engine, [PROMPTS[0], [5, 999, 6], PROMPTS[2]], late=1)
+        assert [error is None for error in told.errors] == [True, False, True]
+    assert engine.is_batched
+    engine.close()
+
+
+def test_a_row_that_leaves_proves_nothing() -> None:
+    """Nor does one that was alone from the first."""
+    faults = Faults()
+    for _ in range(2 * FAULTS):
+        faults.thrown([1, 2], ValueError("x"))
+        faults.cleared(1)
+        faults.dismissed(2)
+        faults.thrown([3], ValueError("x"))
+        faults.cleared(3)
+    assert not faults.is_batching_to_blame
+    assert len(faults.take()) == 4 * FAULTS
+
+
+def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path) -> None:
+    """Waiting for the one that runs, too."""
+    engine = opened(write_chat(tmp_path / "m"))
+    engine.hold_to(Verdict(rows=False))
+    rows = [
+        engine.join(RowJob(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True)) for p in PROMPTS
+    ]
+    while engine.is_prefilling:
+        engine.prefill(512)
+    engine.decode()
+    assert engine.rows == 4
+    assert engine.last_pass.rows == 1
+    engine.leave(rows[2])
+    engine.leave(rows[0])
+    assert engine.rows == 2
+    assert engine.is_decoding
+    ended = set()
+    while engine.is_decoding:
+        ended |= {delta.row for delta in engine.decode() if delta.finish_reason}
+    assert ended == {rows[1], rows[3]}
+    engine.close()

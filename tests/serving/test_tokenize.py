@@ -1,0 +1,158 @@
+"""Who waits for tokens: requests take turns, and long ones keep no short one."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.serving.tokenize import (
+    CALL_CHARS,
+    LONG_CHARS,
+    SLICE_CHARS,
+    Tokeniser,
+    TokenPool,
+    prompt_kind,
+)
+from tests.fakes import generate_job
+
+pytestmark = pytest.mark.anyio
+
+
+class Encoder:
+    """Encodes a text as its length, once `gate` is open; keeps the lengths of each call."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[list[int]] = []
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        self.calls.append([len(text) for text in texts])
+        assert self.gate.wait(10)
+        if any("bad" in text for text in texts):
+            raise ValueError("bad")
+        return [[len(text)] for text in texts]
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[TokenPool]:
+    with TokenPool() as pool:
+        yield pool
+
+
+def texts(chars: int, count: int) -> list[str]:
+    return ["x" * chars] * count
+
+
+async def test_each_text_has_its_row(pool: TokenPool) -> None:
+    """In order, however the request was cut."""
+    asked = ["x" * (n * 997 % 60_000) for n in range(100)]
+    encoder = Encoder()
+    assert await Tokeniser(encoder, pool).tokenise(asked) == [[len(text)] for text in asked]
+    assert len(encoder.calls) > 10
+    assert max(map(sum, encoder.calls)) <= SLICE_CHARS
+
+
+async def test_a_short_request_passes_a_long_one(pool: TokenPool) -> None:
+    """Whatever is being encoded."""
+    encoder = Encoder()
+    tokeniser = Tokeniser(encoder, pool)
+    encoder.gate.clear()
+    long = asyncio.create_task(tokeniser.tokenise(texts(LONG_CHARS, 100)))
+    await asyncio.sleep(0.05)
+    encoder.gate.set()
+    assert await tokeniser.tokenise(texts(2000, 2)) == [[2000], [2000]]
+    assert not long.done()
+    assert await long == [[LONG_CHARS]] * 100
+
+
+async def test_long_requests_take_turns(pool: TokenPool) -> None:
+    """The one that came later and is smaller is answered first."""
+    encoder = Encoder()
+    tokeniser = Tokeniser(encoder, pool)
+    ended: list[str] = []
+
+    async def ask(name: str, count: int) -> None:
+        await tokeniser.tokenise(texts(SLICE_CHARS, count))
+        ended.append(name)
+
+    await asyncio.gather(ask("first", 40), ask("second", 3), ask("third", 20))
+    assert ended == ["second", "third", "first"]
+    assert max(map(sum, encoder.calls)) <= CALL_CHARS
+
+
+async def test_requests_that_wait_share_a_call(pool: TokenPool) -> None:
+    """Short ones, as many as come while the threads are busy."""
+    encoder = Encoder()
+    tokeniser = Tokeniser(encoder, pool)
+    encoder.gate.clear()
+    asked = [asyncio.create_task(tokeniser.tokenise(texts(1001 + i, 2))) for i in range(20)]
+    await asyncio.sleep(0.05)
+    encoder.gate.set()
+    assert [await each for each in asked] == [[[1001 + i]] * 2 for i in range(20)]
+    assert len(encoder.calls) <= 4
+
+
+async def test_what_nobody_waits_for_is_not_encoded(pool: TokenPool) -> None:
+    """The slice under way ends; no other begins."""
+    encoder = Encoder()
+    tokeniser = Tokeniser(encoder, pool)
+    encoder.gate.clear()
+    left = asyncio.create_task(tokeniser.tokenise(texts(SLICE_CHARS, 50)))
+    await asyncio.sleep(0.05)
+    left.cancel()
+    stays = asyncio.create_task(tokeniser.tokenise(texts(SLICE_CHARS, 2)))
+    await asyncio.sleep(0)
+    encoder.gate.set()
+    assert await stays == [[SLICE_CHARS]] * 2
+    assert len(encoder.calls) == 3
+
+
+async def test_what_cannot_be_encoded_fails_only_its_own_request(pool: TokenPool) -> None:
+    """Of those that share a call."""
+    encoder = Encoder()
+    tokeniser = Tokeniser(encoder, pool)
+    encoder.gate.clear()
+    busy = [asyncio.create_task(tokeniser.tokenise(texts(2000, 2))) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    sound = asyncio.create_task(tokeniser.tokenise(texts(3000, 2)))
+    bad = asyncio.create_task(tokeniser.tokenise(["bad" * 1000]))
+    await asyncio.sleep(0)
+    encoder.gate.set()
+    assert await sound == [[3000], [3000]]
+    with pytest.raises(ValueError, match="bad"):
+        await bad
+    await asyncio.gather(*busy)
+
+
+async def test_long_prompts_and_grammars_keep_no_short_prompt(pool: TokenPool) -> None:
+    """Each kind of work has threads of its own."""
+    gate = threading.Event()
+    others: list[asyncio.Future[Any]] = [
+        *(asyncio.ensure_future(pool.run(gate.wait, 10, kind="long prompts")) for _ in range(9)),
+        *(asyncio.ensure_future(pool.run(gate.wait, 10, kind="long texts")) for _ in range(9)),
+        *(asyncio.ensure_future(pool.compile(gate.wait, 10)) for _ in range(9)),
+    ]
+    await asyncio.sleep(0.05)
+    assert await pool.run(len, "short") == 5
+    assert not any(each.done() for each in others)
+    gate.set()
+    await asyncio.gather(*others)
+
+
+def test_a_prompt_is_long_by_all_that_it_holds() -> None:
+    """Messages together, the arguments of earlier calls, and what is said of tools."""
+    half = "x" * (LONG_CHARS // 2)
+    assert prompt_kind(generate_job(half)) == "short prompts"
+    assert prompt_kind(generate_job(half * 3)) == "long prompts"
+    call = {"function": {"name": "f", "arguments": {"a": [half, {"b": half}]}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert prompt_kind(replace(generate_job(""), messages=[called])) == "long prompts"
+    tool = {"type": "function", "function": {"name": "f", "description": half * 2}}
+    assert prompt_kind(replace(generate_job(""), tools=[tool, tool])) == "long prompts"
+    many = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * LONG_CHARS}}}
+    assert prompt_kind(replace(generate_job(""), tools=[many])) == "long prompts"
+    assert prompt_kind(replace(generate_job(""), prompt=[1] * LONG_CHARS)) == "short prompts"
