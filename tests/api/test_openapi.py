@@ -96,7 +96,7 @@ def routes(app: Any) -> list[Route]:
 
 
 @pytest.mark.parametrize("request_type", REQUESTS, ids=lambda each: each.__name__)
-async def test_every_field_of_the_readmes_table_is_told(
+async def test_every_field_of_the_fields_table_is_told(
     client: httpx2.AsyncClient, request_type: type[Request]
 ) -> None:
     """Those that are refused allow only what asks for nothing."""
