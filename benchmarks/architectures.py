@@ -156,7 +156,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
 
 def answers(engine: Any, groups: Iterable[Sequence[Sequence[int]]], budget: int) -> list[list[int]]:
     """Run rows, each group joining two steps after the one before; return their tokens."""
-    from gateway.jobs import RowJob, Sampling
+    from gateway.jobs import Sampling, SequenceParams
 
     rows: list[Any] = []
 
@@ -168,7 +168,7 @@ def answers(engine: Any, groups: Iterable[Sequence[Sequence[int]]], budget: int)
     for group in groups:
         for prompt in group:
             engine.join(
-                RowJob(
+                SequenceParams(
                     prompt=list(prompt),
                     max_tokens=SAID,
                     sampling=Sampling(temperature=0),

@@ -299,7 +299,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowJob:
+class SequenceParams:
     """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits.
 
     `max_tokens` is at least 1, or 0 where only the prompt is given back, and, with the prompt,
@@ -398,14 +398,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class RowDelta:
+class SequenceDelta:
     """What one step gave one row. After a `finish_reason` or an `error` the row is gone.
 
     Its first delta has `cached_tokens`, how many of its prompt's were not read again, and the
     prompt where it is given back.
     """
 
-    row: int
+    sequence_id: int
     text: str = ""
     tokens: int = 0
     finish_reason: FinishReason | None = None

@@ -21,9 +21,9 @@ from gateway.jobs import (
     KvCost,
     Likelihood,
     Pass,
-    RowDelta,
-    RowJob,
     Sampling,
+    SequenceDelta,
+    SequenceParams,
     TokenIds,
     TokenLogprob,
     Vectors,
@@ -127,7 +127,7 @@ class ScriptedWriter:
     findings: list[Verdict] = field(default_factory=lambda: [PASSED])
     held: list[Verdict] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    _waiting: dict[int, RowJob] = field(default_factory=dict)
+    _waiting: dict[int, SequenceParams] = field(default_factory=dict)
     _running: dict[int, list[int]] = field(default_factory=dict)
     _parked: dict[int, list[int]] = field(default_factory=dict)
     _preempted: dict[int, list[int] | None] = field(default_factory=dict)
@@ -135,10 +135,10 @@ class ScriptedWriter:
     _said: dict[int, int] = field(default_factory=dict)
     _held: set[int] = field(default_factory=set)
     _places: dict[int, int] = field(default_factory=dict)
-    _jobs: dict[int, RowJob] = field(default_factory=dict)
+    _jobs: dict[int, SequenceParams] = field(default_factory=dict)
     _echoed: dict[int, EchoedPrompt | None] = field(default_factory=dict)
 
-    def plan(self, job: GenerateJob) -> list[RowJob]:
+    def plan(self, job: GenerateJob) -> list[SequenceParams]:
         self.jobs.append(job)
         noun = "messages" if job.prompt is None else "prompt"
         text = job.messages[-1]["content"] if job.prompt is None else _text(job.prompt)
@@ -148,7 +148,7 @@ class ScriptedWriter:
         if room < (job.max_tokens != 0):
             raise ContextLengthExceeded(self.max_context, len(text), param=noun)
         wanted = room if job.max_tokens is None else min(job.max_tokens, room)
-        row = RowJob(
+        row = SequenceParams(
             prompt=[ord(c) for c in text],
             max_tokens=wanted,
             sampling=job.sampling,
@@ -185,7 +185,7 @@ class ScriptedWriter:
         faults, self.faults = self.faults, []
         return faults
 
-    def join(self, job: RowJob) -> int:
+    def join(self, job: SequenceParams) -> int:
         row = len(self.joined) + 1
         self.joined.append(row)
         self._waiting[row] = job
@@ -222,7 +222,7 @@ class ScriptedWriter:
                 self._rests[row] = rest
             self._waiting[row] = self._jobs[row]
 
-    def curtail(self, row: int, max_tokens: int) -> list[RowDelta]:
+    def cap_tokens(self, row: int, max_tokens: int) -> list[SequenceDelta]:
         self.curtailed[row] = max_tokens
         self._jobs[row] = replace(self._jobs[row], max_tokens=max_tokens)
         for rests in (self._running, self._parked, self._rests, self._preempted):
@@ -230,20 +230,20 @@ class ScriptedWriter:
                 said = self._said.get(row, 0)
                 if rests is not self._running and said >= max_tokens:
                     self._drop(row)
-                    return [RowDelta(row, finish_reason="length")]
+                    return [SequenceDelta(row, finish_reason="length")]
                 rests[row] = [*rest[: max_tokens - said], -1]
         return []
 
     def forget(self) -> None:
         self.kept_bytes = 0
 
-    def prefill(self, token_budget: int) -> list[RowDelta]:
+    def prefill(self, token_budget: int) -> list[SequenceDelta]:
         lengths = [len(job.prompt) for job in self._waiting.values()]
         rows = len(lengths)
         self.last_pass = Pass(rows, sum(lengths), rows * max(lengths, default=0))
         whole = [row for row, job in self._waiting.items() if job.max_tokens == 0]
         ended = [
-            RowDelta(row, finish_reason="length", prompt=_echo(self._waiting.pop(row)))
+            SequenceDelta(row, finish_reason="length", prompt=_echo(self._waiting.pop(row)))
             for row in whole
         ]
         for row, job in self._waiting.items():
@@ -258,7 +258,7 @@ class ScriptedWriter:
         self._waiting.clear()
         return ended
 
-    def decode(self) -> list[RowDelta]:
+    def decode(self) -> list[SequenceDelta]:
         self.gate.pass_through()
         rows = len(self._running)
         self.last_pass = Pass(rows, rows, rows)
@@ -266,23 +266,25 @@ class ScriptedWriter:
         if self.fail_at_step == len(self.steps):
             raise RuntimeError("the step failed")
         deltas = [delta for row in list(self._running) for delta in self._next(row)]
-        return [replace(delta, prompt=self._echoed.pop(delta.row, None)) for delta in deltas]
+        return [
+            replace(delta, prompt=self._echoed.pop(delta.sequence_id, None)) for delta in deltas
+        ]
 
     def settle(self) -> None: ...
 
-    def _next(self, row: int) -> list[RowDelta]:
+    def _next(self, row: int) -> list[SequenceDelta]:
         if self.script:
             at = self._places.get(row, 0)
             self._places[row] = at + 1
             if at + 1 == len(self.script):
                 del self._running[row]
-            return [RowDelta(row, **self.script[at])]
+            return [SequenceDelta(row, **self.script[at])]
         said = self._running[row]
         if not said or said[0] == -1:
             del self._running[row]
-            return [RowDelta(row, "", 1 - len(said), "length" if said else "stop")]
+            return [SequenceDelta(row, "", 1 - len(said), "length" if said else "stop")]
         self._said[row] = self._said.get(row, 0) + 1
-        return [RowDelta(row, chr(said.pop(0)), 1)]
+        return [SequenceDelta(row, chr(said.pop(0)), 1)]
 
     @property
     def rows(self) -> int:
@@ -311,7 +313,7 @@ def _text(prompt: str | TokenIds) -> str:
     return prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
 
 
-def _echo(job: RowJob) -> EchoedPrompt | None:
+def _echo(job: SequenceParams) -> EchoedPrompt | None:
     """Give a prompt back, each character a token of logprob -1."""
     if job.echoed is None:
         return None

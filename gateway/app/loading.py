@@ -12,7 +12,7 @@ from gateway.app import self_tests
 from gateway.app.limits import embedding_limits, generation_limits
 from gateway.app.self_tests import SelfTest, Verdicts
 from gateway.errors import EngineFailed, ModelLoadFailed
-from gateway.jobs import Compiled, KvCost, RowJob, Sampling
+from gateway.jobs import Compiled, KvCost, Sampling, SequenceParams
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
@@ -26,7 +26,7 @@ from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 from gateway.serving.tokenize import TokenPool
 from gateway.settings import Settings
 
-_ROW = RowJob(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
+_ROW = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
 
 
 def warm_embedder(name: str, engine: EmbeddingEngine) -> None:

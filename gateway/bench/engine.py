@@ -15,7 +15,7 @@ from gateway.api.chat import template_args
 from gateway.app.engines import mlx_engines
 from gateway.bench.workloads import Ask, Wording, Workload
 from gateway.errors import EngineFailed
-from gateway.jobs import Caller, Compiled, Grammar, RowJob, Sampling
+from gateway.jobs import Caller, Compiled, Grammar, Sampling, SequenceParams
 from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, Resolved
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 from gateway.settings import Settings
@@ -126,7 +126,7 @@ class GenerationReference:
         """Give none: more rows are more tokens, for as many clients as there are."""
         return None
 
-    def _row(self, ask: Ask) -> RowJob:
+    def _row(self, ask: Ask) -> SequenceParams:
         request = read_request(ask.body, wire.ChatRequest, strict=False).request
         job = wire.to_job(
             request,

@@ -17,9 +17,9 @@ from gateway.jobs import (
     Caller,
     GenerateJob,
     Grammar,
-    RowDelta,
-    RowJob,
     Sampling,
+    SequenceDelta,
+    SequenceParams,
     TokenLogprob,
 )
 from gateway.serving.ports import GenerationEngine
@@ -53,7 +53,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     is_whole: bool = False
 
-    def add(self, delta: RowDelta) -> None:
+    def add(self, delta: SequenceDelta) -> None:
         """Take what is new; raises EngineFailed."""
         if delta.error is not None:
             raise EngineFailed("the model", delta.error)
@@ -167,7 +167,7 @@ class GenerationTrial:
     def _speed(self) -> list[Finding]:
         return [findings.speed("tokens", {rows: self._rate(rows) for rows in ROWS_AT_ONCE})]
 
-    def _greedy(self, prompt: str) -> RowJob:
+    def _greedy(self, prompt: str) -> SequenceParams:
         sampling = replace(_GREEDY, min_tokens=TOKENS)
         return self._planned(prompt, TOKENS, sampling, logprobs=LIKELIEST)
 
@@ -179,7 +179,7 @@ class GenerationTrial:
         *,
         grammar: Grammar | None = None,
         logprobs: int | None = None,
-    ) -> RowJob:
+    ) -> SequenceParams:
         [row] = self._engine.plan(
             GenerateJob(
                 caller=_CALLER,
@@ -206,7 +206,7 @@ class GenerationTrial:
             for row in answers:
                 self._engine.leave(row)
 
-    def _join(self, job: RowJob, answers: dict[int, Answer]) -> int:
+    def _join(self, job: SequenceParams, answers: dict[int, Answer]) -> int:
         row = self._engine.join(job)
         answers[row] = Answer()
         return row
@@ -217,5 +217,5 @@ class GenerationTrial:
         while engine.is_prefilling or engine.is_decoding:
             read = engine.prefill(self._prefill_chunk_tokens) if engine.is_prefilling else ()
             for delta in (*read, *engine.decode()):
-                answers[delta.row].add(delta)
+                answers[delta.sequence_id].add(delta)
             yield

@@ -9,8 +9,8 @@ from gateway.jobs import (
     Grammar,
     KvCost,
     Pass,
-    RowDelta,
-    RowJob,
+    SequenceDelta,
+    SequenceParams,
     TokenIds,
     Vectors,
     Verdict,
@@ -73,7 +73,7 @@ class GenerationEngine(Protocol):
     def rows(self) -> int:
         """Count the rows inside, reading or running. Safe on any thread."""
 
-    def plan(self, job: GenerateJob) -> list[RowJob]:
+    def plan(self, job: GenerateJob) -> list[SequenceParams]:
         """Render, encode and measure: one row a choice. Safe on any thread.
 
         Raises BadRequest for what the template refuses and ContextLengthExceeded for a prompt
@@ -92,7 +92,7 @@ class GenerationEngine(Protocol):
         Slow, and safe on any thread.
         """
 
-    def join(self, job: RowJob) -> int:
+    def join(self, job: SequenceParams) -> int:
         """Queue a row for prefill and give its id. On the lane only."""
 
     @property
@@ -129,7 +129,7 @@ class GenerationEngine(Protocol):
     def resume(self, row: int) -> None:
         """Let a row go on that was parked or preempted. On the lane only."""
 
-    def curtail(self, row: int, max_tokens: int) -> list[RowDelta]:
+    def cap_tokens(self, row: int, max_tokens: int) -> list[SequenceDelta]:
         """Let a row say no more than so many tokens, wherever it is.
 
         Returns the end of one that is parked or preempted and has said as many. On the lane only.
@@ -142,10 +142,10 @@ class GenerationEngine(Protocol):
     def kept_bytes(self) -> int:
         """Count the bytes kept of prompts that others may begin with."""
 
-    def prefill(self, token_budget: int) -> list[RowDelta]:
+    def prefill(self, token_budget: int) -> list[SequenceDelta]:
         """Read at most about `token_budget` padded prompt tokens. On the lane only."""
 
-    def decode(self) -> list[RowDelta]:
+    def decode(self) -> list[SequenceDelta]:
         """Give every running row its next token. On the lane only."""
 
     @property

@@ -11,7 +11,7 @@ import pytest
 
 from gateway import metrics
 from gateway.api import completions
-from gateway.jobs import GenerateJob, Likelihood, RowDelta, RowJob, TokenLogprob
+from gateway.jobs import GenerateJob, Likelihood, SequenceDelta, SequenceParams, TokenLogprob
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines, ScriptedWriter
 from tests.serving_app import served
@@ -22,17 +22,17 @@ pytestmark = pytest.mark.anyio
 class ScoringWriter(ScriptedWriter):
     """Scores every character: its code point below zero, and the character after it less."""
 
-    def plan(self, job: GenerateJob) -> list[RowJob]:
+    def plan(self, job: GenerateJob) -> list[SequenceParams]:
         return [replace(row, logprobs=job.logprobs) for row in super().plan(job)]
 
-    def _next(self, row: int) -> list[RowDelta]:
+    def _next(self, row: int) -> list[SequenceDelta]:
         return [replace(delta, logprobs=_scores(delta.text)) for delta in super()._next(row)]
 
 
 class SlowPlanner(ScriptedWriter):
     """Long prompts take a while to be read."""
 
-    def plan(self, job: GenerateJob) -> list[RowJob]:
+    def plan(self, job: GenerateJob) -> list[SequenceParams]:
         time.sleep(len(job.prompt or "") / 1000)
         return super().plan(job)
 

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from gateway.app.loading import Size
-from gateway.jobs import GenerateJob, KvCost, RowDelta, RowJob
+from gateway.jobs import GenerateJob, KvCost, SequenceDelta, SequenceParams
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.generation.memory import Layout, RowCosts
 from gateway.serving.ports import GenerationEngine
@@ -34,7 +34,7 @@ class Large(ScriptedWriter):
     max_context: int = 100_000
     planning: Gate = field(default_factory=Gate)
 
-    def plan(self, job: GenerateJob) -> list[RowJob]:
+    def plan(self, job: GenerateJob) -> list[SequenceParams]:
         self.planning.pass_through()
         return super().plan(job)
 
@@ -141,7 +141,7 @@ async def test_what_a_pinned_model_keeps_of_prompts_gives_way(
 class Slow(Large):
     """Takes its time over each step."""
 
-    def decode(self) -> list[RowDelta]:
+    def decode(self) -> list[SequenceDelta]:
         time.sleep(0.01)
         return super().decode()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import EngineFailed
-from gateway.jobs import RowDelta, RowJob, Vectors
+from gateway.jobs import SequenceDelta, SequenceParams, Vectors
 from tests.fakes import ScriptedEmbedder, ScriptedEngines, ScriptedWriter
 from tests.serving_app import catalog, served
 
@@ -35,15 +35,15 @@ async def test_a_model_is_warm_before_its_first_request(tmp_path: Path, warm_up:
 class Stumbling(ScriptedWriter):
     """Each step fails, as the real engine's does: the row is read again, alone, and then ends."""
 
-    def decode(self) -> list[RowDelta]:
+    def decode(self) -> list[SequenceDelta]:
         if self._running and len(self.steps) < 2:
             self.steps.append(len(self._running))
             self._waiting, self._running = {row: self._jobs[row] for row in self._running}, {}
             return []
         broken, self._running = list(self._running), {}
-        return [RowDelta(row, error="out of luck") for row in broken]
+        return [SequenceDelta(row, error="out of luck") for row in broken]
 
-    def join(self, job: RowJob) -> int:
+    def join(self, job: SequenceParams) -> int:
         row = super().join(job)
         self._jobs = {row: job}
         return row

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gateway.jobs import GenerateJob, Likelihood, RowDelta, RowJob, TokenIds, TokenLogprob, Vectors
+from gateway.jobs import (
+    GenerateJob,
+    Likelihood,
+    SequenceDelta,
+    SequenceParams,
+    TokenIds,
+    TokenLogprob,
+    Vectors,
+)
 from tests.fakes import ScriptedEmbedder, ScriptedWriter
 
 ADA = {"name": "Ada", "age": 36, "is_member": True, "likes": ["music"]}
@@ -50,7 +58,7 @@ class Writer(ScriptedWriter):
     breaks: bool = False
     gone: list[int] = field(default_factory=list)
 
-    def plan(self, job: GenerateJob) -> list[RowJob]:
+    def plan(self, job: GenerateJob) -> list[SequenceParams]:
         begin = "Paris: " if self.knows_paris else ""
         said = self.form if job.grammar else begin + job.messages[-1]["content"]
         most = 2000 if job.max_tokens is None else job.max_tokens
@@ -65,25 +73,27 @@ class Writer(ScriptedWriter):
                 return
         super().leave(row)
 
-    def decode(self) -> list[RowDelta]:
+    def decode(self) -> list[SequenceDelta]:
         deltas = super().decode()
         if self.breaks:
-            deltas += [RowDelta(row, error="NaN") for row in list(self._running)[:1]]
-        return deltas + [RowDelta(row, "still here") for row in self.gone if self.hears_the_gone]
+            deltas += [SequenceDelta(row, error="NaN") for row in list(self._running)[:1]]
+        return deltas + [
+            SequenceDelta(row, "still here") for row in self.gone if self.hears_the_gone
+        ]
 
-    def _next(self, row: int) -> list[RowDelta]:
+    def _next(self, row: int) -> list[SequenceDelta]:
         is_beside = len(self._running) > 1
         deltas = super()._next(row)
         if self._jobs[row].logprobs is None:
             return deltas
         return [self._scored(each, is_beside) if each.text else each for each in deltas]
 
-    def _scored(self, delta: RowDelta, is_beside: bool) -> RowDelta:
+    def _scored(self, delta: SequenceDelta, is_beside: bool) -> SequenceDelta:
         right = _likely(delta.text, -0.1)
         top = [right]
         if self.other is not None:
             top.append(_likely(self.other, -0.1 - self.nats))
-        is_off = is_beside and self.other is not None and self._said[delta.row] % 6 == 0
+        is_off = is_beside and self.other is not None and self._said[delta.sequence_id] % 6 == 0
         chosen = top[-1] if is_off else right
         return replace(delta, text=chosen.token, logprobs=[TokenLogprob(chosen, top)])
 

@@ -11,7 +11,7 @@ from anyio.from_thread import start_blocking_portal
 
 from gateway.app.loading import Engines
 from gateway.errors import BadRequest
-from gateway.jobs import GenerateJob, RowJob
+from gateway.jobs import GenerateJob, SequenceParams
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines, ScriptedWriter
 from tests.serving_app import catalog, served
@@ -33,7 +33,7 @@ LENGTHS = {
 class CarefulWriter(ScriptedWriter):
     """Refuses token ids that are none, as the real engine does."""
 
-    def plan(self, job: GenerateJob) -> list[RowJob]:
+    def plan(self, job: GenerateJob) -> list[SequenceParams]:
         ids = () if job.prompt is None or isinstance(job.prompt, str) else job.prompt
         if any(token >= 0x110000 for token in ids):
             raise BadRequest("There is no such token.", param="prompt")

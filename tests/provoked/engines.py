@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gateway.jobs import Compiled, GenerateJob, Grammar, RowDelta, RowJob, Stage, TokenIds, Vectors
+from gateway.jobs import (
+    Compiled,
+    GenerateJob,
+    Grammar,
+    SequenceDelta,
+    SequenceParams,
+    Stage,
+    TokenIds,
+    Vectors,
+)
 from gateway.registry import ModelSpec
 from tests.fakes import Gate, ScriptedEmbedder, ScriptedEngines, ScriptedWriter
 
@@ -53,7 +62,7 @@ class HeldWriter(ScriptedWriter):
     step_s: float = 0.0
     gates: dict[Stage, Gate] = field(default_factory=gates)
 
-    def plan(self, job: GenerateJob) -> list[RowJob]:
+    def plan(self, job: GenerateJob) -> list[SequenceParams]:
         self.gates[Stage.TOKENISE].pass_through()
         return super().plan(job)
 
@@ -61,16 +70,16 @@ class HeldWriter(ScriptedWriter):
         self.gates[Stage.COMPILE].pass_through()
         return super().compile(grammar)
 
-    def join(self, job: RowJob) -> int:
+    def join(self, job: SequenceParams) -> int:
         if ord(NO_ENTRY) in job.prompt:
             raise RuntimeError("no entry")
         return super().join(job)
 
-    def prefill(self, token_budget: int) -> list[RowDelta]:
+    def prefill(self, token_budget: int) -> list[SequenceDelta]:
         self.gates[Stage.PREFILL].pass_through()
         return super().prefill(token_budget)
 
-    def decode(self) -> list[RowDelta]:
+    def decode(self) -> list[SequenceDelta]:
         if any(ord(EXIT) in said for said in self._running.values()):
             raise SystemExit
         if len(self.steps) == self.hold_at_step:
@@ -79,10 +88,10 @@ class HeldWriter(ScriptedWriter):
         time.sleep(self.step_s)
         return super().decode()
 
-    def _next(self, row: int) -> list[RowDelta]:
+    def _next(self, row: int) -> list[SequenceDelta]:
         if self._running[row][:1] == [ord(POISON)]:
             del self._running[row]
-            return [RowDelta(row, error="poisoned")]
+            return [SequenceDelta(row, error="poisoned")]
         return super()._next(row)
 
 

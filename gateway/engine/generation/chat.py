@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.engine.generation.chat_template import ChatTemplate
-from gateway.engine.generation.detokenizer import Decoder, StopScanner, Vocabulary
+from gateway.engine.generation.detokenizer import Detokenizer, StopScanner, Vocabulary
 from gateway.engine.generation.harmony import STOPS, HarmonyParser, answer_begins
 from gateway.engine.generation.output_parts import (
     AnswerParser,
@@ -35,7 +35,7 @@ from gateway.engine.generation.reasoning import (
     infer_reasoning,
 )
 from gateway.engine.generation.scoring import texts_of
-from gateway.engine.generation.sequence import Speech
+from gateway.engine.generation.sequence import OutputProcessor
 from gateway.engine.generation.tool_calls import read_arguments
 from gateway.engine.generation.tool_formats import (
     TOOL_FORMATS,
@@ -46,7 +46,7 @@ from gateway.engine.generation.tool_formats import (
 from gateway.engine.grammar.calls import CallFormat
 from gateway.engine.grammar.trial import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed
-from gateway.jobs import GenerateJob, RowJob, TokenIds
+from gateway.jobs import GenerateJob, SequenceParams, TokenIds
 
 # What transformers' own functions take, and give a template under a name of their own: a caller's
 # template, above all, would run as a program.
@@ -234,17 +234,17 @@ class ChatTokenizer:
         ids = [self.backend.token_to_id(mark) for mark in (start, end)]
         return CallFormat(start, end, *(i is not None and is_special(i) for i in ids))
 
-    def speech(self, job: RowJob) -> Speech:
+    def output_processor(self, job: SequenceParams) -> OutputProcessor:
         """Return what turns a row's tokens into parts."""
-        return Speech(
-            Decoder(self.vocabulary, continues=job.is_bare or job.is_continued),
+        return OutputProcessor(
+            Detokenizer(self.vocabulary, continues=job.is_bare or job.is_continued),
             self._parser(job),
             StopScanner(job.stop),
             self.vocabulary,
             self._marks,
         )
 
-    def thinking(self, job: RowJob) -> Thinking:
+    def thinking(self, job: SequenceParams) -> Thinking:
         """Return what tells whether a row is thinking, by its tokens."""
         spell, pattern = self._spell, self._marks.pattern
         if self._is_harmony:
@@ -272,7 +272,7 @@ class ChatTokenizer:
     def _spell(self, token: int) -> str:
         return self._marks.spelled(token) or self.vocabulary.text(token)
 
-    def _parser(self, job: RowJob) -> AnswerParser:
+    def _parser(self, job: SequenceParams) -> AnswerParser:
         calling, tools = job.calling, self._tools
         mode: Mode = "none"
         if calling is not None and calling.forced:

@@ -1,7 +1,8 @@
 """Rows between two decode steps, and what a step has said."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, CacheList
 
 from gateway.engine.generation.sampling import Scores
-from gateway.engine.generation.sequence import Row, TokenScores
-from gateway.jobs import FinishReason, RowDelta
+from gateway.engine.generation.sequence import Sequence, TokenScores
+from gateway.jobs import FinishReason, SequenceDelta
 
 _launch: Any = mx.async_eval  # untyped in mlx's stubs
 
@@ -21,24 +22,24 @@ class Doubt:
     are right, once it is known; `logits`, (rows, vocabulary), are what they were chosen from.
     """
 
-    rows: list[Row]
+    rows: list[Sequence]
     logits: mx.array
     is_sure: mx.array
 
 
 @dataclass(slots=True)
-class Running:
+class DecodeBatch:
     """Rows between two steps: their KV, and their next tokens, (rows,), perhaps still on the way.
 
     `finite` tells, (rows,), whether those tokens came from numbers; `scores` are the logprobs of
     the rows that want them.
     """
 
-    rows: list[Row]
+    rows: list[Sequence]
     cache: list[Any]
     tokens: mx.array
     finite: mx.array
-    scores: list[tuple[Scores, list[Row | None]]]
+    scores: list[tuple[Scores, list[Sequence | None]]]
     doubts: list[Doubt]
 
     @property
@@ -56,7 +57,7 @@ class Running:
         for layer in self.cache:
             layer.trim(1)
 
-    def replace(self, other: "Running") -> None:
+    def replace(self, other: "DecodeBatch") -> None:
         """Put another choice in the place of these rows' tokens."""
         places = [self.rows.index(row) for row in other.rows]
         self.tokens[mx.array(places)] = other.tokens
@@ -78,7 +79,7 @@ class Running:
             layer.filter(indices)
         _launch([layer.state for layer in self.cache])
 
-    def take(self, index: int) -> "Running":
+    def take(self, index: int) -> "DecodeBatch":
         """Copy one row out, with its next token; the row stays here too until it is dropped."""
         row = self.rows[index]
         # Another's logprobs here would be taken for its next ones when the row comes back.
@@ -93,11 +94,11 @@ class Running:
             for place in [slice(i, i + 1) for i, other in enumerate(each.rows) if other is row]
         ]
         cache = [copied(layer) for layer in self.cache]
-        taken = Running(self.rows, cache, self.tokens, self.finite, scores, doubts)
+        taken = DecodeBatch(self.rows, cache, self.tokens, self.finite, scores, doubts)
         taken.keep([index])
         return taken
 
-    def extend(self, other: "Running") -> None:
+    def extend(self, other: "DecodeBatch") -> None:
         """Take in rows that have read their prompts."""
         self.rows = [*self.rows, *other.rows]  # a new list: a doubt's rows are those of its choice
         self.tokens = mx.concatenate([self.tokens, other.tokens])
@@ -107,7 +108,7 @@ class Running:
         for mine, theirs in zip(self.cache, other.cache, strict=True):
             mine.extend(theirs)
 
-    def read(self) -> "list[Said]":
+    def read(self) -> "list[SequenceOutput]":
         """Wait for the tokens on their way: one a row."""
         mx.eval(self.tokens, self.finite)
         # mlx's stubs cannot tell what `tolist` gives.
@@ -115,29 +116,29 @@ class Running:
         finite: Any = self.finite.tolist()
         scores = {id(row): score for some, rows in self.scores for row, score in _off(some, rows)}
         return [
-            Said(row, token, ok, scores.get(id(row)))
+            SequenceOutput(row, token, ok, scores.get(id(row)))
             for row, token, ok in zip(self.rows, tokens, finite, strict=True)
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SequenceOutput:
     """A row's next token, off the device; `is_finite` tells whether it came from numbers."""
 
-    row: Row
+    row: Sequence
     token: int
     is_finite: bool
     scores: TokenScores | None
 
-    def told(self, end: FinishReason | None) -> list[RowDelta]:
+    def told(self, end: FinishReason | None) -> list[SequenceDelta]:
         """Tell the token; what goes wrong with its text is its row's own error, and its end."""
         if not self.is_finite:
-            return [RowDelta(self.row.id, error="its output is not a number")]
+            return [SequenceDelta(self.row.id, error="its output is not a number")]
         try:
             return self.row.told(end, self.scores)
         except Exception as error:
             self.row.is_broken = True
-            return [RowDelta(self.row.id, error=f"{type(error).__name__}: {error}")]
+            return [SequenceDelta(self.row.id, error=f"{type(error).__name__}: {error}")]
 
 
 def copied(layer: Any) -> Any:
@@ -148,7 +149,9 @@ def copied(layer: Any) -> Any:
     return twin
 
 
-def _off(scores: Scores, rows: Sequence[Row | None]) -> Iterator[tuple[Row, TokenScores]]:
+def _off(
+    scores: Scores, rows: abc.Sequence[Sequence | None]
+) -> Iterator[tuple[Sequence, TokenScores]]:
     """Bring logprobs from the device, row by row."""
     chosen: Any = scores.chosen.tolist()
     ids: Any = scores.ids.tolist()

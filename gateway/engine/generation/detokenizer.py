@@ -92,7 +92,7 @@ def held_back(text: str, marks: Sequence[str]) -> int:
     return 0
 
 
-class Decoder:
+class Detokenizer:
     """The text of one row's tokens.
 
     SentencePiece drops the space of a text's first word, unless the tokens `continue` a text.

@@ -4,8 +4,8 @@ The KV caches and the prompt pass are mlx-lm's batch classes; the decode step is
 a prefill chunk and a decode step are separate calls (mlx-lm's `next()` does both in one).
 """
 
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,10 +16,10 @@ from gateway.engine.checkpoint import measured_kv
 from gateway.engine.decoders import floating_dtype, parameters
 from gateway.engine.device import clear_cache
 from gateway.engine.generation.chat import ChatTokenizer
-from gateway.engine.generation.decode_batch import Doubt, Running, Said
-from gateway.engine.generation.prefill import Cohort, Prefill
-from gateway.engine.generation.prefix_cache import Prefixes
-from gateway.engine.generation.prepare import planned
+from gateway.engine.generation.decode_batch import DecodeBatch, Doubt, SequenceOutput
+from gateway.engine.generation.prefill import Prefill, PrefillBatch
+from gateway.engine.generation.prefix_cache import PrefixCache
+from gateway.engine.generation.prepare import prepare_sequences
 from gateway.engine.generation.reasoning import kept_open
 from gateway.engine.generation.sampling import (
     Sampler,
@@ -32,11 +32,11 @@ from gateway.engine.generation.sampling import (
 )
 from gateway.engine.generation.scoring import most_scored
 from gateway.engine.generation.self_test import ALONE, Faults, SelfTest, can_batch, tokens_held
-from gateway.engine.generation.sequence import Row
+from gateway.engine.generation.sequence import Sequence
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import BoundRow
 from gateway.engine.grammar.structured import Structured
-from gateway.jobs import GenerateJob, Grammar, Pass, RowDelta, RowJob, Verdict
+from gateway.jobs import GenerateJob, Grammar, Pass, SequenceDelta, SequenceParams, Verdict
 
 Model = Callable[..., mx.array]
 _launch: Any = mx.async_eval  # untyped in mlx's stubs
@@ -68,15 +68,15 @@ class GenerationEngine:
         self._vocab_size = vocab_size
         self._max_context = max_context
         self._sampling_defaults = sampling_defaults or {}
-        self._prefixes = Prefixes(make_prompt_cache(self._model), prefix_cache_bytes)
+        self._prefixes = PrefixCache(make_prompt_cache(self._model), prefix_cache_bytes)
         self._prefill = Prefill(self._model, self._prefixes, most_scored(vocab_size))
-        self._running: Running | None = None
-        self._queued: deque[Running] = deque()  # single rows, where rows run one at a time
+        self._running: DecodeBatch | None = None
+        self._queued: deque[DecodeBatch] = deque()  # single rows, where rows run one at a time
         self._faults = Faults()
         self._is_batched = True
         if not can_batch(model):
             self.hold_to(ALONE)
-        self._parked: dict[int, Row | Running] = {}
+        self._parked: dict[int, Sequence | DecodeBatch] = {}
         self.kv_cost = measured_kv(self._model)
         self.last_pass = Pass()
         self._last_id = 0
@@ -128,7 +128,7 @@ class GenerationEngine:
         if False in (verdict.single, verdict.prefixes):
             self._prefixes.stop()
 
-    def take_faults(self) -> Sequence[str]:
+    def take_faults(self) -> abc.Sequence[str]:
         """Return what was thrown by passes since this was last asked."""
         return self._faults.take()
 
@@ -144,9 +144,9 @@ class GenerationEngine:
         queued = len(self._queued)
         return len(self._prefill) + queued + (0 if running is None else len(running.rows))
 
-    def plan(self, job: GenerateJob) -> list[RowJob]:
+    def plan(self, job: GenerateJob) -> list[SequenceParams]:
         """Render, encode and measure: one row a choice. Safe on any thread."""
-        return planned(
+        return prepare_sequences(
             job,
             self._chat,
             self._structured,
@@ -169,75 +169,75 @@ class GenerationEngine:
         """
         return self._structured.fits(schema, answer)
 
-    def join(self, job: RowJob) -> int:
+    def join(self, job: SequenceParams) -> int:
         """Queue a row for prefill and give its id."""
         self._last_id += 1
         self._prefill.add(
-            Row(
+            Sequence(
                 self._last_id,
                 job,
                 Sampler(job.sampling, self._vocab_size, job.prompt),
-                self._chat.speech(job),
+                self._chat.output_processor(job),
                 self._chat.eos_ids,
                 self._chat.thinking(job),
             )
         )
         return self._last_id
 
-    def leave(self, row_id: int) -> None:
+    def leave(self, sequence_id: int) -> None:
         """Drop a row, wherever it is; an unknown id is fine."""
-        self._parked.pop(row_id, None)
-        self._prefill.drop(row_id)
-        self._faults.dismissed(row_id)
-        self._queued = deque(each for each in self._queued if each.rows[0].id != row_id)
+        self._parked.pop(sequence_id, None)
+        self._prefill.drop(sequence_id)
+        self._faults.dismissed(sequence_id)
+        self._queued = deque(each for each in self._queued if each.rows[0].id != sequence_id)
         if self._running is not None:
-            self._keep([i for i, row in enumerate(self._running.rows) if row.id != row_id])
+            self._keep([i for i, row in enumerate(self._running.rows) if row.id != sequence_id])
 
-    def park(self, row_id: int) -> None:
+    def park(self, sequence_id: int) -> None:
         """Stop a row, its KV and its next token kept; one that is being read stops thereafter."""
         for row in self._prefill.rows:
-            if row.id == row_id:
+            if row.id == sequence_id:
                 row.is_held = True
-        for single in [each for each in self._queued if each.rows[0].id == row_id]:
+        for single in [each for each in self._queued if each.rows[0].id == sequence_id]:
             self._queued = deque(each for each in self._queued if each is not single)
-            self._parked[row_id] = single
+            self._parked[sequence_id] = single
         if (running := self._running) is None:
             return
         for i, row in enumerate(running.rows):
-            if row.id == row_id:
-                self._parked[row_id] = running.take(i)
+            if row.id == sequence_id:
+                self._parked[sequence_id] = running.take(i)
                 self._keep([other for other in range(len(running.rows)) if other != i])
                 return
 
-    def preempt(self, row_id: int) -> None:
+    def preempt(self, sequence_id: int) -> None:
         """Stop a row and free its KV: resumed, it is read again from all it has read and said."""
-        if (row := self._find(row_id)) is not None:
-            self.leave(row_id)
+        if (row := self._find(sequence_id)) is not None:
+            self.leave(sequence_id)
             row.preempt()
-            self._parked[row_id] = row
+            self._parked[sequence_id] = row
 
-    def resume(self, row_id: int) -> None:
+    def resume(self, sequence_id: int) -> None:
         """Let a row go on that was parked or preempted; an unknown id is fine."""
         for row in self._prefill.rows:
-            if row.id == row_id:
+            if row.id == sequence_id:
                 row.is_held = False
-        parked = self._parked.pop(row_id, None)
-        if isinstance(parked, Row):
+        parked = self._parked.pop(sequence_id, None)
+        if isinstance(parked, Sequence):
             parked.is_held = False
             self._prefill.readmit([parked])
         elif parked is not None:
             self._extend(parked)
 
-    def curtail(self, row_id: int, max_tokens: int) -> list[RowDelta]:
+    def cap_tokens(self, sequence_id: int, max_tokens: int) -> list[SequenceDelta]:
         """Let a row say no more than so many tokens; an unknown id is fine.
 
         Returns the end of one that is parked or preempted and has said as many.
         """
-        if (row := self._find(row_id)) is None:
+        if (row := self._find(sequence_id)) is None:
             return []
-        row.curtail(max_tokens)
-        if row_id in self._parked and len(row.tokens) >= max_tokens:
-            self.leave(row_id)
+        row.cap_tokens(max_tokens)
+        if sequence_id in self._parked and len(row.tokens) >= max_tokens:
+            self.leave(sequence_id)
             return row.cut()
         return []
 
@@ -251,23 +251,23 @@ class GenerationEngine:
         """Count the bytes kept of prompts that others may begin with."""
         return self._prefixes.nbytes
 
-    def prefill(self, token_budget: int) -> list[RowDelta]:
+    def prefill(self, token_budget: int) -> list[SequenceDelta]:
         """Read one chunk of the prompts whose turn it is; those read whole start to run."""
-        if (cohort := self._prefill.turn(token_budget)) is None:
+        if (batch := self._prefill.turn(token_budget)) is None:
             return []
-        begun, there = cohort.read, sum(cohort.positions)
+        begun, there = batch.read, sum(batch.positions)
         # mlx-lm's batch gives freed buffers back after each chunk: the step under way must be over.
         self.settle()
         try:
-            self._prefill.read(cohort, token_budget)
-            rows = len(cohort.rows)
-            tokens = sum(cohort.positions) - there
-            self.last_pass = Pass(rows, tokens, rows * (cohort.read - begun))
-            return self._start(cohort) if cohort.is_read else []
+            self._prefill.read(batch, token_budget)
+            rows = len(batch.rows)
+            tokens = sum(batch.positions) - there
+            self.last_pass = Pass(rows, tokens, rows * (batch.read - begun))
+            return self._start(batch) if batch.is_read else []
         except Exception as error:
-            return self._blame(cohort.rows, error)
+            return self._blame(batch.rows, error)
 
-    def decode(self) -> list[RowDelta]:
+    def decode(self) -> list[SequenceDelta]:
         """Take the tokens of the step under way, launch the next, then tell the texts.
 
         The next pass needs no token here: it is launched before they are read, so that the
@@ -319,7 +319,7 @@ class GenerationEngine:
         weights = sum(array.nbytes for array in parameters(self._model))
         running = self._running.cache if self._running is not None else []
         others = [*self._queued, *self._parked.values()]
-        caches = [each.cache for each in others if isinstance(each, Running)]
+        caches = [each.cache for each in others if isinstance(each, DecodeBatch)]
         kv = self._prefill.nbytes + _nbytes(running) + sum(map(_nbytes, caches))
         return weights + kv + self._prefixes.nbytes
 
@@ -332,16 +332,16 @@ class GenerationEngine:
         self._running = self._model = None
         clear_cache()
 
-    def _start(self, cohort: Cohort) -> list[RowDelta]:
+    def _start(self, batch: PrefillBatch) -> list[SequenceDelta]:
         """Run the last prompt token of each row; a row that may say one token ends here."""
-        if cohort.rows[0].job.max_tokens == 0:
-            return [row.unsaid() for row in cohort.rows]
-        inputs = mx.array([row.context[-1] for row in cohort.rows])
-        cache = cohort.batch.prompt_cache
-        started = self._chosen(cohort.rows, cache, self._passed(inputs, cache))
-        last = [row.is_at_last for row in cohort.rows]
-        deltas: list[RowDelta] = []
-        if any(last) or cohort.rows[0].is_suspect:
+        if batch.rows[0].job.max_tokens == 0:
+            return [row.unsaid() for row in batch.rows]
+        inputs = mx.array([row.context[-1] for row in batch.rows])
+        cache = batch.lm_batch.prompt_cache
+        started = self._chosen(batch.rows, cache, self._passed(inputs, cache))
+        last = [row.is_at_last for row in batch.rows]
+        deltas: list[SequenceDelta] = []
+        if any(last) or batch.rows[0].is_suspect:
             self._has_mended(started)
             for each, is_last in zip(started.read(), last, strict=True):
                 self._clear_or_dismiss(each)
@@ -360,7 +360,7 @@ class GenerationEngine:
         self._extend(started)
         return deltas
 
-    def _extend(self, started: Running) -> None:
+    def _extend(self, started: DecodeBatch) -> None:
         if self._running is None:
             self._running = started
         elif self._is_batched:
@@ -368,21 +368,21 @@ class GenerationEngine:
         else:
             self._queued.append(started)
 
-    def _find(self, row_id: int) -> Row | None:
+    def _find(self, sequence_id: int) -> Sequence | None:
         """Return the row of this id, wherever it is."""
         rows = self._prefill.rows
         for running in (self._running, *self._queued, *self._parked.values()):
             if running is not None:
-                rows += [running] if isinstance(running, Row) else running.rows
-        return next((row for row in rows if row.id == row_id), None)
+                rows += [running] if isinstance(running, Sequence) else running.rows
+        return next((row for row in rows if row.id == sequence_id), None)
 
-    def _clear_or_dismiss(self, said: Said) -> None:
+    def _clear_or_dismiss(self, output: SequenceOutput) -> None:
         """Note how a row went that was read alone; after some faults rows run one at a time."""
-        said.row.is_suspect = False
-        if said.is_finite:
-            self._faults.cleared(said.row.id)
+        output.row.is_suspect = False
+        if output.is_finite:
+            self._faults.cleared(output.row.id)
         else:
-            self._faults.dismissed(said.row.id)
+            self._faults.dismissed(output.row.id)
         if self._faults.is_batching_to_blame:
             self.hold_to(Verdict(rows=False))
 
@@ -404,7 +404,7 @@ class GenerationEngine:
         _launch(logits, [layer.state for layer in cache])
         return logits
 
-    def _chosen(self, rows: list[Row], cache: list[Any], logits: mx.array) -> Running:
+    def _chosen(self, rows: list[Sequence], cache: list[Any], logits: mx.array) -> DecodeBatch:
         """Launch the choice of the next tokens, whose masks are made while the pass runs."""
         samplers = [row.sampler for row in rows]
         finite = is_finite(logits)
@@ -424,11 +424,11 @@ class GenerationEngine:
         return self._drawn(rows, cache, logits, finite)
 
     def _drawn(
-        self, rows: list[Row], cache: list[Any], logits: mx.array, finite: mx.array
-    ) -> Running:
+        self, rows: list[Sequence], cache: list[Any], logits: mx.array, finite: mx.array
+    ) -> DecodeBatch:
         """Launch the choice from logits, (rows, vocabulary), that are adjusted and masked."""
         choice = choose([row.sampler for row in rows], logits, [len(row.tokens) for row in rows])
-        scores: list[tuple[Scores, list[Row | None]]] = []
+        scores: list[tuple[Scores, list[Sequence | None]]] = []
         if wanted := [i for i, row in enumerate(rows) if row.job.logprobs is not None]:
             k = max(rows[i].job.logprobs or 0 for i in wanted)
             some = score(logits, choice.tokens, wanted, k)
@@ -439,9 +439,9 @@ class GenerationEngine:
             doubts.append(Doubt(rows, logits, choice.is_sure))
             _launch(choice.is_sure)
         _launch(choice.tokens, finite)
-        return Running(rows, cache, choice.tokens, finite, scores, doubts)
+        return DecodeBatch(rows, cache, choice.tokens, finite, scores, doubts)
 
-    def _has_mended(self, running: Running) -> bool:
+    def _has_mended(self, running: DecodeBatch) -> bool:
         """Choose again, of more tokens, where those sorted were not all that the filters keep;
         return whether there was such a row. Waits for the tokens.
         """
@@ -463,7 +463,7 @@ class GenerationEngine:
                 has_mended = True
         return has_mended
 
-    def _remember(self, running: Running, ended: list[int]) -> None:
+    def _remember(self, running: DecodeBatch, ended: list[int]) -> None:
         """Keep what rows have read and said: a conversation's next prompt begins with it."""
         if not self._prefixes.needs_block_ends:  # few answers end with one
             for i in ended:
@@ -477,7 +477,7 @@ class GenerationEngine:
         else:
             self._running = None
 
-    def _blame(self, rows: list[Row], error: Exception) -> list[RowDelta]:
+    def _blame(self, rows: list[Sequence], error: Exception) -> list[SequenceDelta]:
         """Read every row again, alone; end the one that was alone already.
 
         Whatever is kept of prompts goes too: it may be what broke them.
@@ -486,7 +486,7 @@ class GenerationEngine:
         self._faults.thrown([row.id for row in rows], error)
         if len(rows) == 1 and rows[0].is_suspect:
             self._faults.dismissed(rows[0].id)
-            return [RowDelta(rows[0].id, error=f"{type(error).__name__}: {error}")]
+            return [SequenceDelta(rows[0].id, error=f"{type(error).__name__}: {error}")]
         for row in rows:
             row.suspect()
         self._prefill.readmit(rows)

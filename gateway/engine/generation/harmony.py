@@ -18,7 +18,7 @@ from gateway.engine.generation.output_parts import (
     CallWriter,
     ForcedCall,
     Mode,
-    Part,
+    OutputPart,
     plain,
     shown,
 )
@@ -80,22 +80,22 @@ class HarmonyParser:
         """Return True if what comes next is no part of the answer."""
         return self._body in ("header", "reasoning", "none")
 
-    def push(self, piece: str) -> list[Part]:
+    def push(self, piece: str) -> list[OutputPart]:
         """Take new text; return the parts that are certain now."""
-        parts: list[Part] = []
+        parts: list[OutputPart] = []
         for run in TOKENS.split(piece):
             if run:
                 parts += self._taken(run, plain(run) if TOKENS.fullmatch(run) else None)
         return parts
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[OutputPart]:
         """Return what was held back, once no more comes."""
         parts = self._closed()
         if self.mode == "forced":
-            parts += [Part(call=call) for call in self._forced.flush()]
+            parts += [OutputPart(call=call) for call in self._forced.flush()]
         return parts
 
-    def _taken(self, run: str, token: str | None) -> list[Part]:
+    def _taken(self, run: str, token: str | None) -> list[OutputPart]:
         if token in ("<|start|>", "<|channel|>") and self._body != "header":
             parts = self._closed()
             self._body, self._header = "header", run if token == "<|channel|>" else ""
@@ -127,21 +127,21 @@ class HarmonyParser:
         else:
             self._body = "text"
 
-    def _told(self, run: str) -> list[Part]:
+    def _told(self, run: str) -> list[OutputPart]:
         if self._body == "call":
             self._call.append(run)
             return []
         if not (text := shown(run)):
             return []
         if self._body == "reasoning":
-            return [Part(reasoning=text)]
+            return [OutputPart(reasoning=text)]
         if self._body == "none":
             return []
         if self.mode == "forced":
-            return [Part(call=call) for call in self._forced.push(text)]
-        return [Part(text=text)]
+            return [OutputPart(call=call) for call in self._forced.push(text)]
+        return [OutputPart(text=text)]
 
-    def _closed(self) -> list[Part]:
+    def _closed(self) -> list[OutputPart]:
         """End the message under way; one that calls is read now."""
         body, self._body = self._body, "none"
         call, self._call = plain("".join(self._call)), []
@@ -150,5 +150,5 @@ class HarmonyParser:
         try:
             told = self._calls.write(self._read(self._recipient, call))
         except Exception:  # whatever a parser trips over: what cannot be read is text
-            return [Part(text=call)] if call else []
-        return [Part(call=each) for each in told]
+            return [OutputPart(text=call)] if call else []
+        return [OutputPart(call=each) for each in told]

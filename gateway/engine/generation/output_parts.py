@@ -65,7 +65,7 @@ NewId = Callable[[str, int], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputPart:
     """A piece of an answer: one of the three."""
 
     text: str = ""
@@ -88,10 +88,10 @@ class AnswerParser(Protocol):
     def is_thinking(self) -> bool:
         """Return True if what comes next is reasoning."""
 
-    def push(self, piece: str) -> list[Part]:
+    def push(self, piece: str) -> list[OutputPart]:
         """Take new text; return the parts that are certain now."""
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[OutputPart]:
         """Return what was held back, once no more comes."""
 
 

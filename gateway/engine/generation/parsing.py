@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.engine.generation.detokenizer import held_back
-from gateway.engine.generation.output_parts import CallWriter, ForcedCall, Mode, Part, plain, shown
+from gateway.engine.generation.output_parts import (
+    CallWriter,
+    ForcedCall,
+    Mode,
+    OutputPart,
+    plain,
+    shown,
+)
 
 ReadCalls = Callable[[str], Sequence[Mapping[str, Any]]]
 _State = Literal["text", "thinking", "call"]
@@ -76,21 +83,21 @@ class Parser:
         """Return True if what comes next is reasoning."""
         return self._state == "thinking"
 
-    def push(self, piece: str) -> list[Part]:
+    def push(self, piece: str) -> list[OutputPart]:
         """Take new text; return the parts that are certain now."""
         self._held += piece
-        parts: list[Part] = []
+        parts: list[OutputPart] = []
         while self._advance(parts):
             pass
         return parts
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[OutputPart]:
         """Return what was held back, once no more comes."""
         if self._calls.is_full:
             return []
         held, self._held = "".join((*self._call, self._held)), ""
         self._call = []
-        parts: list[Part] = []
+        parts: list[OutputPart] = []
         if self._state == "call":
             start, end = self._pair
             self._state = "text"
@@ -100,10 +107,10 @@ class Parser:
         else:
             parts = self._told(held)
         if self.mode == "forced" and not self.is_thinking:
-            parts += [Part(call=call) for call in self._forced.flush()]
+            parts += [OutputPart(call=call) for call in self._forced.flush()]
         return parts
 
-    def _advance(self, parts: list[Part]) -> bool:
+    def _advance(self, parts: list[OutputPart]) -> bool:
         """Tell what can be told up to the next mark; return True if there was one."""
         if self._calls.is_full or self._is_waiting():
             return False
@@ -168,7 +175,7 @@ class Parser:
             marks |= {start: "call" for start, _ in markup.calls}
         return marks
 
-    def _told(self, held: str, *, is_call: bool = False) -> list[Part]:
+    def _told(self, held: str, *, is_call: bool = False) -> list[OutputPart]:
         """Return text as the part it is; a call that could not be read shows its tokens too."""
         text = plain(held) if is_call else shown(held)
         if self._is_fresh and not is_call:
@@ -177,15 +184,15 @@ class Parser:
             return []
         self._is_fresh = False
         if self.is_thinking:
-            return [Part(reasoning=text)]
+            return [OutputPart(reasoning=text)]
         if self._is_bound or text.strip():
             self._has_text = True
             self._may_think = self._may_think and not self._is_bound
         if self.mode == "forced":
-            return [Part(call=call) for call in self._forced.push(text)]
-        return [Part(text=text)]
+            return [OutputPart(call=call) for call in self._forced.push(text)]
+        return [OutputPart(text=text)]
 
-    def _read(self, held: str) -> list[Part]:
+    def _read(self, held: str) -> list[OutputPart]:
         """Read finished calls; nothing when they cannot be read."""
         assert self._markup.read is not None
         try:
@@ -194,4 +201,4 @@ class Parser:
             return []
         if calls:
             self._has_text = False
-        return [Part(call=call) for call in calls]
+        return [OutputPart(call=call) for call in calls]

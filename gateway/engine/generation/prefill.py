@@ -1,7 +1,7 @@
 """Prompts on their way into KV: which are read together, and whose turn the next chunk is."""
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import abc, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,16 +9,16 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.generation.prefix_cache import BLOCK, Prefixes, shared
+from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, shared
 from gateway.engine.generation.scoring import Scorer
-from gateway.engine.generation.sequence import Row
+from gateway.engine.generation.sequence import Sequence
 
 # What is left of a prompt is read with its last chunk if it is at most this fraction of one, for a
 # pass of a few tokens costs nearly as much as a whole one.
 REST_SHARE: Final = 4
 
 
-def take_prompts(lengths: Sequence[int], budget: int) -> int:
+def take_prompts(lengths: abc.Sequence[int], budget: int) -> int:
     """Count how many of the oldest prompts are read together.
 
     A padded chunk costs its longest row times its rows. The first prompt is always taken; one
@@ -32,7 +32,7 @@ def take_prompts(lengths: Sequence[int], budget: int) -> int:
     return len(lengths)
 
 
-def _padding(lengths: Sequence[int]) -> int:
+def _padding(lengths: abc.Sequence[int]) -> int:
     """Count the tokens that fill rows up to the longest."""
     return len(lengths) * max(lengths) - sum(lengths)
 
@@ -51,15 +51,15 @@ class Alone:
 
 
 @dataclass(slots=True, eq=False)
-class Cohort:
+class PrefillBatch:
     """Rows read together. Several of them are read in one chunk; only a single row takes more.
 
     `prompts` is what there was to read, all but the last token; `starts` what was there before
     it; `read` counts what has been read of it.
     """
 
-    rows: list[Row]
-    batch: PromptProcessingBatch | Alone
+    rows: list[Sequence]
+    lm_batch: PromptProcessingBatch | Alone
     prompts: list[list[int]]
     starts: list[int]
     read: int = 0
@@ -84,18 +84,18 @@ class Cohort:
 
 
 class Prefill:
-    """The rows with prompt left to read, in line, and the cohorts among them.
+    """The rows with prompt left to read, in line, and the batches among them.
 
     Whoever has read a chunk goes to the back, so that a newcomer waits for one chunk at most of
     each before it. A row whose prompt begins as one does that is being read waits until that
     much is read, and goes on from there: what a burst of requests shares is read once.
     """
 
-    def __init__(self, model: Any, prefixes: Prefixes, most_scored: int) -> None:
+    def __init__(self, model: Any, prefixes: PrefixCache, most_scored: int) -> None:
         self._model = model
         self._prefixes = prefixes
         self._most_scored = most_scored  # tokens a pass, where the prompts' logprobs are wanted
-        self._line: deque[Row | Cohort] = deque()
+        self._line: deque[Sequence | PrefillBatch] = deque()
         self.is_batched = True  # rows are read together
         self.is_plain = False  # caches are those of one row, as mlx-lm makes them
 
@@ -111,32 +111,32 @@ class Prefill:
     @property
     def nbytes(self) -> int:
         """Count the bytes of KV read so far."""
-        layers = [layer for cohort in self._cohorts() for layer in cohort.batch.prompt_cache]
+        layers = [layer for batch in self._batches() for layer in batch.lm_batch.prompt_cache]
         return sum(int(layer.nbytes) for layer in layers)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Sequence) -> None:
         """Let a row join the line."""
         self._line.append(row)
 
-    def readmit(self, rows: Sequence[Row]) -> None:
+    def readmit(self, rows: abc.Sequence[Sequence]) -> None:
         """Put rows that were inside already before all others."""
         self._line.extendleft(reversed(rows))
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Sequence]:
         """List the rows in line, those half read among them."""
         return [
             row
             for each in self._line
-            for row in (each.rows if isinstance(each, Cohort) else [each])
+            for row in (each.rows if isinstance(each, PrefillBatch) else [each])
         ]
 
-    def drop(self, row_id: int) -> None:
+    def drop(self, sequence_id: int) -> None:
         """Let a row go, wherever it stands."""
         self._line = deque(
             each
             for each in self._line
-            if row_id != (each.rows[0].id if isinstance(each, Cohort) else each.id)
+            if sequence_id != (each.rows[0].id if isinstance(each, PrefillBatch) else each.id)
         )
 
     def close(self) -> None:
@@ -144,11 +144,11 @@ class Prefill:
         self._line.clear()
         self._model = None
 
-    def turn(self, budget: int) -> Cohort | None:
+    def turn(self, budget: int) -> PrefillBatch | None:
         """Take out of the line who is to read next, and with whom."""
         for _ in range(len(self._line)):
             first = self._line.popleft()
-            if isinstance(first, Cohort):
+            if isinstance(first, PrefillBatch):
                 return first
             budget = self._bounded(first, budget)
             known = self._known(first)
@@ -157,39 +157,41 @@ class Prefill:
             self._line.append(first)
         return None
 
-    def read(self, cohort: Cohort, budget: int) -> None:
-        """Read a chunk; a cohort that has more to read joins the line again."""
-        end = self._chunk_end(cohort, self._bounded(cohort.rows[0], budget))
-        if end > cohort.read:
-            cohort.batch.prompt([prompt[cohort.read : end] for prompt in cohort.prompts])
-            cohort.read = end
-            for i, (row, position) in enumerate(zip(cohort.rows, cohort.positions, strict=True)):
-                self._prefixes.store(row.context[:position], cohort.batch.prompt_cache, i)
-        if not cohort.is_read:
-            self._line.append(cohort)
+    def read(self, batch: PrefillBatch, budget: int) -> None:
+        """Read a chunk; a batch that has more to read joins the line again."""
+        end = self._chunk_end(batch, self._bounded(batch.rows[0], budget))
+        if end > batch.read:
+            batch.lm_batch.prompt([prompt[batch.read : end] for prompt in batch.prompts])
+            batch.read = end
+            for i, (row, position) in enumerate(zip(batch.rows, batch.positions, strict=True)):
+                self._prefixes.store(row.context[:position], batch.lm_batch.prompt_cache, i)
+        if not batch.is_read:
+            self._line.append(batch)
 
-    def _cohorts(self) -> list[Cohort]:
-        return [each for each in self._line if isinstance(each, Cohort)]
+    def _batches(self) -> list[PrefillBatch]:
+        return [each for each in self._line if isinstance(each, PrefillBatch)]
 
-    def _being_read(self) -> list[tuple[Row, int]]:
+    def _being_read(self) -> list[tuple[Sequence, int]]:
         """List the rows whose KV others may wait for, and how far each is read."""
         return [
             (row, position)
-            for cohort in self._cohorts()
-            for row, position in zip(cohort.rows, cohort.positions, strict=True)
+            for batch in self._batches()
+            for row, position in zip(batch.rows, batch.positions, strict=True)
         ]
 
-    def _bounded(self, row: Row, budget: int) -> int:
+    def _bounded(self, row: Sequence, budget: int) -> int:
         """Return how many tokens to read in one pass with this row in it."""
         return min(budget, self._most_scored) if row.scores_prompt else budget
 
-    def _known(self, row: Row) -> int:
+    def _known(self, row: Sequence) -> int:
         """Count what a row need not read: what is to be scored must be."""
         if row.scores_prompt:
             return 0
         return self._prefixes.known(row.context[:-1])
 
-    def _gains_by_waiting(self, row: Row, known: int, others: Iterable[tuple[Row, int]]) -> bool:
+    def _gains_by_waiting(
+        self, row: Sequence, known: int, others: Iterable[tuple[Sequence, int]]
+    ) -> bool:
         """Tell whether another is about to read more of this prompt than is known."""
         if row.is_suspect or row.scores_prompt or not self._prefixes.is_on:
             return False
@@ -198,21 +200,21 @@ class Prefill:
             for other, position in others
         )
 
-    def _is_alone(self, row: Row, rest: int) -> bool:
+    def _is_alone(self, row: Sequence, rest: int) -> bool:
         """Tell whether a row with so many tokens to read is read without others."""
         # mlx-lm cannot pad a row that has nothing to read. Where a prefix is kept only as it is
         # at the end of a block, rows would have to end their blocks together.
         is_stopping = self._prefixes.needs_block_ends and rest >= BLOCK
         return not self.is_batched or row.is_suspect or rest == 0 or is_stopping
 
-    def _companions(self, first: Row, known: int, budget: int) -> list[Row]:
+    def _companions(self, first: Sequence, known: int, budget: int) -> list[Sequence]:
         """Choose who is read with the first; they leave the line."""
         rows, rests = [first], [len(first.context) - 1 - known]
         if self._is_alone(first, rests[0]):
             return rows
         others = [*self._being_read(), (first, known)]
         lengths = [len(first.context)]
-        for row in [each for each in self._line if isinstance(each, Row)]:
+        for row in [each for each in self._line if isinstance(each, Sequence)]:
             known = self._known(row)
             rest = len(row.context) - 1 - known
             if self._is_alone(row, rest) or self._gains_by_waiting(row, known, others):
@@ -230,7 +232,7 @@ class Prefill:
             self._line.remove(row)
         return rows
 
-    def _formed(self, rows: list[Row], budget: int) -> Cohort:
+    def _formed(self, rows: list[Sequence], budget: int) -> PrefillBatch:
         caches, prompts = [], []
         for row in rows:
             prompt = row.context[:-1]
@@ -248,22 +250,22 @@ class Prefill:
                 model, [row.id for row in rows], caches, prefill_step_size=max(budget, 1)
             )
         )
-        return Cohort(rows, batch, prompts, [row.cached_tokens for row in rows])
+        return PrefillBatch(rows, batch, prompts, [row.cached_tokens for row in rows])
 
-    def _chunk_end(self, cohort: Cohort, budget: int) -> int:
+    def _chunk_end(self, batch: PrefillBatch, budget: int) -> int:
         """Give how far to read now: with a block's end, where a prefix must stand at one."""
-        chunk = max(1, budget // len(cohort.rows))
-        end = min(cohort.read + chunk, cohort.length)
-        if cohort.length - end <= chunk // REST_SHARE:
-            end = cohort.length
-        if not self._prefixes.needs_block_ends or len(cohort.rows) > 1:
+        chunk = max(1, budget // len(batch.rows))
+        end = min(batch.read + chunk, batch.length)
+        if batch.length - end <= chunk // REST_SHARE:
+            end = batch.length
+        if not self._prefixes.needs_block_ends or len(batch.rows) > 1:
             return end
-        start = cohort.starts[0]
+        start = batch.starts[0]
         aligned = (start + end) // BLOCK * BLOCK - start
-        return aligned if aligned > cohort.read else end
+        return aligned if aligned > batch.read else end
 
 
-def _alike(one: Row, other: Row) -> bool:
+def _alike(one: Sequence, other: Sequence) -> bool:
     """Return whether two rows may be read together: both scored or neither, and to the same end."""
     ends = [row.job.max_tokens == 0 for row in (one, other)]
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]

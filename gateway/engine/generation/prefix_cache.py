@@ -34,7 +34,7 @@ class _Kept:
     nbytes: int
 
 
-class Prefixes:
+class PrefixCache:
     """The KV of one model's prompts: at most `limit` bytes, without what was longest unused.
 
     `empty` is the model's prompt cache before anything was read. A limit of 0 keeps nothing.

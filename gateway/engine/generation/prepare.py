@@ -7,17 +7,17 @@ from typing import Any
 from gateway.engine.generation.chat import ChatTokenizer
 from gateway.engine.grammar.structured import Structured
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import GenerateJob, RowJob, Sampling
+from gateway.jobs import GenerateJob, Sampling, SequenceParams
 
 
-def planned(
+def prepare_sequences(
     job: GenerateJob,
     chat: ChatTokenizer,
     structured: Structured,
     max_context: int,
     vocab_size: int,
     own: Mapping[str, float],
-) -> list[RowJob]:
+) -> list[SequenceParams]:
     """Give one row a choice. Safe on any thread.
 
     `own` is what the model's files say of sampling, for what nobody has set.
@@ -47,7 +47,7 @@ def planned(
             "An answer that is continued cannot be held to a form, nor to a strict tool.",
             param=noun,
         )
-    row = RowJob(
+    row = SequenceParams(
         prompt=prompt,
         max_tokens=most,
         sampling=sampling,

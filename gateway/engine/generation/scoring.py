@@ -1,14 +1,15 @@
 """A prompt given back: the texts of its tokens, and their logprobs, taken as it is read."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections import abc
+from collections.abc import Callable, Collection
 from typing import Any
 
 import mlx.core as mx
 
-from gateway.engine.generation.detokenizer import Decoder, Vocabulary
+from gateway.engine.generation.detokenizer import Detokenizer, Vocabulary
 from gateway.engine.generation.sampling import score
-from gateway.engine.generation.sequence import Row, TokenScores
+from gateway.engine.generation.sequence import Sequence, TokenScores
 
 # Of logits at once, as float32: 110 tokens at a vocabulary of 151,936. A whole prompt of 4,096
 # would take 2.5 GB.
@@ -22,14 +23,14 @@ def most_scored(vocab_size: int) -> int:
 
 
 def texts_of(
-    ids: Sequence[int], text: str | None, vocabulary: Vocabulary, special: Collection[int]
+    ids: abc.Sequence[int], text: str | None, vocabulary: Vocabulary, special: Collection[int]
 ) -> list[str]:
     """Return the text of each token of a prompt; together they are the prompt's.
 
     Half a character goes with the token that completes it. A special token is shown where it
     was written: the tokenizer may have added some to a prompt that is `text`.
     """
-    decoder, texts, at = Decoder(vocabulary), [], 0
+    decoder, texts, at = Detokenizer(vocabulary), [], 0
     for token in ids:
         is_added = False
         if token in special and text is not None:
@@ -45,7 +46,7 @@ class Scorer:
     beginning. To who calls it, it is the model.
     """
 
-    def __init__(self, model: Callable[..., mx.array], rows: Sequence[Row]) -> None:
+    def __init__(self, model: Callable[..., mx.array], rows: abc.Sequence[Sequence]) -> None:
         self._model = model
         self._rows = rows
         self._at = 0
@@ -67,7 +68,11 @@ class Scorer:
         return logits
 
     def _tell(
-        self, logits: mx.array, targets: list[int], counts: Sequence[int], wanted: Sequence[int]
+        self,
+        logits: mx.array,
+        targets: list[int],
+        counts: abc.Sequence[int],
+        wanted: abc.Sequence[int],
     ) -> None:
         """Hand each row the scores of its tokens: `counts` of them, one row after the other."""
         scores = score(logits, mx.array(targets), range(len(targets)), max(wanted))

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.checkpoint import Listing
 from gateway.engine.device import BLAS, Device
-from gateway.engine.generation.prefix_cache import BLOCK, Prefixes
+from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache
 from gateway.jobs import Verdict
 
 # How far logits may be apart, root mean square, in standard deviations of the logits alone: what
@@ -210,7 +210,7 @@ class SelfTest:
 
     def _from_a_prefix(self, row: _Row) -> Steps:
         """Read a block, keep it, and read on from what is kept."""
-        prefixes = Prefixes(make_prompt_cache(self._model), 1 << 40)
+        prefixes = PrefixCache(make_prompt_cache(self._model), 1 << 40)
         block = _Row([*row.prompt[:BLOCK], 0], [])
         read = yield from self._read([block])
         prefixes.store(row.prompt[:BLOCK], read.cache, 0)

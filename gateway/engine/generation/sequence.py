@@ -1,23 +1,30 @@
 """One answer in the making: what it has read, said and may still say."""
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field, replace
 
-from gateway.engine.generation.detokenizer import Decoder, StopScanner, Vocabulary
-from gateway.engine.generation.output_parts import AnswerParser, Marks, Part, shown
+from gateway.engine.generation.detokenizer import Detokenizer, StopScanner, Vocabulary
+from gateway.engine.generation.output_parts import AnswerParser, Marks, OutputPart, shown
 from gateway.engine.generation.reasoning import Thinking
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import Matcher
-from gateway.jobs import EchoedPrompt, FinishReason, Likelihood, RowDelta, RowJob, TokenLogprob
+from gateway.jobs import (
+    EchoedPrompt,
+    FinishReason,
+    Likelihood,
+    SequenceDelta,
+    SequenceParams,
+    TokenLogprob,
+)
 
 
 @dataclass(slots=True)
-class Speech:
+class OutputProcessor:
     """How a row's tokens become parts: decoded, told apart, stopped."""
 
-    decoder: Decoder
+    decoder: Detokenizer
     parser: AnswerParser
     stops: StopScanner
     vocabulary: Vocabulary
@@ -26,14 +33,14 @@ class Speech:
     _told: int = 0
     _unplaced: list[tuple[int, TokenLogprob]] = field(default_factory=list)
 
-    def hear(
+    def push(
         self,
         token: int,
         scores: "TokenScores | None",
         *,
         is_shown_as_text: bool,
         may_stop: bool = True,
-    ) -> list[Part]:
+    ) -> list[OutputPart]:
         """Give the parts that the token makes certain."""
         piece = self.marks.spelled(token)
         if piece is None:
@@ -49,14 +56,14 @@ class Speech:
             self._unplaced.append((begun, scores.told(self.vocabulary, token, text)))
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputPart]:
         """Give what was held back, once no more comes."""
         parts = [self._stopped(part) for part in self.parser.flush()]
         rest = self.stops.flush()
         self._told += len(rest)
-        return [*parts, Part(text=rest)]
+        return [*parts, OutputPart(text=rest)]
 
-    def placed(self, *, is_last: bool) -> Sequence[TokenLogprob]:
+    def placed(self, *, is_last: bool) -> abc.Sequence[TokenLogprob]:
         """Give the logprobs of tokens whose text is out; those of a stop string never come."""
         every = is_last and not self.stops.is_stopped
         placed = [(start, each) for start, each in self._unplaced if every or start < self._told]
@@ -66,13 +73,13 @@ class Speech:
         # A stop string may begin inside a token: what is shown of it is what was told.
         return [_cut(each, self._told - start) for start, each in placed]
 
-    def _stopped(self, part: Part, *, may_stop: bool = True) -> Part:
+    def _stopped(self, part: OutputPart, *, may_stop: bool = True) -> OutputPart:
         if not part.text:
             return part
         self._parsed += len(part.text)
         text = self.stops.push(part.text) if may_stop else part.text
         self._told += len(text)
-        return Part(text=text)
+        return OutputPart(text=text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +87,8 @@ class TokenScores:
     """The logprobs of one token and of the likeliest beside it, off the device."""
 
     chosen: float
-    ids: Sequence[int]
-    logprobs: Sequence[float]
+    ids: abc.Sequence[int]
+    logprobs: abc.Sequence[float]
     wanted: int
 
     def told(self, vocabulary: Vocabulary, token: int, piece: str) -> TokenLogprob:
@@ -100,19 +107,19 @@ def _cut(logprob: TokenLogprob, length: int) -> TokenLogprob:
     return replace(logprob, chosen=replace(chosen, token=chosen.token[:length]))
 
 
-class Row:
-    """A `RowJob` inside the engine. Its tokens are told one at a time, in order."""
+class Sequence:
+    """A `SequenceParams` inside the engine. Its tokens are told one at a time, in order."""
 
     def __init__(
         self,
-        row_id: int,
-        job: RowJob,
+        sequence_id: int,
+        job: SequenceParams,
         sampler: Sampler,
-        speech: Speech,
+        output: OutputProcessor,
         eos_ids: frozenset[int],
         thinking: Thinking,
     ) -> None:
-        self.id = row_id
+        self.id = sequence_id
         self.job = job
         self.sampler = sampler
         self.tokens: list[int] = []
@@ -122,7 +129,7 @@ class Row:
         self.was_suspect = False
         self.is_broken = False
         self.is_held = False  # does not run until it is resumed
-        self._speech = speech
+        self._output = output
         self._eos_ids = eos_ids
         self._thinking = thinking
         sampling = job.sampling
@@ -147,16 +154,16 @@ class Row:
         """Take the logprobs of the prompt's next token."""
         assert self.job.echoed is not None
         text = self.job.echoed[len(self.prompt_logprobs) + 1]
-        self.prompt_logprobs.append(scores.told(self._speech.vocabulary, token, text))
+        self.prompt_logprobs.append(scores.told(self._output.vocabulary, token, text))
 
-    def unsaid(self) -> RowDelta:
+    def unsaid(self) -> SequenceDelta:
         """Return the one delta of a row that gives its prompt back and says nothing."""
         try:
             prompt = self._echo()
         except ValueError as error:
-            return RowDelta(self.id, error=str(error))
+            return SequenceDelta(self.id, error=str(error))
         cached = self.cached_tokens
-        return RowDelta(self.id, finish_reason="length", cached_tokens=cached, prompt=prompt)
+        return SequenceDelta(self.id, finish_reason="length", cached_tokens=cached, prompt=prompt)
 
     def _echo(self) -> EchoedPrompt | None:
         """Return the prompt where it is given back; raises ValueError for what is no number."""
@@ -195,12 +202,12 @@ class Row:
     def is_over(self) -> bool:
         """Tell whether the text met a stop string, or the one call it may make, or broke."""
         one_call = self.job.calling is not None and not self.job.calling.parallel
-        parser = self._speech.parser
+        parser = self._output.parser
         said_its_call = one_call and parser.mode != "forced" and parser.calls > 0
         broke = self.is_broken or (self._matcher is not None and self._matcher.error is not None)
-        return self._speech.stops.is_stopped or said_its_call or broke
+        return self._output.stops.is_stopped or said_its_call or broke
 
-    def curtail(self, max_tokens: int) -> None:
+    def cap_tokens(self, max_tokens: int) -> None:
         """Let it say no more than so many tokens."""
         self.job = replace(self.job, max_tokens=min(max_tokens, self.job.max_tokens))
 
@@ -211,9 +218,9 @@ class Row:
         """
         self.cached_tokens = 0
 
-    def cut(self) -> list[RowDelta]:
+    def cut(self) -> list[SequenceDelta]:
         """End it here: return what was held back, with `length`."""
-        return self._deltas(self._speech.finish(), "length", reasoned=False, tokens=0)
+        return self._deltas(self._output.finish(), "length", reasoned=False, tokens=0)
 
     def suspect(self) -> None:
         """Prepare to be read again, alone, after a step that went wrong."""
@@ -237,47 +244,47 @@ class Row:
                 return "stop"
         return "length" if len(self.tokens) >= self.job.max_tokens else None
 
-    def told(self, ended: FinishReason | None, scores: TokenScores | None) -> list[RowDelta]:
+    def told(self, ended: FinishReason | None, scores: TokenScores | None) -> list[SequenceDelta]:
         """Give what the token just said makes certain; the last delta says why it is the last."""
         if self._matcher is not None and self._matcher.error is not None:
-            return [RowDelta(self.id, error=f"its grammar broke: {self._matcher.error}")]
+            return [SequenceDelta(self.id, error=f"its grammar broke: {self._matcher.error}")]
         token = self.tokens[-1]
-        parts: list[Part] = []
-        was_thinking = self._speech.parser.is_thinking
+        parts: list[OutputPart] = []
+        was_thinking = self._output.parser.is_thinking
         is_end = token in self._ends or (token in self._eos_ids and self._matcher is not None)
         if not is_end or (scores is not None and len(self.tokens) == 1):
             # An answer of one token shows it, whatever it is: rerankers read its logprobs.
             is_only = ended is not None and len(self.tokens) == 1
             may_stop = len(self.tokens) > self.job.sampling.min_tokens
-            parts = self._speech.hear(
+            parts = self._output.push(
                 token, scores, is_shown_as_text=not is_only, may_stop=may_stop
             )
         if self.is_over:
             ended = "stop"
         if ended is not None:
-            parts += self._speech.finish()
-        if ended == "stop" and self._speech.parser.calls:
+            parts += self._output.finish()
+        if ended == "stop" and self._output.parser.calls:
             ended = "tool_calls"
         return self._deltas(parts, ended, reasoned=was_thinking)
 
     def _deltas(
         self,
-        parts: Sequence[Part],
+        parts: abc.Sequence[OutputPart],
         ended: FinishReason | None,
         *,
         reasoned: bool,
         tokens: int = 1,
-    ) -> list[RowDelta]:
-        placed = self._speech.placed(is_last=ended is not None)
+    ) -> list[SequenceDelta]:
+        placed = self._output.placed(is_last=ended is not None)
         deltas = [
-            RowDelta(self.id, part.text, reasoning=part.reasoning, call=part.call)
+            SequenceDelta(self.id, part.text, reasoning=part.reasoning, call=part.call)
             for part in parts
             if part.text or part.reasoning or part.call
         ]
         # The token, its logprobs and the end go with the last of its parts.
-        last = deltas.pop() if deltas else RowDelta(self.id)
+        last = deltas.pop() if deltas else SequenceDelta(self.id)
         deltas.append(
-            RowDelta(
+            SequenceDelta(
                 self.id,
                 last.text,
                 tokens,

@@ -28,9 +28,9 @@ from gateway.jobs import (
     Delta,
     GenerateJob,
     Pass,
-    RowDelta,
-    RowJob,
     Sampling,
+    SequenceDelta,
+    SequenceParams,
     Stage,
     Usage,
     Verdict,
@@ -226,7 +226,7 @@ class GenerationBatcher:
         self,
         place: contextlib.ExitStack,
         job: GenerateJob,
-        rows: Sequence[RowJob],
+        rows: Sequence[SequenceParams],
         refused: Callable[[], None] | None,
     ) -> None:
         """Take a place in the queue, at once or, where it may wait, as soon as there is one."""
@@ -244,7 +244,7 @@ class GenerationBatcher:
                 await asyncio.sleep(ASK_AGAIN_S)
 
     @contextlib.contextmanager
-    def _admitted(self, request: int, rows: Sequence[RowJob]) -> Iterator[None]:
+    def _admitted(self, request: int, rows: Sequence[SequenceParams]) -> Iterator[None]:
         """Hold what the rows of one of a request's jobs take of the queue."""
         tokens = sum(len(row.prompt) for row in rows)
         is_more = self._inside[request] > 0
@@ -259,21 +259,23 @@ class GenerationBatcher:
                 self._inside[request] -= 1
                 self._inside += Counter()  # forget those without jobs
 
-    async def _planned(self, job: GenerateJob) -> Sequence[RowJob]:
+    async def _planned(self, job: GenerateJob) -> Sequence[SequenceParams]:
         started = metrics.now()
         async with until_deadline(job.caller):
             rows = await self._pool.run(self._engine.plan, job, kind=prompt_kind(job))
         job.caller.timings.add(Stage.TOKENISE, metrics.now() - started)
         return rows
 
-    def _warned(self, row: RowJob) -> bool:
+    def _warned(self, row: SequenceParams) -> bool:
         """Return True if calls will be text, and log so, once."""
         if row.calls_are_text and not self._has_warned:
             self._has_warned = True
             log.warning("tool_format_unknown", model=self._name, hint="set `tool_parser:`")
         return row.calls_are_text
 
-    async def _compiled(self, job: GenerateJob, rows: Sequence[RowJob]) -> Sequence[RowJob]:
+    async def _compiled(
+        self, job: GenerateJob, rows: Sequence[SequenceParams]
+    ) -> Sequence[SequenceParams]:
         if (grammar := rows[0].grammar) is None:
             return rows
         started, job.caller.timings.stage = metrics.now(), Stage.COMPILE
@@ -394,7 +396,9 @@ class GenerationBatcher:
             self._news.set()
             self._stir()
 
-    def _deliver(self, did: Pass, kind: str, deltas: Sequence[RowDelta], seconds: float) -> None:
+    def _deliver(
+        self, did: Pass, kind: str, deltas: Sequence[SequenceDelta], seconds: float
+    ) -> None:
         if kind == "decode":
             metrics.of(metrics.BATCH_ROWS, self._name).observe(did.rows)
         elif did.padded_tokens:
@@ -409,9 +413,9 @@ class GenerationBatcher:
             ms=round(1000 * seconds, 2),
         )
         for delta in deltas:
-            if (ticket := self._rows.get(delta.row)) is not None:
+            if (ticket := self._rows.get(delta.sequence_id)) is not None:
                 if delta.finish_reason is not None or delta.error is not None:
-                    self._rows.ended(delta.row)
+                    self._rows.ended(delta.sequence_id)
                     self._stirred["prefill"].set()  # there is room
                 ticket.deliver(delta, self._name)
 
@@ -449,5 +453,5 @@ def _param(job: GenerateJob) -> str:
     return "tools" if job.calling is not None and job.grammar is None else job.grammar_param
 
 
-def _unenforced(row: RowJob) -> Sequence[str]:
+def _unenforced(row: SequenceParams) -> Sequence[str]:
     return row.compiled.unenforced if row.compiled is not None else ()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.errors import PromptTooLarge
-from gateway.jobs import KvCost, RowJob
+from gateway.jobs import KvCost, SequenceParams
 from gateway.serving.budget import Budget
 
 KV_STEP = 256  # tokens by which mlx-lm's caches grow: they may hold so many more than are used
@@ -90,7 +90,7 @@ class RowMemory:
         """Count prompts as read in such chunks from now on."""
         self._costs = replace(self._costs, chunk_tokens=chunk_tokens)
 
-    def check(self, model: str, row: RowJob) -> None:
+    def check(self, model: str, row: SequenceParams) -> None:
         """Raise PromptTooLarge for a prompt that, alone, leaves no room for one token.
 
         `max_tokens` does not count: it is a bound, not a need.

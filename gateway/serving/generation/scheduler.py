@@ -352,7 +352,7 @@ class Rows:
                 self._forget(moves)
             elif len(self._inside) == 1:
                 ticket.length = before
-                moves.curtailed.append((ticket.row, ticket.curtail()))
+                moves.curtailed.append((ticket.row, ticket.cap_tokens()))
                 return
             else:
                 self._preempt(self._youngest(), moves)

@@ -7,7 +7,7 @@ from typing import TypeVarTuple
 
 from gateway import metrics
 from gateway.errors import EngineFailed, GatewayError
-from gateway.jobs import Delta, RowDelta, RowJob, Stage, Timings
+from gateway.jobs import Delta, SequenceDelta, SequenceParams, Stage, Timings
 from gateway.serving.generation.memory import MARGIN
 from gateway.serving.lane import Turn
 
@@ -21,7 +21,7 @@ class Ticket:
     `timings` are written where the row is the first of its job.
     """
 
-    job: RowJob
+    job: SequenceParams
     index: int
     inbox: asyncio.Queue[Delta | GatewayError]
     rank: float = 0.0
@@ -71,7 +71,7 @@ class Ticket:
         """Tell whether it soon has more tokens than it is counted by."""
         return self.length < min(self.whole, self.used + MARGIN)
 
-    def curtail(self) -> int:
+    def cap_tokens(self) -> int:
         """Have it end where its memory does; give how many tokens that is."""
         most = self.length - len(self.job.prompt)
         self.job = replace(self.job, max_tokens=most)
@@ -100,7 +100,7 @@ class Ticket:
             self.timings.add(Stage.LANE, lane_s)
         self.since = now
 
-    def deliver(self, delta: RowDelta, model: str) -> None:
+    def deliver(self, delta: SequenceDelta, model: str) -> None:
         """Pass on what a step gave the row; `model` names it in an error."""
         if delta.error is not None:
             self.end(EngineFailed(model, delta.error))

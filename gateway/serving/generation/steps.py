@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from gateway import logs, metrics
 from gateway.errors import EngineFailed
-from gateway.jobs import Pass, RowDelta
+from gateway.jobs import Pass, SequenceDelta
 from gateway.serving.generation.sequence import Moves, Ticket
 from gateway.serving.lane import Turn
 from gateway.serving.pace import Pace
@@ -16,7 +16,7 @@ log = logs.get("generation")
 LEAVE_TRIES = 3
 STEPS_PER_TURN = 16  # when nobody else waits: one hop to the lane's thread costs 0.1 ms
 
-Deliver = Callable[[Pass, str, Sequence[RowDelta], float], None]
+Deliver = Callable[[Pass, str, Sequence[SequenceDelta], float], None]
 
 
 class Steps:
@@ -89,7 +89,7 @@ class Steps:
         for row in moves.preempted:
             engine.preempt(row)
         for row, max_tokens in moves.curtailed:
-            if ends := engine.curtail(row, max_tokens):
+            if ends := engine.cap_tokens(row, max_tokens):
                 moves.tell(self._deliver, Pass(), "end", ends, 0.0)
         if moves.forgets:
             engine.forget()
@@ -126,7 +126,7 @@ class Steps:
             self._stuck.pop(row, None)
 
     def _told(
-        self, moves: Moves, turn: Turn, kind: str, deltas: Sequence[RowDelta], started: float
+        self, moves: Moves, turn: Turn, kind: str, deltas: Sequence[SequenceDelta], started: float
     ) -> None:
         turn.beat()
         for fault in self._engine.take_faults():

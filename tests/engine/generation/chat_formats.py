@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gateway.engine.generation.chat import ChatTokenizer, load_chat_tokenizer
-from gateway.engine.generation.output_parts import Part
-from gateway.jobs import Calling, Function, RowJob, Sampling
+from gateway.engine.generation.output_parts import OutputPart
+from gateway.jobs import Calling, Function, Sampling, SequenceParams
 
 DEMO = Path(__file__).parents[3] / "demo" / "chat"
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -51,22 +51,22 @@ def family(
     return load_chat_tokenizer(folder, name="x", eos_ids=2, **whole)
 
 
-def row(functions: Sequence[Function] = (), **given: Any) -> RowJob:
+def row(functions: Sequence[Function] = (), **given: Any) -> SequenceParams:
     """Return a row's job that may call these functions."""
     calling = Calling(functions=list(functions)) if functions else None
     whole: dict[str, Any] = {"calling": calling, **given}
-    return RowJob(prompt=[1], max_tokens=999, sampling=Sampling(), **whole)
+    return SequenceParams(prompt=[1], max_tokens=999, sampling=Sampling(), **whole)
 
 
-def said(chat: ChatTokenizer, job: RowJob, text: str) -> dict[str, Any]:
+def said(chat: ChatTokenizer, job: SequenceParams, text: str) -> dict[str, Any]:
     """Say a text, token by token, and gather what was heard."""
-    speech = chat.speech(job)
+    output = chat.output_processor(job)
     ids = chat.backend.encode(text, add_special_tokens=False).ids
-    parts = [part for i in ids for part in speech.hear(i, None, is_shown_as_text=True)]
-    return gathered([*parts, *speech.finish()])
+    parts = [part for i in ids for part in output.push(i, None, is_shown_as_text=True)]
+    return gathered([*parts, *output.finish()])
 
 
-def gathered(parts: Sequence[Part]) -> dict[str, Any]:
+def gathered(parts: Sequence[OutputPart]) -> dict[str, Any]:
     """Join parts as a client does."""
     calls: dict[int, dict[str, str]] = {}
     for part in parts:

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
-from gateway.jobs import RowJob, Sampling
+from gateway.jobs import Sampling, SequenceParams
 from tests.checkpoints import ABSOLUTE, SLIDING, STATEFUL, write_chat
 
 
@@ -59,7 +59,7 @@ def test_no_graph_grows_with_the_tokens_written(
     for length in lengths:
         prompt = range(5, 5 + length)
         greedy = Sampling(temperature=0)
-        engine.join(RowJob(prompt=prompt, max_tokens=300, sampling=greedy, is_bare=True))
+        engine.join(SequenceParams(prompt=prompt, max_tokens=300, sampling=greedy, is_bare=True))
     while engine.is_prefilling:
         engine.prefill(512)
     counts = []

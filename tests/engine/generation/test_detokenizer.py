@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.engine.generation.detokenizer import Decoder, StopScanner, Vocabulary, held_back
+from gateway.engine.generation.detokenizer import Detokenizer, StopScanner, Vocabulary, held_back
 
 DEMO = Path(__file__).parents[3] / "demo" / "chat" / "tokenizer.json"
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(DEMO))
@@ -25,7 +25,7 @@ ODD = st.sampled_from("\ufdd0\ufdd1\ufdd2\ufffd")
 
 def stream(text: str, stops: tuple[str, ...] = ()) -> tuple[list[str], StopScanner]:
     """Push a text's tokens one at a time."""
-    decoder, scanner = Decoder(VOCABULARY), StopScanner(stops)
+    decoder, scanner = Detokenizer(VOCABULARY), StopScanner(stops)
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     pieces = [scanner.push(decoder.push(token)) for token in ids]
     return [*pieces, scanner.flush()], scanner
@@ -41,7 +41,7 @@ def test_any_text_comes_through_whole_in_whole_characters(text: str) -> None:
 @pytest.mark.parametrize("text", ["\ufffd", "a\ufffd", "\ufffd\ufffdb", "🙂\ufffd🙂"])
 def test_a_replacement_character_that_the_tokens_say_is_text(text: str) -> None:
     """It comes with its last byte, nothing need follow it."""
-    decoder = Decoder(VOCABULARY)
+    decoder = Detokenizer(VOCABULARY)
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert "".join(decoder.push(token) for token in ids) == text
 
@@ -50,14 +50,14 @@ def test_a_replacement_character_that_the_tokens_say_is_text(text: str) -> None:
 def test_bytes_have_the_text_of_their_whole_characters(given: bytes, continues: bool) -> None:
     """Nothing stands for the others; half a character at the end waits."""
     ids = [BYTES[byte] for byte in (*given, *b"\n")]
-    decoder = Decoder(VOCABULARY, continues=continues)
+    decoder = Detokenizer(VOCABULARY, continues=continues)
     assert "".join(map(decoder.push, ids)) == given.decode(errors="ignore") + "\n"
 
 
 def test_half_a_character_at_the_end_is_dropped() -> None:
     """There is nothing right to show for it."""
     ids = TOKENIZER.encode("ok🙂", add_special_tokens=False).ids
-    decoder = Decoder(VOCABULARY)
+    decoder = Detokenizer(VOCABULARY)
     assert "".join(decoder.push(token) for token in ids[:-1]) == "ok"
 
 
@@ -106,8 +106,8 @@ def piece(text: str) -> int:
     return token
 
 
-def decoder(*, continues: bool = False) -> Decoder:
-    return Decoder(Vocabulary(SPM), continues=continues)
+def decoder(*, continues: bool = False) -> Detokenizer:
+    return Detokenizer(Vocabulary(SPM), continues=continues)
 
 
 def test_the_first_word_of_a_text_that_goes_on_keeps_its_space() -> None:

@@ -13,7 +13,7 @@ from gateway.engine.decoders import parameters
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.scoring import MOST_BYTES, most_scored
 from gateway.errors import ContextLengthExceeded
-from gateway.jobs import EchoedPrompt, GenerateJob, RowDelta, Sampling
+from gateway.jobs import EchoedPrompt, GenerateJob, Sampling, SequenceDelta
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.test_engine import exchange, open_engine
 from tests.fakes import caller
@@ -47,18 +47,18 @@ def echo(prompt: str | Sequence[int], **asked: Any) -> GenerateJob:
 
 def told(
     engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512
-) -> list[list[RowDelta]]:
+) -> list[list[SequenceDelta]]:
     """Run jobs of one row each, and collect what each was told."""
     rows = [engine.join(engine.plan(each)[0]) for each in jobs]
-    deltas: dict[int, list[RowDelta]] = {row: [] for row in rows}
+    deltas: dict[int, list[SequenceDelta]] = {row: [] for row in rows}
     while engine.is_prefilling or engine.is_decoding:
         some = engine.prefill(budget) if engine.is_prefilling else []
         for delta in (*some, *engine.decode()):
-            deltas[delta.row].append(delta)
+            deltas[delta.sequence_id].append(delta)
     return [deltas[row] for row in rows]
 
 
-def echoed(deltas: Sequence[RowDelta]) -> EchoedPrompt:
+def echoed(deltas: Sequence[SequenceDelta]) -> EchoedPrompt:
     (prompt,) = [delta.prompt for delta in deltas if delta.prompt is not None]
     assert deltas[0].prompt is prompt, "it comes first"
     return prompt

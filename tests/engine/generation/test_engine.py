@@ -1,6 +1,7 @@
 """The generation engine on real MLX: a tiny llama with random weights."""
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from gateway.engine.generation.loading import (
     read_chat_setup,
 )
 from gateway.engine.generation.prefill import take_prompts
-from gateway.engine.generation.sequence import Row
+from gateway.engine.generation.sequence import Sequence
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
 from gateway.jobs import CallDelta, GenerateJob, Sampling, TokenLogprob
 from tests.checkpoints import write_chat
@@ -80,10 +81,10 @@ def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
     return GenerateJob(caller=caller(), messages=messages, sampling=sampling, **more)
 
 
-def newest(engine: GenerationEngine) -> Row:
+def newest(engine: GenerationEngine) -> Sequence:
     """Give the row that joined last, before it is read."""
     row = engine._prefill._line[-1]
-    assert isinstance(row, Row)
+    assert isinstance(row, Sequence)
     return row
 
 
@@ -104,7 +105,7 @@ class Run:
     def step(self, budget: int = 512) -> None:
         deltas = self.engine.prefill(budget) if self.engine.is_prefilling else []
         for delta in (*deltas, *self.engine.decode()):
-            answer = self.answers[delta.row]
+            answer = self.answers[delta.sequence_id]
             assert answer.finish_reason is None, "nothing comes after the end"
             assert answer.error is None
             answer.text += delta.text
@@ -124,7 +125,7 @@ class Run:
 
 
 def answers(
-    engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512
+    engine: GenerationEngine, jobs: abc.Sequence[GenerateJob], budget: int = 512
 ) -> list[Answer]:
     run = Run(engine)
     for each in jobs:
@@ -536,7 +537,7 @@ def test_a_row_whose_text_breaks_ends_alone(
     def snap(token: int) -> str:
         raise RuntimeError("snapped")
 
-    newest(engine)._speech.decoder.push = snap  # type: ignore[method-assign]
+    newest(engine)._output.decoder.push = snap  # type: ignore[method-assign]
     (fine,) = run.join(job(TEXTS[3]))
     run.finish()
     assert "snapped" in (run.answers[broken].error or "")

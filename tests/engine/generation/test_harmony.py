@@ -97,7 +97,7 @@ def test_pieces_may_be_cut_anywhere(chat: ChatTokenizer, cuts: list[int]) -> Non
     text = "It is four, as two and two are."
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pattern = chat._marks.pattern
-    parser = chat.speech(row([BOOK])).parser
+    parser = chat.output_processor(row([BOOK])).parser
     parts = parser.push(pattern(THOUGHT + "<|channel|>final<|message|>"))
     for a, b in pairwise(edges):
         parts += parser.push(text[a:b])

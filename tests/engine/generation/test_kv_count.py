@@ -14,7 +14,7 @@ from gateway.engine.decoders import parameters
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
-from gateway.jobs import GenerateJob, RowJob, Sampling
+from gateway.jobs import GenerateJob, Sampling, SequenceParams
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.fakes import caller
@@ -91,8 +91,8 @@ def open_engine(folder: Path) -> GenerationEngine:
     )
 
 
-def row(prompt: int, max_tokens: int) -> RowJob:
-    return RowJob(
+def row(prompt: int, max_tokens: int) -> SequenceParams:
+    return SequenceParams(
         prompt=[2 + i % 40 for i in range(prompt)],
         max_tokens=max_tokens,
         sampling=Sampling(temperature=0),
@@ -142,9 +142,9 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
         deltas = engine.prefill(256) if engine.is_prefilling else []
         for delta in (*deltas, *engine.decode()):
             assert delta.error is None
-            used[delta.row] += delta.tokens
+            used[delta.sequence_id] += delta.tokens
             if delta.finish_reason is not None:
-                del used[delta.row]
+                del used[delta.sequence_id]
         lone = {each for each in used if each in apart or whole[each] - used[each] <= 1} - gone
         layout = Layout(
             [used[each] for each in used.keys() - lone - gone],
@@ -180,8 +180,8 @@ def test_a_curtailed_row_ends_with_length(folder: Path) -> None:
     while engine.is_prefilling:
         engine.prefill(512)
     said, ends = 0, []
-    engine.curtail(first + 7, 1)
-    engine.curtail(first, 5)
+    engine.cap_tokens(first + 7, 1)
+    engine.cap_tokens(first, 5)
     while engine.is_decoding:
         for delta in engine.decode():
             said += delta.tokens

@@ -13,7 +13,7 @@ import pytest
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
-from gateway.jobs import Calling, Compiled, Function, GenerateJob, Grammar, RowDelta, Sampling
+from gateway.jobs import Calling, Compiled, Function, GenerateJob, Grammar, Sampling, SequenceDelta
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
 from tests.fakes import caller
 
@@ -59,7 +59,7 @@ class Answer:
     errors: list[str] = field(default_factory=list)
     chosen: list[tuple[str, float]] = field(default_factory=list)
 
-    def add(self, delta: RowDelta) -> None:
+    def add(self, delta: SequenceDelta) -> None:
         assert not self.ends, "nothing comes after the end"
         self.text += delta.text
         self.reasoning += delta.reasoning
@@ -102,9 +102,9 @@ class Batch:
         self.answers[number] = Answer()
         return number
 
-    def hear(self, deltas: Sequence[RowDelta]) -> None:
+    def hear(self, deltas: Sequence[SequenceDelta]) -> None:
         for delta in deltas:
-            self.answers[delta.row].add(delta)
+            self.answers[delta.sequence_id].add(delta)
 
     def step(self, budget: int) -> None:
         self.hear(self.engine.prefill(budget) if self.engine.is_prefilling else [])
@@ -240,9 +240,9 @@ def test_a_bound_holds_wherever_the_row_is(folder: Path, act: str | None) -> Non
         batch.step(512)
     if act is not None:
         getattr(engine, act)(row)
-        assert engine.curtail(row, 30) == []
+        assert engine.cap_tokens(row, 30) == []
         engine.resume(row)
-    assert engine.curtail(row, 8) == []
+    assert engine.cap_tokens(row, 8) == []
     while batch.is_busy:
         batch.step(512)
     assert batch.answers[row].ends == ["length"]
@@ -265,7 +265,7 @@ def test_a_row_that_is_stopped_can_end_where_it_stands(folder: Path) -> None:
         cut.step(512)
     assert cut.answers[row].text == said.text[:-1]
     engine.preempt(row)
-    cut.hear(engine.curtail(row, said.tokens))
+    cut.hear(engine.cap_tokens(row, said.tokens))
     assert (cut.answers[row].text, cut.answers[row].ends) == (said.text, ["length"])
     assert cut.answers[row].tokens == said.tokens
     assert not engine.rows

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.prefix_cache import BLOCK, Prefixes, shared
+from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, shared
 from gateway.jobs import GenerateJob, Grammar, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.test_engine import (
@@ -399,7 +399,7 @@ def test_what_is_kept_is_bounded_right_and_within_reach(
 ) -> None:
     """A block never goes before those that follow it, which nobody would find again."""
     block = 2 * 4 * BLOCK + 8 * (BLOCK + 1)
-    prefixes = Prefixes([KVCache()], blocks * block)  # type: ignore[no-untyped-call]
+    prefixes = PrefixCache([KVCache()], blocks * block)  # type: ignore[no-untyped-call]
     for prompt in prompts:
         prefixes.store(prompt, [batch(len(prompt))], 0)
         assert prefixes.nbytes == block * len(prefixes._kept) <= blocks * block

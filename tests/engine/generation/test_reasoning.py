@@ -84,7 +84,7 @@ def test_marks_in_words_may_be_cut_anywhere(
     chat = family(tmp_path_factory.mktemp("granite"), words="Here is my thought process:")
     text = "Here is my thought process: Hm. Here is my response: Four."
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    parser = chat.speech(row()).parser
+    parser = chat.output_processor(row()).parser
     pieces = [text[a:b] for a, b in pairwise(edges)]
     parts = [part for piece in pieces for part in parser.push(piece)]
     heard = gathered([*parts, *parser.flush()])
@@ -94,7 +94,7 @@ def test_marks_in_words_may_be_cut_anywhere(
 def test_letters_that_spell_a_token_are_no_mark(tmp_path: Path) -> None:
     """A tokenizer with the token never writes it in letters; a model that does means the word."""
     chat = family(tmp_path, added=("<think>", "</think>"))
-    parser = chat.speech(row()).parser
+    parser = chat.output_processor(row()).parser
     parts = [part for piece in ("<th", "ink>", "x") for part in parser.push(piece)]
     assert gathered([*parts, *parser.flush()])["text"] == "<think>x"
 
@@ -145,14 +145,14 @@ def test_the_mark_that_opens_the_thinking_is_no_token_of_the_content(tmp_path: P
     chat = family(tmp_path, added=("<think>", "</think>"))
     scores = TokenScores(-0.5, [], [], 0)
     ids = chat.backend.encode("<think>a</think>b", add_special_tokens=False).ids
-    speech = chat.speech(row())
+    output = chat.output_processor(row())
     for token in ids:
-        speech.hear(token, scores, is_shown_as_text=True)
-    speech.finish()
-    assert [each.chosen.token for each in speech.placed(is_last=True)] == ["b"]
-    speech = chat.speech(row())
-    speech.hear(ids[0], scores, is_shown_as_text=False)
-    assert [each.chosen.token for each in speech.placed(is_last=True)] == ["<think>"]
+        output.push(token, scores, is_shown_as_text=True)
+    output.finish()
+    assert [each.chosen.token for each in output.placed(is_last=True)] == ["b"]
+    output = chat.output_processor(row())
+    output.push(ids[0], scores, is_shown_as_text=False)
+    assert [each.chosen.token for each in output.placed(is_last=True)] == ["<think>"]
 
 
 # In an engine: prompts, grammars, ends.

@@ -37,8 +37,8 @@ def held(engine: GenerationEngine, grammar: Grammar, sampling: Sampling, **more:
     run = Run(engine)
     (row,) = engine.plan(job("Hello!", sampling, grammar=grammar, **more))
     assert row.grammar is not None
-    row_id = engine.join(replace(row, compiled=engine.compile(row.grammar)))
-    run.answers[row_id] = Answer(ids=newest(engine).tokens)
+    sequence_id = engine.join(replace(row, compiled=engine.compile(row.grammar)))
+    run.answers[sequence_id] = Answer(ids=newest(engine).tokens)
     (answer,) = run.finish()
     return answer
 

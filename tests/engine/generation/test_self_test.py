@@ -15,7 +15,7 @@ from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
 from gateway.engine.generation.self_test import FAULTS, Faults
-from gateway.jobs import RowJob, Sampling, Verdict
+from gateway.jobs import Sampling, SequenceParams, Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
 
 VOCABULARY = json.loads((DEMO / "config.json").read_text())["vocab_size"]
@@ -161,7 +161,7 @@ def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -
     most = step = 0
 
     def join(prompt: list[int]) -> None:
-        job = RowJob(prompt=prompt, max_tokens=12, sampling=GREEDY, is_bare=True)
+        job = SequenceParams(prompt=prompt, max_tokens=12, sampling=GREEDY, is_bare=True)
         errors[engine.join(job)] = None
         rows.append(engine._prefill._line[-1])
 
@@ -172,7 +172,7 @@ def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -
         if step % 3 == 2 and waiting:
             join(waiting.pop(0))
         for delta in [*engine.prefill(512), *engine.decode()]:
-            errors[delta.row] = delta.error or errors[delta.row]
+            errors[delta.sequence_id] = delta.error or errors[delta.sequence_id]
         most, step = max(most, engine.last_pass.rows), step + 1
     return Told([row.tokens for row in rows], list(errors.values()), most)
 
@@ -320,7 +320,8 @@ def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path)
     engine = opened(write_chat(tmp_path / "m"))
     engine.hold_to(Verdict(rows=False))
     rows = [
-        engine.join(RowJob(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True)) for p in PROMPTS
+        engine.join(SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
+        for p in PROMPTS
     ]
     while engine.is_prefilling:
         engine.prefill(512)
@@ -333,6 +334,6 @@ def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path)
     assert engine.is_decoding
     ended = set()
     while engine.is_decoding:
-        ended |= {delta.row for delta in engine.decode() if delta.finish_reason}
+        ended |= {delta.sequence_id for delta in engine.decode() if delta.finish_reason}
     assert ended == {rows[1], rows[3]}
     engine.close()

@@ -324,7 +324,7 @@ def test_pieces_may_be_cut_anywhere(
         cuts = [] if TOKENS.fullmatch(run) else data.draw(st.lists(st.integers(0, len(run))))
         edges = [0, *sorted(cuts), len(run)]
         pieces += [run[a:b] for a, b in pairwise(edges)]
-    parser = chat.speech(row([BOOK])).parser
+    parser = chat.output_processor(row([BOOK])).parser
     parts = [part for piece in pieces for part in parser.push(piece)]
     assert gathered([*parts, *parser.flush()])["calls"] == [("book", ARGUMENTS)]
 
@@ -354,7 +354,7 @@ def test_text_before_a_call_streams(
     """It does not wait for the call."""
     if each.name in ("openai", "muse_spark"):
         return  # messages of their own: tests/engine/test_harmony.py
-    parser = chats[key].speech(row([BOOK])).parser
+    parser = chats[key].output_processor(row([BOOK])).parser
     assert [part.text for part in parser.push("Let me see")] == ["Let me see"]
 
 

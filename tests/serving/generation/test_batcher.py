@@ -18,7 +18,7 @@ from gateway.errors import (
     GatewayError,
     Overloaded,
 )
-from gateway.jobs import Delta, GenerateJob, Grammar, RowDelta, Stage, Tier
+from gateway.jobs import Delta, GenerateJob, Grammar, SequenceDelta, Stage, Tier
 from gateway.serving.admission import NO_BOUND
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.grammars import GrammarCache
@@ -110,7 +110,7 @@ async def test_a_late_row_joins_the_running_batch() -> None:
 class OneByOne(ScriptedWriter):
     """Reads one prompt a pass, which takes as long as a step."""
 
-    def prefill(self, token_budget: int) -> list[RowDelta]:
+    def prefill(self, token_budget: int) -> list[SequenceDelta]:
         time.sleep(0.01)
         others = dict(list(self._waiting.items())[1:])
         for row in others:
@@ -119,7 +119,7 @@ class OneByOne(ScriptedWriter):
         self._waiting.update(others)
         return ended
 
-    def decode(self) -> list[RowDelta]:
+    def decode(self) -> list[SequenceDelta]:
         time.sleep(0.01)
         return super().decode()
 

@@ -12,7 +12,7 @@ import pytest
 
 from gateway import metrics
 from gateway.errors import NoRoom, PromptTooLarge
-from gateway.jobs import Delta, GenerateJob, Grammar, KvCost, RowJob, Sampling
+from gateway.jobs import Delta, GenerateJob, Grammar, KvCost, Sampling, SequenceParams
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.grammars import GrammarCache
@@ -26,8 +26,10 @@ pytestmark = pytest.mark.anyio
 LIMITS = GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512)
 
 
-def row(prompt: int, max_tokens: int, *, is_open: bool = False) -> RowJob:
-    return RowJob(prompt=[1] * prompt, max_tokens=max_tokens, sampling=Sampling(), is_open=is_open)
+def row(prompt: int, max_tokens: int, *, is_open: bool = False) -> SequenceParams:
+    return SequenceParams(
+        prompt=[1] * prompt, max_tokens=max_tokens, sampling=Sampling(), is_open=is_open
+    )
 
 
 def costs(token: int = 1, most: int = 10**9, **given: Any) -> RowCosts:

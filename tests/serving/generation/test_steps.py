@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gateway.jobs import Pass, RowDelta
+from gateway.jobs import Pass, SequenceDelta
 from gateway.serving.pace import START_TOKENS
 from tests.fakes import ScriptedWriter, generate_job
 from tests.serving.generation.test_batcher import batching, text
@@ -21,7 +21,7 @@ class SlowReader(ScriptedWriter):
     budgets: list[int] = field(default_factory=list)
     unread: int = 2000
 
-    def prefill(self, token_budget: int) -> list[RowDelta]:
+    def prefill(self, token_budget: int) -> list[SequenceDelta]:
         self.budgets.append(token_budget)
         read = min(self.unread, token_budget)
         time.sleep(0.0005 * read)

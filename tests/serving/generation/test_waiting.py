@@ -3,13 +3,13 @@
 import asyncio
 from collections import Counter
 
-from gateway.jobs import RowJob, Sampling
+from gateway.jobs import Sampling, SequenceParams
 from gateway.serving.generation.policy import Verdict, Waiting
 from gateway.serving.generation.sequence import Ticket
 
 
 def ticket(request: str, rank: float, index: int = 0) -> Ticket:
-    row = RowJob(prompt=[1], max_tokens=9, sampling=Sampling())
+    row = SequenceParams(prompt=[1], max_tokens=9, sampling=Sampling())
     return Ticket(row, index, asyncio.Queue(), rank, request=request)
 
 
