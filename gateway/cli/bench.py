@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from gateway.bench.rounds import Line
     from gateway.bench.workloads import Wording, Workload
 
+NO_CLIENT = "mlx-gateway bench needs aiohttp: pip install 'mlx-gateway[bench]'"
 KEYS = ["GATEWAY_BENCH_API_KEY", "OPENAI_API_KEY"]
 
 
@@ -92,6 +94,9 @@ def bench(
     """
     if engine and kind is Kind.MIXED:
         raise typer.BadParameter("it measures one kind of work, not mixed", param_hint="--engine")
+    if find_spec("aiohttp") is None:
+        print(NO_CLIENT, file=sys.stderr)
+        raise SystemExit(1)
     from gateway.bench import report
     from gateway.bench.load import Peer
     from gateway.bench.rounds import FirstAskFailed

@@ -221,7 +221,31 @@ import gateway.bench.rounds, gateway.bench.report, gateway.bench.load
 heavy = {"mlx", "mlx_lm", "transformers", "outlines"} & sys.modules.keys()
 print(light, heavy, file=sys.stderr)
 """
-    done = subprocess.run(
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "set() set()\n"
+
+
+WITHOUT_AIOHTTP = "import sys; sys.modules['aiohttp'] = None; from gateway.cli import main; "
+
+
+def test_without_the_load_tools_extra_bench_names_it_in_one_line() -> None:
+    """Installed for serving alone, the package has no client to load a server with."""
+    done = python(WITHOUT_AIOHTTP + "main(['bench', 'chat'])")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "mlx-gateway bench needs aiohttp: pip install 'mlx-gateway[bench]'\n"
+
+
+def test_what_serves_and_what_examines_the_engine_need_no_load_tool() -> None:
+    """They are whole without its extra."""
+    rooms = "import gateway.app.gateway, gateway.cli.serve, gateway.doctor.loading"
+    done = python(WITHOUT_AIOHTTP + rooms)
+    assert done.returncode == 0, done.stderr
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in an interpreter of its own."""
+    return subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
         env=environment(),
@@ -230,5 +254,3 @@ print(light, heavy, file=sys.stderr)
         timeout=60,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "set() set()\n"
