@@ -12,7 +12,8 @@ The house, from the roof down; an import goes down, never up, never to a strange
     serving            time: the lane (one lock, one thread for MLX) and its watch, leases within
                        a memory budget, queues; no mlx
     wire | engine      OpenAI's shapes | tensors, token ids and model files: strangers
-    registry, settings models.yaml → specs; environment → settings
+    registry           models.yaml → specs, as the environment has them
+    settings           environment → settings
     jobs, errors       what crosses floors; what can go wrong, each with its status
     metrics, logs      instruments; event lines
 

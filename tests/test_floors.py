@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "serving": {"registry", *GROUND},
     "wire": {"jobs", "errors"},
     "engine": {"registry", "jobs", "errors"},
-    "registry": {"errors"},
+    "registry": {"settings", "errors"},
     "settings": {"errors"},
     **{room: set() for room in GROUND},
 }

@@ -196,6 +196,15 @@ def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_a_section_that_was_left_out_is_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name with words missing means the shortest that has them."""
+    known = {"GATEWAY_M_TTL_S", "GATEWAY_M_SAMPLING_TOP_K", "GATEWAY_M_SAMPLING_OTHER_TOP_K"}
+    monkeypatch.setenv("GATEWAY_M_TOP_K", "1")
+    assert strays(known) == [
+        "GATEWAY_M_TOP_K is set, and nothing reads it; did you mean GATEWAY_M_SAMPLING_TOP_K?"
+    ]
+
+
 def test_a_variable_without_effect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken for a release more, and nobody should go on relying on it."""
     monkeypatch.setenv("GATEWAY_STRUCTURED_BACKEND", "llguidance")

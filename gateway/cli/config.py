@@ -1,26 +1,18 @@
 """`mlx-gateway config`: every setting as it stands, and where it came from."""
 
-import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gateway.cli._table import show
-from gateway.registry import read_models
-from gateway.settings import (
-    Settings,
-    explain,
-    load_settings,
-    origin,
-    strays,
-    variable,
-    variables,
-)
+from gateway.registry import Reading, read_models
+from gateway.settings import VARIABLES, explain, load_settings, origin, strays, variables
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+_SECRET = frozenset({"KEY", "TOKEN", "SECRET", "PASSWORD"})
+"""Words of a variable's name that hide its value, where the file asks for it as ${…}."""
 
 
 def config(
@@ -32,18 +24,16 @@ def config(
     flags = {"models": models, "host": host, "port": port}
     settings = load_settings(flags)
     rows = [(knob.env, knob.value, knob.source) for knob in explain(settings, flags)]
-    asked = read_models(settings.models, variables()).variables
-    show(("Setting", "Value", "Source"), [*rows, *_of_models(asked)])
-    for note in strays(asked):
+    reading = read_models(settings.models, variables())
+    show(("Setting", "Value", "Source"), [*rows, *_of_models(reading)])
+    for note in strays(reading.variables):
         print(f"note: {note}", file=sys.stderr)
 
 
-def _of_models(asked: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """List the variables that models.yaml asks for, where they are set."""
-    own = {variable(name) for name in Settings.model_fields}
-    for name in sorted(set(asked) - own):
+def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
+    """List the variables that are set of those that models.yaml and its models' keys have."""
+    for name in sorted(reading.variables & variables().keys() - VARIABLES):
         value, source = origin(name)
         if value is not None:
-            # MAX_BATCH_TOKENS is no secret: only whole words of a name count
-            secret = any(_SECRET.fullmatch(word) for word in name.upper().split("_"))
-            yield name, "**********" if secret else value, source
+            is_secret = name in reading.asked and not _SECRET.isdisjoint(name.upper().split("_"))
+            yield name, "**********" if is_secret else value, source

@@ -5,6 +5,7 @@ Weights are not looked at: files that are missing are a problem, what is in them
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,10 +16,12 @@ from pydantic_core import ErrorDetails
 from gateway.errors import RegistryInvalid
 from gateway.registry.catalog import Catalog
 from gateway.registry.names import did_you_mean, nearest
+from gateway.registry.overrides import ModelVariables
 from gateway.registry.placed import Document, Where, read_yaml
 from gateway.registry.sections import Structured
 from gateway.registry.sources import PackageSource, PathSource, package_folder
 from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, names_in
+from gateway.settings import VARIABLES
 
 VERSION = 1
 
@@ -30,8 +33,15 @@ class Reading:
     catalog: Catalog
     problems: tuple[str, ...]
     notes: tuple[str, ...]
-    variables: frozenset[str]
-    """Every variable the file asks for, set or not."""
+    asked: frozenset[str]
+    """Every variable the file asks for as ${…}, set or not."""
+    overrides: frozenset[str]
+    """Every variable of the models' keys by rule, set or not; of free keys, those that are set."""
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Every variable that can change what is read."""
+        return self.asked | self.overrides
 
 
 def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
@@ -50,11 +60,11 @@ def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        return Reading(Catalog(()), (f"{path}: {error.strerror or error}",), (), frozenset())
+        return _unreadable(f"{path}: {error.strerror or error}")
     except UnicodeDecodeError as error:
-        return Reading(Catalog(()), (f"{path}: not UTF-8 text ({error})",), (), frozenset())
+        return _unreadable(f"{path}: not UTF-8 text ({error})")
     document = read_yaml(text, variables)
-    check = _Check(document, path.resolve().parent)
+    check = _Check(document, path.resolve().parent, variables)
     specs = check.file()
     problems = sorted({*document.problems, *check.problems})
     return Reading(
@@ -62,7 +72,24 @@ def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
         tuple(f"{path}:{line}: {message}" for line, message in problems),
         tuple(f"{path}:{line}: {message}" for line, message in sorted(check.notes)),
         frozenset(document.variables),
+        frozenset(check.overrides),
     )
+
+
+def _unreadable(problem: str) -> Reading:
+    return Reading(Catalog(()), (problem,), (), frozenset(), frozenset())
+
+
+class Standing(IntEnum):
+    """How strong a model's claim to a name is."""
+
+    DEFAULT = 0
+    """An alias that is the default of a ${VAR:-default}."""
+    WRITTEN = 1
+    """An alias that is written in the file."""
+    SET = 2
+    """An alias that the model's own variable gives."""
+    ID = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +99,39 @@ class Claim:
     model: str
     line: int
     said: str
-    is_default: bool = False
-    """Nobody has set it: it is the default of a variable."""
+    standing: Standing
+    variable: str | None = None
+    """The variable that gives the name, if one does."""
+
+    def yields_to(self, other: "Claim") -> bool:
+        """Return True if this alias gives way to another model's claim, rather than clash with it.
+
+        A default does so to any that is stronger, and one that is written to one that is set.
+        """
+        is_weaker = self.standing < other.standing and self.model != other.model
+        return is_weaker and (self.standing is Standing.DEFAULT or other.standing is Standing.SET)
 
 
 def settle(claims: Sequence[Claim]) -> tuple[Claim, list[Claim], list[Claim]]:
-    """Choose who has a name, and list who gives way to that and who clashes with it.
-
-    The first has it, but a default gives way to what somebody has set for another model.
-    """
-    first = next((claim for claim in claims if not claim.is_default), claims[0])
-    others = [claim for claim in claims if claim is not first]
-    yielding = [
-        claim
-        for claim in others
-        if claim.is_default and not first.is_default and claim.model != first.model
-    ]
-    return first, yielding, [claim for claim in others if claim not in yielding]
+    """Return the claim that has a name, those that give way to it and those that clash with it."""
+    best = max(claims, key=lambda claim: claim.standing)  # of equals, the first
+    others = [claim for claim in claims if claim is not best]
+    yielding = [claim for claim in others if claim.yields_to(best)]
+    return best, yielding, [claim for claim in others if claim not in yielding]
 
 
 class _Check:
-    def __init__(self, document: Document, folder: Path) -> None:
+    def __init__(self, document: Document, folder: Path, variables: Mapping[str, str]) -> None:
         self._document = document
         self._folder = folder
+        self._variables = {
+            name: text
+            for name, text in variables.items()
+            if text and name not in VARIABLES and name not in document.variables
+        }
+        self._set: dict[Where, str] = {}
+        """The variable of each value that one has set, by rule."""
+        self.overrides: set[str] = set()
         self.problems: list[tuple[int, str]] = []
         self.notes: list[tuple[int, str]] = []
 
@@ -113,12 +150,28 @@ class _Check:
             if ("models",) not in self._document.broken:
                 self._report(("models",), "`models` must map each model's id to its settings")
             return []
+        models = self._overridden(models)
         specs = [spec for name, entry in models.items() if (spec := self._model(name, entry))]
         given_up = self._names(models)
         for spec in specs:
             self._source_exists(spec)
             self._note_idle_keys(spec)
         return [_without(spec, given_up) for spec in specs]
+
+    def _overridden(self, models: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries as the variables of their keys have them."""
+        overridden = dict(models)
+        earlier: list[ModelVariables] = []
+        for model, entry in models.items():
+            if isinstance(entry, dict):
+                own = ModelVariables(model, entry, self._variables)
+                for clash in own.clashes(earlier):
+                    self._report(("models", model), f"{model}: the variable {clash}")
+                earlier.append(own)
+                overridden[model], found = own.override(self._variables)
+                self._set |= {("models", model, *path): name for path, name in found.items()}
+                self.overrides |= {*own.paths, *found.values()}
+        return overridden
 
     def _version(self, top: Mapping[str, Any]) -> None:
         if ("version",) in self._document.broken:
@@ -195,13 +248,14 @@ class _Check:
         """
         given_up = set()
         for name, claims in self._claims(models).items():
-            first, yielding, clashing = settle(claims)
+            best, yielding, clashing = settle(claims)
             for claim in yielding:
                 given_up.add((claim.model, name))
-                said = f"its default alias {name!r} gives way: that {first.said}"
+                default = "default " if claim.standing is Standing.DEFAULT else ""
+                said = f"its {default}alias {name!r} gives way: that {best.said}"
                 self.notes.append((claim.line, f"{claim.model}: {said}"))
             for claim in clashing:
-                said = f"the alias {name!r} {first.said} already"
+                said = f"the alias {name!r} {best.said} already{_by(claim.variable)}"
                 self.problems.append((claim.line, f"{claim.model}: {said}"))
         return given_up
 
@@ -210,14 +264,19 @@ class _Check:
         claims: dict[str, list[Claim]] = {}
         for name in models:
             line = self._document.line(("models", name))
-            claims[name] = [Claim(name, line, f"is the id on line {line}")]
+            claims[name] = [Claim(name, line, f"is the id on line {line}", Standing.ID)]
         for name, entry in models.items():
-            for inside, alias in _written_aliases(entry):
+            for inside, alias, is_text in _written_aliases(entry):
                 where: Where = ("models", name, "aliases", *inside)
                 line = self._document.line(where)
-                is_default = not {where, (*where, "name")}.isdisjoint(self._document.defaults)
-                claim = Claim(name, line, f"is an alias of {name} on line {line}", is_default)
-                claims.setdefault(alias, []).append(claim)
+                variable = self._set.get(("models", name, "aliases")) if is_text else None
+                said = f"is an alias of {name} on line {line}"
+                standing = Standing.WRITTEN
+                if variable:
+                    said, standing = f"is given to {name} by {variable}", Standing.SET
+                elif not {where, (*where, "name")}.isdisjoint(self._document.defaults):
+                    standing = Standing.DEFAULT
+                claims.setdefault(alias, []).append(Claim(name, line, said, standing, variable))
         return claims
 
     def _note_idle_keys(self, spec: ModelSpec) -> None:
@@ -256,7 +315,14 @@ class _Check:
         self._report(where, f"{about}unknown key {key!r}{did_you_mean(nearest(key, valid))}")
 
     def _report(self, where: Where, message: str) -> None:
-        self.problems.append((self._document.line(where), message))
+        """Add a problem at its line, with the variable that has set the value, if one has."""
+        places = (where[:depth] for depth in range(len(where), 0, -1))
+        variable = next((self._set[place] for place in places if place in self._set), None)
+        self.problems.append((self._document.line(where), f"{message}{_by(variable)}"))
+
+
+def _by(variable: str | None) -> str:
+    return f" (set by {variable})" if variable else ""
 
 
 def _written(loc: tuple[int | str, ...]) -> Iterator[int | str]:
@@ -266,15 +332,15 @@ def _written(loc: tuple[int | str, ...]) -> Iterator[int | str]:
             yield part
 
 
-def _written_aliases(entry: object) -> Iterator[tuple[Where, str]]:
-    """Find each alias of an entry as it is written, right or wrong, and its place."""
+def _written_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
+    """List each alias of an entry, right or wrong: its place, its name and whether it is text."""
     written = entry.get("aliases") if isinstance(entry, dict) else None
     for place, each in enumerate(written if isinstance(written, list) else [written]):
         inside: Where = (place,) if isinstance(written, list) else ()
         if isinstance(each, str):
-            yield from ((inside, name) for name in names_in(each))
+            yield from ((inside, name, True) for name in names_in(each))
         elif isinstance(each, dict) and isinstance(each.get("name"), str):
-            yield inside, each["name"]
+            yield inside, each["name"], False
 
 
 def _without(spec: ModelSpec, given_up: Collection[tuple[str, str]]) -> ModelSpec:

@@ -84,6 +84,21 @@ def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
     return document
 
 
+def _plain_tag(loader: _Loader, text: str) -> str:
+    resolve: Callable[..., str] = loader.resolve
+    return resolve(yaml.ScalarNode, text, (True, False))
+
+
+def plain_value(text: str) -> object:
+    """Read a text as YAML reads a plain scalar: a number, a boolean, null, else the text."""
+    loader = _Loader("")
+    tag = _plain_tag(loader, text)
+    try:
+        return loader.construct_object(yaml.ScalarNode(tag, text)) if tag in _SCALARS else text
+    except ValueError:  # `0b_` looks like a number
+        return text
+
+
 class _Builder:
     def __init__(self, loader: _Loader, document: Document, variables: Mapping[str, str]) -> None:
         self._loader = loader
@@ -157,8 +172,7 @@ class _Builder:
             if expansion.is_default:
                 self._document.defaults.add(where)
             if node.style is None and tag == _STR:  # unquoted: `${X:-32}` is a number
-                resolve: Callable[..., str] = self._loader.resolve
-                tag = resolve(yaml.ScalarNode, expansion.text, (True, False))
+                tag = _plain_tag(self._loader, expansion.text)
         if tag not in _SCALARS:
             return self._problem(node, where, f"the tag {tag!r} is not allowed here")
         try:

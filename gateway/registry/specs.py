@@ -52,7 +52,7 @@ def _template(value: object, info: ValidationInfo) -> object:
         raise ValueError(f"{path} is not UTF-8 text") from None
 
 
-def _batching(value: object) -> object:
+def batching_section(value: object) -> object:
     """Read a mode alone as a section."""
     value = batching_mode(value)
     return {"mode": value} if isinstance(value, str) else value
@@ -262,7 +262,7 @@ class ChatSpec(_Spec):
     )
     batching: Annotated[
         ChatBatching,
-        BeforeValidator(_batching, json_schema_input_type=ChatBatching | Modes),
+        BeforeValidator(batching_section, json_schema_input_type=ChatBatching | Modes),
     ] = Field(
         default_factory=ChatBatching,
         description="Overrides of the gateway's settings; `force` and `off` stand for `{mode: …}`.",

@@ -12,13 +12,21 @@ Config stops at app.py: below it, plain arguments.
 
 from gateway.settings.binds import is_local
 from gateway.settings.fields import PREFIX, Settings
-from gateway.settings.knobs import Knob, environment_table, explain, strays, variable
+from gateway.settings.knobs import (
+    VARIABLES,
+    Knob,
+    environment_table,
+    explain,
+    strays,
+    variable,
+)
 from gateway.settings.listening import default_models_file
 from gateway.settings.reading import ENV_FILE, SettingsInvalid, load_settings, origin, variables
 
 __all__ = [
     "ENV_FILE",
     "PREFIX",
+    "VARIABLES",
     "Knob",
     "Settings",
     "SettingsInvalid",

@@ -9,8 +9,6 @@ from typing import Any
 from gateway.settings.fields import PREFIX, Settings
 from gateway.settings.reading import ENV_FILE, Origin, provenance, variables
 
-ELSEWHERE = frozenset({"GATEWAY_BENCH_API_KEY"})  # read by a command of its own
-
 
 @dataclass(frozen=True, slots=True)
 class Knob:
@@ -42,12 +40,19 @@ def variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
+VARIABLES = frozenset(
+    {variable(name) for name in Settings.model_fields}
+    | {"GATEWAY_BENCH_API_KEY"}  # read by a command of its own
+)
+"""The variables of all settings."""
+
+
 def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> list[str]:
     """List GATEWAY_ variables without effect, and the nearest name that has one for those unknown.
 
-    `known` are those that models.yaml asks for.
+    `known` are those of models.yaml.
     """
-    valid = {variable(name) for name in Settings.model_fields} | ELSEWHERE | set(known)
+    valid = VARIABLES | set(known)
     lines = []
     given = variables(env_file)
     for field, schema in Settings.model_json_schema()["properties"].items():
@@ -56,10 +61,22 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
             lines.append(f"{variable(field)}={text}: {schema['description']}")
     for name in sorted(given):
         if name.startswith(PREFIX) and name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.75)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = _nearest(name, valid)
+            hint = f"; did you mean {near}?" if near else ""
             lines.append(f"{name} is set, and nothing reads it{hint}")
     return lines
+
+
+def _nearest(name: str, valid: Collection[str]) -> str | None:
+    """Find the name that has words more than this one, or else the most alike."""
+    gaps = [place for place, letter in enumerate(name) if letter == "_"]
+    longer = [
+        each
+        for each in valid
+        if any(each.startswith(name[: gap + 1]) and each.endswith(name[gap:]) for gap in gaps)
+    ]
+    alike = difflib.get_close_matches(name, valid, n=1, cutoff=0.75)
+    return min(longer, key=lambda each: (len(each), each)) if longer else next(iter(alike), None)
 
 
 def environment_table() -> str:

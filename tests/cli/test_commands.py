@@ -111,6 +111,27 @@ def test_config_prints_value_and_source(
     assert "hunter2" not in out
 
 
+def test_config_prints_the_variables_of_models_keys(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where they are set; one that sets nothing is a note with the nearest that would."""
+    (here / "models.yaml").write_text(GOOD)
+    (here / ".env").write_text("GATEWAY_M_MAX_CONTEXT=64\nGATEWAY_M_TOP_K=5\n")
+    monkeypatch.setenv("GATEWAY_M_SAMPLING_MAX_TOKENS", "7")
+    monkeypatch.setenv("GATEWAY_M_CHAT_TEMPLATE_KWARGS_LANG", "en")
+    monkeypatch.setenv("GATEWAY_M_THINKNG", "true")
+    assert run("config") == 0
+    out, err = capsys.readouterr()
+    assert [line for line in out.splitlines() if line.startswith("GATEWAY_M_")] == [
+        "GATEWAY_M_CHAT_TEMPLATE_KWARGS_LANG\ten\tenvironment",
+        "GATEWAY_M_MAX_CONTEXT\t64\t.env",
+        "GATEWAY_M_SAMPLING_MAX_TOKENS\t7\tenvironment",
+    ]
+    nothing = "is set, and nothing reads it; did you mean"
+    assert f"note: GATEWAY_M_TOP_K {nothing} GATEWAY_M_SAMPLING_TOP_K?" in err
+    assert f"note: GATEWAY_M_THINKNG {nothing} GATEWAY_M_THINKING?" in err
+
+
 def test_config_works_while_the_file_does_not(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,295 @@
+"""GATEWAY_<ID>_<KEY>: which key of which model a variable sets, and never two."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.registry import ChatSpec, EmbeddingSpec, Reading, read_models
+from gateway.registry.overrides import ModelVariables
+from gateway.registry.specs import SPECS
+from gateway.settings import VARIABLES
+
+FILE = """\
+version: 1
+models:
+  my-embedder:
+    kind: embedding
+    source: hub:a/b
+    prompts: {s2p-query: "q: "}
+  My.Chat-0.6b:
+    kind: chat
+    source: hub:c/d
+    sampling: {top_k: 5, top_p: 0.5}
+    aliases: [usual, {name: quiet, thinking: false}]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "models.yaml"
+
+
+def read(file: Path, variables: Mapping[str, str], text: str = FILE) -> Reading:
+    file.write_text(text, encoding="utf-8")
+    return read_models(file, variables)
+
+
+def chat(file: Path, variables: Mapping[str, str], text: str = FILE) -> ChatSpec:
+    reading = read(file, variables, text)
+    assert reading.problems == ()
+    spec = next(each for each in reading.catalog.specs if each.kind == "chat")
+    assert isinstance(spec, ChatSpec)
+    return spec
+
+
+def embedder(file: Path, variables: Mapping[str, str]) -> EmbeddingSpec:
+    spec = read(file, variables).catalog.resolve("my-embedder").spec
+    assert isinstance(spec, EmbeddingSpec)
+    return spec
+
+
+def problems(file: Path, variables: Mapping[str, str], text: str = FILE) -> list[str]:
+    reading = read(file, variables, text)
+    return [line.replace(f"{file}:", "") for line in reading.problems]
+
+
+def test_a_variable_sets_a_key_of_any_model(file: Path) -> None:
+    """At any depth, whether or not the file has the key; keys beside it stay."""
+    spec = chat(
+        file,
+        {
+            "GATEWAY_MY_CHAT_0_6B_PRELOAD": "true",
+            "GATEWAY_MY_CHAT_0_6B_SAMPLING_TOP_K": "7",
+            "GATEWAY_MY_CHAT_0_6B_BATCHING_MAX_BATCH_SIZE": "3",
+            "GATEWAY_MY_CHAT_0_6B_SOURCE": "",
+            "GATEWAY_my_chat_0_6b_PINNED": "true",
+        },
+    )
+    assert (spec.preload, spec.pinned, str(spec.source)) == (True, False, "hub:c/d")
+    assert (spec.sampling.top_k, spec.sampling.top_p) == (7, 0.5)
+    assert spec.batching.max_batch_size == 3
+
+
+def test_null_is_as_if_the_key_were_not_there(file: Path) -> None:
+    """The model's own files or the settings then decide."""
+    spec = chat(file, {"GATEWAY_MY_CHAT_0_6B_SAMPLING_TOP_K": "null"})
+    assert (spec.sampling.top_k, spec.sampling.top_p) == (None, 0.5)
+
+
+def test_the_kind_may_be_set_too(file: Path) -> None:
+    """It decides which other variables there are."""
+    reading = read(file, {"GATEWAY_MY_EMBEDDER_KIND": "chat", "GATEWAY_MY_EMBEDDER_POOLING": "cls"})
+    assert "GATEWAY_MY_EMBEDDER_THINKING" in reading.variables
+    assert "GATEWAY_MY_EMBEDDER_POOLING" not in reading.variables
+    (problem,) = reading.problems  # its prompts are no chat model's
+    assert "my-embedder: unknown key 'prompts'" in problem
+
+
+def test_where_keys_are_free_each_has_a_variable(file: Path) -> None:
+    """One that the file has keeps its name; a new one is in small letters."""
+    given = {"GATEWAY_MY_EMBEDDER_PROMPTS_S2P_QUERY": "7", "GATEWAY_MY_EMBEDDER_PROMPTS_DOC": "no"}
+    assert embedder(file, given).prompts == {"s2p-query": "7", "doc": "no"}
+    named = "GATEWAY_MY_CHAT_0_6B_CHAT_TEMPLATE_KWARGS_ENABLE_THINKING"
+    assert chat(file, {named: "false"}).chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_a_key_that_takes_text_takes_any(file: Path) -> None:
+    """Though YAML would read a number or a boolean."""
+    assert chat(file, {"GATEWAY_MY_CHAT_0_6B_CHAT_TEMPLATE": "7"}).chat_template == "7"
+    assert embedder(file, {"GATEWAY_MY_EMBEDDER_ALIASES": "7"}).aliases[0].name == "7"
+    assert embedder(file, {"GATEWAY_MY_EMBEDDER_MATRYOSHKA": "7"}).matryoshka == (7,)
+
+
+def test_names_take_the_place_of_names(file: Path) -> None:
+    """An alias that implies something stays, and null leaves no other."""
+    spec = chat(file, {"GATEWAY_MY_CHAT_0_6B_ALIASES": "one, two"})
+    assert [alias.name for alias in spec.aliases] == ["quiet", "one", "two"]
+    spec = chat(file, {"GATEWAY_MY_CHAT_0_6B_ALIASES": "null"})
+    assert [alias.name for alias in spec.aliases] == ["quiet"]
+
+
+@pytest.mark.parametrize("written", ["batching: force", "batching: {mode: force}"])
+def test_a_mode_alone_is_a_section(file: Path, written: str) -> None:
+    """Another key of it leaves the mode as it is; the mode alone may be set as well."""
+    text = f"version: 1\nmodels: {{m: {{kind: chat, source: 'hub:a/b', {written}}}}}"
+    own = chat(file, {"GATEWAY_M_BATCHING_MAX_BATCH_SIZE": "3"}, text).batching
+    assert (own.mode, own.max_batch_size) == ("force", 3)
+    both = {"GATEWAY_M_BATCHING_MAX_BATCH_SIZE": "3", "GATEWAY_M_BATCHING": "off"}
+    own = chat(file, both, text).batching
+    assert (own.mode, own.max_batch_size) == ("off", 3)
+
+
+def test_a_wrong_section_is_told_as_it_is(file: Path) -> None:
+    """A variable of a key in it changes nothing."""
+    text = "version: 1\nmodels: {m: {kind: chat, source: 'hub:a/b', sampling: 5}}"
+    assert problems(file, {"GATEWAY_M_SAMPLING_TOP_K": "7"}, text) == [
+        "2: m: `sampling` should be a mapping, not 5"
+    ]
+
+
+def test_a_wrong_value_is_told_with_its_variable(file: Path) -> None:
+    """At the line of the key, or of what is around it."""
+    given = {
+        "GATEWAY_MY_EMBEDDER_POOLING": "men",
+        "GATEWAY_MY_CHAT_0_6B_SAMPLING_TOP_K": "-1",
+        "GATEWAY_MY_CHAT_0_6B_STRUCTURED": "strict",
+        "GATEWAY_MY_CHAT_0_6B_ALIASES": "a b",
+    }
+    [pooling, structured, top_k, aliases] = problems(file, given)
+    assert pooling == (
+        "3: my-embedder: `pooling` must be 'mean', 'cls' or 'last', not 'men'; "
+        "did you mean 'mean'? (set by GATEWAY_MY_EMBEDDER_POOLING)"
+    )
+    assert structured == (
+        "7: My.Chat-0.6b: `structured` should be a mapping, not 'strict' "
+        "(set by GATEWAY_MY_CHAT_0_6B_STRUCTURED)"
+    )
+    assert top_k == (
+        "10: My.Chat-0.6b: `sampling.top_k` should be greater than or equal to 0, not -1 "
+        "(set by GATEWAY_MY_CHAT_0_6B_SAMPLING_TOP_K)"
+    )
+    assert aliases.startswith("11: My.Chat-0.6b: `aliases.1.name` should match pattern")
+    assert aliases.endswith("(set by GATEWAY_MY_CHAT_0_6B_ALIASES)")
+
+
+def test_a_missing_folder_is_told_with_its_variable(file: Path) -> None:
+    """So is what is checked after the file."""
+    (problem,) = problems(file, {"GATEWAY_MY_EMBEDDER_SOURCE": "path:nowhere"})
+    assert problem.startswith("5: my-embedder: there is no folder")
+    assert problem.endswith("(set by GATEWAY_MY_EMBEDDER_SOURCE)")
+
+
+def test_a_variable_that_the_file_asks_for_goes_where_it_is_asked(file: Path) -> None:
+    """And not to the key that it would set by rule."""
+    text = (
+        "version: 1\n"
+        "models:\n"
+        "  a: {kind: chat, source: 'hub:a/b', max_context: '${GATEWAY_B_MAX_CONTEXT:-99}'}\n"
+        "  b: {kind: chat, source: 'hub:a/c', max_context: 88}\n"
+    )
+    for values, expected in (({}, [99, 88]), ({"GATEWAY_B_MAX_CONTEXT": "77"}, [77, 88])):
+        reading = read(file, values, text)
+        assert [spec.max_context for spec in reading.catalog.specs] == expected
+
+
+def test_a_name_that_is_set_is_taken_from_the_model_that_has_it(file: Path) -> None:
+    """Whether that has it as it is written or by default, and it is told."""
+    reading = read(file, {"GATEWAY_MY_EMBEDDER_ALIASES": "usual"})
+    assert reading.problems == ()
+    assert reading.catalog.resolve("usual").spec.id == "my-embedder"
+    assert [alias.name for alias in reading.catalog.specs[1].aliases] == ["quiet"]
+    (note,) = reading.notes
+    assert note == (
+        f"{file}:11: My.Chat-0.6b: its alias 'usual' gives way: "
+        "that is given to my-embedder by GATEWAY_MY_EMBEDDER_ALIASES"
+    )
+
+
+def test_a_name_is_set_for_one_model(file: Path) -> None:
+    """Not for two, not twice for one, and not the id of another."""
+    stem = "GATEWAY_MY_EMBEDDER_ALIASES"
+    (problem,) = problems(file, {stem: "x", "GATEWAY_MY_CHAT_0_6B_ALIASES": "x"})
+    assert problem == (
+        f"11: My.Chat-0.6b: the alias 'x' is given to my-embedder by {stem} already "
+        "(set by GATEWAY_MY_CHAT_0_6B_ALIASES)"
+    )
+    (problem,) = problems(file, {stem: "x, x"})
+    assert problem.endswith(
+        f"my-embedder: the alias 'x' is given to my-embedder by {stem} already (set by {stem})"
+    )
+    (problem,) = problems(file, {stem: "My.Chat-0.6b"})
+    assert problem == (
+        f"3: my-embedder: the alias 'My.Chat-0.6b' is the id on line 7 already (set by {stem})"
+    )
+
+
+def models(*entries: str) -> str:
+    return "version: 1\nmodels:\n" + "".join(f"  {entry}\n" for entry in entries)
+
+
+CHAT = "{kind: chat, source: 'hub:a/b'}"
+EMBEDDING = "{kind: embedding, source: 'hub:a/b'}"
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        (
+            (f"qwen3-0.6b: {CHAT}", f"Qwen3_0-6B: {CHAT}"),
+            "4: Qwen3_0-6B: the variable GATEWAY_QWEN3_0_6B_SOURCE would be `source` here and "
+            "`source` of qwen3-0.6b; choose another id for one of them",
+        ),
+        (
+            (f"m: {EMBEDDING}", f"m-prompts: {CHAT}"),
+            "4: m-prompts: the variable GATEWAY_M_PROMPTS_SOURCE would be `source` here and "
+            "`prompts.source` of m; choose another id for one of them",
+        ),
+        (
+            (f"m-prompts: {CHAT}", f"m: {EMBEDDING}"),
+            "4: m: the variable GATEWAY_M_PROMPTS_SOURCE would be `prompts.source` here and "
+            "`source` of m-prompts; choose another id for one of them",
+        ),
+        (
+            (f"model: {CHAT}",),
+            "3: model: the variable GATEWAY_MODEL_TTL_S is a setting of the gateway and would be "
+            "`ttl_s` here too; choose another id",
+        ),
+        (
+            ("m: {kind: embedding, source: 'hub:a/b', prompts: {a-b: x, A.B: y}}",),
+            "3: m: the variable GATEWAY_M_PROMPTS_A_B would be `prompts.a-b` and `prompts.A.B`; "
+            "choose another name for one of them",
+        ),
+    ],
+)
+def test_what_would_have_two_meanings_is_refused(
+    file: Path, entries: tuple[str, ...], said: str
+) -> None:
+    """Before anybody sets it: what a variable does must not depend on which others there are."""
+    assert problems(file, {}, models(*entries)) == [said]
+
+
+def test_ids_that_only_begin_alike_are_fine(file: Path) -> None:
+    """The longest whose remainder is a key is meant; no other id has such a key."""
+    names = ("qwen3", "qwen3-0.6b", "qwen3-batching", "embedding", "queue", "structured")
+    given = {
+        "GATEWAY_QWEN3_0_6B_TTL_S": "1",
+        "GATEWAY_QWEN3_BATCHING_TTL_S": "2",
+        "GATEWAY_QWEN3_BATCHING_MODE": "off",
+        "GATEWAY_QUEUE_LIMIT": "3",
+        "GATEWAY_QUEUE_QUEUE_LIMIT": "4",
+        "GATEWAY_EMBEDDING_MAX_BATCH_SIZE": "5",
+        "GATEWAY_EMBEDDING_BATCHING_MAX_BATCH_SIZE": "6",
+    }
+    reading = read(file, given, models(*(f"{name}: {CHAT}" for name in names)))
+    assert reading.problems == ()
+    specs = {spec.id: spec for spec in reading.catalog.specs if isinstance(spec, ChatSpec)}
+    assert [specs[name].ttl_s for name in names] == [None, 1, 2, None, None, None]
+    assert (specs["qwen3"].batching.mode, specs["qwen3-batching"].batching.mode) == ("off", "auto")
+    assert (specs["queue"].queue_limit, specs["embedding"].batching.max_batch_size) == (4, 6)
+
+
+def test_every_variable_of_a_kind_has_a_key_of_its_own() -> None:
+    """None is lost by writing keys in capitals and joining them."""
+    for kind in SPECS:
+        own = ModelVariables("m", {"kind": kind}, {})
+        assert len(own.paths) == len(set(own.paths.values())) > 20
+
+
+WORDS = ["m", "model", "prompts", "chat-template-kwargs", "batching", "queue", "limit", "ttl", "s"]
+IDS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map("-".join)
+KINDS = st.sampled_from(sorted(SPECS))
+
+
+@given(st.dictionaries(IDS, KINDS, min_size=1, max_size=5))
+def test_no_variable_has_two_meanings(kinds: dict[str, str]) -> None:
+    """Whatever ids a file has: either it is refused, or each variable sets one thing."""
+    known = [ModelVariables(name, {"kind": kind}, {}) for name, kind in kinds.items()]
+    if any(list(each.clashes(known[:place])) for place, each in enumerate(known)):
+        return
+    for each in known:
+        for variable in (*each.paths, *VARIABLES, *(f"{name}_X" for name in each.paths)):
+            meanings = [other for other in known if other.path(variable)]
+            assert len(meanings) + (variable in VARIABLES) <= 1
