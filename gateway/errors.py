@@ -7,12 +7,29 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import ClassVar
 
+from typing_extensions import TypedDict
+
 SHOWN_CHARS = 256
 
 
 def shown(given: str) -> str:
     """Return what a message repeats of what a caller sent: not more than a name may be long."""
     return given if len(given) <= SHOWN_CHARS else f"{given[:SHOWN_CHARS]}…"
+
+
+class ErrorDetails(TypedDict):
+    """What went wrong: all four keys, always."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """OpenAI's error envelope."""
+
+    error: ErrorDetails
 
 
 class GatewayError(Exception):
@@ -48,8 +65,8 @@ class GatewayError(Exception):
             headers["x-should-retry"] = "true" if self.should_retry else "false"
         return headers
 
-    def body(self) -> dict[str, dict[str, str | None]]:
-        """Give OpenAI's error envelope: all four keys, always."""
+    def body(self) -> ErrorBody:
+        """Return OpenAI's error envelope."""
         return {
             "error": {
                 "message": self.message,

@@ -1,14 +1,25 @@
 """POST /admin/models/{id}/load, …/unload and /admin/reload, for holders of the admin key."""
 
 from http import HTTPStatus
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from gateway.api.models import entry
 from gateway.api.replies import reply
 from gateway.api.service import Service
 from gateway.api.streams import while_connected
+
+
+class Reload(TypedDict):
+    """What another reading of models.yaml changed, by id."""
+
+    object: Literal["reload"]
+    added: list[str]
+    changed: list[str]
+    removed: list[str]
 
 
 async def load(service: Service, request: Request) -> Response:
@@ -32,4 +43,10 @@ async def unload(service: Service, request: Request) -> Response:
 async def reload(service: Service, request: Request) -> Response:
     """Read models.yaml again, and answer with what changed; 400 names what is wrong in it."""
     changes = await while_connected(request.receive, service.reload())
-    return reply({"object": "reload", **changes.by_kind()})
+    body: Reload = {
+        "object": "reload",
+        "added": list(changes.added),
+        "changed": list(changes.changed),
+        "removed": list(changes.removed),
+    }
+    return reply(body)

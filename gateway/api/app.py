@@ -30,11 +30,14 @@ from gateway.errors import (
     shown,
 )
 from gateway.serving.rate_limit import KINDS, Accounts, Allowance
-from gateway.wire import answers
 from gateway.wire.chat import ChatRequest
-from gateway.wire.completions import CompletionRequest
-from gateway.wire.embeddings import EmbeddingsRequest
-from gateway.wire.responses import ResponsesRequest
+from gateway.wire.chat_answers import ChatCompletion, ChatCompletionChunk
+from gateway.wire.completions import Completion, CompletionRequest
+from gateway.wire.embeddings import Embeddings, EmbeddingsRequest
+from gateway.wire.response_events import ResponseEvent
+from gateway.wire.response_items import InputItems
+from gateway.wire.responses import DeletedResponse, InputTokens, ResponsesRequest
+from gateway.wire.responses import Response as WireResponse
 
 EXPOSED = [
     *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "x-gateway-tool-format"),
@@ -59,7 +62,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "answers in `float` or `base64`; `dimensions` for Matryoshka models; also "
         "`truncate` and `prompt_name`.",
         request=EmbeddingsRequest,
-        answer=answers.Embeddings,
+        answer=Embeddings,
         errors=ASKED,
         is_metered=True,
     ),
@@ -71,8 +74,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         details="Whole or streamed; tools, structured output, logprobs, reasoning separate from "
         "content.",
         request=ChatRequest,
-        answer=answers.ChatCompletion,
-        events=answers.ChatCompletionChunk,
+        answer=ChatCompletion,
+        events=ChatCompletionChunk,
         errors=ASKED,
         is_metered=True,
     ),
@@ -83,8 +86,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Continue prompts",
         details="The older form: `prompt` as text, token ids, or a list of either.",
         request=CompletionRequest,
-        answer=answers.Completion,
-        events=answers.Completion,
+        answer=Completion,
+        events=Completion,
         errors=ASKED,
         is_metered=True,
     ),
@@ -96,8 +99,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         details="Messages, function tools alone or in namespaces, structured text, streaming "
         "events; continues from `previous_response_id` and reads `item_reference`s.",
         request=ResponsesRequest,
-        answer=answers.Response,
-        events=answers.ResponseEvent,
+        answer=WireResponse,
+        events=ResponseEvent,
         errors=(*ASKED, ResponseNotFound),
         is_metered=True,
     ),
@@ -108,7 +111,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Count the tokens of a prompt",
         details="The prompt is that of the same request to `/responses`.",
         request=ResponsesRequest,
-        answer=answers.InputTokens,
+        answer=InputTokens,
         errors=(*ASKED, ResponseNotFound),
     ),
     Endpoint(
@@ -119,7 +122,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         details="Responses are kept in memory for `GATEWAY_RESPONSES_TTL_S` unless the request "
         "said `store: false`. Each API key sees only its own, and has an even share of "
         "`GATEWAY_RESPONSES_KEPT`.",
-        answer=answers.Response,
+        answer=WireResponse,
         errors=KEPT,
     ),
     Endpoint(
@@ -127,7 +130,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/responses/{name}",
         responses.delete,
         summary="Delete a kept response",
-        answer=answers.Deleted,
+        answer=DeletedResponse,
         errors=KEPT,
     ),
     Endpoint(
@@ -144,7 +147,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         responses.list_items,
         summary="List the conversation that a kept response answers",
         details="Takes `limit`, `order` and `after`.",
-        answer=answers.InputItems,
+        answer=InputItems,
         errors=KEPT,
     ),
     Endpoint(
@@ -155,14 +158,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         details="Every id and alias; `root` is the id; `state`, `bytes`, `last_used` and `error` "
         "describe the model's condition, and `batching` says whether its answers are "
         "decoded together.",
-        answer=answers.Models,
+        answer=models.Models,
     ),
     Endpoint(
         "GET",
         "/v1/models/{name:path}",
         models.show,
         summary="Describe one model",
-        answer=answers.Model,
+        answer=models.Model,
         errors=(ModelNotFound,),
     ),
     Endpoint(
@@ -171,7 +174,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ops.health,
         summary="Check that the engine works",
         details="200 while the engine's thread does its work.",
-        answer=answers.Health,
+        answer=ops.Health,
         statuses=(200, 503),
         is_open=True,
     ),
@@ -182,7 +185,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Check that requests are accepted",
         details="200 from when all preloaded models are loaded until shutdown begins; lists the "
         "models' states to callers who may list models.",
-        answer=answers.Ready,
+        answer=ops.Ready,
         statuses=(200, 503),
         is_open=True,
     ),
@@ -205,7 +208,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         admin.load,
         summary="Load a model",
         details="Needs `GATEWAY_ADMIN_KEY`; without that setting, what is under `/admin` is a 404.",
-        answer=answers.Model,
+        answer=models.Model,
         errors=LEASED,
         is_admin=True,
     ),
@@ -215,7 +218,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         admin.unload,
         summary="Unload a model",
         details="202 while requests still use it.",
-        answer=answers.Model,
+        answer=models.Model,
         statuses=(200, 202),
         errors=(ModelNotFound,),
         is_admin=True,
@@ -225,7 +228,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/admin/reload",
         admin.reload,
         summary="Read models.yaml again",
-        answer=answers.Reload,
+        answer=admin.Reload,
         errors=(ModelsFileInvalid,),
         is_admin=True,
     ),

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -22,7 +23,7 @@ from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
 from gateway.registry import ChatSpec, Resolved
 from gateway.serving.generation.verdicts import Verdicts
 from gateway.wire import chat as wire
-from gateway.wire.chat_answers import Choice, Heading
+from gateway.wire.chat_answers import ChatChoiceWriter, ChatCompletionWriter, SchemaVerdict
 from gateway.wire.sampling import tier
 
 
@@ -33,7 +34,7 @@ class _Exchange:
     service: Service
     spec: ChatSpec
     job: GenerateJob
-    heading: Heading
+    writer: ChatCompletionWriter
     headers: dict[str, str]
 
 
@@ -55,7 +56,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 
     read, (spec, job) = await service.read(request, wire.ChatRequest, translate)
     asked = read.request
-    heading = Heading(
+    writer = ChatCompletionWriter(
         id=f"chatcmpl-{secrets.token_hex(12)}",
         created=int(time.time()),
         model=asked.model,
@@ -63,7 +64,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
         is_legacy=asked.is_legacy,
     )
     headers = noted(read.ignored)
-    exchange = _Exchange(service, spec, job, heading, headers)
+    exchange = _Exchange(service, spec, job, writer, headers)
     if not asked.stream:
         body = await while_connected(request.receive, _whole(exchange))
         return Response(body, media_type="application/json", headers=headers)
@@ -73,7 +74,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 
 
 async def _whole(exchange: _Exchange) -> bytes:
-    job, heading, headers = exchange.job, exchange.heading, exchange.headers
+    job, writer, headers = exchange.job, exchange.writer, exchange.headers
     choices = [_choice(index, exchange) for index in range(job.n)]
     usage, verdicts = await _generate(exchange, job, choices)
     broken = [place for place, verdict in enumerate(verdicts) if verdict is False]
@@ -88,18 +89,18 @@ async def _whole(exchange: _Exchange) -> bytes:
         headers |= judged(verdicts)
     started = metrics.now()
     logprobs = 0 if job.logprobs is None else usage.completion_tokens * (1 + job.logprobs)
-    body = await written(lambda: heading.completion(choices, usage), logprobs)
+    body = await written(lambda: orjson.dumps(writer.completion(choices, usage)), logprobs)
     job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
     return body
 
 
-def _choice(index: int, exchange: _Exchange) -> Choice:
+def _choice(index: int, exchange: _Exchange) -> ChatChoiceWriter:
     has_logprobs = exchange.job.logprobs is not None
-    return Choice(index, has_logprobs=has_logprobs, is_legacy=exchange.heading.is_legacy)
+    return ChatChoiceWriter(index, has_logprobs=has_logprobs, is_legacy=exchange.writer.is_legacy)
 
 
 async def _generate(
-    exchange: _Exchange, job: GenerateJob, choices: Sequence[Choice]
+    exchange: _Exchange, job: GenerateJob, choices: Sequence[ChatChoiceWriter]
 ) -> tuple[Usage, list[bool | None]]:
     """Write every choice; return what that took, and which fit their schema."""
     async with (
@@ -116,7 +117,7 @@ async def _generate(
 
 
 async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
-    job, heading = exchange.job, exchange.heading
+    job, writer = exchange.job, exchange.writer
     async with (
         exchange.service.writer(exchange.spec, job.caller) as batcher,
         batcher.generate(job) as generation,
@@ -130,19 +131,20 @@ async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[by
             if is_first:  # every choice is introduced, in order, before any has text
                 is_first = False
                 for index in range(job.n):
-                    yield frame(heading.role(index))
+                    yield frame(orjson.dumps(writer.role(index)))
             usage = counted(usage, delta)
             verdict = None
             if delta.finish_reason is not None:
                 verdict = await verdict_json(generation.verdicts, delta.index)
-            for chunk in heading.chunks(delta, verdict):
-                yield frame(chunk)
+            for chunk in writer.chunks(delta, verdict):
+                yield frame(orjson.dumps(chunk))
     if with_usage:
-        yield frame(heading.usage(usage, timing.field(job.caller.timings)))
+        last = writer.usage(usage, timing.field(job.caller.timings))
+        yield frame(orjson.dumps(last))
     yield DONE
 
 
-async def verdict_json(verdicts: Verdicts, index: int) -> dict[str, Any] | None:
+async def verdict_json(verdicts: Verdicts, index: int) -> SchemaVerdict | None:
     """Return what a stream says at a choice's end of what no grammar held, if there was any."""
     if not verdicts.unenforced:
         return None

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -34,8 +35,8 @@ class _Exchange:
     service: Service
     spec: ChatSpec
     jobs: Sequence[GenerateJob]
-    heading: wire.Heading
-    choices: Sequence[wire.Choice]
+    writer: wire.CompletionWriter
+    choices: Sequence[wire.TextChoiceWriter]
 
 
 async def answer(service: Service, request: Request) -> ASGIApp:
@@ -49,13 +50,13 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 
     read, (spec, jobs) = await service.read(request, wire.CompletionRequest, translate)
     asked = read.request
-    heading = wire.Heading(
+    writer = wire.CompletionWriter(
         id=f"cmpl-{secrets.token_hex(12)}",
         created=int(time.time()),
         model=asked.model,
         fingerprint=service.fingerprint(spec),
     )
-    exchange = _Exchange(service, spec, jobs, heading, wire.choices(asked))
+    exchange = _Exchange(service, spec, jobs, writer, wire.choices(asked))
     headers = noted(read.ignored)
     if not asked.stream:
         body = await while_connected(request.receive, _whole(exchange))
@@ -66,7 +67,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 
 
 async def _whole(exchange: _Exchange) -> bytes:
-    jobs, heading, choices = exchange.jobs, exchange.heading, exchange.choices
+    jobs, writer, choices = exchange.jobs, exchange.writer, exchange.choices
     usage = Usage(0)
     async with (
         exchange.service.writer(exchange.spec, jobs[0].caller) as batcher,
@@ -79,13 +80,15 @@ async def _whole(exchange: _Exchange) -> bytes:
     started = metrics.now()
     each_token = 0 if jobs[0].logprobs is None else 1 + jobs[0].logprobs
     tokens = usage.prompt_tokens + usage.completion_tokens  # an echo has the prompt's too
-    body = await written(lambda: heading.whole(choices, usage), tokens * each_token)
+    body = await written(
+        lambda: orjson.dumps(writer.completion(choices, usage)), tokens * each_token
+    )
     jobs[0].caller.timings.add(Stage.SERIALISE, metrics.now() - started)
     return body
 
 
 async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
-    jobs, heading = exchange.jobs, exchange.heading
+    jobs, writer = exchange.jobs, exchange.writer
     usage = Usage(0)
     async with (
         exchange.service.writer(exchange.spec, jobs[0].caller) as batcher,
@@ -98,9 +101,10 @@ async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[by
             else:
                 new = exchange.choices[each.index].add(each)
                 if new["text"] or each.logprobs or each.finish_reason is not None:
-                    yield frame(heading.chunk(new))
+                    yield frame(orjson.dumps(writer.chunk([new])))
     if with_usage:
-        yield frame(heading.usage(usage, timing.field(jobs[0].caller.timings)))
+        last = writer.usage(usage, timing.field(jobs[0].caller.timings))
+        yield frame(orjson.dumps(last))
     yield DONE
 
 

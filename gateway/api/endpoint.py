@@ -2,8 +2,8 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -53,8 +53,8 @@ class Endpoint:
     summary: str
     details: str = ""
     request: type[WireRequest] | None = None
-    answer: type[BaseModel] | None = None
-    events: type[BaseModel] | None = None
+    answer: Any = None
+    events: Any = None
     content_type: str = "application/json"
     statuses: tuple[int, ...] = (200,)
     errors: Errors = ()

@@ -1,21 +1,58 @@
 """GET /v1/models and /v1/models/{id}."""
 
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Literal
 
+from pydantic import Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from gateway.api.replies import reply
 from gateway.api.service import Service
 from gateway.registry import Resolved
 from gateway.serving.generation.batcher import GenerationBatcher
 
+STATES = ["unloaded", "loading", "loaded", "failed"]
+
+
+class Batching(TypedDict):
+    """How a loaded chat model runs its answers."""
+
+    rows: Literal["together", "one at a time"]
+    self_test: Literal["passed", "failed", "unfinished", "off"]
+    problem: Annotated[str | None, Field(description="What the self-test found wrong.")]
+
+
+class Model(TypedDict):
+    """A model by one of its names; `root` is its id."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    kind: Literal["chat", "embedding"]
+    state: Annotated[str, WithJsonSchema({"type": "string", "enum": STATES})]
+    bytes: Annotated[int | None, Field(description="What it holds of the memory budget.")]
+    last_used: Annotated[float | None, Field(description="Unix time.")]
+    error: Annotated[str | None, Field(description="Why it failed.")]
+    batching: Annotated[Batching | None, Field(description="Of a chat model that is loaded.")]
+
+
+class Models(TypedDict):
+    """Every name of every model."""
+
+    object: Literal["list"]
+    data: list[Model]
+
 
 async def list_models(service: Service, request: Request) -> Response:
     """Answer with every id and alias; `root` names the id behind an alias."""
-    return reply({"object": "list", "data": [entry(service, each) for each in service.catalog()]})
+    data = [entry(service, each) for each in service.catalog()]
+    body: Models = {"object": "list", "data": data}
+    return reply(body)
 
 
 async def show(service: Service, request: Request) -> Response:
@@ -25,7 +62,7 @@ async def show(service: Service, request: Request) -> Response:
     return reply(entry(service, service.catalog().resolve(name)))
 
 
-def entry(service: Service, resolved: Resolved) -> dict[str, Any]:
+def entry(service: Service, resolved: Resolved) -> Model:
     """Describe a model by one of its names, with more than OpenAI's fields.
 
     `state` is unloaded, loading, loaded or failed (`error` says why); `bytes` is what it holds of
@@ -49,11 +86,12 @@ def entry(service: Service, resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def _batching(batcher: object) -> dict[str, Any] | None:
+def _batching(batcher: object) -> Batching | None:
     """Tell how a chat model that is loaded runs its answers, and why."""
     if not isinstance(batcher, GenerationBatcher):
         return None
     verdict = batcher.verdict
+    outcome: Literal["passed", "failed", "unfinished", "off"]
     if verdict is None:
         outcome = "off"
     elif verdict.problem:

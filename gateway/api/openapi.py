@@ -10,9 +10,8 @@ from starlette.responses import Response
 from gateway import __version__
 from gateway.api.endpoint import Endpoint
 from gateway.api.service import Service
-from gateway.errors import GatewayError
+from gateway.errors import ErrorBody, GatewayError
 from gateway.registry import Catalog
-from gateway.wire import answers
 from gateway.wire.reading import Request as WireRequest
 from gateway.wire.schemas import Schema, reference, schemas
 
@@ -89,7 +88,7 @@ def document(
         "security": [{"key": []}] if has_keys else [{}, {"key": []}],
         "paths": paths,
         "components": {
-            "schemas": schemas(requests, [answers.Error, *shapes], names, strict=strict),
+            "schemas": schemas(requests, [ErrorBody, *shapes], names, strict=strict),
             "securitySchemes": schemes,
         },
     }
@@ -138,7 +137,7 @@ def _answers(endpoint: Endpoint) -> Schema:
 
 
 def _refusals(errors: Iterable[type[GatewayError]]) -> Schema:
-    envelope = {"application/json": {"schema": reference(answers.Error)}}
+    envelope = {"application/json": {"schema": reference(ErrorBody)}}
     return {str(int(error.status)): _response(error.status, envelope) for error in errors}
 
 

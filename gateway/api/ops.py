@@ -1,11 +1,28 @@
 """GET /health, /ready and /metrics: what supervisors ask."""
 
+from collections.abc import Mapping
+from typing import NotRequired
+
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from gateway.api.replies import reply
 from gateway.api.service import Service
+
+
+class Health(TypedDict):
+    """Whether the gateway's engine moves."""
+
+    status: str
+
+
+class Ready(TypedDict):
+    """Whether requests are accepted, and each model's state, for callers who may list them."""
+
+    status: str
+    models: NotRequired[Mapping[str, str]]
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -13,7 +30,8 @@ async def health(service: Service, request: Request) -> Response:
     not say that it is well.
     """
     status = service.health()
-    return reply({"status": status}, 200 if status == "ok" else 503)
+    body: Health = {"status": status}
+    return reply(body, 200 if status == "ok" else 503)
 
 
 async def ready(service: Service, request: Request) -> Response:
@@ -22,7 +40,7 @@ async def ready(service: Service, request: Request) -> Response:
     The models' states are for those who may list models.
     """
     status = service.readiness()
-    body: dict[str, object] = {"status": status}
+    body: Ready = {"status": status}
     if request.scope.get("gateway.is_known", False):
         body["models"] = service.models.states()
     return reply(body, 200 if status == "ready" else 503)

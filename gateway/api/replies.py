@@ -1,7 +1,7 @@
 """Answers in JSON: those that are neither an error nor OpenAI's own, and very long ones."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 import orjson
@@ -10,9 +10,11 @@ from starlette.responses import Response
 MANY = 5_000  # logprobs: some milliseconds' work
 
 
-def reply(value: object, status: int = HTTPStatus.OK) -> Response:
-    """Write a value as JSON."""
-    return Response(orjson.dumps(value), status, media_type="application/json")
+def reply(
+    body: object, status: int = HTTPStatus.OK, *, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Answer with JSON."""
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 async def written(write: Callable[[], bytes], logprobs: int) -> bytes:

@@ -23,7 +23,7 @@ from gateway.registry import ChatSpec
 from gateway.serving.response_store import StoredItem, StoredResponse
 from gateway.wire import reading, response_items
 from gateway.wire import responses as wire
-from gateway.wire.response_events import Answer, Event
+from gateway.wire.response_events import ResponseEvent, ResponseWriter
 from gateway.wire.response_items import Item
 from gateway.wire.response_tools import unpack
 from gateway.wire.sampling import tier
@@ -42,7 +42,7 @@ class _Exchange:
     service: Service
     spec: ChatSpec
     job: GenerateJob
-    answer: Answer
+    writer: ResponseWriter
     context: Sequence[StoredItem] | None
 
 
@@ -53,12 +53,12 @@ async def answer(service: Service, request: Request) -> ASGIApp:
     if not read.request.stream:
         body = await while_connected(request.receive, _whole(exchange, headers))
         return Response(body, media_type="application/json", headers=headers)
-    growing = exchange.answer
+    writer = exchange.writer
     stream = EventStream(
         _framed(exchange, headers),
         headers,
         request.receive,
-        told=lambda error: b"".join(map(named, [*growing.begin(), *growing.fail(error)])),
+        told=lambda error: b"".join(map(named, [*writer.begin(), *writer.fail(error)])),
     )
     return await stream.primed(service.rules.stream_open_after_s)
 
@@ -67,11 +67,8 @@ async def count_tokens(service: Service, request: Request) -> Response:
     """Answer how many tokens a request's prompt has, without running it."""
     read, exchange = await _read(service, request)
     tokens = await while_connected(request.receive, _counted(exchange))
-    return Response(
-        orjson.dumps({"object": wire.INPUT_TOKENS_OBJECT, "input_tokens": tokens}),
-        media_type="application/json",
-        headers=noted(read.ignored),
-    )
+    body: wire.InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
+    return reply(body, headers=noted(read.ignored))
 
 
 async def show(service: Service, request: Request) -> Response:
@@ -88,14 +85,14 @@ async def delete(service: Service, request: Request) -> Response:
     """Forget a kept response."""
     kept = _kept(service, request)
     service.responses.delete(_owner(request), kept.id)
-    return reply({"id": kept.id, "object": "response", "deleted": True})
+    body: wire.DeletedResponse = {"id": kept.id, "object": "response", "deleted": True}
+    return reply(body)
 
 
 async def list_items(service: Service, request: Request) -> Response:
     """Answer with a page of the conversation that a kept response answers."""
     context = [(item.id, item.body) for item in _kept(service, request).context]
-    body = response_items.page(context, request.query_params)
-    return Response(body, media_type="application/json")
+    return reply(response_items.page(context, request.query_params))
 
 
 async def cancel(service: Service, request: Request) -> Response:
@@ -157,7 +154,9 @@ def _exchange(service: Service, asked: wire.ResponsesRequest, request: Request) 
         created=int(time.time()),
         is_kept=is_kept,
     )
-    return _Exchange(service, spec, job, Answer(described, unpack(asked.tools).places), context)
+    return _Exchange(
+        service, spec, job, ResponseWriter(described, unpack(asked.tools).places), context
+    )
 
 
 def _conversation(
@@ -186,7 +185,7 @@ def _conversation(
 def _keep(exchange: _Exchange) -> None:
     if exchange.context is None:
         return
-    whole = exchange.answer.whole()
+    whole = exchange.writer.to_dict()
     output = [StoredItem(item["id"], orjson.dumps(item)) for item in whole["output"]]
     response = StoredResponse(whole["id"], orjson.dumps(whole), exchange.context, output)
     if not exchange.service.responses.keep(exchange.job.caller.key_id, response):
@@ -200,20 +199,20 @@ async def _counted(exchange: _Exchange) -> int:
 
 
 async def _whole(exchange: _Exchange, headers: dict[str, str]) -> bytes:
-    job, answer = exchange.job, exchange.answer
+    job, writer = exchange.job, exchange.writer
     with _in_our_words():
         deltas, usage = await _gathered(exchange, headers)
         if headers.get("x-gateway-schema-valid") == "false" and may_write_again(job):
             with contextlib.suppress(GatewayError):  # no time, no room: the first stands
                 deltas, more = await _gathered(exchange, headers)
                 usage = added(usage, more)
-    answer.begin()
+    writer.begin()
     for delta in deltas:
-        answer.add(delta)
-    answer.end(usage, int(time.time()))
+        writer.add(delta)
+    writer.end(usage, int(time.time()))
     _keep(exchange)
     started = metrics.now()
-    body = orjson.dumps(exchange.answer.whole())
+    body = orjson.dumps(exchange.writer.to_dict())
     exchange.job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
     return body
 
@@ -226,14 +225,14 @@ async def _gathered(exchange: _Exchange, headers: dict[str, str]) -> tuple[list[
         aclosing(generation.deltas) as deltas,
     ):
         headers |= unread(generation) | unenforced(generation)
-        exchange.answer.describe(generation.sampling)
+        exchange.writer.describe(generation.sampling)
         usage, made = generation.usage, []
         async for delta in deltas:
             usage = counted(usage, delta)
             made.append(delta)
     if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
         headers |= judged([verdict["schema_valid"]])
-        exchange.answer.judge(verdict)
+        exchange.writer.judge(verdict)
     return made, usage
 
 
@@ -248,17 +247,17 @@ async def _framed(exchange: _Exchange, headers: dict[str, str]) -> AsyncGenerato
     except GatewayError as error:
         if not has_begun:
             raise
-        for event in exchange.answer.fail(error):
+        for event in exchange.writer.fail(error):
             yield named(event)
 
 
 async def _events(
     exchange: _Exchange, headers: dict[str, str]
-) -> AsyncGenerator[Event | None, None]:
+) -> AsyncGenerator[ResponseEvent | None, None]:
     """Give None when the request is accepted, then the events: the first of them with the
     first delta. The answer is kept before the last of them is sent.
     """
-    job, answer = exchange.job, exchange.answer
+    job, writer = exchange.job, exchange.writer
     with _in_our_words():
         async with (
             exchange.service.writer(exchange.spec, job.caller) as batcher,
@@ -267,20 +266,20 @@ async def _events(
         ):
             headers |= unread(generation) | unenforced(generation)  # not sent yet
             yield None
-            answer.describe(generation.sampling)
+            writer.describe(generation.sampling)
             usage = generation.usage
             is_first = True
             async for delta in deltas:
                 if is_first:
                     is_first = False
-                    for event in answer.begin():
+                    for event in writer.begin():
                         yield event
                 usage = counted(usage, delta)
-                for event in answer.add(delta):
+                for event in writer.add(delta):
                     yield event
     if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
-        answer.judge(verdict)
-    closing = answer.end(usage, int(time.time()))
+        writer.judge(verdict)
+    closing = writer.end(usage, int(time.time()))
     _keep(exchange)
     for event in closing:
         yield event
@@ -291,10 +290,9 @@ def _owner(request: Request) -> str | None:
     return key_id
 
 
-def named(event: Event) -> bytes:
+def named(event: ResponseEvent) -> bytes:
     """Write an event with its type as the frame's name."""
-    kind: str = event["type"]
-    return b"event: " + kind.encode() + b"\n" + frame(orjson.dumps(event))
+    return b"event: " + event["type"].encode() + b"\n" + frame(orjson.dumps(event))
 
 
 @contextlib.contextmanager

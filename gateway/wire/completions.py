@@ -3,16 +3,18 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
 import orjson
 from pydantic import Field, WithJsonSchema, field_validator
+from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
 from gateway.jobs import (
     Caller,
     Delta,
     EchoedPrompt,
+    FinishReason,
     GenerateJob,
     Sampling,
     Timings,
@@ -22,7 +24,7 @@ from gateway.jobs import (
 from gateway.wire import inputs
 from gateway.wire.bounds import Label
 from gateway.wire.chat import StreamOptions
-from gateway.wire.chat_answers import usage_json
+from gateway.wire.chat_answers import CompletionUsage, usage_dict
 from gateway.wire.formats import FormedRequest
 from gateway.wire.reading import CharBounds
 from gateway.wire.sampling import MaxTokensOrZero, ServiceTier
@@ -136,10 +138,10 @@ def _check(request: CompletionRequest, bounds: CharBounds) -> None:
     bounds.check(texts, param="prompt", noun="A prompt")
 
 
-def choices(request: CompletionRequest) -> list["Choice"]:
-    """Give the choices to be filled: those of the first prompt, those of the second, …"""
+def choices(request: CompletionRequest) -> list["TextChoiceWriter"]:
+    """Return the choices to be written: those of the first prompt, those of the second, …"""
     return [
-        Choice(
+        TextChoiceWriter(
             index,
             echoed=_echoed(request, index // request.n),
             with_logprobs=request.logprobs is not None,
@@ -154,36 +156,62 @@ def _echoed(request: CompletionRequest, index: int) -> str:
     return prompt if request.echo and isinstance(prompt, str) else ""
 
 
+class TextLogprobs(TypedDict):
+    """Every token of a text, in four lists of one length.
+
+    An echoed prompt's first token follows nothing: its logprobs are null.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(TypedDict):
+    """One continuation; of a chunk, what is new in it."""
+
+    text: str
+    index: int
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(TypedDict):
+    """Continuations of prompts; in a stream, an event."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: NotRequired[CompletionUsage]
+    timings: NotRequired[Mapping[str, float]]
+
+
 @dataclass(frozen=True, slots=True)
-class Heading:
-    """What every piece of one answer repeats."""
+class CompletionWriter:
+    """Writes an answer, with what every piece of it repeats."""
 
     id: str
     created: int
     model: str
     fingerprint: str
 
-    def whole(self, choices: Sequence["Choice"], usage: Usage) -> bytes:
-        """Write the whole answer."""
-        # Each by itself: nobody else has a turn while one is being written.
-        parts = [orjson.Fragment(orjson.dumps(choice.whole())) for choice in choices]
-        return self._write(parts, usage_json(usage))
+    def completion(self, choices: Sequence["TextChoiceWriter"], usage: Usage) -> Completion:
+        """Return the whole answer.
 
-    def chunk(self, choice: dict[str, Any]) -> bytes:
-        """Write what is new in one choice."""
-        return self._write([choice])
+        Each choice is JSON already, made by itself: orjson lets no other thread run meanwhile.
+        """
+        written = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in choices]
+        completion = self.chunk(cast(list[TextChoice], written))
+        completion["usage"] = usage_dict(usage)
+        return completion
 
-    def usage(self, usage: Usage, timings: Mapping[str, float]) -> bytes:
-        """Write the chunk that `include_usage` asks for: no choices, and the last."""
-        return self._write([], usage_json(usage), timings)
-
-    def _write(
-        self,
-        choices: Sequence[dict[str, Any] | orjson.Fragment],
-        usage: dict[str, Any] | None = None,
-        timings: Mapping[str, float] | None = None,
-    ) -> bytes:
-        answer = {
+    def chunk(self, choices: list[TextChoice]) -> Completion:
+        """Return what is new in some choices."""
+        return {
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
@@ -191,13 +219,17 @@ class Heading:
             "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
-        if usage is not None:
-            answer |= {"usage": usage} if timings is None else {"usage": usage, "timings": timings}
-        return orjson.dumps(answer)
+
+    def usage(self, usage: Usage, timings: Mapping[str, float]) -> Completion:
+        """Return the chunk that `include_usage` asks for: no choices, and the last."""
+        chunk = self.chunk([])
+        chunk["usage"] = usage_dict(usage)
+        chunk["timings"] = timings
+        return chunk
 
 
-class Choice:
-    """One choice as it grows. An echoed prompt is the beginning of its text."""
+class TextChoiceWriter:
+    """Writes one choice as it grows. An echoed prompt is the beginning of its text."""
 
     def __init__(self, index: int, *, echoed: str, with_logprobs: bool) -> None:
         self._index = index
@@ -206,38 +238,36 @@ class Choice:
         self._offset = len(echoed)
         self._with_logprobs = with_logprobs
         self._logprobs = _no_logprobs()
-        self._finish: str | None = None
+        self._finish_reason: FinishReason | None = None
 
-    def add(self, delta: Delta) -> dict[str, Any]:
-        """Take the next delta, and give what it adds."""
+    def add(self, delta: Delta) -> TextChoice:
+        """Take the next delta, and return what it adds."""
         echoed, self._echoed = self._echoed, ""
         new = _no_logprobs()
         if delta.prompt is not None:
             echoed = echoed or "".join(delta.prompt.texts)
-            new = _of_prompt(delta.prompt)
+            new = _prompt_logprobs(delta.prompt)
             self._offset = len(echoed)
         text = echoed + delta.text
         self._texts.append(text)
-        for name, values in self._scored(delta.logprobs).items():
-            new[name] += values
-        for name, values in new.items():
-            self._logprobs[name] += values
-        self._finish = delta.finish_reason
+        _extend(new, self._token_logprobs(delta.logprobs))
+        _extend(self._logprobs, new)
+        self._finish_reason = delta.finish_reason
         return self._choice(text, new)
 
-    def whole(self) -> dict[str, Any]:
-        """Give the choice with all its text."""
+    def to_dict(self) -> TextChoice:
+        """Return the choice with all its text."""
         return self._choice("".join(self._texts), self._logprobs)
 
-    def _choice(self, text: str, logprobs: dict[str, list[Any]]) -> dict[str, Any]:
+    def _choice(self, text: str, logprobs: TextLogprobs) -> TextChoice:
         return {
             "text": text,
             "index": self._index,
             "logprobs": logprobs if self._with_logprobs else None,
-            "finish_reason": self._finish,
+            "finish_reason": self._finish_reason,
         }
 
-    def _scored(self, tokens: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+    def _token_logprobs(self, tokens: Sequence[TokenLogprob]) -> TextLogprobs:
         new = _no_logprobs()
         for token in tokens:
             new["tokens"].append(token.chosen.token)
@@ -248,8 +278,8 @@ class Choice:
         return new
 
 
-def _of_prompt(prompt: EchoedPrompt) -> dict[str, list[Any]]:
-    """Write a prompt's tokens. The first follows nothing, so its logprob is null."""
+def _prompt_logprobs(prompt: EchoedPrompt) -> TextLogprobs:
+    """Return a prompt's tokens. The first follows nothing, so its logprob is null."""
     starts = accumulate(map(len, prompt.texts), initial=0)
     return {
         "tokens": list(prompt.texts),
@@ -259,12 +289,21 @@ def _of_prompt(prompt: EchoedPrompt) -> dict[str, list[Any]]:
     }
 
 
-def _no_logprobs() -> dict[str, list[Any]]:
+def _no_logprobs() -> TextLogprobs:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
+def _extend(logprobs: TextLogprobs, new: TextLogprobs) -> None:
+    logprobs["tokens"] += new["tokens"]
+    logprobs["token_logprobs"] += new["token_logprobs"]
+    logprobs["top_logprobs"] += new["top_logprobs"]
+    logprobs["text_offset"] += new["text_offset"]
+
+
 def _by_text(token: TokenLogprob) -> dict[str, float]:
-    """Of tokens with the same text the likelier is told; the chosen one always is."""
+    """Return logprobs by text, likeliest first: of tokens with the same text that of the likelier,
+    but the chosen token's always.
+    """
     by_text = {token.chosen.token: token.chosen.logprob}
     for likelihood in reversed(token.top):
         by_text[likelihood.token] = likelihood.logprob

@@ -2,11 +2,12 @@
 
 import base64
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 import orjson
 from pydantic import Field, WithJsonSchema, field_validator
+from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Embedded, EmbedJob, TokenIds
@@ -79,6 +80,30 @@ def to_job(
     )
 
 
+class Embedding(TypedDict):
+    """The vector of one input: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    """Tokens read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    """A vector for every input, in order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 def written(answer: Embedded, model: str, encoding: str) -> Iterator[bytes]:
     """Yield the answer in pieces, each a few milliseconds' work at most.
 
@@ -86,23 +111,26 @@ def written(answer: Embedded, model: str, encoding: str) -> Iterator[bytes]:
     """
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     rows = max(1, PIECE_FLOATS // vectors.shape[1])
-    yield b'{"object":"list","data":['
+    usage: EmbeddingUsage = {
+        "prompt_tokens": answer.prompt_tokens,
+        "total_tokens": answer.prompt_tokens,
+    }
+    empty: Embeddings = {"object": "list", "data": [], "model": model, "usage": usage}
+    before, after = orjson.dumps(empty).split(b"[]", 1)
+    yield before + b"["
     for start in range(0, len(vectors), rows):
-        data: list[dict[str, Any]] = [
+        data: list[Embedding] = [
             {
                 "object": "embedding",
                 "index": index,
-                "embedding": _base64(vector) if encoding == "base64" else vector,
+                # orjson writes an array as it would a list of its numbers.
+                "embedding": _base64(vector) if encoding == "base64" else cast(list[float], vector),
             }
             for index, vector in enumerate(vectors[start : start + rows], start)
         ]
         piece = orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         yield b"," + piece if start else piece
-    usage = {
-        "prompt_tokens": answer.prompt_tokens,
-        "total_tokens": answer.prompt_tokens,
-    }
-    yield b"]," + orjson.dumps({"model": model, "usage": usage})[1:]
+    yield b"]" + after
 
 
 def _base64(vector: np.ndarray[Any, Any]) -> str:

@@ -3,10 +3,11 @@
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import orjson
 from pydantic import BeforeValidator, Field, field_validator
+from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest, ResponseNotFound
 from gateway.wire.bounds import FAST, FEW, Label, parse
@@ -133,7 +134,24 @@ def written(items: Sequence[Item], taken: Iterable[str]) -> list[tuple[str, byte
     return pairs
 
 
-def page(items: Sequence[tuple[str, bytes]], asked: Mapping[str, str]) -> bytes:
+class InputItem(TypedDict):
+    """A piece of the conversation that a response answers, as it was sent."""
+
+    id: str
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+
+
+class InputItems(TypedDict):
+    """A page of them, newest first unless asked otherwise."""
+
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def page(items: Sequence[tuple[str, bytes]], asked: Mapping[str, str]) -> InputItems:
     """Return one page of items, oldest last, as OpenAI lists them.
 
     `asked` may have `limit` (1 to 100, 20 by default), `order` (asc or desc) and `after`, the id of
@@ -152,15 +170,13 @@ def page(items: Sequence[tuple[str, bytes]], asked: Mapping[str, str]) -> bytes:
             raise BadRequest("Invalid 'after': there is no such item.", param="after")
         start = ids.index(asked["after"]) + 1
     shown = ordered[start : start + int(limit)]
-    return orjson.dumps(
-        {
-            "object": "list",
-            "data": [orjson.Fragment(body) for _, body in shown],
-            "first_id": shown[0][0] if shown else None,
-            "last_id": shown[-1][0] if shown else None,
-            "has_more": len(ordered) > start + len(shown),
-        }
-    )
+    return {
+        "object": "list",
+        "data": [cast(InputItem, orjson.Fragment(body)) for _, body in shown],
+        "first_id": shown[0][0] if shown else None,
+        "last_id": shown[-1][0] if shown else None,
+        "has_more": len(ordered) > start + len(shown),
+    }
 
 
 def to_messages(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
+from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAST, NAME_CHARS, Schema
@@ -29,6 +30,25 @@ from gateway.wire.tools import (
 MAX_TOOLS = 128
 
 
+class ResponseFunctionTool(TypedDict):
+    """A function, as the answer repeats it."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool
+
+
+class ResponseNamespace(TypedDict):
+    """Functions under a shared name, as the answer repeats them."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None
+    tools: list[ResponseFunctionTool]
+
+
 class FunctionTool(Part):
     """A function."""
 
@@ -49,7 +69,7 @@ class FunctionTool(Part):
             )
         )
 
-    def repeated(self) -> dict[str, Any]:
+    def to_dict(self) -> ResponseFunctionTool:
         """Return it as the answer repeats it."""
         return {
             "type": "function",
@@ -68,9 +88,9 @@ class Namespace(Part):
     description: str | None = None
     tools: Annotated[list[AnyTool[FunctionTool]], FAST, Field(max_length=MAX_TOOLS)]
 
-    def repeated(self) -> dict[str, Any]:
+    def to_dict(self) -> ResponseNamespace:
         """Return it as the answer repeats it."""
-        functions = [tool.repeated() for tool in self.tools if isinstance(tool, FunctionTool)]
+        functions = [tool.to_dict() for tool in self.tools if isinstance(tool, FunctionTool)]
         return {
             "type": "namespace",
             "name": self.name,

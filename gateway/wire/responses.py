@@ -1,19 +1,29 @@
 """POST /v1/responses: request → GenerateJob, and what the answer says of its request."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field, WithJsonSchema, model_validator
+from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, GenerateJob, Grammar, Sampling
 from gateway.wire.bounds import FAST, Label, Schema
 from gateway.wire.chat import Effort
+from gateway.wire.chat_answers import ChatTokenLogprob, SchemaVerdict
 from gateway.wire.formats import ANY_OBJECT, Name, json_schema
 from gateway.wire.messages import to_template
 from gateway.wire.reading import Part
 from gateway.wire.response_items import Item, Items, to_messages
-from gateway.wire.response_tools import MAX_TOOLS, Namespace, Tool, read_choice, unpack
+from gateway.wire.response_tools import (
+    MAX_TOOLS,
+    Namespace,
+    ResponseFunctionTool,
+    ResponseNamespace,
+    Tool,
+    read_choice,
+    unpack,
+)
 from gateway.wire.sampling import MaxTokens, SampledRequest, ServiceTier
 from gateway.wire.tools import OtherTool, read_tools, skipped
 
@@ -30,7 +40,6 @@ Includable = Literal[
     "code_interpreter_call.outputs",
 ]
 
-INPUT_TOKENS_OBJECT = "response.input_tokens"
 _MOVED = "In the Responses API it is '{}'."
 
 
@@ -224,12 +233,165 @@ def to_job(
     )
 
 
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(TypedDict):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatTokenLogprob]
+
+
+class ReasoningText(TypedDict):
+    """The text of a model's reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputMessage(TypedDict):
+    """A message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class ReasoningItem(TypedDict):
+    """What the model wrote before it answered."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: ItemStatus
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(TypedDict):
+    """A call of a function, with the namespace that it stands in, if any."""
+
+    id: str
+    type: Literal["function_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+    arguments: str
+
+
+OutputItem = TypeAliasType("OutputItem", OutputMessage | ReasoningItem | FunctionCallItem)
+
+
+class InputTokensDetails(TypedDict):
+    """Of the prompt's tokens, those whose KV was cached. None are written to a cache at a price."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    """Of the answer's tokens, those of the model's reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens read and written."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(TypedDict):
+    """Why an answer failed after it had begun."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    """Why an answer was cut."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseReasoning(TypedDict):
+    """How much the model was to reason."""
+
+    effort: Effort | None
+    summary: None
+
+
+class ResponseText(TypedDict):
+    """What the text was to look like."""
+
+    format: dict[str, Any]
+    verbosity: str | None
+
+
+class Response(TypedDict):
+    """An answer of the Responses API, and what it was asked with."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    completed_at: int | None
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, Any]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ResponseReasoning
+    service_tier: str
+    store: bool
+    temperature: float
+    text: ResponseText
+    tool_choice: Any
+    tools: list[ResponseFunctionTool | ResponseNamespace]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: NotRequired[Any]
+    gateway: NotRequired[SchemaVerdict]
+
+
+class InputTokens(TypedDict):
+    """How long a prompt is."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class DeletedResponse(TypedDict):
+    """What was deleted."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 def described(
     request: ResponsesRequest, job: GenerateJob, *, response_id: str, created: int, is_kept: bool
-) -> dict[str, Any]:
+) -> Response:
     """Return all of the answer that is known before its first token."""
     text_format = request.text.format or TextFormat(type="text")
-    return {
+    response: Response = {
         "id": response_id,
         "object": "response",
         "created_at": created,
@@ -255,10 +417,12 @@ def described(
             "verbosity": request.text.verbosity,
         },
         "tool_choice": request.tool_choice,
-        "tools": [tool.repeated() for tool in request.tools if not isinstance(tool, OtherTool)],
+        "tools": [tool.to_dict() for tool in request.tools if not isinstance(tool, OtherTool)],
         "top_logprobs": request.top_logprobs,
         "top_p": job.sampling.top_p,
         "truncation": request.truncation,
         "usage": None,
-        **({"user": user} if (user := (request.model_extra or {}).get("user")) else {}),
     }
+    if user := (request.model_extra or {}).get("user"):
+        response["user"] = user
+    return response

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 
 from gateway.wire.bounds import NAME_CHARS
 from gateway.wire.reading import Request
@@ -16,15 +15,15 @@ _NULL: Schema = {"type": "null"}
 
 def schemas(
     requests: Sequence[type[Request]],
-    answers: Sequence[type[BaseModel]],
+    answers: Sequence[Any],
     names: Mapping[str, Sequence[str]],
     *,
     strict: bool,
 ) -> Schemas:
     """Return the schemas of requests and answers, and of what they hold, by name.
 
-    `names` are those of the models there are, by kind; `strict` is whether fields that are not
-    known are refused.
+    `answers` are TypedDicts and unions of them. `names` are those of the models there are, by kind;
+    `strict` is whether fields that are not known are refused.
     """
     taken = _made(requests)
     for schema in taken.values():
@@ -37,9 +36,10 @@ def schemas(
     return taken | _made(answers)
 
 
-def _made(shapes: Sequence[type[BaseModel]]) -> Schemas:
-    _, made = models_json_schema(
-        [(shape, "validation") for shape in shapes], ref_template="#/components/schemas/{model}"
+def _made(shapes: Sequence[Any]) -> Schemas:
+    _, made = TypeAdapter.json_schemas(
+        [(place, "validation", TypeAdapter(shape)) for place, shape in enumerate(shapes)],
+        ref_template="#/components/schemas/{model}",
     )
     found: Schemas = made["$defs"]
     return found
@@ -74,6 +74,6 @@ def _unserved(request: type[Request]) -> Iterator[tuple[str, Schema]]:
         yield name, {"enum": allowed, "description": f"Refused. {reason}"}
 
 
-def reference(shape: type[BaseModel]) -> Schema:
-    """Point to a shape's schema."""
+def reference(shape: Any) -> Schema:
+    """Return a pointer to the schema of a request or an answer."""
     return {"$ref": f"#/components/schemas/{shape.__name__}"}

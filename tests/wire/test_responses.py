@@ -19,7 +19,7 @@ from gateway.jobs import (
     Usage,
 )
 from gateway.wire.reading import read_request
-from gateway.wire.response_events import Answer, Event
+from gateway.wire.response_events import ResponseWriter
 from gateway.wire.response_tools import unpack
 from gateway.wire.responses import ResponsesRequest, described, to_job
 from gateway.wire.sampling import tier
@@ -270,12 +270,14 @@ def test_an_answers_length_is_asked_for_or_the_models() -> None:
     assert job(max_output_tokens=7).max_tokens == 7
 
 
-def answer(**fields: Any) -> Answer:
+def answer(**fields: Any) -> ResponseWriter:
     request = read(**fields)
-    return Answer(described(request, job(**fields), response_id="resp_1", created=5, is_kept=False))
+    return ResponseWriter(
+        described(request, job(**fields), response_id="resp_1", created=5, is_kept=False)
+    )
 
 
-def told(answer: Answer, *deltas: Delta) -> list[Event]:
+def told(answer: ResponseWriter, *deltas: Delta) -> list[Any]:
     """Give every event of an answer of these deltas."""
     events = answer.begin()
     for delta in deltas:
@@ -283,7 +285,12 @@ def told(answer: Answer, *deltas: Delta) -> list[Event]:
     return events + answer.end(Usage(3, 4, cached_tokens=1, reasoning_tokens=2), at=9)
 
 
-def kinds(events: list[Event]) -> list[str]:
+def written(answer: ResponseWriter) -> dict[str, Any]:
+    """Return the whole answer, whose items may be any of three."""
+    return dict(answer.to_dict())
+
+
+def kinds(events: list[Any]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events]
 
 
@@ -300,7 +307,7 @@ def test_a_text_is_told_in_openais_order() -> None:
     assert events[2]["item"]["content"] == []
     assert events[2]["item"]["status"] == "in_progress"
     assert events[6]["text"] == "Hey"
-    whole = growing.whole()
+    whole = written(growing)
     assert events[-1]["response"] == whole
     assert events[-2]["item"] == whole["output"][0]
     assert whole["output"][0]["content"] == [
@@ -341,7 +348,7 @@ def test_reasoning_and_calls_are_items_of_their_own() -> None:
         "output_item.done",
         "completed",
     ]  # fmt: skip
-    reasoning, message, first, second = growing.whole()["output"]
+    reasoning, message, first, second = written(growing)["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm"}]
     assert reasoning["summary"] == []
     assert message["content"][0]["text"] == "Look:"
@@ -351,7 +358,7 @@ def test_reasoning_and_calls_are_items_of_their_own() -> None:
     done = [event for event in events if event["type"].endswith("arguments.done")]
     assert [event["name"] for event in done] == ["weather", "clock"]
     assert [event["output_index"] for event in done] == [2, 3]
-    assert len({item["id"] for item in growing.whole()["output"]}) == 4
+    assert len({item["id"] for item in written(growing)["output"]}) == 4
 
 
 def test_an_answer_cut_by_its_limit_is_incomplete() -> None:
@@ -359,7 +366,7 @@ def test_an_answer_cut_by_its_limit_is_incomplete() -> None:
     growing = answer()
     events = told(growing, Delta(0, reasoning="a", tokens=1), Delta(0, "b", 1, "length"))
     assert kinds(events)[-1] == "incomplete"
-    whole = growing.whole()
+    whole = written(growing)
     assert whole["status"] == "incomplete"
     assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
     assert whole["completed_at"] is None
@@ -371,7 +378,7 @@ def test_an_answer_of_nothing_is_an_empty_message() -> None:
     growing = answer()
     events = told(growing, Delta(0, "", 1, "stop"))
     assert kinds(events)[2] == "output_item.added"
-    assert growing.whole()["output"][0]["content"][0]["text"] == ""
+    assert written(growing)["output"][0]["content"][0]["text"] == ""
 
 
 def test_logprobs_belong_to_the_texts_tokens() -> None:
@@ -384,7 +391,7 @@ def test_logprobs_belong_to_the_texts_tokens() -> None:
         Delta(0, "ab", 1, logprobs=[scored("b")]),
         Delta(0, "", 1, "stop", logprobs=[scored("c")]),
     )
-    (part,) = growing.whole()["output"][1]["content"]
+    (part,) = written(growing)["output"][1]["content"]
     assert [token["token"] for token in part["logprobs"]] == ["a", "b", "c"]
     assert part["logprobs"][0] == {
         "token": "a",
@@ -421,11 +428,12 @@ def test_a_failure_is_told_and_ends_the_response(error: Any, code: str) -> None:
 
 def test_the_answer_repeats_its_request() -> None:
     """As OpenAI's does; what was left out is told as it was taken."""
-    whole = answer(
+    writer = answer(
         instructions="Be brief.", tools=[CLOCK], tool_choice="required", metadata={"a": "b"},
         max_output_tokens=20, user="u", top_logprobs=2, reasoning={"effort": "low"},
         text={"format": {"type": "json_schema", "name": "n", "schema": {}}},
-    ).whole()  # fmt: skip
+    )  # fmt: skip
+    whole = written(writer)
     assert whole["instructions"] == "Be brief."
     assert whole["temperature"] == 0.3
     assert whole["top_p"] == 1.0
@@ -454,7 +462,7 @@ def test_the_sdks_models_find_every_required_field() -> None:
     assert len({event["type"] for event in events}) == 15
     for event in events:
         classes[event["type"]].model_validate(orjson.loads(orjson.dumps(event)))
-    gathered = Response.model_validate(growing.whole())
+    gathered = Response.model_validate(written(growing))
     assert [item.type for item in gathered.output] == ["reasoning", "message", "function_call"]
     assert gathered.output_text == "Look:"
 
@@ -481,13 +489,15 @@ def test_functions_in_namespaces_are_functions_of_their_own_name() -> None:
 def test_a_call_into_a_namespace_names_it() -> None:
     """With the function's own name: clients route by both."""
     places = unpack(read(tools=SPACES).tools).places
-    growing = Answer(described(read(), job(), response_id="r", created=5, is_kept=False), places)
+    growing = ResponseWriter(
+        described(read(), job(), response_id="r", created=5, is_kept=False), places
+    )
     told(
         growing,
         Delta(0, call=CallDelta(0, "c1", "wiki__search", "{}")),
         Delta(0, call=CallDelta(1, "c2", "clock", "{}"), finish_reason="tool_calls"),
     )
-    calls = [(each.get("namespace"), each["name"]) for each in growing.whole()["output"]]
+    calls = [(each.get("namespace"), each["name"]) for each in written(growing)["output"]]
     assert calls == [("wiki", "search"), ("crm", "clock")]
 
 
