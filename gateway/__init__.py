@@ -6,25 +6,29 @@ The house, from the roof down; an import goes down, never up, never to a strange
 
     cli, __main__      one file per command; serve is the one that stays
     doctor             the engine tried on the user's own device
-    bench              the load tool
+    bench              the load tool (its client is in the extra of that name)
     app                where concrete parts meet: an engine and a batcher for every spec
-    api                HTTP and OpenAI semantics, one file per endpoint
-    serving            time: the lane (one lock, one thread for MLX) and its watch, leases within
-                       a memory budget, queues; no mlx
-    wire | engine      OpenAI's shapes | tensors, token ids and model files: strangers
+    api                HTTP, one file an endpoint; app.py has the table of all of them
+    serving            time: lane (one lock, one thread for MLX), models (leases within a memory
+                       budget), embedding and generation (batchers); no mlx
+    wire | engine      OpenAI's shapes | tensors, token ids and model files, in rooms called
+                       embedding, generation and grammar: strangers
     registry           models.yaml → specs, as the environment has them
     settings           environment → settings
     jobs, errors       what crosses floors; what can go wrong, each with its status
     metrics, logs      instruments; event lines
 
-An embeddings request: middleware gives it an id; api/embeddings reads an EmbedJob; the cache
-leases the model, for which idle ones may have to go; the batcher tokenises and queues a ticket;
-when it gains the lane it takes inputs of every ticket in turn until the batch is full, and the
-engine does one forward pass; each ticket gets its rows, and the way back is the way in.
+An embeddings request: api/middleware gives it an id and a clock; api/embeddings reads its body by
+wire/embeddings into an EmbedJob; serving/models/cache leases the model, for which idle ones may
+have to go; serving/embedding/batcher tokenises and queues it; when it gains serving/lane, it takes
+inputs of every waiting request in turn until the batch is full (embedding/policy), and
+engine/embedding/engine does one forward pass; each request gets its rows, and the way back is the
+way in.
 
-A chat request: the same, until the batcher's ticket is a row, and there is memory for its KV.
-Reading prompts and decoding take turns of the lane of their own: rows join and a chunk is read, or
-rows leave and each of the others gets a token; the deltas travel up one async generator, whose end,
+A chat request: the same by api/chat and wire/chat, until serving/generation/scheduler lets its rows
+join, when there is memory for their KV. Reading prompts (engine/generation/prefill) and decoding
+(decode_batch) take turns of the lane of their own: rows join and a chunk is read, or rows leave and
+each of the others gets a token; the deltas travel up one async generator to api/streams, whose end,
 however it comes, takes its row out of the batch.
 """
 

@@ -2,6 +2,12 @@
 
 A model's files are a folder or one GGUF file; its path says which.
 
+Large files are fetched here rather than by huggingface_hub, which fetches the small ones and
+links them all: each try of its (2.4, `_download_to_tmp_and_move`, since its pull request 4228) has
+a temporary file of its own, so what a killed process leaves is never used again, and it checks
+sizes alone. So a file is put, hash checked, where it looks first. The price is plain HTTP instead
+of hf-xet's chunks.
+
 Plain blocking functions: run them on a thread, never on the loop or the lane.
 """
 

@@ -1,4 +1,7 @@
-"""Who may wait for a model: so many requests and so many tokens, each until its deadline."""
+"""Who may wait for a model: so many requests and so many tokens, each until its deadline.
+
+And who is on the way: requests being read or tokenised, so that a burst can be waited for.
+"""
 
 import asyncio
 import contextlib

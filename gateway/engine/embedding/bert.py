@@ -1,4 +1,4 @@
-"""BERT: absolute positions, token types, post-norm layers. RoBERTa shares all but positions.
+"""BERT and RoBERTa: absolute positions, token types, post-norm layers; positions differ.
 
 Weights and names are Hugging Face's (transformers, models/bert/modeling_bert.py); the
 pooler and task heads are not used.
@@ -287,7 +287,12 @@ class Bert:
 
 
 class Roberta(Bert):
-    """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states."""
+    """RoBERTa, XLM-RoBERTa and CamemBERT: BERT whose positions start after the padding id.
+
+    Source: transformers, models/roberta/modeling_roberta.py, create_position_ids_from_input_ids: a
+    real token's position is its rank among the row's non-padding tokens plus the padding id; a
+    padding token's position is the padding id.
+    """
 
     prefix = "roberta."
 

@@ -1,4 +1,7 @@
-"""Token ids → text as it grows: whole characters only, and never a part of a stop string."""
+"""Token ids → text as it grows: whole characters only, and never a part of a stop string.
+
+And what single tokens are: their text, their bytes, and which are marks rather than text.
+"""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,9 @@
-"""The parts of an answer, and calls among them in OpenAI's form."""
+"""The parts of an answer, calls among them in OpenAI's form, and the marks around them.
+
+A token that is a mark is spelled between two lone surrogates, which no text has, as tokens decode
+to UTF-8: so plain string search finds the token `<think>` and never the seven letters. A mark that
+the vocabulary has no token for is found by its letters.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,7 @@
-"""What one model can be held to: its grammars, its calls, and the masks of a step."""
+"""What one model can be held to: its grammars, its calls, and the masks of a step.
+
+And whether a finished answer fits the schema, where its grammar could not hold all of that.
+"""
 
 import json
 from collections.abc import Mapping, Sequence

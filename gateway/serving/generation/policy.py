@@ -1,4 +1,4 @@
-"""Rows that wait to join, and in what order they are asked: decisions, no doing."""
+"""How many rows run together, and who joins next, in what order: decisions alone."""
 
 import bisect
 import heapq

@@ -1,4 +1,4 @@
-"""A model in the cache: asked for, loading, loaded, leaving."""
+"""A model in the cache and its state; and loads that failed, which are not tried again at once."""
 
 import asyncio
 import contextlib
