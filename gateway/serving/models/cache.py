@@ -1,4 +1,4 @@
-"""Lease a model by name: load once, keep while used, let go of what is idle, unwanted or old."""
+"""Lease a model by name: loaded once, kept while used, evicted when idle, unloaded or old."""
 
 import asyncio
 import contextlib
@@ -14,12 +14,12 @@ from gateway.jobs import Caller
 from gateway.registry import Catalog, ModelSpec, load_alike
 from gateway.serving.admission import NO_BOUND, Admission, Noun, waiting_for_load
 from gateway.serving.budget import Budget
-from gateway.serving.models.entry import MOVES, Entry, Failures, State
+from gateway.serving.models.entry import Entry, Failures, State
 from gateway.serving.models.memory import Abandoned, Room
 
 M = TypeVar("M")
-LEAST_LOOK_S = 0.05
-LOAD_RETRY_S = 5.0  # while it loads, nobody knows how fast its queue will drain
+LEAST_LOOK_S = 0.05  # between two looks at a model that waits for others
+LOAD_RETRY_S = 5.0  # the rate of its queue is not known while it loads
 log = logs.get("cache")
 
 
@@ -27,7 +27,7 @@ log = logs.get("cache")
 class Loaded(Generic[M]):
     """A model in memory, and the bytes it holds there.
 
-    `adopt` has it take over what another spec says, of the kind that no load depends on.
+    `adopt` applies the keys of a newer spec that need no new load.
     """
 
     model: M
@@ -37,7 +37,7 @@ class Loaded(Generic[M]):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[M]):
-    """A model whose files are here: the bytes it will hold; `opened` loads it, and frees it."""
+    """A model whose files are here, and the bytes it will hold. `opened` loads and frees it."""
 
     nbytes: int
     opened: Callable[[], AbstractAsyncContextManager[Loaded[M]]]
@@ -47,17 +47,17 @@ class Loader(Protocol[M]):
     """Where models come from."""
 
     async def prepared(self, spec: ModelSpec) -> Prepared[M]:
-        """Find or fetch a model's files, and tell its size."""
+        """Find or fetch a model's files, and measure them."""
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Tell how much of a model's download is done; None when none is under way."""
+        """Return how much of a model's download is done, or None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a model is: unloaded, loading, loaded, or failed when it was last to be loaded.
+    """A model as callers see it: unloaded, loading, loaded, or failed at its last load.
 
-    `nbytes` is what it holds of the budget, `last_used` a Unix time.
+    `nbytes` is its share of the budget, `last_used` a Unix time.
     """
 
     state: str
@@ -67,10 +67,10 @@ class Status:
 
 
 class ModelCache(Generic[M]):
-    """At most `max_models` at once, and no more bytes than the budget has.
+    """At most `max_models` models at once, and no more bytes than the budget has.
 
-    `catalog` gives the one in force: a model that it would load otherwise, or not at all, serves
-    its leases to their end and goes. A context manager: leaving it lets every model go.
+    `catalog` returns the catalog in force. A model that it lacks, or would load differently, serves
+    its leases to their end and is freed. A context manager: leaving it frees every model.
     """
 
     def __init__(
@@ -109,33 +109,33 @@ class ModelCache(Generic[M]):
         Overloaded when its queue is full, and DeadlineExceeded when the caller will not wait so
         long. The caller has a place in the queue as long as the lease lasts.
         """
-        with self._place(spec, caller):
-            entry = await self._entered(spec, caller)
+        with self._admit(spec, caller):
+            entry = await self._enter(spec, caller)
             try:
                 assert entry.model is not None
                 yield entry.model
             finally:
                 entry.leave()
-                self._rest(entry)
+                self._retire_if_unused(entry)
 
     async def load(self, spec: ModelSpec) -> None:
-        """Load a model, though it failed a moment ago; raises as `lease` does."""
+        """Load a model even if it failed a moment ago. Raises as `lease` does."""
         self._failures.forget(spec.id)
         async with self.lease(spec):
             pass
 
     async def unload(self, spec: ModelSpec) -> bool:
-        """Let a model go, pinned or not, as soon as nobody uses it.
+        """Free a model, pinned or not, once its last lease has ended.
 
-        Tells whether its memory was back within `load_wait_s`. Whoever asks for it meanwhile
-        loads it anew.
+        Return True if its memory was back within `load_wait_s`. Callers that ask for it meanwhile
+        load another copy.
         """
         self._failures.forget(spec.id)
         leaving = [entry for entry in self._entries if entry.spec.id == spec.id]
         for entry in leaving:
-            if State.RETIRING in MOVES[entry.state]:
-                entry.move(State.RETIRING)
-            self._rest(entry)
+            if entry.may(State.RETIRING):
+                entry.to(State.RETIRING)
+            self._retire_if_unused(entry)
         keepers = [entry.keeper for entry in leaving if entry.keeper is not None]
         if keepers:
             _, keepers_left = await asyncio.wait(keepers, timeout=self._load_wait_s)
@@ -143,42 +143,42 @@ class ModelCache(Generic[M]):
         return True
 
     def reconsider(self) -> None:
-        """See what a new catalog changes: idle models may have to go, failures may be mended.
+        """Apply a new catalog: free idle models that it lacks, and forget failures.
 
-        What a model need not be loaded anew for, it takes over as it runs.
+        Loaded models adopt the keys that need no new load.
         """
         self._failures.clear()
         for entry in self._entries:
             if (current := self._catalog().current(entry.spec)) is not None:
-                # The catalog's own object: they compare at a glance.
+                # The catalog's own object, which compares by identity first.
                 entry.spec = current
                 if entry.is_loaded:
                     entry.adopt(current)
                 self._admission(current)
-            self._rest(entry)
+            self._retire_if_unused(entry)
 
     @property
     def entries(self) -> Sequence[Entry[M]]:
-        """List the models there are, from when they are asked for to when they are freed."""
+        """Return every model from the moment it is asked for until it is freed."""
         return tuple(self._entries)
 
     def loaded(self) -> list[M]:
-        """List the models that are loaded now."""
+        """Return the models that are loaded now."""
         return [entry.model for entry in self._entries if entry.model is not None]
 
     def states(self) -> dict[str, str]:
-        """Tell, by id, which models are `loading`, `loaded` or `failed` when last loaded."""
+        """Return, by id, which models are `loading`, `loaded`, or `failed` at their last load."""
         failed = dict.fromkeys(self._failures.models(), "failed")
-        return failed | {entry.spec.id: _state(entry) for entry in self._wanted()}
+        return failed | {entry.spec.id: _state(entry) for entry in self._staying()}
 
     def model(self, spec: ModelSpec) -> M | None:
-        """Return a model, if it is loaded now."""
-        entries = [entry for entry in self._wanted() if entry.spec.id == spec.id]
+        """Return a model if it is loaded now."""
+        entries = [entry for entry in self._staying() if entry.spec.id == spec.id]
         return entries[-1].model if entries else None
 
     def status(self, spec: ModelSpec) -> Status:
-        """Tell how a model is."""
-        entries = [entry for entry in self._wanted() if entry.spec.id == spec.id]
+        """Return how a model is."""
+        entries = [entry for entry in self._staying() if entry.spec.id == spec.id]
         if not entries:
             failure = self._failures.of(spec.id)
             return Status("failed", failure=str(failure)) if failure else Status("unloaded")
@@ -188,13 +188,12 @@ class ModelCache(Generic[M]):
         used_s_ago = 0 if entry.leases else metrics.now() - entry.last_used
         return Status("loaded", entry.nbytes, int(time.time() - used_s_ago))
 
-    def _wanted(self) -> list[Entry[M]]:
+    def _staying(self) -> list[Entry[M]]:
         return [entry for entry in self._entries if entry.state is not State.LEAVING]
 
     def _is_pinned(self, entry: Entry[M]) -> bool:
         current = self._catalog().current(entry.spec)
-        is_kept = entry.state in (State.LOADING, State.READY, State.YIELDING)
-        return current is not None and current.pinned and is_kept
+        return current is not None and current.pinned and entry.is_open
 
     def _is_current(self, entry: Entry[M]) -> bool:
         return self._catalog().current(entry.spec) is not None
@@ -208,10 +207,10 @@ class ModelCache(Generic[M]):
         admission.limit = limit
         return admission
 
-    def _place(self, spec: ModelSpec, caller: Caller | None) -> AbstractContextManager[None]:
-        """Hold a place in the model's queue while entered; who only loads it needs none.
+    def _admit(self, spec: ModelSpec, caller: Caller | None) -> AbstractContextManager[None]:
+        """Hold a place in the model's queue while entered; a load without a caller needs none.
 
-        Raises Overloaded where there is none.
+        Raises Overloaded if the queue is full.
         """
         if caller is None:
             return contextlib.nullcontext()
@@ -220,12 +219,11 @@ class ModelCache(Generic[M]):
         return self._admission(spec).admitted(retry_after_s=None if is_loaded else LOAD_RETRY_S)
 
     def _entry(self, spec: ModelSpec) -> Entry[M]:
-        """Find the one copy of the model that newcomers wait for or use, or begin to load it."""
+        """Return the one copy of the model that is open to new callers, or begin to load it."""
         if self._is_closed:
             raise _shutting_down()
         for entry in self._entries:
-            takes = entry.state in (State.LOADING, State.READY, State.YIELDING)
-            if takes and load_alike(entry.spec, spec):
+            if entry.is_open and load_alike(entry.spec, spec):
                 return entry
         self._failures.check(spec.id)
         entry = Entry[M](spec)
@@ -234,8 +232,8 @@ class ModelCache(Generic[M]):
         entry.keeper = asyncio.create_task(self._keep(entry), name=f"keep {spec.id}")
         return entry
 
-    async def _entered(self, spec: ModelSpec, caller: Caller | None) -> Entry[M]:
-        """Begin a lease, as soon as there is a model to lease."""
+    async def _enter(self, spec: ModelSpec, caller: Caller | None) -> Entry[M]:
+        """Begin a lease as soon as the model is ready."""
         while True:
             began = metrics.now()
             entry = self._entry(spec)
@@ -245,19 +243,19 @@ class ModelCache(Generic[M]):
             waiting = entry.wait()
             try:
                 async with waiting_for_load(caller) if caller else contextlib.nullcontext():
-                    is_in = await self._let_in(entry, waiting, began)
+                    is_in = await self._wait(entry, waiting, began)
             except BaseException:
                 entry.give_up(waiting)
-                self._rest(entry)
+                self._retire_if_unused(entry)
                 raise
             if is_in:
                 return entry
-            # It left for another's sake, or by hand. Its successor may be of a newer catalog.
+            # It was evicted or unloaded. Its successor may be of a newer catalog.
             spec = self._catalog().by_id(spec.id) or spec
             self._entry(spec).is_successor = True
 
-    async def _let_in(self, entry: Entry[M], waiting: asyncio.Future[bool], began: float) -> bool:
-        """Wait for a load at most `load_wait_s`; what it waits for others does not count."""
+    async def _wait(self, entry: Entry[M], waiting: asyncio.Future[bool], began: float) -> bool:
+        """Wait for a load, at most `load_wait_s` beyond the time that it waits for others."""
         while not waiting.done():
             left_s = max(began, entry.resumed) + self._load_wait_s - metrics.now()
             if entry.waits_for_others:
@@ -271,17 +269,17 @@ class ModelCache(Generic[M]):
             await asyncio.wait([waiting], timeout=left_s)
         return waiting.result()
 
-    def _rest(self, entry: Entry[M]) -> None:
-        """Decide what becomes of a model that nobody uses: it goes, or stays for its time."""
+    def _retire_if_unused(self, entry: Entry[M]) -> None:
+        """Free a model without callers if it was unloaded or replaced, or else start its TTL."""
         if entry.leases:
             return
-        if not entry.asked and State.LEAVING in MOVES[entry.state]:
+        if not entry.asked and entry.may(State.LEAVING):
             current = self._catalog().current(entry.spec)
             if entry.state is State.RETIRING or current is None:
-                entry.move(State.LEAVING)
+                entry.to(State.LEAVING)
             elif entry.is_loaded:
                 ttl_s = self._ttl_s if current.ttl_s is None else current.ttl_s
-                entry.rest(None if current.pinned else ttl_s)
+                entry.start_ttl(None if current.pinned else ttl_s)
         self.room.announce()
 
     def _stage(self, entry: Entry[M]) -> str:
@@ -289,21 +287,21 @@ class ModelCache(Generic[M]):
         return "loading" if percent is None else f"being downloaded ({percent} %)"
 
     async def _keep(self, entry: Entry[M]) -> None:
-        """Hold one model for its whole life here: files, room, load, use, free."""
+        """Run one model's whole life: fetch, wait for room, load, serve, free."""
         started, spec = metrics.now(), entry.spec
         try:
             prepared = await self._loader.prepared(spec)
             if entry.state is State.LEAVING:
-                return  # it was let go of while it was fetched
+                return  # it was unloaded while it was fetched
             log.info("model_loading", model=spec.id)
             async with (
-                self.room.taken(entry, prepared.nbytes) as share,
+                self.room.hold(entry, prepared.nbytes) as share,
                 prepared.opened() as loaded,
             ):
                 share.state(loaded.nbytes)
                 if entry.spec is not spec:  # the catalog was read again meanwhile
                     loaded.adopt(entry.spec)
-                with self._welcomed(entry, loaded, metrics.now() - started):
+                with self._serve(entry, loaded, metrics.now() - started):
                     await entry.left.wait()
             log.info("model_evicted", model=spec.id)
         except Abandoned:
@@ -314,26 +312,26 @@ class ModelCache(Generic[M]):
         except GatewayError as error:
             self._fail(entry, error)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            self._fail(entry, ModelLoadFailed(spec.id, said), unforeseen=error)
+            reason = f"{type(error).__name__}: {error}"
+            self._fail(entry, ModelLoadFailed(spec.id, reason), unforeseen=error)
         finally:
-            entry.move(State.GONE)
+            entry.to(State.GONE)
             self._entries.remove(entry)
             self.room.announce()
 
     @contextlib.contextmanager
-    def _welcomed(self, entry: Entry[M], loaded: Loaded[M], seconds: float) -> Iterator[None]:
-        """Let in those who wait for a model, and count it."""
+    def _serve(self, entry: Entry[M], loaded: Loaded[M], seconds: float) -> Iterator[None]:
+        """Let waiting callers in, and count the model as loaded while entered."""
         model = entry.spec.id
         entry.last_used = metrics.now()
         entry.model, entry.adopt = loaded.model, loaded.adopt
         if entry.state is State.LOADING:
-            entry.move(State.READY)
+            entry.to(State.READY)
         else:
             entry.let_in()
         self._admission(entry.spec).begin()
         self._failures.forget(model)
-        self._rest(entry)
+        self._retire_if_unused(entry)
         self.room.announce()  # a loaded model may have to give way
         metrics.of(metrics.MODEL_LOADS, model, "loaded").inc()
         log.info("model_loaded", model=model, seconds=round(seconds, 2), bytes=loaded.nbytes)
@@ -346,11 +344,11 @@ class ModelCache(Generic[M]):
     def _fail(
         self, entry: Entry[M], error: GatewayError, unforeseen: Exception | None = None
     ) -> None:
-        """Tell those who wait; only what was not foreseen needs its traceback in the log."""
+        """Fail the waiting callers. Only an unforeseen error needs its traceback in the log."""
         model = entry.spec.id
         metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
         log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
-        if self._catalog().current(entry.spec):  # else it says nothing of the one in force
+        if self._catalog().current(entry.spec):  # else it is of an older spec
             self._failures.remember(model, error)
         entry.refuse(error)
 
@@ -363,8 +361,8 @@ class ModelCache(Generic[M]):
         for entry in entries:
             is_loading = entry.model is None
             entry.refuse(_shutting_down())
-            if entry.state is not State.LEAVING:
-                entry.move(State.LEAVING)
+            if entry.may(State.LEAVING):
+                entry.to(State.LEAVING)
             if is_loading and entry.keeper is not None:
                 entry.keeper.cancel()
         if keepers := [entry.keeper for entry in entries if entry.keeper is not None]:

@@ -12,8 +12,8 @@ from gateway.errors import GatewayError, InsufficientMemory, ModelLoadFailed, Mo
 from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
 
-UNAVAILABLE_S = 30.0  # a dead network is not asked again by every request
-BROKEN_S = 5.0  # nor a broken file read, which somebody may be mending
+UNAVAILABLE_S = 30.0  # so that not every request tries a dead network again
+BROKEN_S = 5.0  # shorter, as somebody may be repairing the file
 
 
 class Failures:
@@ -24,7 +24,7 @@ class Failures:
         self._until: dict[str, float] = {}
 
     def remember(self, model: str, error: GatewayError) -> None:
-        """Keep a failure of a model itself; one of the moment, shutdown or no room, is let pass."""
+        """Keep an error of the model itself; a shutdown or a lack of room is not one."""
         match error:
             case ModelUnavailable():
                 seconds = UNAVAILABLE_S
@@ -32,34 +32,34 @@ class Failures:
                 seconds = BROKEN_S
             case _:
                 return
-        # A traceback's frames hold what was read of the model: only the facts are kept.
+        # Without its traceback, whose frames hold what was read of the model.
         self._errors[model] = fresh(error)
         self._until[model] = metrics.now() + seconds
 
     def forget(self, model: str) -> None:
-        """Know nothing of a model any more: it is loaded, or to be tried afresh."""
+        """Forget a model's failure: it is loaded, or is to be tried again."""
         self._errors.pop(model, None)
 
     def clear(self) -> None:
-        """Know nothing of any model."""
+        """Forget every failure."""
         self._errors.clear()
 
     def check(self, model: str) -> None:
-        """Raise what a recent load of this model raised."""
+        """Raise the error of this model's last load, if it was recent."""
         if (error := self._errors.get(model)) is not None and metrics.now() < self._until[model]:
             raise fresh(error) from None
 
     def of(self, model: str) -> GatewayError | None:
-        """Give the model's last failure, however long ago, if no load succeeded since."""
+        """Return the model's last failure, however long ago, if no load has succeeded since."""
         return self._errors.get(model)
 
     def models(self) -> tuple[str, ...]:
-        """List the models whose last load failed."""
+        """Return the models whose last load failed."""
         return tuple(self._errors)
 
 
 def fresh(error: GatewayError) -> GatewayError:
-    """Copy an error that many are told: one object would gather the frames of every raise."""
+    """Return a copy of an error raised more than once: one object would gather every frame."""
     copy = type(error).__new__(type(error), *error.args)
     vars(copy).update(vars(error))
     return copy
@@ -69,16 +69,17 @@ M = TypeVar("M")
 
 
 class State(Enum):
-    """What a model is to its callers."""
+    """What a cached model does with its callers."""
 
-    LOADING = "loading"  # its files, its room, its weights: they wait
-    READY = "ready"  # they are let in
-    YIELDING = "yielding"  # in use, and another waits for its room: they wait
-    RETIRING = "retiring"  # unloaded by hand: those inside finish, others load it anew
-    LEAVING = "leaving"  # nobody is inside: it is being freed
-    GONE = "gone"
+    LOADING = "loading"  # its files, room or weights are not there yet: callers wait
+    READY = "ready"  # callers enter at once
+    YIELDING = "yielding"  # in use, and another model waits for its room: new callers wait
+    RETIRING = "retiring"  # unloaded by hand: those inside finish, new callers load a copy
+    LEAVING = "leaving"  # without callers: it is being freed
+    GONE = "gone"  # its memory is back
 
 
+# A load may fail and a keeper be cancelled at any time, so every state has its way to GONE.
 MOVES: Final = MappingProxyType(
     {
         State.LOADING: {State.READY, State.RETIRING, State.LEAVING, State.GONE},
@@ -92,7 +93,12 @@ MOVES: Final = MappingProxyType(
 
 
 class Entry(Generic[M]):
-    """A model from the moment it is asked for to the moment its memory is back."""
+    """A model from the moment it is asked for to the moment its memory is back.
+
+    `state` says what happens to its callers. How far its load has come follows from what it has:
+    `needed_bytes` once its files are there, `share` once it has its room, `model` once it is
+    loaded.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -102,7 +108,7 @@ class Entry(Generic[M]):
         self.left = asyncio.Event()
         self.leases = 0
         self.last_used = 0.0
-        self.is_successor = False  # of one that has its callers still, or was made to leave them
+        self.is_successor = False  # an older copy has callers still, or was evicted from them
         self.needed_bytes: int | None = None
         self.admitted: asyncio.Future[None] | None = None  # by the room
         self.resumed = 0.0  # when it stopped waiting for room
@@ -111,16 +117,26 @@ class Entry(Generic[M]):
         self.share: Share | None = None
         self.keeper: asyncio.Task[None] | None = None
         self._waiting: list[asyncio.Future[bool]] = []
-        self._rest: asyncio.TimerHandle | None = None
+        self._ttl: asyncio.TimerHandle | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Return True if new callers use it, or wait for it."""
+        return self.state in (State.LOADING, State.READY, State.YIELDING)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return True if it is being freed, or has been."""
+        return self.state in (State.LEAVING, State.GONE)
 
     @property
     def is_loaded(self) -> bool:
         """Return True if there is a model to use."""
-        return self.model is not None and self.state not in (State.LEAVING, State.GONE)
+        return self.model is not None and not self.is_leaving
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if it is known what it needs, and not yet given."""
+        """Return True if it waits for room: its size is known, and it has no share."""
         return self.needed_bytes is not None and self.share is None
 
     @property
@@ -130,20 +146,28 @@ class Entry(Generic[M]):
 
     @property
     def nbytes(self) -> int:
-        """Count what it holds of the budget."""
+        """Return the bytes of the budget that it holds."""
         return 0 if self.share is None else self.share.nbytes
 
     @property
     def asked(self) -> int:
-        """Count the callers that wait for it."""
+        """Return how many callers wait for it."""
         return sum(not each.done() for each in self._waiting)
 
-    def move(self, state: State) -> None:
-        """Be in another state; callers that cannot have it in this one look for another."""
-        assert state in MOVES[self.state], f"{self.spec.id}: {self.state} → {state}"
+    def may(self, state: State) -> bool:
+        """Return True if the state can follow the present one."""
+        return state in MOVES[self.state]
+
+    def to(self, state: State) -> None:
+        """Change the state, and settle the callers that wait.
+
+        In READY they enter. When it leaves, or retires having yielded, they look for another copy.
+        Raises AssertionError for a move that is not in MOVES.
+        """
+        assert self.may(state), f"{self.spec.id}: {self.state} → {state} is not a legal move"
         was, self.state = self.state, state
         if state is State.LEAVING:
-            self.rest(None)
+            self.start_ttl(None)
             self.left.set()
         if state is State.READY:
             self.let_in()
@@ -153,7 +177,7 @@ class Entry(Generic[M]):
     def enter(self) -> None:
         """Begin a lease."""
         self.leases += 1
-        self.rest(None)
+        self.start_ttl(None)
 
     def leave(self) -> None:
         """End a lease."""
@@ -161,16 +185,16 @@ class Entry(Generic[M]):
         self.last_used = metrics.now()
 
     def wait(self) -> asyncio.Future[bool]:
-        """Return what becomes True with a lease, or False when another entry is to be asked.
+        """Return a future: True once it holds a lease, False if another entry must be asked.
 
-        It fails as the load does. Whoever stops waiting says so to `give_up`.
+        It fails as the load does. A caller that stops waiting must hand it to `give_up`.
         """
         waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         return waiting
 
     def give_up(self, waiting: asyncio.Future[bool]) -> None:
-        """Wait no longer, nor hold the lease that came at this very moment."""
+        """Stop waiting, and end the lease if it was granted at this very moment."""
         with contextlib.suppress(ValueError):
             self._waiting.remove(waiting)
         if not waiting.done():
@@ -179,7 +203,7 @@ class Entry(Generic[M]):
             self.leave()
 
     def let_in(self) -> None:
-        """Begin the leases of all who wait, now: whatever is decided next counts them."""
+        """Begin the leases of all waiting callers now, so that the next decision counts them."""
 
         def one(waiting: asyncio.Future[bool]) -> None:
             self.enter()
@@ -188,7 +212,7 @@ class Entry(Generic[M]):
         self._settle(one)
 
     def refuse(self, error: GatewayError) -> None:
-        """Fail those who wait, each with an error of its own."""
+        """Fail the waiting callers, each with its own copy of the error."""
         self._settle(lambda each: each.set_exception(fresh(error)))
 
     def _settle(self, settle: Callable[[asyncio.Future[bool]], None]) -> None:
@@ -197,11 +221,11 @@ class Entry(Generic[M]):
             if not each.done():
                 settle(each)
 
-    def rest(self, ttl_s: float | None) -> None:
-        """Leave after so long a time without a lease; None is never."""
-        if self._rest is not None:
-            self._rest.cancel()
-            self._rest = None
+    def start_ttl(self, ttl_s: float | None) -> None:
+        """Leave after `ttl_s` seconds without a lease, or, if None, never."""
+        if self._ttl is not None:
+            self._ttl.cancel()
+            self._ttl = None
         if ttl_s is not None:
             loop = asyncio.get_running_loop()
-            self._rest = loop.call_later(ttl_s, self.move, State.LEAVING)
+            self._ttl = loop.call_later(ttl_s, self.to, State.LEAVING)

@@ -1,4 +1,4 @@
-"""Who holds memory and who waits for it: first come is first served, the idle give way."""
+"""Which models hold memory and which wait for it: in order of arrival, idle ones give way."""
 
 import asyncio
 import contextlib
@@ -20,21 +20,22 @@ from gateway.serving.models.eviction import (
 
 M = TypeVar("M")
 
-# A model that yielded in vain does not yield again for so many times as long: one that is asked
-# for again and again costs its neighbours a quarter of their time at most.
+# A model that yielded in vain does not yield again for three times as long, so that a model that
+# is asked for again and again costs its neighbours a quarter of their time at most.
 TIMES_IN_PEACE = 3
-RECENT_S = 10.0  # an idle model that was used so lately is about to be used again
+RECENT_S = 10.0  # an idle model used within it will probably be used again soon
 A_MOMENT_S = 0.001  # clocks are not exact
 
 
 class Abandoned(Exception):
-    """Nobody wants the model any more that waits for room."""
+    """The model was unloaded, or lost its last caller, while it waited for room."""
 
 
 class Room(Generic[M]):
-    """Places and bytes for models. A model that is pinned stays, whoever waits.
+    """Places and bytes for models. A pinned model is never evicted.
 
-    `is_current`: the catalog in force would load it so; else it leaves with its last lease.
+    `is_current` returns False for a model that the catalog in force lacks, or would load
+    differently: it leaves with its last lease.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class Room(Generic[M]):
         budget.listen(self._settle)
 
     @contextlib.asynccontextmanager
-    async def taken(self, mine: Entry[M], nbytes: int) -> AsyncIterator[Share]:
-        """Hold a place and so many bytes, once others have left if need be.
+    async def hold(self, mine: Entry[M], nbytes: int) -> AsyncIterator[Share]:
+        """Hold a place and `nbytes`, evicting other models if need be.
 
-        Raises InsufficientMemory where they can never be had, NoRoom when models in use do not
-        give way in time, and Abandoned when it is let go of meanwhile. The successor of a model
-        that was made to leave waits as long as its callers do: it was not they who wanted that.
+        Raises InsufficientMemory if they can never be had, NoRoom if the models in use do not
+        give way in time, and Abandoned if it is unloaded meanwhile. The successor of an evicted
+        model waits as long as it has callers: they did not ask for the eviction.
         """
         mine.needed_bytes = nbytes
         mine.admitted = admitted = asyncio.get_running_loop().create_future()
@@ -76,7 +77,7 @@ class Room(Generic[M]):
                 await asyncio.wait([admitted], timeout=waits_s)
                 if not (mine.is_successor and mine.asked):
                     break
-            yield self._granted(mine, admitted)
+            yield self._grant(mine, admitted)
         finally:
             admitted.cancel()
             self._queue.remove(mine)
@@ -85,10 +86,10 @@ class Room(Generic[M]):
             self.announce()
 
     def clear(self, nbytes: int, is_pressing: bool) -> None:
-        """Let idle models go, least recently used first, if so many bytes will be free then.
+        """Evict idle models, least recently used first, if that frees `nbytes`.
 
-        Nobody goes for less. Those used in the last seconds stay, unless it is pressing: they
-        would be back at once.
+        Otherwise none is evicted. Those used in the last RECENT_S stay unless `is_pressing`, as
+        they would be loaded again at once.
         """
         residents = {each: self._resident(each) for each in self._queue}
         leaving = [each for each in residents.values() if each.standing is Standing.LEAVING]
@@ -105,21 +106,21 @@ class Room(Generic[M]):
         }
         if lacking <= sum(each.nbytes for each in old.values()):
             for each in pick(old, places=0, nbytes=lacking):
-                each.move(State.LEAVING)
+                each.to(State.LEAVING)
         elif lacking <= sum(each.nbytes for each in idle.values()):
             self._look_again([each.last_used + RECENT_S for each in idle])
 
     def pinned_bytes(self, *, beside: str) -> int:
-        """Count what pinned models hold, without the one of this id."""
+        """Return the bytes of pinned models, without the one of this id."""
         return sum(
             each.nbytes for each in self._queue if each.spec.id != beside and self._is_pinned(each)
         )
 
     def announce(self) -> None:
-        """Wake whoever waits, models and rows: one may have become idle, or gone."""
+        """Wake waiting models and rows, as a model may have become idle or been freed."""
         self._budget.announce()
 
-    def _granted(self, mine: Entry[M], admitted: asyncio.Future[None]) -> Share:
+    def _grant(self, mine: Entry[M], admitted: asyncio.Future[None]) -> Share:
         if admitted.done():
             admitted.result()
         if mine.share is not None:
@@ -138,7 +139,7 @@ class Room(Generic[M]):
         return patience_s(self._wait_s, refusals, metrics.now() - last)
 
     def _settle(self) -> None:
-        """Do what the plan for this moment says."""
+        """Make a plan for this moment, and carry it out."""
         self._refuse_the_impossible()
         now = metrics.now()
         plan = make_plan(
@@ -149,7 +150,7 @@ class Room(Generic[M]):
             may_hold_rows=self._rows_spared_until <= now,
         )
         for each in plan.leaving:
-            each.move(State.LEAVING)
+            each.to(State.LEAVING)
         for each in plan.admitted:
             self._admit(each)
         is_in_vain = not (plan.admitted or plan.leaving)
@@ -176,7 +177,7 @@ class Room(Generic[M]):
         )
 
     def _standing(self, each: Entry[M]) -> Standing:
-        if each.state in (State.LEAVING, State.GONE):
+        if each.is_leaving:
             return Standing.LEAVING
         if each.is_waiting:
             is_over = each.admitted is None or each.admitted.done()
@@ -188,7 +189,7 @@ class Room(Generic[M]):
         return Standing.BUSY if each.leases else Standing.IDLE
 
     def _rows_bytes(self) -> int:
-        """Count what rows, and what is kept of prompts, hold."""
+        """Return the bytes of rows and of kept prefixes."""
         held = self._budget.limit_bytes - self._budget.free_bytes
         return max(0, held - sum(each.nbytes for each in self._queue))
 
@@ -198,22 +199,22 @@ class Room(Generic[M]):
         mine.share.state(mine.needed_bytes)
         mine.resumed = metrics.now()
         self._refusals.pop(mine.spec.id, None)
-        _settled(mine)
+        _settle_admission(mine)
 
     def _hold_back(self, plan: Plan[Entry[M]], *, is_in_vain: bool) -> None:
-        """Make callers wait for the models that are to empty, and let in those of the others."""
+        """Make new callers wait for the yielding models, and let in those of the others."""
         now = metrics.now()
         for each in self._queue:
             if each in plan.yielding and each.state is State.READY:
-                each.move(State.YIELDING)
+                each.to(State.YIELDING)
                 each.yielding_since = now
             elif each not in plan.yielding and each.state is State.YIELDING:
                 if is_in_vain:
                     each.spared_until = now + TIMES_IN_PEACE * (now - each.yielding_since)
-                each.move(State.READY)
+                each.to(State.READY)
 
     def _hold_rows(self, nbytes: int, *, is_in_vain: bool) -> None:
-        """Keep new rows from bytes that a model waits for: not for longer than one waits."""
+        """Reserve bytes that a model waits for from new rows, for at most `wait_s`."""
         now = metrics.now()
         if nbytes and self._rows_held_since is None:
             self._rows_held_since = now
@@ -227,7 +228,7 @@ class Room(Generic[M]):
         self._budget.claim(nbytes)
 
     def _look_again(self, times: Sequence[float]) -> None:
-        """Decide anew at the first of these that is to come: more may be done then than now."""
+        """Plan again at the first of these times that is still to come."""
         now = metrics.now()
         if not (coming := [each for each in times if each > now]):
             return
@@ -243,12 +244,12 @@ class Room(Generic[M]):
         for mine in self._queue:
             if mine.is_waiting and mine.admitted is not None and not mine.admitted.done():
                 if mine.state is State.LEAVING:
-                    _settled(mine)
+                    _settle_admission(mine)
                 elif (error := self._impossible(mine)) is not None:
                     mine.admitted.set_exception(error)
 
     def _impossible(self, mine: Entry[M]) -> GatewayError | None:
-        """Return why it can never be loaded as things are pinned, if it cannot."""
+        """Return why it can never be loaded beside the pinned models, or None if it can."""
         pinned = [each for each in self._queue if not each.is_waiting and self._is_pinned(each)]
         allowed = self._budget.limit_bytes - sum(each.nbytes for each in pinned)
         if (nbytes := mine.needed_bytes or 0) > allowed:
@@ -263,6 +264,6 @@ class Room(Generic[M]):
         return None
 
 
-def _settled(mine: Entry[M]) -> None:
+def _settle_admission(mine: Entry[M]) -> None:
     if mine.admitted is not None and not mine.admitted.done():
         mine.admitted.set_result(None)

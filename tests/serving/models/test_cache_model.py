@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gateway import metrics
 from gateway.errors import (
@@ -17,9 +20,9 @@ from gateway.errors import (
     Overloaded,
 )
 from gateway.registry import Catalog, ModelSpec
-from gateway.serving.budget import Budget
+from gateway.serving.budget import Budget, Share
 from gateway.serving.models.cache import Loaded, ModelCache, Prepared
-from gateway.serving.models.entry import State
+from gateway.serving.models.entry import MOVES, Entry, State
 from tests.fakes import caller
 from tests.serving.models.test_cache import spec
 
@@ -184,3 +187,201 @@ def test_nobody_is_refused_a_loaded_model_for_another_s_sake(
         runner.run(world.live())
     assert world.refused_healthy == []
     assert world.served > 50
+
+
+NAMES = st.sampled_from(sorted(SIZES))
+
+
+class StateMachine(RuleBasedStateMachine):
+    """A cache whose callers, operators, loads and rows act in any order, a step at a time.
+
+    Beside it stands what must be true: who is inside, and which state each entry was in last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner(loop_factory=VirtualLoop)
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(metrics, "now", self.runner.get_loop().time)
+        self.budget = Budget(LIMIT)
+        self.catalog = Catalog(spec(name) for name in SIZES)
+        self.failing: set[str] = set()
+        self.asking: list[tuple[str, asyncio.Task[None], asyncio.Event]] = []
+        self.operators: list[asyncio.Task[None]] = []
+        self.rows: list[Share] = []
+        self.inside = 0
+        self.held = 0
+        self.loading = asyncio.Event()
+        self.seen: dict[Entry[str], State] = {}
+        self.models: ModelCache[str] = ModelCache(
+            self, lambda: self.catalog, self.budget, max_models=2, load_wait_s=WAIT_S, ttl_s=60.0
+        )
+
+    async def prepared(self, spec: ModelSpec) -> Prepared[str]:
+        await asyncio.sleep(1)
+        return Prepared(SIZES[spec.id], lambda: self.opened(spec))
+
+    def fetched_percent(self, spec: ModelSpec) -> int | None:
+        return None
+
+    @asynccontextmanager
+    async def opened(self, spec: ModelSpec) -> AsyncIterator[Loaded[str]]:
+        await asyncio.sleep(2)
+        if spec.id in self.failing:
+            raise ModelLoadFailed(spec.id, "bad luck")
+        self.held += SIZES[spec.id]
+        try:
+            yield Loaded(spec.id, SIZES[spec.id])
+        finally:
+            await asyncio.sleep(1)
+            self.held -= SIZES[spec.id]
+
+    def settle(self, act: Callable[[], object] = lambda: None) -> None:
+        """Act, and run everything that waits for nothing but its turn on the loop."""
+
+        async def rounds() -> None:
+            act()
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+        self.runner.run(rounds())
+
+    async def use(self, name: str, release: asyncio.Event) -> None:
+        with contextlib.suppress(GatewayError):
+            async with self.models.lease(spec(name), caller()) as model:
+                assert model == name
+                self.inside += 1
+                try:
+                    await release.wait()
+                finally:
+                    self.inside -= 1
+
+    def operate(self, action: Any) -> None:
+        async def run() -> None:
+            with contextlib.suppress(GatewayError):
+                await action
+
+        self.operators.append(self.runner.get_loop().create_task(run()))
+        self.settle()
+
+    @rule(name=NAMES)
+    def lease(self, name: str) -> None:
+        release = asyncio.Event()
+        task = self.runner.get_loop().create_task(self.use(name, release))
+        self.asking.append((name, task, release))
+        self.settle()
+
+    @precondition(lambda self: self.asking)
+    @rule(data=st.data(), hangs_up=st.booleans())
+    def end_a_lease(self, data: st.DataObject, hangs_up: bool) -> None:
+        """The caller is done, if it is inside; or it hangs up, wherever it is."""
+        at = data.draw(st.integers(0, len(self.asking) - 1))
+        _, task, release = self.asking.pop(at)
+        release.set()
+        if hangs_up:
+            task.cancel()
+        self.settle()
+
+    @rule(name=NAMES)
+    def load(self, name: str) -> None:
+        self.operate(self.models.load(spec(name)))
+
+    @rule(name=NAMES)
+    def unload(self, name: str) -> None:
+        self.operate(self.models.unload(spec(name)))
+
+    @rule(names=st.sets(NAMES, min_size=1), pinned=st.sets(NAMES, max_size=1))
+    def reload(self, names: set[str], pinned: set[str]) -> None:
+        self.catalog = Catalog(spec(name, pinned=name in pinned) for name in sorted(names))
+        self.settle(self.models.reconsider)
+
+    @rule(names=st.sets(NAMES, max_size=2))
+    def fail(self, names: set[str]) -> None:
+        """From now on the loads of these models fail."""
+        self.failing = names
+
+    @rule(nbytes=st.integers(1, 60), is_pressing=st.booleans())
+    def take_memory(self, nbytes: int, is_pressing: bool) -> None:
+        """Rows want bytes: idle models may have to leave."""
+        if nbytes > self.budget.spare_bytes:
+            self.settle(lambda: self.models.room.clear(nbytes, is_pressing))
+        else:
+            self.rows.append(share := self.budget.share())
+            self.settle(lambda: share.state(nbytes))
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def give_memory_back(self) -> None:
+        self.settle(self.rows.pop().release)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 30.0, 120.0]))
+    def wait(self, seconds: float) -> None:
+        self.runner.run(asyncio.sleep(seconds))
+        self.settle()
+
+    @invariant()
+    def every_change_of_state_is_legal(self) -> None:
+        entries = self.models.entries
+        for entry, before in self.seen.items():
+            after = entry.state if entry in entries else State.GONE
+            assert after in _reachable(before), f"{before} → {after}"
+            assert entry.state is after
+        self.seen = {entry: entry.state for entry in entries}
+        assert State.GONE not in self.seen.values()
+
+    @invariant()
+    def each_lease_is_counted_and_keeps_its_model(self) -> None:
+        assert sum(entry.leases for entry in self.models.entries) == self.inside
+        for entry in self.models.entries:
+            if entry.leases:
+                assert entry.is_loaded
+            if entry.state is State.READY:
+                assert entry.is_loaded
+                assert not entry.asked, "whoever waited was let in"
+
+    @invariant()
+    def no_more_is_held_than_there_is(self) -> None:
+        holding = [entry for entry in self.models.entries if entry.share is not None]
+        rows = sum(share.nbytes for share in self.rows)
+        assert self.budget.free_bytes == LIMIT - rows - sum(entry.nbytes for entry in holding)
+        assert self.budget.free_bytes >= 0
+        assert len(holding) <= 2
+        assert self.held <= sum(entry.nbytes for entry in holding)
+
+    @invariant()
+    def one_copy_of_a_model_is_open(self) -> None:
+        names = [entry.spec.id for entry in self.models.entries if entry.is_open]
+        assert len(names) == len(set(names))
+
+    def teardown(self) -> None:
+        """Shutdown ends every caller and frees every byte."""
+
+        async def close() -> None:
+            async with self.models:
+                pass
+            for _, _, release in self.asking:
+                release.set()
+            everyone = [*self.operators, *(task for _, task, _ in self.asking)]
+            await asyncio.gather(*everyone, return_exceptions=True)
+
+        try:
+            self.runner.run(close())
+            while self.rows:
+                self.give_memory_back()
+            assert self.models.entries == ()
+            assert (self.inside, self.held, self.budget.free_bytes) == (0, 0, LIMIT)
+        finally:
+            self.runner.close()
+            self.patch.undo()
+
+
+def _reachable(state: State) -> set[State]:
+    """Return the states that legal moves lead to, the one itself included."""
+    found = {state}
+    for after in MOVES[state]:
+        found |= _reachable(after) if (state, after) != (State.YIELDING, State.READY) else {after}
+    return found
+
+
+TestStates = StateMachine.TestCase
+TestStates.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
