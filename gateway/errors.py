@@ -1,6 +1,6 @@
-"""Everything that can go wrong, each with the answer it becomes: status, type, code, message.
+"""Every error of the gateway, with the answer it becomes: status, type, code and message.
 
-Raised where it is seen, turned into JSON in one place (api/middleware).
+Errors are raised where they are seen, and become JSON in one place (api/middleware).
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from typing_extensions import TypedDict
 SHOWN_CHARS = 256
 
 
-def shown(given: str) -> str:
-    """Return what a message repeats of what a caller sent: not more than a name may be long."""
+def shorten(given: str) -> str:
+    """Shorten text of a caller to SHOWN_CHARS, for a message that repeats it."""
     return given if len(given) <= SHOWN_CHARS else f"{given[:SHOWN_CHARS]}…"
 
 
@@ -33,7 +33,7 @@ class ErrorBody(TypedDict):
 
 
 class GatewayError(Exception):
-    """An answer other than success. `headers` are sent with it."""
+    """An answer other than success, sent with its `headers`."""
 
     status: ClassVar[int] = HTTPStatus.INTERNAL_SERVER_ERROR
     type: ClassVar[str] = "server_error"
@@ -57,7 +57,7 @@ class GatewayError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What OpenAI's SDKs read to decide whether, and when, to try again."""
+        """The headers by which OpenAI's SDKs decide whether, and when, to retry."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
@@ -101,13 +101,13 @@ class ContextLengthExceeded(BadRequest):
 
 
 class UnsupportedParameter(BadRequest):
-    """A field we know, that would change the answer, and that we do not serve."""
+    """A known field that would change the answer and is not supported."""
 
     code = "unsupported_parameter"
 
 
 class UnknownParameter(BadRequest):
-    """A field nobody knows, refused only in strict mode."""
+    """An unknown field, refused only in strict mode."""
 
     code = "unknown_parameter"
 
@@ -121,12 +121,12 @@ class Unauthorized(GatewayError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Name the scheme, as RFC 9110 asks of a 401."""
+        """The usual headers and the scheme, which RFC 9110 asks of a 401."""
         return {**super().headers, "www-authenticate": "Bearer"}
 
 
 class Forbidden(GatewayError):
-    """A browser's origin or host that was never allowed."""
+    """A browser's origin, or a host, that is not allowed."""
 
     status = HTTPStatus.FORBIDDEN
     type = "invalid_request_error"
@@ -142,7 +142,7 @@ class UnknownUrl(GatewayError):
 
 
 class ResponseNotFound(GatewayError):
-    """No response, or item of one, has this id and is the caller's."""
+    """The caller has no stored response, or item of one, with this id."""
 
     status = HTTPStatus.NOT_FOUND
     type = "invalid_request_error"
@@ -150,7 +150,7 @@ class ResponseNotFound(GatewayError):
 
 
 class MethodNotAllowed(GatewayError):
-    """A path that is served, by another method."""
+    """A path that is served, but not by this method."""
 
     status = HTTPStatus.METHOD_NOT_ALLOWED
     type = "invalid_request_error"
@@ -162,7 +162,7 @@ class MethodNotAllowed(GatewayError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Name the methods that are, as RFC 9110 asks of a 405."""
+        """The usual headers and the allowed methods, which RFC 9110 asks of a 405."""
         return {**super().headers, "allow": self.allow}
 
 
@@ -176,7 +176,7 @@ class ModelNotFound(GatewayError):
     def __init__(self, name: str, nearest: str | None = None) -> None:
         hint = f" Did you mean `{nearest}`?" if nearest else ""
         super().__init__(
-            f"The model `{shown(name)}` does not exist or you do not have access to it.{hint}",
+            f"The model `{shorten(name)}` does not exist or you do not have access to it.{hint}",
             param="model",
         )
 
@@ -190,7 +190,7 @@ class TooLarge(GatewayError):
 
 
 class HeadTooLarge(GatewayError):
-    """A path, query and headers beyond the limit, together."""
+    """A path, query and headers that together are beyond the limit."""
 
     status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
     type = "invalid_request_error"
@@ -206,7 +206,7 @@ class SlowBody(GatewayError):
 
 
 class Overloaded(GatewayError):
-    """The queue is full: 429, which every client knows to wait on."""
+    """The queue is full: a 429, after which every client waits and retries."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"
@@ -214,7 +214,7 @@ class Overloaded(GatewayError):
 
 
 class RateLimited(GatewayError):
-    """The caller has had what it may have in a minute."""
+    """The caller has used its allowance of this minute."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"
@@ -222,7 +222,7 @@ class RateLimited(GatewayError):
 
 
 class Unavailable(GatewayError):
-    """Not now: loading, draining, no network."""
+    """The gateway cannot answer now: it is loading or draining, or has no network."""
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
     type = "server_error"
@@ -230,13 +230,13 @@ class Unavailable(GatewayError):
 
 
 class ModelLoading(Unavailable):
-    """The model is on its way: ask again."""
+    """The model is still loading: retry later."""
 
     code = "model_loading"
 
 
 class ModelUnavailable(Unavailable):
-    """The model cannot be had here: the message names it and the cause."""
+    """The model's files cannot be found or downloaded: the message names the model and cause."""
 
     code = "model_unavailable"
 
@@ -247,7 +247,7 @@ class ModelUnavailable(Unavailable):
 
 
 class NoRoom(Unavailable):
-    """The model has to wait for others, which are in use: ask again."""
+    """The model needs the memory of others that are in use: retry later."""
 
     code = "no_room"
 
@@ -261,7 +261,7 @@ class NoRoom(Unavailable):
 
 
 class InsufficientMemory(GatewayError):
-    """The model can never be loaded beside what has to stay: the message says the bytes."""
+    """The model can never fit in the memory it may use: the message has the bytes."""
 
     status = HTTPStatus.INSUFFICIENT_STORAGE
     code = "insufficient_memory"
@@ -273,7 +273,7 @@ class InsufficientMemory(GatewayError):
 
 
 class PromptTooLarge(GatewayError):
-    """The prompt's KV can never be held beside what has to stay."""
+    """The prompt's KV can never fit in the memory that its model may use."""
 
     status = HTTPStatus.INSUFFICIENT_STORAGE
     code = "insufficient_memory"
@@ -287,7 +287,7 @@ class PromptTooLarge(GatewayError):
 
 
 class ModelLoadFailed(GatewayError):
-    """The model's files are here and wrong: the message names the file or key."""
+    """The model's files are on disk and wrong: the message names the file or key."""
 
     code = "model_load_failed"
 
@@ -298,7 +298,7 @@ class ModelLoadFailed(GatewayError):
 
 
 class EngineFailed(GatewayError):
-    """The maths went wrong for this row: the message names the model."""
+    """The engine failed on this row: the message names the model."""
 
     code = "engine_failed"
 
@@ -308,7 +308,7 @@ class EngineFailed(GatewayError):
 
 
 class DeadlineExceeded(GatewayError):
-    """The time the caller or the settings allowed is over."""
+    """The timeout of the caller, or of the settings, is over."""
 
     status = HTTPStatus.GATEWAY_TIMEOUT
     code = "deadline_exceeded"
@@ -320,7 +320,7 @@ class DeadlineExceeded(GatewayError):
 
 
 class ModelsFileInvalid(BadRequest):
-    """models.yaml cannot be taken over as it is now: the message has its problems, one a line."""
+    """models.yaml cannot be reloaded as it is: the message has its problems, one per line."""
 
     code = "models_file_invalid"
 

@@ -1,8 +1,7 @@
 """structlog, configured once: an event name and keys, to stderr.
 
-A line of JSON has all that is known. A line of the console is for a person who looks on: what
-matters first, within COLUMNS, and nothing in it that a caller sent can begin a line or move the
-cursor.
+A line of JSON has every key. A line of the console is for a person: what matters comes first, it
+is cut to COLUMNS, and no text of a caller can begin a line or move the cursor.
 """
 
 import json
@@ -18,8 +17,8 @@ import structlog
 Format = Literal["auto", "json", "console"]
 
 COLUMNS = 100
-FIELD_COLUMNS = 48  # of one field, where a line is cut
-ID_COLUMNS = 13  # of a request's id: enough to find it by
+FIELD_COLUMNS = 48  # of one field, in a line that is cut
+ID_COLUMNS = 13  # of a request's id: enough to find it
 
 
 def configure(level: str = "info", style: Format = "auto") -> None:
@@ -46,9 +45,9 @@ def configure(level: str = "info", style: Format = "auto") -> None:
 
 
 def _json(event: Any, **given: Any) -> str:
-    """Write a line's JSON, by orjson; what that refuses (a lone surrogate, a huge number) by json.
+    """Return an event as JSON, whatever it holds.
 
-    Whatever is said, the line is written.
+    orjson refuses some values (a lone surrogate, a huge number); json writes those.
     """
     try:
         return orjson.dumps(event, default=given["default"]).decode()
@@ -57,41 +56,41 @@ def _json(event: Any, **given: Any) -> str:
 
 
 def get(name: str) -> structlog.typing.FilteringBoundLogger:
-    """Give a logger whose lines say which part of the gateway spoke."""
+    """Return a logger whose lines name the part of the gateway that wrote them."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(part=name)
     return logger
 
 
 def is_console(style: Format) -> bool:
-    """Return True if somebody looks on."""
+    """Return True if log lines go to a terminal, for a person."""
     return sys.stderr.isatty() and style != "json"
 
 
 def _console(_: Any, __: str, given: MutableMapping[str, Any]) -> str:
-    """Write a line for a person: cut to its columns, or wrapped where the whole of it matters."""
+    """Return an event as a line for a person: cut to COLUMNS, or wrapped if all of it matters."""
     fields = dict(given)
     event, level = _text(fields.pop("event", "")), fields.pop("level", "info")
     time, request_id = fields.pop("timestamp", ""), fields.pop("request_id", None)
     below = [fields.pop(key, None) for key in ("exception", "stack")]
     fields.pop("part", None)
     if event == "request":
-        words = list(_request(fields))
+        words = list(_take_request(fields))
     else:
         words = [event if level == "info" else f"{level}: {event}"]
     is_whole = level not in ("info", "debug") or event == "prompt"
     words.append(time)
     if request_id is not None:
         words.append(fit(_text(request_id), ID_COLUMNS))
-    words += _written(fields, None if is_whole else FIELD_COLUMNS)
+    words += _format_fields(fields, None if is_whole else FIELD_COLUMNS)
     line = " ".join(words)
-    lines = list(_wrapped(line)) if is_whole else [fit(line, COLUMNS)]
-    for text in filter(None, below):  # indented: a line of its own is only what we say
+    lines = list(_wrap(line)) if is_whole else [fit(line, COLUMNS)]
+    for text in filter(None, below):  # indented, so that only our own text begins a line
         lines += [f"    {_text(each)}" for each in str(text).splitlines()]
     return "\n".join(lines)
 
 
-def _request(fields: dict[str, Any]) -> Iterator[str]:
-    """Take what is said of every request: method, path, status, time, model and tokens."""
+def _take_request(fields: dict[str, Any]) -> Iterator[str]:
+    """Take a request's method, path, status, time, model and tokens out of `fields`."""
     yield _word(fields.pop("method", ""), 10)
     yield _word(fields.pop("path", ""), FIELD_COLUMNS)
     yield _text(fields.pop("status", ""))
@@ -102,8 +101,8 @@ def _request(fields: dict[str, Any]) -> Iterator[str]:
         yield f"{fields.pop('tokens_in', 0)}+{fields.pop('tokens_out', 0)} tokens"
 
 
-def _written(fields: dict[str, Any], columns: int | None) -> Iterator[str]:
-    """Write keys and values: bytes and seconds as people say them, the rest as it is."""
+def _format_fields(fields: dict[str, Any], columns: int | None) -> Iterator[str]:
+    """Yield each key with its value; bytes and seconds with their units."""
     for key, value in fields.items():
         if (key == "bytes" or key.endswith("_bytes")) and isinstance(value, int):
             text = human_bytes(value)
@@ -116,7 +115,7 @@ def _written(fields: dict[str, Any], columns: int | None) -> Iterator[str]:
 
 
 def human_bytes(count: int) -> str:
-    """Write a number of bytes in KiB, MiB or GiB."""
+    """Return a number of bytes in B, KiB, MiB or GiB."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
@@ -125,7 +124,7 @@ def human_bytes(count: int) -> str:
 
 
 def fit(text: str, columns: int) -> str:
-    """Cut a text that is wider, with an ellipsis in the place of the rest."""
+    """Return a text cut to `columns`, with an ellipsis for the rest."""
     if len(text) <= columns and _width(text) <= columns:
         return text
     kept, used = [], 0
@@ -137,8 +136,8 @@ def fit(text: str, columns: int) -> str:
     return "".join(kept) + "…"
 
 
-def _wrapped(line: str) -> Iterator[str]:
-    """Part a line at its spaces where it can be, the later parts indented."""
+def _wrap(line: str) -> Iterator[str]:
+    """Wrap a line at spaces where possible; later parts are indented."""
     indent, left = "", line
     while _width(indent + left) > COLUMNS:
         part = fit(left, COLUMNS - len(indent) + 1)[:-1]
@@ -159,7 +158,7 @@ def _width(text: str) -> int:
 
 
 def _word(value: Any, columns: int | None = None) -> str:
-    """Write a value so that its end can be seen, in so many columns."""
+    """Return a value as text in at most `columns`, quoted if its end could not be seen."""
     text = _text(value)
     is_quoted = isinstance(value, str) and (not text or any(each in text for each in ' "='))
     if columns is not None:
@@ -168,7 +167,7 @@ def _word(value: Any, columns: int | None = None) -> str:
 
 
 def _text(value: Any) -> str:
-    """Write anything in one line that moves no cursor."""
+    """Return anything as one line of text that moves no cursor."""
     if isinstance(value, Mapping):
         text = ",".join(f"{_text(key)}:{_text(value[key])}" for key in value)
     else:

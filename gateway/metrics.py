@@ -1,4 +1,4 @@
-"""Every instrument, declared once. Floors above count; the maths never does."""
+"""Every metric, declared once. The floors above count; the engine never does."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ now = time.perf_counter
 
 @cache
 def of(metric: M, *labels: str) -> M:
-    """Give a metric's series. It is found once: looking it up takes longer than counting."""
+    """Return a metric's series, cached: to look it up takes longer than to count."""
     return metric.labels(*labels)
 
 
@@ -99,17 +99,17 @@ Reading: TypeAlias = Metric
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A gauge that nobody keeps: it is read from what it is of when metrics are asked for."""
+    """A gauge computed at scrape time."""
 
     name: str
     text: str
 
     def read(self, value: float) -> Reading:
-        """Give its one value."""
+        """Return the gauge with its one value."""
         return GaugeMetricFamily(self.name, self.text, value=value)
 
     def read_by_model(self, values: Mapping[str, float]) -> Reading:
-        """Give its value for each model."""
+        """Return the gauge with one value per model."""
         reading = GaugeMetricFamily(self.name, self.text, labels=["model"])
         for model, value in values.items():
             reading.add_metric([model], value)
@@ -131,12 +131,12 @@ BODY_BYTES = Level(
 )
 
 
-class _Shown(Collector):
+class _Readings(Collector):
     def __init__(self, read: Callable[[], Iterable[Reading]]) -> None:
         self._read = read
 
     def describe(self) -> Sequence[Reading]:
-        """Claim no names: a process may have several gateways, one after the other or at once."""
+        """Return no names, since a process may have several gateways, also at once."""
         return ()
 
     def collect(self) -> Iterable[Reading]:
@@ -144,9 +144,9 @@ class _Shown(Collector):
 
 
 @contextmanager
-def shown(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
-    """Show, while entered, what `read` gives each time metrics are asked for."""
-    collector = _Shown(read)
+def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
+    """Add what `read` returns at each scrape to the metrics, until exit."""
+    collector = _Readings(read)
     REGISTRY.register(collector)
     try:
         yield

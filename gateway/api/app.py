@@ -27,7 +27,7 @@ from gateway.errors import (
     Overloaded,
     ResponseNotFound,
     UnknownUrl,
-    shown,
+    shorten,
 )
 from gateway.serving.rate_limit import KINDS, Accounts, Allowance
 from gateway.wire.chat import ChatRequest
@@ -318,9 +318,9 @@ async def _answer_refusal(request: Request, error: Exception) -> Response:
     refusal = GatewayError(error.detail)
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allow = (error.headers or {}).get("Allow", "")
-        refusal = MethodNotAllowed(f"Not allowed to {method} on {shown(path)}.", allow)
+        refusal = MethodNotAllowed(f"Not allowed to {method} on {shorten(path)}.", allow)
     elif error.status_code == HTTPStatus.NOT_FOUND:
-        refusal = UnknownUrl(f"Invalid URL ({method} {shown(path)}){_hint(path)}")
+        refusal = UnknownUrl(f"Invalid URL ({method} {shorten(path)}){_hint(path)}")
     return error_response(refusal)
 
 

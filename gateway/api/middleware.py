@@ -24,7 +24,7 @@ from gateway.errors import (
     GatewayError,
     Unauthorized,
     Unavailable,
-    shown,
+    shorten,
 )
 from gateway.jobs import Timings
 
@@ -94,7 +94,7 @@ class Context:
         self._log.info(
             "request",
             method=scope["method"],
-            path=shown(scope["path"]),
+            path=shorten(scope["path"]),
             status=int(status),  # an enum, where the answer is an error
             ms=round(seconds * 1000, 1),
             **timing.logged(timings),
@@ -115,7 +115,7 @@ class Context:
             if reply.status is None:
                 await error_response(error)(scope, receive, reply)
         except Exception:
-            log.exception("request_failed", path=shown(scope["path"]))
+            log.exception("request_failed", path=shorten(scope["path"]))
             if reply.status is None:
                 oops = GatewayError("The server had an error while processing your request.")
                 await error_response(oops)(scope, receive, reply)
@@ -241,7 +241,7 @@ class Guard:
         host = headers.get(b"host", b"").decode("latin-1")
         if not (is_loopback(host) or {host.lower(), _name(host), "*"} & self._hosts):
             raise Forbidden(
-                f"The host `{shown(host)}` is not this gateway's. Add it to "
+                f"The host `{shorten(host)}` is not this gateway's. Add it to "
                 "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
             )
 
@@ -250,7 +250,7 @@ class Guard:
             return
         origin = headers[b"origin"].decode("latin-1")
         if not {origin, "*"} & self._origins:
-            raise Forbidden(f"The origin `{shown(origin)}` is not in GATEWAY_CORS_ORIGINS.")
+            raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")
 
 
 def _closing() -> Unavailable:

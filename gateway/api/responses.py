@@ -17,7 +17,7 @@ from gateway.api.chat import added, counted, defaults, may_write_again, template
 from gateway.api.replies import reply
 from gateway.api.service import Service, judged, noted, unenforced, unread
 from gateway.api.streams import ACCEPTED, EventStream, frame, while_connected
-from gateway.errors import BadRequest, GatewayError, ResponseNotFound, shown
+from gateway.errors import BadRequest, GatewayError, ResponseNotFound, shorten
 from gateway.jobs import Caller, Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
 from gateway.serving.response_store import StoredItem, StoredResponse
@@ -113,7 +113,7 @@ def _find(service: Service, owner: str | None, response_id: str, param: str) -> 
     if (kept := service.responses.find(owner, response_id)) is not None:
         return kept
     raise ResponseNotFound(
-        f"Response with id '{shown(response_id)}' not found.",
+        f"Response with id '{shorten(response_id)}' not found.",
         param=param,
         code="previous_response_not_found" if param == "previous_response_id" else None,
     )

@@ -1,6 +1,6 @@
 """The real engines: models.yaml's specs → loaded models, wherever their files are.
 
-Imports mlx: whoever needs no model must not import this.
+It imports mlx, so code that needs no model must not import it.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway import logs
-from gateway.app.apart import apart
+from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Size
@@ -44,13 +44,14 @@ from gateway.settings import Settings
 log = logs.get("engines")
 
 RENDER_S: Final = 5.0  # an ordinary conversation takes a thousandth of a second
-# Of every thread from here on: those that compile and the lane, which makes matchers anew. What
-# survives the sandbox has survived on a quarter of it.
+# The stack of every thread started from here on, so also of the threads that compile grammars and
+# of the lane, which builds matchers again. The sandbox has a quarter of it: a grammar that survives
+# the sandbox survives here.
 STACK_BYTES: Final = 4 * sandboxed.STACK_BYTES
 
 
 class MlxEngines:
-    """Loads with MLX on one device."""
+    """Loads engines with MLX on one device."""
 
     def __init__(
         self,
@@ -81,50 +82,50 @@ class MlxEngines:
 
     @property
     def device(self) -> str:
-        """Name the device."""
+        """Return the name of the device."""
         return self._device.value
 
     @property
     def memory_bytes(self) -> int:
-        """Count the bytes of memory that the device offers this process."""
+        """Return the bytes of memory that the device offers this process."""
         return memory_bytes(self._device)
 
     @property
     def active_bytes(self) -> int:
-        """Count the bytes of arrays there are now."""
+        """Return the bytes of all live arrays."""
         return active_bytes()
 
     @property
     def cached_bytes(self) -> int:
-        """Count the bytes that were freed and are kept for reuse."""
+        """Return the bytes that MLX has freed and keeps for reuse."""
         return cached_bytes()
 
     def tidy(self) -> None:
-        """Give freed memory back, on the lane's thread."""
+        """Return freed memory to the system; runs on the lane's thread."""
         give_back()
 
     def begin(self) -> None:
-        """Set device and memory limits, which MLX keeps for each thread, and start the sandbox."""
+        """Set the device and memory limits, which MLX keeps per thread, and start the sandboxes."""
         self._sandboxes.enter_context(self._grammars)
         self._sandboxes.enter_context(self._templates)
         backend.configure(self._device, self._cache_limit_bytes, self._wired_limit_bytes)
 
     def end(self) -> None:
-        """Give up the thread's streams: without this about half of all exits abort on CPU."""
+        """Close the sandboxes and the thread's streams; else half of all exits abort on CPU."""
         self.close_sandboxes()
         backend.leave()
 
     def close_sandboxes(self) -> None:
-        """End their processes; `begin` starts them again."""
+        """End the sandboxes' processes; `begin` starts them again."""
         self._sandboxes.close()
 
     async def files(self, spec: ModelSpec) -> Path:
-        """Find the files, or fetch them when the hub answers in time."""
-        if (files := await apart(sources.on_disk, spec, self._hub)) is not None:
+        """Find a model's files, or download them; raises ModelUnavailable if the hub is silent."""
+        if (files := await run_in_daemon_thread(sources.on_disk, spec, self._hub)) is not None:
             return files
         try:
             async with asyncio.timeout(self._hub.timeout_s):
-                self._sizes[spec.id] = await apart(sources.ask_hub, spec, self._hub)
+                self._sizes[spec.id] = await run_in_daemon_thread(sources.ask_hub, spec, self._hub)
         except TimeoutError:
             raise ModelUnavailable(
                 spec.id,
@@ -132,13 +133,15 @@ class MlxEngines:
             ) from None
         log.info("model_download", model=spec.id, source=str(spec.source))
         try:
-            return await apart(sources.download, spec, self._hub)
+            return await run_in_daemon_thread(sources.download, spec, self._hub)
         finally:
-            self._sizes.pop(spec.id, None)  # another one, of another reading, may have ended sooner
+            self._sizes.pop(
+                spec.id, None
+            )  # a download of an earlier models.yaml's spec may have removed it
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
-        """Name all that a chat model's self-test depends on; raises ModelLoadFailed."""
-        return await apart(self._digest, spec, files)
+        """Return a digest of all that a self-test depends on; raises ModelLoadFailed."""
+        return await run_in_daemon_thread(self._digest, spec, files)
 
     def _digest(self, spec: ChatSpec, files: Path) -> str:
         checkpoint, dtype = open_checkpoint(spec.id, files), _dtype(spec)
@@ -146,14 +149,14 @@ class MlxEngines:
         return self_test_digest(checkpoint, self._device, dtype, is_packed=is_packed)
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Tell how much of a model's download is done; None when none is under way."""
+        """Return how much of a model's download is done; None if none is under way."""
         if not (size := self._sizes.get(spec.id)):
             return None
         return min(99, 100 * sources.fetched_bytes(spec, self._hub) // size)
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
-        """Tell a model's size from its files' headers; raises ModelLoadFailed for what is wrong."""
-        return await apart(self._size, spec, files)
+        """Read a model's size from its files' headers; raises ModelLoadFailed if they are wrong."""
+        return await run_in_daemon_thread(self._size, spec, files)
 
     def _size(self, spec: ModelSpec, files: Path) -> Size:
         dtype = _dtype(spec)
@@ -170,12 +173,12 @@ class MlxEngines:
         )
 
     def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
-        """Count the KV that a chat model is always to have room for."""
+        """Return the bytes of KV cache that a chat model always has room for."""
         tokens = min(self._kv_allowance_tokens, spec.max_context or self._kv_allowance_tokens)
         return sizes.kv_bytes(checkpoint, self._device, _dtype(spec), tokens)
 
     def _must_stay_packed(self, checkpoint: Listing, spec: ChatSpec) -> bool:
-        """Return True if the budget has no room for a chat model's weights unpacked."""
+        """Return True if the memory budget has no room for the weights dequantized."""
         if self._budget_bytes is None:
             return False
         left = self._budget_bytes - self._first_kv_bytes(checkpoint, spec)
@@ -184,7 +187,7 @@ class MlxEngines:
     def embedding(
         self, spec: EmbeddingSpec, files: Path
     ) -> Generator[EmbeddingEngine | None, None, None]:
-        """Load an encoder or a decoder embedder, a slice a step; the last step gives the engine."""
+        """Load an embedding model in steps; the last one yields the engine."""
         return load_embedding_in_steps(
             files,
             name=spec.id,
@@ -199,7 +202,7 @@ class MlxEngines:
     async def generation(
         self, spec: ChatSpec, files: Path
     ) -> Generator[GenerationEngine | None, None, None]:
-        """Read a chat model's tokenizer, off the lane; give the steps that load the rest on it."""
+        """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
         own_bytes = spec.batching.prefix_cache_bytes
         read = partial(
             read_chat_setup,
@@ -217,8 +220,8 @@ class MlxEngines:
                 max_array_items=spec.structured.max_array_items,
             ),
         )
-        setup = await apart(read)
-        is_packed = await apart(self._must_stay_packed, setup.checkpoint, spec)
+        setup = await run_in_daemon_thread(read)
+        is_packed = await run_in_daemon_thread(self._must_stay_packed, setup.checkpoint, spec)
         log_costs(setup.checkpoint, self._device, is_packed=is_packed)
         return load_generation_in_steps(
             setup,
@@ -232,7 +235,7 @@ class MlxEngines:
 def log_costs(
     checkpoint: Checkpoint | GgufCheckpoint, device: backend.Device, *, is_packed: bool
 ) -> None:
-    """Say what makes a chat model slower, or larger, than its files let one think."""
+    """Log what makes a chat model slower or larger than its files suggest."""
     if device is backend.Device.CPU:
         if is_packed:
             log.warning("weights_stay_quantized", model=checkpoint.name, why="memory budget")
@@ -247,7 +250,7 @@ def log_costs(
 
 
 def mlx_engines(settings: Settings) -> MlxEngines:
-    """Give the engines that settings ask for."""
+    """Make the engines that the settings describe."""
     return MlxEngines(
         settings.device,
         settings.mlx_cache_limit_bytes,

@@ -18,7 +18,7 @@ from gateway.api import app
 from gateway.api.door import Door
 from gateway.api.limits import Bodies
 from gateway.api.service import Bounds, Rules, Service
-from gateway.app.apart import apart
+from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Batcher, Engines, Opener
 from gateway.errors import (
@@ -43,7 +43,7 @@ from gateway.settings import Settings, variables
 
 
 class Gauges:
-    """One gateway's. Nothing is counted while requests are served."""
+    """The gauges of one gateway, computed at scrape time: serving a request costs nothing."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Gauges:
         self._bodies = bodies
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Have them among the metrics while entered, on the loop that is to be looked at."""
+    def register(self) -> Iterator[None]:
+        """Add the gauges to the metrics until exit; enter it on the loop whose tasks count."""
         loop = asyncio.get_running_loop()
-        with metrics.shown(lambda: self._read(loop)):
+        with metrics.register(lambda: self._read(loop)):
             yield
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> Iterator[metrics.Reading]:
@@ -90,9 +90,9 @@ class Gauges:
 
 log = logs.get("app")
 
-LOOK_AGAIN_S = 0.5  # between two looks at a load that takes long
-READING_S = 10.0  # a file on a disk that does not answer
-LAST_WORDS_S = 1.0  # to tell those inside that it is over
+LOAD_POLL_S = 0.5  # between two attempts to lease a model that is still loading
+READING_S = 10.0  # for models.yaml: its disk may not answer
+GRACE_S = 1.0  # for requests that were ended to send their error
 
 
 class Gateway:
@@ -165,22 +165,24 @@ class Gateway:
         )
 
     async def reload(self) -> Changes:
-        """Read models.yaml again, and tell what changed; raises ModelsFileInvalid, and nothing did.
+        """Read models.yaml again and return what changed.
 
-        Requests under way finish with the models they have; what changed is loaded anew for
-        those to come.
+        Requests under way finish with the models they have; later ones get the changed models,
+        loaded again. Raises ModelsFileInvalid, and then nothing has changed.
         """
         async with self._reloading:  # of two at once, the later reads the later file
             if self.door.is_closed:
                 raise Unavailable("The gateway is shutting down.", retry_after_s=1)
             try:
                 async with asyncio.timeout(READING_S):
-                    catalog = await apart(load_catalog, self._settings.models, variables())
+                    catalog = await run_in_daemon_thread(
+                        load_catalog, self._settings.models, variables()
+                    )
             except TimeoutError:
-                said = f"{self._settings.models} was not read within {READING_S:g} seconds."
-                raise _refused([said]) from None
+                message = f"{self._settings.models} was not read within {READING_S:g} seconds."
+                raise _invalid([message]) from None
             except RegistryInvalid as error:
-                raise _refused(error.problems) from None
+                raise _invalid(error.problems) from None
             changes, self._catalog = catalog.changes_since(self._catalog), catalog
         self._models.reconsider()
         self._has_reloaded.set()
@@ -188,13 +190,13 @@ class Gateway:
         return changes
 
     async def drain(self) -> None:
-        """Let nobody in any more and wait for those inside, at most the drain time."""
+        """Refuse new requests and wait for those under way, for at most the drain time."""
         if not await self.door.drained(self._settings.drain_s):
             log.warning("drain_cut_short", seconds=self._settings.drain_s)
             self._end_all("The gateway is shutting down.")
-            await self.door.drained(LAST_WORDS_S)
-            self.door.send_away()  # who waits for a model, or sends its body ever so slowly
-            await self.door.drained(LAST_WORDS_S)
+            await self.door.drained(GRACE_S)
+            self.door.send_away()  # requests that wait for a model, or whose body comes very slowly
+            await self.door.drained(GRACE_S)
 
     def _end_all(self, message: str) -> None:
         for batcher in self._models.loaded():
@@ -237,58 +239,61 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         gauges = Gauges(self._models, self._budget, self._engines, self._responses, self._bodies)
-        with self._pool, self._watch, gauges.shown():
+        with self._pool, self._watch, gauges.register():
             async with self._lane as lane:
                 async with lane.turn("load") as run:
                     await run(self._engines.begin)
                 log.info("memory_budget", bytes=self._budget.limit_bytes)
                 async with self._models:
-                    asides = [
+                    background = [
                         asyncio.create_task(self._preload(), name="preload"),
                         asyncio.create_task(unending("tidy", self._tidy), name="tidy"),
                     ]
                     try:
                         yield
                     finally:
-                        for aside in asides:
-                            aside.cancel()
-                        await asyncio.wait(asides)
+                        for task in background:
+                            task.cancel()
+                        await asyncio.wait(background)
 
     async def _tidy(self) -> None:
-        """Give freed memory back now and then: a process must not grow to its worst moment."""
+        """Return freed memory to the system every `give_back_s`, so the process does not stay at
+        its peak.
+        """
         while True:
             await asyncio.sleep(self._settings.give_back_s)
             self._responses.expire()
-            with contextlib.suppress(Unavailable):  # the watch tells of a lane that has died
+            with contextlib.suppress(Unavailable):  # the watch reports a lane that has died
                 async with self._lane.turn("tidy") as run:
                     await run(self._engines.tidy)
 
     async def _preload(self) -> None:
-        """Load what the catalog wants at hand, now and after each reload; one that fails is logged
-        and does not stop us.
+        """Load the models that models.yaml preloads, now and after each reload.
+
+        A model that fails to load is logged, and the next one is loaded.
         """
         while True:
             self._has_reloaded.clear()
             for spec in self._catalog.specs:
                 if spec.preload:
-                    await self._have_at_hand(spec)
+                    await self._load(spec)
             self.is_preloaded.set()
             log.info("ready", models=self._models.states())
             await self._has_reloaded.wait()
 
-    async def _have_at_hand(self, spec: ModelSpec) -> None:
-        """Load a model, however long that takes, unless a reload does away with it."""
+    async def _load(self, spec: ModelSpec) -> None:
+        """Load a model, however long that takes, unless a reload removes its spec."""
         while self._catalog.current(spec) is not None:
             try:
                 async with self._models.lease(spec):
                     return
             except ModelLoading:
-                await asyncio.sleep(LOOK_AGAIN_S)
+                await asyncio.sleep(LOAD_POLL_S)
             except GatewayError:  # the cache has logged it
                 return
 
     def loaded(self) -> list[ModelSpec]:
-        """List the models that are loaded, in the catalog's order."""
+        """Return the models that are loaded, in the catalog's order."""
         states = self._models.states()
         return [spec for spec in self._catalog.specs if states.get(spec.id) == "loaded"]
 
@@ -300,12 +305,13 @@ class Gateway:
         return "ready" if self.is_preloaded.is_set() else "loading"
 
     def _fingerprint(self, spec: ModelSpec) -> str:
-        """Name all that exact repeats depend on: gateway, revision, device."""
+        """Return what identical answers depend on: the gateway's version, revision and device."""
         source = spec.source
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
 
 
-def _refused(problems: list[str]) -> ModelsFileInvalid:
+def _invalid(problems: list[str]) -> ModelsFileInvalid:
+    """Log the problems and return the error to raise."""
     log.error("reload_refused", problems=problems)
     return ModelsFileInvalid("\n".join(problems))

@@ -1,4 +1,4 @@
-"""The hub that the settings name; without mlx, for the commands that only look at models."""
+"""The hub that the settings name. It needs no mlx, for commands that only list models."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
-    """Give the hub. Whether anything may be fetched from it is not for GATEWAY_AUTO_PULL alone."""
+    """Make the hub. `may_download` is the caller's: `pull` downloads without GATEWAY_AUTO_PULL."""
     from gateway.engine.hub import Hub
 
     return Hub(

@@ -30,19 +30,19 @@ _ROW = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0)
 
 
 def warm_embedder(name: str, engine: EmbeddingEngine) -> None:
-    """Embed a word. Raises ModelLoadFailed for what the engine says of it."""
+    """Embed a word; raises ModelLoadFailed if the engine fails."""
     try:
         engine.embed(engine.encode(["Hello"]))
     except EngineFailed as error:
         raise ModelLoadFailed(name, error.reason) from error
 
 
-def warm_writer(name: str, engine: GenerationEngine) -> None:
-    """Read a token and write two. Raises ModelLoadFailed for what the engine says of it."""
+def warm_chat(name: str, engine: GenerationEngine) -> None:
+    """Read one token and generate two; raises ModelLoadFailed if the engine fails."""
     row = engine.join(_ROW)
     deltas = []
     try:
-        while engine.is_prefilling or engine.is_decoding:  # a fault has the row read again
+        while engine.is_prefilling or engine.is_decoding:  # after a fault the row is read again
             deltas += engine.prefill(16)
             deltas += engine.decode()
     finally:
@@ -59,8 +59,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a model will hold, bytes: its weights as they will be in memory, the KV of the first
-    tokens that it should always have room for, and that of each token.
+    """The bytes a model will hold: `weights` as they will be in memory, `kv` for the tokens it
+    should always have room for, and `kv_token` for each token.
     """
 
     weights: int
@@ -69,41 +69,41 @@ class Size:
 
 
 class Engines(Protocol):
-    """Where engines come from: the real ones, or a test's scripted ones."""
+    """What loads engines: the real ones, or a test's scripted ones."""
 
     @property
     def device(self) -> str:
-        """Name the device for `system_fingerprint`."""
+        """Return the name of the device, for `system_fingerprint`."""
 
     @property
     def memory_bytes(self) -> int:
-        """Count the bytes of memory that the device offers this process."""
+        """Return the bytes of memory that the device offers this process."""
 
     @property
     def active_bytes(self) -> int:
-        """Count the bytes of arrays there are now."""
+        """Return the bytes of all live arrays."""
 
     @property
     def cached_bytes(self) -> int:
-        """Count the bytes that were freed and are kept for reuse."""
+        """Return the bytes that were freed and are kept for reuse."""
 
     def tidy(self) -> None:
-        """Give freed memory back to the system, on the lane's thread."""
+        """Return freed memory to the system; runs on the lane's thread."""
 
     def begin(self) -> None:
-        """Prepare the lane's thread, on it."""
+        """Prepare the lane's thread; runs on it, first."""
 
     def end(self) -> None:
-        """Leave the lane's thread, on it, as its last act."""
+        """Clean up the lane's thread; runs on it, last."""
 
     async def files(self, spec: ModelSpec) -> Path:
-        """Find or fetch a model's files, off the lane."""
+        """Find or download a model's files, off the lane."""
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
-        """Tell a model's size from its files' headers, off the lane."""
+        """Read a model's size from its files' headers, off the lane."""
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
-        """Name, off the lane, all that a chat model's self-test depends on."""
+        """Return a digest of all that a chat model's self-test depends on, off the lane."""
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Tell how much of a model's download is done; None when none is under way."""
@@ -111,18 +111,19 @@ class Engines(Protocol):
     def embedding(
         self, spec: EmbeddingSpec, files: Path
     ) -> Generator[EmbeddingEngine | None, None, None]:
-        """Load, on the lane, a slice a step; the last step gives the engine."""
+        """Load in steps, on the lane; the last one yields the engine."""
 
     async def generation(
         self, spec: ChatSpec, files: Path
     ) -> Generator[GenerationEngine | None, None, None]:
-        """Read a chat model's tokenizer, off the lane; give the steps that load the rest on it, a
-        slice each: the last one gives the engine.
+        """Read a chat model's tokenizer, off the lane; return the steps that load the rest on it.
+
+        The last step yields the engine.
         """
 
 
 class Opener:
-    """Loads models for the cache."""
+    """Loads models for the model cache."""
 
     def __init__(
         self,
@@ -145,29 +146,29 @@ class Opener:
         self._arrivals = arrivals
 
     async def prepared(self, spec: ModelSpec) -> Prepared[Batcher]:
-        """Find or fetch a model's files, and tell its size."""
+        """Find or download a model's files, and read its size."""
         files = await self._engines.files(spec)
         size = await self._engines.size(spec, files)
-        return Prepared(size.weights + size.kv, partial(self._opened, spec, files, size))
+        return Prepared(size.weights + size.kv, partial(self._open, spec, files, size))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Tell how much of a model's download is done; None when none is under way."""
         return self._engines.fetched_percent(spec)
 
     @contextlib.asynccontextmanager
-    async def _opened(
+    async def _open(
         self, spec: ModelSpec, files: Path, size: Size
     ) -> AsyncIterator[Loaded[Batcher]]:
         opened: AbstractAsyncContextManager[tuple[Batcher, int]]
         if isinstance(spec, EmbeddingSpec):
-            opened = self._embedder(spec, files)
+            opened = self._open_embedding(spec, files)
         else:
-            opened = self._writer(spec, files, size)
+            opened = self._open_chat(spec, files, size)
         async with opened as (batcher, nbytes):
             yield Loaded(batcher, nbytes, partial(self._adopt, batcher))
 
     def _adopt(self, batcher: Batcher, spec: ModelSpec) -> None:
-        """Have a running model take over what another reading of the file says of its limits."""
+        """Apply the limits of a reloaded models.yaml to a running model."""
         if isinstance(batcher, EmbeddingBatcher):
             assert isinstance(spec, EmbeddingSpec)
             batcher.adopt(embedding_limits(self._settings, spec))
@@ -176,12 +177,12 @@ class Opener:
             batcher.adopt(generation_limits(self._settings, spec))
 
     @contextlib.asynccontextmanager
-    async def _embedder(
+    async def _open_embedding(
         self, spec: EmbeddingSpec, files: Path
     ) -> AsyncIterator[tuple[Batcher, int]]:
         limits = embedding_limits(self._settings, spec)
         steps = self._engines.embedding(spec, files)
-        async with self._engine(steps, partial(warm_embedder, spec.id)) as (engine, nbytes):
+        async with self._open_engine(steps, partial(warm_embedder, spec.id)) as (engine, nbytes):
             batcher = EmbeddingBatcher(
                 spec.id, engine, self._lane, self._pool, limits, self._arrivals
             )
@@ -189,13 +190,13 @@ class Opener:
                 yield batcher, nbytes
 
     @contextlib.asynccontextmanager
-    async def _writer(
+    async def _open_chat(
         self, spec: ChatSpec, files: Path, size: Size
     ) -> AsyncIterator[tuple[Batcher, int]]:
         settings = self._settings
         limits = generation_limits(settings, spec)
         steps = await self._engines.generation(spec, files)
-        async with self._engine(steps, partial(warm_writer, spec.id)) as (engine, nbytes):
+        async with self._open_engine(steps, partial(warm_chat, spec.id)) as (engine, nbytes):
             grammars: GrammarCache[Compiled] = GrammarCache(
                 spec.id,
                 engine.compile,
@@ -204,7 +205,7 @@ class Opener:
                 timeout_s=settings.structured_compile_timeout_s,
             )
             kv = engine.kv_cost or KvCost(size.kv_token)
-            # What the config promised may be many times what the layers really hold.
+            # The size read from the config may be many times what the layers really hold.
             included = min(size.kv, kv.of(self._settings.kv_allowance_tokens))
             costs = RowCosts(
                 kv,
@@ -228,15 +229,15 @@ class Opener:
             batcher = GenerationBatcher(
                 spec.id, engine, self._lane, self._pool, limits, grammars, memory
             )
-            async with batcher.running(), test.ending(batcher):
+            async with batcher.running(), test.run_when_idle(batcher):
                 yield batcher, nbytes + included
 
     @contextlib.asynccontextmanager
-    async def _engine(
+    async def _open_engine(
         self, steps: Generator[E | None, None, None], warm: Callable[[E], None]
     ) -> AsyncIterator[tuple[E, int]]:
-        """Hold an engine, loaded, measured and warm."""
-        engine = await self._loaded(steps)
+        """Load an engine, measure it and warm it up; close it at exit."""
+        engine = await self._load(steps)
         try:
             async with self._lane.turn("load") as run:
                 nbytes = await run(engine.nbytes)
@@ -247,8 +248,8 @@ class Opener:
             async with self._lane.turn("load") as run:
                 await run(engine.close)
 
-    async def _loaded(self, steps: Generator[T | None, None, None]) -> T:
-        """Load in turns of the lane, so that others have theirs between."""
+    async def _load(self, steps: Generator[T | None, None, None]) -> T:
+        """Load with one turn of the lane per step, so that other work runs in between."""
         engine: T | None = None
         try:
             while engine is None:
@@ -256,13 +257,13 @@ class Opener:
                     engine = await run(_next, steps)
         except BaseException:
             async with self._lane.turn("load") as run:
-                await run(steps.close)  # there, so that a half-read model is freed there
+                await run(steps.close)  # on the lane, where the half-read model was made
             raise
         return engine
 
 
 def _next(steps: Generator[T | None, None, None]) -> T | None:
-    """Take a step; after the last one nothing but the engine is left."""
+    """Run one step. After the last, close the generator, so that only the engine is left."""
     if (engine := next(steps)) is not None:
         steps.close()
     return engine

@@ -1,6 +1,6 @@
-"""A chat model's self-test: in short turns at load, and to its end while nobody uses the model.
+"""A chat model's self-test: it begins at load, in short turns, and ends while the model is idle.
 
-What it has found is kept on disk, under a name made of everything that it depends on.
+Its verdict is kept on disk, in a file named by a digest of everything the verdict depends on.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from gateway import logs, metrics
-from gateway.app.apart import apart
+from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.errors import Unavailable
 from gateway.jobs import KvCost, Verdict
 from gateway.registry import ChatSpec
@@ -24,29 +24,29 @@ from gateway.serving.ports import GenerationEngine
 
 log = logs.get("self_test")
 
-LANE_S = 2.0  # that a load may spend on it
-LOOK_AGAIN_S = 0.5  # between two steps in idle time
-ROWS = 6  # that are in memory at once: three, padded to the longest, and copied when one joins
-LARGEST_BYTES = 4096  # of a file that holds a verdict
+LANE_S = 2.0  # of the lane that a self-test may take at load
+IDLE_POLL_S = 0.5  # between two steps in idle time
+ROWS = 6  # in memory at once: three, padded to the longest, and a copy when one joins
+MAX_FILE_BYTES = 4096  # of a verdict
 
 
 def default_folder() -> Path:
-    """Return where verdicts are kept unless a setting says otherwise."""
+    """Return the folder of verdicts where the setting names none."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "mlx-gateway" / "self-tests"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Verdicts on disk: a small file each, of this user alone."""
+    """Verdicts on disk: one small file each, which only this user can read."""
 
     folder: Path
 
     def read(self, digest: str) -> Verdict:
-        """Return what is known; nothing, where there is no such file or none that is sound."""
+        """Return the verdict kept under a digest; an empty one if its file is missing or wrong."""
         try:
             with self._file(digest).open(encoding="utf-8") as file:
-                kept = json.loads(file.read(LARGEST_BYTES))
+                kept = json.loads(file.read(MAX_FILE_BYTES))
             found = {each.name: kept[each.name] for each in fields(Verdict)}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return Verdict()
@@ -55,7 +55,7 @@ class Verdicts:
         return Verdict(**found, problem=problem) if is_sound and type(problem) is str else Verdict()
 
     def write(self, digest: str, verdict: Verdict) -> None:
-        """Keep a verdict: whole or not at all. Raises OSError."""
+        """Write a verdict to disk atomically; raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(dir=self.folder, prefix=".verdict-")  # mode 0600
         try:
@@ -71,9 +71,9 @@ class Verdicts:
 
 
 class SelfTest:
-    """One model's, from its load to its end.
+    """The self-test of one model, from its load to its close.
 
-    `name` gives a digest of all that the verdict depends on; `kv` is what a row's KV takes.
+    `name` returns the digest of all that the verdict depends on; `kv` is the cost of a row's KV.
     """
 
     def __init__(
@@ -102,27 +102,27 @@ class SelfTest:
         self.verdict = Verdict()
 
     async def begin(self) -> None:
-        """Learn what is known, or find it out as far as the time at load reaches."""
+        """Read the verdict kept on disk, or test for as long as a load may take."""
         if self._mode == "off":
             self.verdict = Verdict(rows=False, problem="models.yaml turns batching off")
         elif not self._is_on:
             return
         else:
             self._digest = await self._name()
-            self.verdict = await apart(self._verdicts.read, self._digest)
+            self.verdict = await run_in_daemon_thread(self._verdicts.read, self._digest)
             if not self.verdict.is_whole:
                 await self._start()
         await self._hold()
 
     @contextlib.asynccontextmanager
-    async def ending(self, batcher: GenerationBatcher) -> AsyncIterator[None]:
-        """Go on, while entered, whenever nobody uses the model."""
+    async def run_when_idle(self, batcher: GenerationBatcher) -> AsyncIterator[None]:
+        """Continue the test until exit, whenever the model is idle."""
         batcher.verdict = self.verdict if self._is_on or self._mode == "off" else None
         batcher.note_batching()
         if not self._is_on or self._is_over:
             yield
             return
-        task = asyncio.create_task(self._end(batcher), name=f"self-test {self._model}")
+        task = asyncio.create_task(self._finish(batcher), name=f"self-test {self._model}")
         try:
             yield
         finally:
@@ -142,7 +142,7 @@ class SelfTest:
         await self._keep()
 
     async def _step(self) -> tuple[Verdict, float]:
-        """Make one step; return what is known then, and how long the lane worked at it."""
+        """Run one step; return the verdict so far, and the seconds the lane spent on it."""
         async with self._lane.turn("load") as run:
             if self._steps is None:
                 self._steps = self._engine.self_test()
@@ -150,17 +150,17 @@ class SelfTest:
             verdict = await run(next, self._steps)
             return verdict, metrics.now() - began
 
-    async def _end(self, batcher: GenerationBatcher) -> None:
-        """Find out the rest; what is known already holds until all of it is found anew.
+    async def _finish(self, batcher: GenerationBatcher) -> None:
+        """Run the steps that are left; the verdict so far holds until the test is whole.
 
-        While the model is used nothing moves here: so where memory is short, what was begun is let
-        go of, and begun again in idle time. Rows would wait for that memory in vain.
+        No step runs while the model is in use. If memory is short then, the test is closed, since
+        rows would wait for its memory in vain, and starts again in idle time.
         """
         share = self._budget.share()
         needed = ROWS * self._kv.of(self._engine.self_test_tokens)
         try:
             while not self._is_over:
-                await asyncio.sleep(LOOK_AGAIN_S)
+                await asyncio.sleep(IDLE_POLL_S)
                 if batcher.rows or batcher.tickets or not self._lane.is_idle:
                     is_short = batcher.is_short or self._budget.spare_bytes < needed
                     if share.nbytes and is_short:
@@ -178,34 +178,34 @@ class SelfTest:
                     batcher.note_batching()
                     await self._keep()
         except Unavailable:
-            pass  # the lane is no more
+            pass  # the lane has closed
         except Exception:
             log.error("self_test_failed", model=self._model, exc_info=True)
         finally:
             share.release()
 
     async def _hold(self) -> None:
-        """Have the engine run rows as the verdict allows, and say so."""
+        """Apply the verdict to the engine, and log it."""
         async with self._lane.turn("load") as run:
             await run(self._engine.hold_to, self.verdict)
-        told = {"model": self._model, "verdict": asdict(self.verdict)}
+        entry = {"model": self._model, "verdict": asdict(self.verdict)}
         if self.verdict.forbids_batches or self.verdict.prefixes is False:
-            log.warning("batching_restricted", **told)
+            log.warning("batching_restricted", **entry)
         elif self.verdict.is_whole:
-            log.info("self_test_passed", **told)
+            log.info("self_test_passed", **entry)
         else:
-            log.info("self_test_unfinished", **told)
+            log.info("self_test_unfinished", **entry)
 
     async def _keep(self) -> None:
         if not (self.verdict.is_whole and self.verdict.is_lasting):
             return
         try:
-            await apart(self._verdicts.write, self._digest, self.verdict)
+            await run_in_daemon_thread(self._verdicts.write, self._digest, self.verdict)
         except OSError as error:
             log.warning("self_test_not_kept", model=self._model, error=str(error))
 
     async def _close(self) -> None:
-        """Let go of what a test was in the midst of, on the lane's thread."""
+        """Close an unfinished test, on the lane's thread."""
         if self._steps is not None:
             with contextlib.suppress(Unavailable):
                 async with self._lane.turn("load") as run:

@@ -10,7 +10,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from gateway.errors import BadRequest, UnknownParameter, UnsupportedParameter, shown
+from gateway.errors import BadRequest, UnknownParameter, UnsupportedParameter, shorten
 from gateway.wire.bounds import DEFAULT, NAME_CHARS, Bounds, parse
 
 
@@ -110,7 +110,7 @@ def read_request(
     ignored = (*outer, *request.skipped(), *islice(_unknown(request, ""), MOST_NAMED))
     if ignored and strict:
         raise UnknownParameter(
-            f"Unrecognized request argument: {shown(ignored[0])}", param=shown(ignored[0])
+            f"Unrecognized request argument: {shorten(ignored[0])}", param=shorten(ignored[0])
         )
     return Read(request, ignored)
 
@@ -308,7 +308,7 @@ def _path(location: tuple[int | str, ...]) -> str:
     path = ""
     for step in _steps(location):
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
-    return shown(path)
+    return shorten(path)
 
 
 def _steps(location: tuple[int | str, ...]) -> list[int | str]:

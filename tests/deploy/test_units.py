@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gateway.app.gateway import LAST_WORDS_S
+from gateway.app.gateway import GRACE_S
 from gateway.settings import Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "systemd" / "mlx-gateway.service"
 PLIST = DEPLOY / "launchd" / "mlx-gateway.plist"
-DRAIN_S = Settings.model_fields["drain_s"].default + LAST_WORDS_S
+DRAIN_S = Settings.model_fields["drain_s"].default + GRACE_S
 
 analyze = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"

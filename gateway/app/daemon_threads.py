@@ -1,0 +1,34 @@
+"""Calls that may never return, in threads that do not keep the process from exiting."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Call a function in a thread of its own, which the process does not wait for at exit.
+
+    It is for what may never answer: a hub, or a disk on a network.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
+        if not done.done():
+            set_outcome(outcome)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Any, object] = done.set_result, function(*args)
+        except Exception as error:
+            outcome = done.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, name=getattr(function, "__name__", "daemon"), daemon=True).start()
+    return await done
