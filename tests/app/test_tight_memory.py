@@ -1,9 +1,9 @@
 """A budget that few rows fit into, over HTTP on real MLX: the others wait, and all are answered."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,17 +11,63 @@ from typing import Any
 import httpx2
 import mlx.core as mx
 import pytest
-import structlog
 
 from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
-from gateway.jobs import KvCost
+from gateway.jobs import KvCost, SequenceDelta, SequenceParams
+from gateway.registry import ChatSpec
 from gateway.serving.generation.memory import Layout, RowCosts
+from gateway.serving.ports import GenerationEngine
 from tests.checkpoints import write_chat
+from tests.fakes import Gate
+from tests.provoked.readings import reading
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
 TOKENS = 200
+
+
+@dataclass
+class Watched:
+    """An engine that reads no prompt while its gate is closed, and counts what it runs."""
+
+    engine: GenerationEngine
+    gate: Gate = field(default_factory=Gate)
+    joined: int = 0
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    """How many rows had joined so far, and how many of them a step wrote for."""
+
+    def join(self, job: SequenceParams) -> int:
+        self.joined += 1
+        return self.engine.join(job)
+
+    def prefill(self, token_budget: int) -> list[SequenceDelta]:
+        self.gate.pass_through()
+        return self.engine.prefill(token_budget)
+
+    def decode(self) -> list[SequenceDelta]:
+        deltas = self.engine.decode()
+        self.steps.append((self.joined, self.engine.last_pass.rows))
+        return deltas
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+class WatchedEngines(MlxEngines):
+    """The real ones; `chat` is the last chat model they loaded."""
+
+    chat: Watched
+
+    def _watched(self, engine: GenerationEngine) -> Any:
+        self.chat = Watched(engine)
+        return self.chat
+
+    async def generation(
+        self, spec: ChatSpec, files: Path
+    ) -> Generator[GenerationEngine | None, None, None]:
+        steps = await super().generation(spec, files)
+        return (engine and self._watched(engine) for engine in steps)
 
 
 @dataclass
@@ -30,6 +76,7 @@ class Tight:
 
     client: httpx2.AsyncClient
     costs: RowCosts
+    engines: WatchedEngines
 
     async def ask(self, text: str, max_tokens: int | None = TOKENS) -> httpx2.Response:
         body = {
@@ -53,13 +100,13 @@ async def tight(
     for seed, name in enumerate(("chat", "other")):
         write_chat(folder / name, seed, **config)
     entries = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("chat", "other")}
-    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"), kv_allowance_tokens=0)
+    engines = WatchedEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"), kv_allowance_tokens=0)
     read = catalog(folder, entries)
     size = await engines.size(read.specs[0], folder / "chat")
     costs = RowCosts(KvCost(size.kv_token), chunk_tokens=512)
     budget = models * size.weights + layout.nbytes(costs)
     async with served(read, engines, cache_max_bytes=budget, **given) as client:
-        yield Tight(client, costs)
+        yield Tight(client, costs, engines)
 
 
 async def test_rows_that_do_not_fit_wait_and_answer_as_they_would_alone(tmp_path: Path) -> None:
@@ -142,14 +189,30 @@ async def test_forty_calls_with_a_huge_bound_run_as_many_as_really_fit(tmp_path:
     layout = Layout([max(usage["total_tokens"] for usage in usages)] * 16)
     given["prefix_cache_bytes"] = 0  # what is kept would be counted too
     async with tight(tmp_path / "b", 1, layout, context, **given) as gateway:
-        with structlog.testing.capture_logs() as logged:
-            answers = await asyncio.gather(*(ask(gateway, number) for number in range(40)))
+        (await gateway.ask("loads it", 1)).raise_for_status()
+        chat = gateway.engines.chat
+        chat.gate.close()
+        already = chat.joined
+        asked = [asyncio.create_task(ask(gateway, number)) for number in range(40)]
+        await have_come(gateway, 40)
+        chat.gate.open()
+        answers = await asyncio.gather(*asked)
     assert [answer.status_code for answer in answers] == [200] * 40
     assert [content(answer) for answer in answers] == [content(answer) for answer in alike]
-    rows = [line["rows"] for line in logged if line.get("kind") == "decode"]
+    rows = [rows for joined, rows in chat.steps if already < joined < already + 40]  # some wait
     print(f"rows in a step: {max(rows)} at the most, {sum(rows) / len(rows):.1f} on average")
     assert max(rows) >= 12
     assert sum(rows) / len(rows) >= 12
+
+
+async def have_come(gateway: Tight, rows: int) -> None:
+    """Wait until so many have joined, or wait to."""
+    async with asyncio.timeout(60):
+        while True:
+            work = (await reading(gateway.client)).work
+            if work["rows"] + work["tickets"] >= rows:
+                return
+            await asyncio.sleep(0.02)
 
 
 def content(answer: httpx2.Response) -> Any:

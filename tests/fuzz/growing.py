@@ -1,6 +1,7 @@
 """Requests whose every field can be made as large as wanted, and what reading them costs."""
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,13 +21,13 @@ from tests.fuzz.asking import POSTS
 # What counts may be set to: a bound that the settings can lift must not hide a slow walk.
 BOUNDS = Bounds(max_messages=1_000_000)
 CHARS = 10**9
-TIMES = 4  # how much larger the larger one is
-MOST = 8.0  # a time that grows with the size is 4 times as long, one with its square 16 times
-SURELY = 12.0  # the same, of more than LARGE bytes
-LARGE = 1_600_000
+TIMES, MOST = 4, 8.0  # how much larger, and how much longer that may take: a square takes 16 times
+# The same of what seems slow. One that grows as it should takes up to 40 times as long, most of it
+# for memory that the process has not at hand yet; a square takes 256 times.
+SURE_TIMES, SURE_MOST, LARGE = 16, 100.0, 6_400_000
 NOTHING_S = 0.004  # in which nobody is kept waiting, and nothing can be measured
-AGAIN = 2  # times in a row that a field must be too slow, at both sizes
 RUNS = 3
+ROUNDS = 4
 
 Grow = Callable[[int], Any]  # about so many bytes of JSON
 
@@ -242,19 +243,20 @@ def slow(
 ) -> list[str]:
     """List the fields whose time grows faster than their size, with the shapes that did it.
 
-    What is measured so is measured again where it is large, and that twice: one that grows as it
-    should may seem slow beside other work, or where it first needs more memory than the process
-    has at hand, but not there too; one that grows with its square is all the slower there.
+    What seems slow is measured again where no noise comes near a square, until it seems slow no
+    more: beside other work anything may look so once.
     """
     found = []
     with uncollected():
         for name in FIELDS[path]:
             for how, grow in shapes.get(name, {}).items():
-                for size, most in ((nbytes, MOST), (max(nbytes, LARGE), SURELY)) * AGAIN:
-                    before, after = growth(path, name, grow, size, models)
-                    if after <= NOTHING_S or after <= most * before:
-                        break
-                else:
+                small, large = (body(path, name, grow(n)) for n in (nbytes, TIMES * nbytes))
+                if not exceeds(MOST, path, small, large, models):
+                    continue
+                most = max(LARGE, TIMES * nbytes)
+                small, large = (body(path, name, grow(n)) for n in (most // SURE_TIMES, most))
+                if taken := exceeds(SURE_MOST, path, small, large, models):
+                    before, after = taken
                     found.append(f"{name}: {how}, {1e3 * before:.1f} → {1e3 * after:.1f} ms")
     return found
 
@@ -264,16 +266,21 @@ def body(path: str, name: str, value: Any) -> bytes:
     return orjson.dumps({**POSTS[path], name: value})
 
 
-def growth(path: str, name: str, grow: Grow, nbytes: int, models: Catalog) -> tuple[float, float]:
-    """Measure what a field of so many bytes costs, and one of `TIMES` as many: processor seconds
-    of this thread, so that a busy machine changes little.
+def exceeds(
+    most: float, path: str, small: bytes, large: bytes, models: Catalog
+) -> tuple[float, float] | None:
+    """Measure what both cost, if the large one costs more than so many times the small one:
+    processor seconds of this thread, the least of some rounds.
     """
-    small, large = (body(path, name, grow(size)) for size in (nbytes, TIMES * nbytes))
-    after = least(lambda: understood(path, large, models), 1)
-    if after <= NOTHING_S:
-        return 0.0, after
-    after = min(after, least(lambda: understood(path, large, models), RUNS))
-    return least(lambda: understood(path, small, models), RUNS), after
+    before = after = math.inf
+    for _ in range(ROUNDS):
+        after = min(after, least(lambda: understood(path, large, models), 1))
+        if after <= NOTHING_S:
+            return None
+        before = min(before, least(lambda: understood(path, small, models), RUNS))
+        if after <= most * before:
+            return None
+    return before, after
 
 
 def least(work: Callable[[], object], runs: int) -> float:
