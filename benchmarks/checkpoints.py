@@ -23,7 +23,7 @@ from gateway.bench.texts import Texts
 from gateway.engine.device import Device
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.decoder import read_gguf_decoder
-from gateway.engine.gguf.tokenizer import wrapped_tokenizer
+from gateway.engine.gguf.tokenizer import wrap_tokenizer
 
 VOCABULARY = 16_384
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
@@ -134,7 +134,7 @@ def write_unpacked(file: Path, folder: Path) -> Unpacked:
             weights = dict(tree_flatten(end.value.parameters()))
             break
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    tokenizer = wrapped_tokenizer(checkpoint)
+    tokenizer = wrap_tokenizer(checkpoint)
     tokenizer._tokenizer.save_pretrained(str(folder))
     config = {name: each for name, each in checkpoint.config().items() if name != "quantization"}
     _write(folder / "config.json", {**config, "eos_token_id": sorted(tokenizer.eos_token_ids)})

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
-from gateway.engine.generation.sampling import Sampler, adjusted, choose, is_finite
+from gateway.engine.generation.sampling import Sampler, adjust_logits, choose, is_finite
 from gateway.jobs import Sampling
 
 ASKED: Mapping[str, Sampling] = {
@@ -35,7 +35,7 @@ def ours(logits: mx.array, asked: Sampling) -> Callable[[int], None]:
 
     def step(position: int) -> None:
         finite = is_finite(logits)
-        choice = choose(samplers, adjusted(samplers, logits), [position] * rows)
+        choice = choose(samplers, adjust_logits(samplers, logits), [position] * rows)
         mx.eval(choice.tokens, finite, *([] if choice.is_sure is None else [choice.is_sure]))
 
     return step

@@ -239,7 +239,7 @@ def log_costs(
     if device is backend.Device.CPU:
         if is_packed:
             log.warning("weights_stay_quantized", model=checkpoint.name, why="memory budget")
-    elif isinstance(checkpoint, GgufCheckpoint) and (cost := checkpoint.widened()) is not None:
+    elif isinstance(checkpoint, GgufCheckpoint) and (cost := checkpoint.widen_types()) is not None:
         log.warning(
             "weights_become_floating",
             model=checkpoint.name,

@@ -113,7 +113,7 @@ def _wheels(environment: Mapping[str, str]) -> tuple[ctypes.CDLL | None, str | N
     if wheel is None:
         return None, "the package scipy-openblas32 is not installed"
     try:
-        return _checked(openblas.load(wheel)), None
+        return _check(openblas.load(wheel)), None
     except (OSError, AttributeError) as error:
         return None, str(error)
 
@@ -121,7 +121,7 @@ def _wheels(environment: Mapping[str, str]) -> tuple[ctypes.CDLL | None, str | N
 def _systems(why: str | None) -> _Loaded:
     for path in openblas_candidates(platform.machine()):
         try:
-            library = _checked(ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL))
+            library = _check(ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL))
         except (OSError, AttributeError):
             continue
         return _finding(library, "system", why), library
@@ -132,7 +132,7 @@ def _systems(why: str | None) -> _Loaded:
 def _by_path(path: str) -> _Loaded:
     file = os.path.abspath(os.path.expanduser(path))  # the loader looks for a bare name elsewhere
     try:
-        library = _checked(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL))
+        library = _check(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
         raise BlasUnusable(f"{_VARIABLE}={path}: it cannot be loaded: {error}") from None
     except AttributeError as error:
@@ -140,7 +140,7 @@ def _by_path(path: str) -> _Loaded:
     return _finding(library, "path", None), library
 
 
-def _checked(library: ctypes.CDLL) -> ctypes.CDLL:
+def _check(library: ctypes.CDLL) -> ctypes.CDLL:
     """Return a library that has what is asked of it; raises AttributeError."""
     library.openblas_get_config.restype = ctypes.c_char_p
     _ = library.cblas_sgemm, library.openblas_set_num_threads

@@ -65,7 +65,7 @@ class Checkpoint:
         return ModelLoadFailed(self.name, reason)
 
     @contextlib.contextmanager
-    def blamed(self) -> Iterator[None]:
+    def blame(self) -> Iterator[None]:
         """Make whatever goes wrong meanwhile the reason why this model cannot be loaded."""
         try:
             yield
@@ -157,12 +157,12 @@ class Checkpoint:
             shards = sorted(set(index.get("weight_map", {}).values()))
             absent = [shard for shard in shards if not (self.folder / shard).is_file()]
             if absent or not shards:
-                raise self.failed(f"{_INDEX} names missing shards: {listed(absent)}")
+                raise self.failed(f"{_INDEX} names missing shards: {join_names(absent)}")
             return shards
         pickled = sorted(p.name for pattern in ("*.bin", "*.pt") for p in self.folder.glob(pattern))
         if pickled:
             raise self.failed(
-                f"only safetensors weights are loaded, and the folder has {listed(pickled)}: "
+                f"only safetensors weights are loaded, and the folder has {join_names(pickled)}: "
                 "convert it to model.safetensors"
             )
         if files := sorted(p.name for p in self.folder.glob("*") if is_gguf(p.name)):
@@ -195,11 +195,11 @@ def fit_weights(
         ("weights have another shape than config.json says", misshapen),
     ):
         if names:
-            raise checkpoint.failed(f"{what}: {listed(names)}")
+            raise checkpoint.failed(f"{what}: {join_names(names)}")
     return {n: arrays[n] for n in shapes}
 
 
-def dequantized(
+def dequantize(
     checkpoint: Checkpoint, arrays: Mapping[str, mx.array], quantization: Mapping[str, Any]
 ) -> dict[str, mx.array]:
     """Unpack the weights that have `scales`, as config.json's `quantization` says they are packed.
@@ -210,7 +210,7 @@ def dequantized(
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
         own = quantization.get(module)
         packed = own if isinstance(own, Mapping) else quantization
-        with checkpoint.blamed():
+        with checkpoint.blame():
             unpacked[f"{module}.weight"] = mx.dequantize(
                 unpacked[f"{module}.weight"],
                 unpacked.pop(f"{module}.scales"),
@@ -230,7 +230,7 @@ def read_in_slices(
     Raises ModelLoadFailed for what the files turn out to lack.
     """
     for some in slices(arrays, slice_bytes):
-        with checkpoint.blamed():
+        with checkpoint.blame():
             mx.eval(some)
         yield
 
@@ -258,7 +258,7 @@ def slices(arrays: Iterable[mx.array], most_bytes: int) -> Iterator[list[mx.arra
         yield some
 
 
-def listed(names: Iterable[str], most: int = 5) -> str:
+def join_names(names: Iterable[str], most: int = 5) -> str:
     """Join names for a message, the first few of them."""
     names = sorted(names)
     rest = f" and {len(names) - most} more" if len(names) > most else ""
@@ -334,7 +334,7 @@ def kv_bytes(checkpoint: Listing, device: Device, dtype: str | None, tokens: int
     return 2 * (layers + 1) * kv_heads * head * itemsize * min(tokens, longest)
 
 
-def measured_kv(model: Any) -> KvCost:
+def measure_kv(model: Any) -> KvCost:
     """Return what the KV of a row costs, by the shapes that one token and two leave in the model's
     caches: the passes are never evaluated.
 

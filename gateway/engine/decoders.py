@@ -29,7 +29,7 @@ def open_decoder(
     ModelLoadFailed; a model's own code is never run.
     """
     checkpoint.weights()  # refuses a folder without whole safetensors, by name
-    with checkpoint.blamed():
+    with checkpoint.blame():
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
         if device is Device.CPU and not is_packed:
             model = dequantize_model(model)

@@ -69,7 +69,7 @@ class HubFile:
 def room_needed(files: Iterable[HubFile], blobs: Path) -> int:
     """Count the bytes still to be fetched of the large files, halves taken off."""
     large = [file for file in files if file.sha256]
-    return sum(max(0, file.size - _fetched(file, blobs)) for file in large)
+    return sum(max(0, file.size - _fetch_url(file, blobs)) for file in large)
 
 
 def require_room(needed: int, folder: Path) -> None:
@@ -146,7 +146,7 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
         raise
 
 
-def _fetched(file: HubFile, blobs: Path) -> int:
+def _fetch_url(file: HubFile, blobs: Path) -> int:
     names = (file.sha256 or "", f"{file.sha256}.part")
     return max(
         (path.stat().st_size for name in names if (path := blobs / name).is_file()), default=0
@@ -197,9 +197,9 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
     """
     source = spec.source
     if isinstance(source, HubSource):
-        return _cached(source, hub)
+        return _find_cached(source, hub)
     if isinstance(source, PackageSource):
-        return _packaged(spec.id, source)
+        return _find_packaged(spec.id, source)
     if not _is_there(source.path):
         raise ModelLoadFailed(spec.id, f"there is no {_noun(source)} {source.path}")
     return source.path
@@ -280,12 +280,12 @@ def download(spec: ModelSpec, hub: Hub) -> Path:
     assert isinstance(source, HubSource)
     disable_progress_bars()  # whoever shows progress asks for fetched_bytes
     try:
-        return _downloaded(source, hub)
+        return _download_missing(source, hub)
     except Exception as error:
         raise ModelUnavailable(spec.id, _cause(source, error)) from error
 
 
-def _downloaded(source: HubSource, hub: Hub) -> Path:
+def _download_missing(source: HubSource, hub: Hub) -> Path:
     commit, files = _listing(source, hub)
     blobs = _blobs(source, hub)
     require_room(room_needed(files, blobs), blobs)
@@ -305,7 +305,7 @@ def _downloaded(source: HubSource, hub: Hub) -> Path:
         )
     )
     if folder.name != commit:  # the branch moved meanwhile
-        return _downloaded(source, hub)
+        return _download_missing(source, hub)
     check(folder, files)
     return _model_in(folder, source)
 
@@ -336,7 +336,7 @@ def _blobs(source: HubSource, hub: Hub) -> Path:
     return cache / repo_folder_name(repo_id=source.repo, repo_type="model") / "blobs"
 
 
-def _cached(source: HubSource, hub: Hub) -> Path | None:
+def _find_cached(source: HubSource, hub: Hub) -> Path | None:
     try:
         folder = Path(
             snapshot_download(
@@ -368,7 +368,7 @@ def _model_in(folder: Path, source: HubSource) -> Path:
     return folder if source.file is None else folder / source.file
 
 
-def _packaged(model: str, source: PackageSource) -> Path:
+def _find_packaged(model: str, source: PackageSource) -> Path:
     """Find a package's folder without importing it (an import may pull in all of torch)."""
     root = package_folder(source.module)
     if root is None:

@@ -90,22 +90,22 @@ def load(wheel: Wheel) -> ctypes.CDLL:
     """
     for each in wheel.library.parent.glob("libgfortran*"):  # the copy isn't beside what it needs
         ctypes.CDLL(str(each))
-    for opened in (_kept, _made_to_keep):
+    for opened in (_find_copy, _made_to_keep):
         with suppress(OSError), opened(wheel) as file:  # a file system may forbid to run it
-            return _loaded(file)
+            return _load_copy(file)
     with tempfile.TemporaryFile() as file:
         _make(wheel.library, file)
-        return _loaded(file)
+        return _load_copy(file)
 
 
-def _loaded(file: BinaryIO) -> ctypes.CDLL:
+def _load_copy(file: BinaryIO) -> ctypes.CDLL:
     return ctypes.CDLL(f"/proc/self/fd/{file.fileno()}", mode=ctypes.RTLD_GLOBAL)
 
 
 @contextmanager
-def _kept(wheel: Wheel) -> Iterator[BinaryIO]:
+def _find_copy(wheel: Wheel) -> Iterator[BinaryIO]:
     """Open the copy that was kept; raises OSError, also when it isn't what was kept."""
-    stamp, _, digest = _noted(wheel).partition(" ")
+    stamp, _, digest = _read_note(wheel).partition(" ")
     if stamp != wheel.stamp:
         raise CopyFailed("the copy is of another library")
     with _own(wheel.folder) as folder:
@@ -169,7 +169,7 @@ def _own(path: Path | None) -> Iterator[int]:
         os.close(folder)
 
 
-def _noted(wheel: Wheel) -> str:
+def _read_note(wheel: Wheel) -> str:
     """Read which copy is the right one."""
     return wheel.digest_file.read_text(encoding="ascii", errors="replace")
 
@@ -178,7 +178,7 @@ def _note(wheel: Wheel, digest: str) -> None:
     """Write down in the environment which copy is the right one; it may say so already."""
     text = f"{wheel.stamp} {digest}"
     with suppress(FileNotFoundError):
-        if _noted(wheel) == text:
+        if _read_note(wheel) == text:
             return
     handle, name = tempfile.mkstemp(dir=wheel.digest_file.parent, prefix=wheel.digest_file.name)
     try:
@@ -246,7 +246,7 @@ def new_names(library: Path) -> dict[str, str]:
     """Return what each exported name becomes."""
     return {
         name: name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else _OURS + name
-        for name in exported(library.read_bytes())
+        for name in read_exports(library.read_bytes())
         if name not in _OF_THE_LINKER
     }
 
@@ -257,7 +257,7 @@ _SYMBOL: Final = struct.Struct("<IBBHQQ")  # name, info, other, section, value, 
 _DYNAMIC_SYMBOLS: Final = 11
 
 
-def exported(elf: bytes) -> Iterator[str]:
+def read_exports(elf: bytes) -> Iterator[str]:
     """List the names that a shared library defines; raises CopyFailed for what isn't one."""
     if elf[:6] != b"\x7fELF\x02\x01":
         raise CopyFailed("it is no 64-bit library")

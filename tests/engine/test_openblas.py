@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 
 from gateway.engine import openblas
-from gateway.engine.openblas import CopyFailed, Wheel, cache_folder, exported, find_wheel, new_names
+from gateway.engine.openblas import (
+    CopyFailed,
+    Wheel,
+    cache_folder,
+    find_wheel,
+    new_names,
+    read_exports,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS multiplies with Accelerate")
 
@@ -471,13 +478,13 @@ def test_nothing_of_numpys_own_openblas_is_renamed_into_ours(house: House) -> No
     assert spec.origin is not None
     bundled = Path(spec.origin).parents[1] / "numpy.libs"
     [numpys] = bundled.glob("libscipy_openblas*")
-    theirs = set(exported(numpys.read_bytes()))
+    theirs = set(read_exports(numpys.read_bytes()))
     assert theirs
     assert not names & theirs
 
     house.start()
     kept = {"_init", "_fini", "_edata", "_end", "__bss_start"}
-    assert set(exported(house.copy().read_bytes())) - kept == names - kept
+    assert set(read_exports(house.copy().read_bytes())) - kept == names - kept
 
 
 @pytest.mark.parametrize(
@@ -493,7 +500,7 @@ def test_nothing_of_numpys_own_openblas_is_renamed_into_ours(house: House) -> No
 def test_what_is_no_library_has_no_names(elf: bytes) -> None:
     """An error that leads to the next choice, whatever the bytes."""
     with pytest.raises(CopyFailed):
-        list(exported(elf))
+        list(read_exports(elf))
 
 
 def test_a_wheel_is_told_from_the_next(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from gateway.engine.checkpoint import Checkpoint, dequantized, fit_weights
+from gateway.engine.checkpoint import Checkpoint, dequantize, fit_weights
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.embedding.kernels import (
     ACTIVATIONS,
@@ -228,7 +228,7 @@ class Bert:
     def __init__(
         self, checkpoint: Checkpoint, config: Config, device: Device, dtype: str | None
     ) -> None:
-        packed = dequantized(checkpoint, checkpoint.weights(), config.quantization)
+        packed = dequantize(checkpoint, checkpoint.weights(), config.quantization)
         arrays = {modern_name(n.removeprefix(self.prefix)): a for n, a in packed.items()}
         weights = fit_weights(checkpoint, arrays, weight_shapes(config), IGNORED)
         kept = pick_dtype(device, dtype, weights["embeddings.word_embeddings.weight"].dtype)

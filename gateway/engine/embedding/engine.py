@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gateway.engine import device as backend
-from gateway.engine.checkpoint import Checkpoint, at_once, listed, read_in_slices
+from gateway.engine.checkpoint import Checkpoint, at_once, join_names, read_in_slices
 from gateway.engine.decoders import floating_dtype, is_known
 from gateway.engine.device import Device, clear_cache
 from gateway.engine.embedding.bert import ENCODERS, load_encoder
@@ -246,7 +246,7 @@ class EmbeddingEngine:
     def _check_finite(self, vectors: Vectors) -> None:
         finite = np.isfinite(vectors).all(axis=1)
         if not finite.all():
-            broken = listed([str(index) for index in np.flatnonzero(~finite)])
+            broken = join_names([str(index) for index in np.flatnonzero(~finite)])
             raise EngineFailed(self.name, f"the vector of row {broken} is not finite")
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from gateway.engine.checkpoint import Checkpoint, listed
+from gateway.engine.checkpoint import Checkpoint, join_names
 
 Mode = Literal["mean", "cls", "last"]
 _MODES: Final = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
@@ -72,7 +72,7 @@ def _modules(checkpoint: Checkpoint) -> dict[str, str]:
         raise checkpoint.failed("modules.json is no list of modules with type and path") from error
     names = [name for name, _ in pairs]
     if unknown := [n for n in names if n not in ("Transformer", "Pooling", "Normalize")]:
-        raise checkpoint.failed(f"modules.json lists what is not supported: {listed(unknown)}")
+        raise checkpoint.failed(f"modules.json lists what is not supported: {join_names(unknown)}")
     if names not in (
         ["Transformer"],
         ["Transformer", "Pooling"],
@@ -98,7 +98,8 @@ def _read_pooling(folder: Checkpoint) -> str:
     modes = [found] if isinstance(found, str) else list(found)
     if len(modes) != 1:
         raise folder.failed(
-            f"{where} names {len(modes)} pooling modes ({listed(modes)}), where one is supported"
+            f"{where} names {len(modes)} pooling modes ({join_names(modes)}), "
+            "where one is supported"
         )
     if modes[0] not in _MODES:
         raise folder.failed(f"{where}: pooling `{modes[0]}` is none of {', '.join(_MODES)}")

@@ -116,28 +116,28 @@ class ChatTokenizer:
         Raises BadRequest with the template's own words when it refuses the conversation.
         """
         if isinstance(job.prompt, str):
-            return Prompt(self._encoded(job.prompt, add_special_tokens=True))
+            return Prompt(self._encode(job.prompt, add_special_tokens=True))
         if job.prompt is not None:
             return Prompt(list(job.prompt))
         if job.continues:
-            return self._continued(job)
-        text, opening = self._rendered(job)
+            return self._continue(job)
+        text, opening = self._render(job)
         # The template has written the special tokens that it wants.
-        ids = self._encoded(text, add_special_tokens=False)
+        ids = self._encode(text, add_special_tokens=False)
         if self._is_harmony:  # free of its grammar until the answer's own message begins
             return Prompt(ids, is_thinking=True)
         opened = max((opening.rfind(mark) for mark in self._reasoning.starts), default=-1)
         closed = max((opening.rfind(mark) for mark in self._reasoning.ends), default=-1)
         return Prompt(ids, is_thinking=opened > closed, may_think=opened < 0 and closed < 0)
 
-    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's ids. Of tokenizers' calls only those of batches let go of Python's lock:
         a megabyte kept the event loop waiting for three seconds.
         """
         (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 
-    def _continued(self, job: GenerateJob) -> Prompt:
+    def _continue(self, job: GenerateJob) -> Prompt:
         """Return a prompt that ends with the last message, as far as it goes.
 
         A template may close a message in any way: so a word of our own is rendered in the place of
@@ -147,7 +147,7 @@ class ChatTokenizer:
         *earlier, last = job.messages
         word = f"continued{secrets.token_hex(16)}"
         turns = [*earlier, {**last, "content": word}]
-        text = self._applied(replace(job, messages=turns), is_asking=False)
+        text = self._apply(replace(job, messages=turns), is_asking=False)
         if text.count(word) != 1:
             raise BadRequest(
                 "The model's chat template cannot continue an answer.", param="messages"
@@ -162,18 +162,18 @@ class ChatTokenizer:
         special = {token for token, each in added.items() if each.special}
         return texts_of(ids, text, self.vocabulary, special)
 
-    def _rendered(self, job: GenerateJob) -> tuple[str, str]:
+    def _render(self, job: GenerateJob) -> tuple[str, str]:
         """Return a conversation's text, and what the template adds at its end for the answer.
 
         Nothing else says whether the model is thinking: messages may hold its marks, too. The
         second is empty where the whole text has no such mark.
         """
-        text = self._applied(job, is_asking=True)
+        text = self._apply(job, is_asking=True)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
         if not any(mark in text for mark in marks):
             return text, ""
         try:
-            opening = text[_alike(text, self._applied(job, is_asking=False)) :]
+            opening = text[_alike(text, self._apply(job, is_asking=False)) :]
         except BadRequest:  # some cannot be rendered otherwise
             opening = ""
         if opening:
@@ -183,7 +183,7 @@ class ChatTokenizer:
         is_own = text.rstrip().endswith(marks) and not last.endswith(marks)
         return text, text.rstrip().splitlines()[-1] if is_own else ""
 
-    def _applied(self, job: GenerateJob, *, is_asking: bool) -> str:
+    def _apply(self, job: GenerateJob, *, is_asking: bool) -> str:
         """Render the model's template."""
         if taken := RESERVED & job.template_args.keys():
             raise BadRequest(

@@ -43,7 +43,7 @@ class ChatTemplate:
         Raises BadRequest with the template's own words when it refuses the conversation, or
         when that takes too much, and Overloaded when other templates take all the time.
         """
-        outcome, value = self._rendered(messages, tools, arguments)
+        outcome, value = self._render_once(messages, tools, arguments)
         if outcome == "rendered":
             return str(value)
         if outcome == "busy":
@@ -63,11 +63,11 @@ class ChatTemplate:
         """
         if self._sandbox is None:
             return
-        outcome, why = self._rendered(HELLO, (), {"add_generation_prompt": True, **arguments})
+        outcome, why = self._render_once(HELLO, (), {"add_generation_prompt": True, **arguments})
         if outcome in ("late", "died", "large"):
             raise ModelLoadFailed(name, f"its chat template cannot be rendered: {why}")
 
-    def _rendered(
+    def _render_once(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],

@@ -93,7 +93,7 @@ class DecodeBatch:
             for each in self.doubts
             for place in [slice(i, i + 1) for i, other in enumerate(each.rows) if other is row]
         ]
-        cache = [copied(layer) for layer in self.cache]
+        cache = [copy_layer(layer) for layer in self.cache]
         taken = DecodeBatch(self.rows, cache, self.tokens, self.finite, scores, doubts)
         taken.keep([index])
         return taken
@@ -114,7 +114,9 @@ class DecodeBatch:
         # mlx's stubs cannot tell what `tolist` gives.
         tokens: Any = self.tokens.tolist()
         finite: Any = self.finite.tolist()
-        scores = {id(row): score for some, rows in self.scores for row, score in _off(some, rows)}
+        scores = {
+            id(row): score for some, rows in self.scores for row, score in _to_host(some, rows)
+        }
         return [
             SequenceOutput(row, token, ok, scores.get(id(row)))
             for row, token, ok in zip(self.rows, tokens, finite, strict=True)
@@ -130,26 +132,26 @@ class SequenceOutput:
     is_finite: bool
     scores: TokenScores | None
 
-    def told(self, end: FinishReason | None) -> list[SequenceDelta]:
+    def to_deltas(self, end: FinishReason | None) -> list[SequenceDelta]:
         """Tell the token; what goes wrong with its text is its row's own error, and its end."""
         if not self.is_finite:
             return [SequenceDelta(self.row.id, error="its output is not a number")]
         try:
-            return self.row.told(end, self.scores)
+            return self.row.to_deltas(end, self.scores)
         except Exception as error:
             self.row.is_broken = True
             return [SequenceDelta(self.row.id, error=f"{type(error).__name__}: {error}")]
 
 
-def copied(layer: Any) -> Any:
+def copy_layer(layer: Any) -> Any:
     """Copy a layer's cache, but for its arrays: filtering the copy leaves the other whole."""
     twin = copy.copy(layer)
     if isinstance(layer, CacheList):
-        twin.caches = [copied(each) for each in layer.caches]
+        twin.caches = [copy_layer(each) for each in layer.caches]
     return twin
 
 
-def _off(
+def _to_host(
     scores: Scores, rows: abc.Sequence[Sequence | None]
 ) -> Iterator[tuple[Sequence, TokenScores]]:
     """Bring logprobs from the device, row by row."""

@@ -104,7 +104,7 @@ class Detokenizer:
     def __init__(self, vocabulary: Vocabulary, *, continues: bool = False) -> None:
         self._vocabulary = vocabulary
         self._tokenizer = vocabulary.tokenizer
-        self._stream = self._begun() if continues else DecodeStream(skip_special_tokens=False)
+        self._stream = self._new_stream() if continues else DecodeStream(skip_special_tokens=False)
         self._is_first = not continues  # until there is text
         self._held: list[int] = []  # tokens whose text is still to come
 
@@ -117,24 +117,26 @@ class Detokenizer:
             piece: str | None = self._stream.step(self._tokenizer, token)
         except Exception:  # "Invalid prefix": bytes turned out to be none, after their text was out
             self._held.append(token)
-            return self._anew()
+            return self._restart()
         if piece and _REPLACEMENT not in piece:
             self._held.clear()
             self._is_first = False
             return piece
         self._held.append(token)
         if piece:
-            return self._written()
+            return self._flush_held()
         # The stream holds back all text that ends with U+FFFD, be it what the tokens say.
         is_last = self._vocabulary.bytes(token)[-1:] == _WRITTEN[-1:]
-        return self._anew() if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN) else ""
+        return (
+            self._restart() if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN) else ""
+        )
 
-    def _anew(self) -> str:
+    def _restart(self) -> str:
         """Return the text of the tokens held back, of which the stream keeps nothing."""
-        self._stream = self._begun()
-        return self._written()
+        self._stream = self._new_stream()
+        return self._flush_held()
 
-    def _written(self) -> str:
+    def _flush_held(self) -> str:
         """Return the text of the tokens held back by their bytes: the stream has U+FFFD both where
         they say so and for bytes that are no character.
         """
@@ -150,7 +152,7 @@ class Detokenizer:
     def _bytes(self, tokens: Sequence[int]) -> bytes:
         return b"".join(map(self._vocabulary.bytes, tokens))
 
-    def _begun(self) -> DecodeStream:
+    def _new_stream(self) -> DecodeStream:
         return DecodeStream(ids=self._vocabulary.probe, skip_special_tokens=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.checkpoint import measured_kv
+from gateway.engine.checkpoint import measure_kv
 from gateway.engine.decoders import floating_dtype, parameters
 from gateway.engine.device import clear_cache
 from gateway.engine.generation.chat import ChatTokenizer
@@ -20,18 +20,18 @@ from gateway.engine.generation.decode_batch import DecodeBatch, Doubt, SequenceO
 from gateway.engine.generation.prefill import Prefill, PrefillBatch
 from gateway.engine.generation.prefix_cache import PrefixCache
 from gateway.engine.generation.prepare import prepare_sequences
-from gateway.engine.generation.reasoning import kept_open
+from gateway.engine.generation.reasoning import keep_open
 from gateway.engine.generation.sampling import (
     Sampler,
     Scores,
-    adjusted,
-    barred,
+    adjust_logits,
+    bar_tokens,
     choose,
     is_finite,
     score,
 )
-from gateway.engine.generation.scoring import most_scored
-from gateway.engine.generation.self_test import ALONE, Faults, SelfTest, can_batch, tokens_held
+from gateway.engine.generation.scoring import max_scored_tokens
+from gateway.engine.generation.self_test import ALONE, Faults, SelfTest, can_batch, count_tokens
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import BoundRow
@@ -69,7 +69,7 @@ class GenerationEngine:
         self._max_context = max_context
         self._sampling_defaults = sampling_defaults or {}
         self._prefixes = PrefixCache(make_prompt_cache(self._model), prefix_cache_bytes)
-        self._prefill = Prefill(self._model, self._prefixes, most_scored(vocab_size))
+        self._prefill = Prefill(self._model, self._prefixes, max_scored_tokens(vocab_size))
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # single rows, where rows run one at a time
         self._faults = Faults()
@@ -77,7 +77,7 @@ class GenerationEngine:
         if not can_batch(model):
             self.hold_to(ALONE)
         self._parked: dict[int, Sequence | DecodeBatch] = {}
-        self.kv_cost = measured_kv(self._model)
+        self.kv_cost = measure_kv(self._model)
         self.last_pass = Pass()
         self._last_id = 0
 
@@ -118,7 +118,7 @@ class GenerationEngine:
     @property
     def self_test_tokens(self) -> int:
         """Return the most tokens that a row of the self-test has."""
-        return tokens_held(self._model, self._max_context)
+        return count_tokens(self._model, self._max_context)
 
     def hold_to(self, verdict: Verdict) -> None:
         """Run rows, from the next to be read on, only as a verdict has not found wrong."""
@@ -188,7 +188,7 @@ class GenerationEngine:
         """Drop a row, wherever it is; an unknown id is fine."""
         self._parked.pop(sequence_id, None)
         self._prefill.drop(sequence_id)
-        self._faults.dismissed(sequence_id)
+        self._faults.dismiss(sequence_id)
         self._queued = deque(each for each in self._queued if each.rows[0].id != sequence_id)
         if self._running is not None:
             self._keep([i for i, row in enumerate(self._running.rows) if row.id != sequence_id])
@@ -238,7 +238,7 @@ class GenerationEngine:
         row.cap_tokens(max_tokens)
         if sequence_id in self._parked and len(row.tokens) >= max_tokens:
             self.leave(sequence_id)
-            return row.cut()
+            return row.end_early()
         return []
 
     def forget(self) -> None:
@@ -253,7 +253,7 @@ class GenerationEngine:
 
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
         """Read one chunk of the prompts whose turn it is; those read whole start to run."""
-        if (batch := self._prefill.turn(token_budget)) is None:
+        if (batch := self._prefill.next_batch(token_budget)) is None:
             return []
         begun, there = batch.read, sum(batch.positions)
         # mlx-lm's batch gives freed buffers back after each chunk: the step under way must be over.
@@ -280,15 +280,15 @@ class GenerationEngine:
         try:
             logits = None
             if running.may_go_on:
-                logits = self._passed(running.tokens, running.cache)
-            if self._has_mended(running) and logits is not None:
+                logits = self._launch_pass(running.tokens, running.cache)
+            if self._redraw_unsure(running) and logits is not None:
                 running.take_back()
                 logits = None
             said = running.read()
         except Exception as error:
             self._running = None
             return self._blame(running.rows, error)
-        ends = [each.row.say(each.token) if each.is_finite else None for each in said]
+        ends = [each.row.append(each.token) if each.is_finite else None for each in said]
         on = [i for i, each in enumerate(said) if each.is_finite and ends[i] is None]
         self.last_pass = Pass(len(said), len(said), len(said))
         fault = None
@@ -301,7 +301,9 @@ class GenerationEngine:
                 self._step(logits)
         except Exception as error:
             self._running, fault = None, error
-        deltas = [delta for each, end in zip(said, ends, strict=True) for delta in each.told(end)]
+        deltas = [
+            delta for each, end in zip(said, ends, strict=True) for delta in each.to_deltas(end)
+        ]
         if fault is not None:
             return deltas + self._blame([said[i].row for i in on if not said[i].row.is_over], fault)
         if self._running is not None:
@@ -335,18 +337,20 @@ class GenerationEngine:
     def _start(self, batch: PrefillBatch) -> list[SequenceDelta]:
         """Run the last prompt token of each row; a row that may say one token ends here."""
         if batch.rows[0].job.max_tokens == 0:
-            return [row.unsaid() for row in batch.rows]
+            return [row.echo_delta() for row in batch.rows]
         inputs = mx.array([row.context[-1] for row in batch.rows])
         cache = batch.lm_batch.prompt_cache
-        started = self._chosen(batch.rows, cache, self._passed(inputs, cache))
+        started = self._choose(batch.rows, cache, self._launch_pass(inputs, cache))
         last = [row.is_at_last for row in batch.rows]
         deltas: list[SequenceDelta] = []
         if any(last) or batch.rows[0].is_suspect:
-            self._has_mended(started)
+            self._redraw_unsure(started)
             for each, is_last in zip(started.read(), last, strict=True):
                 self._clear_or_dismiss(each)
                 if is_last:
-                    deltas += each.told(each.row.say(each.token) if each.is_finite else None)
+                    deltas += each.to_deltas(
+                        each.row.append(each.token) if each.is_finite else None
+                    )
         if all(last):
             return deltas
         if any(last):
@@ -380,9 +384,9 @@ class GenerationEngine:
         """Note how a row went that was read alone; after some faults rows run one at a time."""
         output.row.is_suspect = False
         if output.is_finite:
-            self._faults.cleared(output.row.id)
+            self._faults.clear_of_blame(output.row.id)
         else:
-            self._faults.dismissed(output.row.id)
+            self._faults.dismiss(output.row.id)
         if self._faults.is_batching_to_blame:
             self.hold_to(Verdict(rows=False))
 
@@ -391,10 +395,10 @@ class GenerationEngine:
         if (running := self._running) is None:
             return
         if logits is None:
-            logits = self._passed(running.tokens, running.cache)
-        self._running = self._chosen(running.rows, running.cache, logits)
+            logits = self._launch_pass(running.tokens, running.cache)
+        self._running = self._choose(running.rows, running.cache, logits)
 
-    def _passed(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+    def _launch_pass(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """Launch the pass that reads tokens, (rows,); give its logits, (rows, vocabulary).
 
         The caches are evaluated with them: what no logits depend on, such as the lengths beside a
@@ -404,16 +408,16 @@ class GenerationEngine:
         _launch(logits, [layer.state for layer in cache])
         return logits
 
-    def _chosen(self, rows: list[Sequence], cache: list[Any], logits: mx.array) -> DecodeBatch:
+    def _choose(self, rows: list[Sequence], cache: list[Any], logits: mx.array) -> DecodeBatch:
         """Launch the choice of the next tokens, whose masks are made while the pass runs."""
         samplers = [row.sampler for row in rows]
         finite = is_finite(logits)
-        logits = adjusted(samplers, logits)
+        logits = adjust_logits(samplers, logits)
         for i, row in enumerate(rows):
             if (thinking := row.thinking_first) is not None:
-                logits = kept_open(logits, i, thinking)
+                logits = keep_open(logits, i, thinking)
         if kept_up := [(i, row.barred) for i, row in enumerate(rows) if row.matcher is None]:
-            logits = barred(logits, kept_up)
+            logits = bar_tokens(logits, kept_up)
         bound = [
             BoundRow(i, matcher, row.may_open_with, row.barred)
             for i, row in enumerate(rows)
@@ -421,9 +425,9 @@ class GenerationEngine:
         ]
         if bound:
             logits = self._structured.mask(logits, bound)
-        return self._drawn(rows, cache, logits, finite)
+        return self._draw(rows, cache, logits, finite)
 
-    def _drawn(
+    def _draw(
         self, rows: list[Sequence], cache: list[Any], logits: mx.array, finite: mx.array
     ) -> DecodeBatch:
         """Launch the choice from logits, (rows, vocabulary), that are adjusted and masked."""
@@ -441,7 +445,7 @@ class GenerationEngine:
         _launch(choice.tokens, finite)
         return DecodeBatch(rows, cache, choice.tokens, finite, scores, doubts)
 
-    def _has_mended(self, running: DecodeBatch) -> bool:
+    def _redraw_unsure(self, running: DecodeBatch) -> bool:
         """Choose again, of more tokens, where those sorted were not all that the filters keep;
         return whether there was such a row. Waits for the tokens.
         """
@@ -459,7 +463,7 @@ class GenerationEngine:
                 for row in rows:
                     row.sampler.widen()
                 at = mx.array(wrong)
-                running.replace(self._drawn(rows, [], doubt.logits[at], mx.array(True)))
+                running.replace(self._draw(rows, [], doubt.logits[at], mx.array(True)))
                 has_mended = True
         return has_mended
 
@@ -483,9 +487,9 @@ class GenerationEngine:
         Whatever is kept of prompts goes too: it may be what broke them.
         """
         self._prefixes.clear()
-        self._faults.thrown([row.id for row in rows], error)
+        self._faults.record([row.id for row in rows], error)
         if len(rows) == 1 and rows[0].is_suspect:
-            self._faults.dismissed(rows[0].id)
+            self._faults.dismiss(rows[0].id)
             return [SequenceDelta(rows[0].id, error=f"{type(error).__name__}: {error}")]
         for row in rows:
             row.suspect()

@@ -19,8 +19,8 @@ from gateway.engine.generation.output_parts import (
     ForcedCall,
     Mode,
     OutputPart,
-    plain,
-    shown,
+    spell_out,
+    strip_marks,
 )
 
 HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
@@ -85,34 +85,34 @@ class HarmonyParser:
         parts: list[OutputPart] = []
         for run in TOKENS.split(piece):
             if run:
-                parts += self._taken(run, plain(run) if TOKENS.fullmatch(run) else None)
+                parts += self._take(run, spell_out(run) if TOKENS.fullmatch(run) else None)
         return parts
 
     def flush(self) -> list[OutputPart]:
         """Return what was held back, once no more comes."""
-        parts = self._closed()
+        parts = self._close()
         if self.mode == "forced":
             parts += [OutputPart(call=call) for call in self._forced.flush()]
         return parts
 
-    def _taken(self, run: str, token: str | None) -> list[OutputPart]:
+    def _take(self, run: str, token: str | None) -> list[OutputPart]:
         if token in ("<|start|>", "<|channel|>") and self._body != "header":
-            parts = self._closed()
+            parts = self._close()
             self._body, self._header = "header", run if token == "<|channel|>" else ""
             return parts
         if token in ENDS:
-            return self._closed()
+            return self._close()
         if self._body == "header":
             if token == "<|message|>":
                 self._open()
             else:
                 self._header += run
             return []
-        return self._told(run)
+        return self._to_parts(run)
 
     def _open(self) -> None:
         """Read a header that is whole: whose message follows, and for whom."""
-        header, self._header = plain(self._header), ""
+        header, self._header = spell_out(self._header), ""
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
         name = recipient[1] if recipient else ""
@@ -127,11 +127,11 @@ class HarmonyParser:
         else:
             self._body = "text"
 
-    def _told(self, run: str) -> list[OutputPart]:
+    def _to_parts(self, run: str) -> list[OutputPart]:
         if self._body == "call":
             self._call.append(run)
             return []
-        if not (text := shown(run)):
+        if not (text := strip_marks(run)):
             return []
         if self._body == "reasoning":
             return [OutputPart(reasoning=text)]
@@ -141,10 +141,10 @@ class HarmonyParser:
             return [OutputPart(call=call) for call in self._forced.push(text)]
         return [OutputPart(text=text)]
 
-    def _closed(self) -> list[OutputPart]:
+    def _close(self) -> list[OutputPart]:
         """End the message under way; one that calls is read now."""
         body, self._body = self._body, "none"
-        call, self._call = plain("".join(self._call)), []
+        call, self._call = spell_out("".join(self._call)), []
         if body != "call":
             return []
         try:

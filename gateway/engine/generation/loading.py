@@ -16,7 +16,7 @@ from gateway.engine.device import Device
 from gateway.engine.generation.chat import ChatTokenizer, chat_tokenizer, load_chat_tokenizer
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
-from gateway.engine.gguf.tokenizer import stated_sampling, wrapped_tokenizer
+from gateway.engine.gguf.tokenizer import read_sampling, wrap_tokenizer
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import Structured
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
@@ -72,11 +72,11 @@ def read_chat_setup(
     }
     if isinstance(checkpoint, GgufCheckpoint):
         config = checkpoint.config()
-        wrapper = wrapped_tokenizer(checkpoint)
+        wrapper = wrap_tokenizer(checkpoint)
         chat = chat_tokenizer(wrapper, model_type=config["model_type"], **formats)
-        said = stated_sampling(checkpoint.header.metadata)
+        said = read_sampling(checkpoint.header.metadata)
     else:
-        with checkpoint.blamed():
+        with checkpoint.blame():
             config = load_config(files)
         chat = load_chat_tokenizer(files, eos_ids=config.get("eos_token_id"), **formats)
         said = generation_config(files)
@@ -84,7 +84,7 @@ def read_chat_setup(
     return ChatSetup(
         checkpoint,
         chat,
-        _structured(chat, vocab_size, completed_shape(shape or Shape(), said), sandbox),
+        _make_structured(chat, vocab_size, complete_shape(shape or Shape(), said), sandbox),
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
         sampling_defaults=usable_sampling(said),
@@ -163,7 +163,7 @@ def load_generation(
     return next(engine for engine in steps if engine is not None)
 
 
-def _structured(
+def _make_structured(
     chat: ChatTokenizer, vocab_size: int, shape: Shape, sandbox: Sandbox | None
 ) -> Structured:
     try:
@@ -213,7 +213,7 @@ def usable_sampling(said: Mapping[str, Any]) -> dict[str, float]:
     return {name: int(value) if name == "top_k" else value for name, value in usable.items()}
 
 
-def completed_shape(shape: Shape, said: Mapping[str, Any]) -> Shape:
+def complete_shape(shape: Shape, said: Mapping[str, Any]) -> Shape:
     """Return a shape with the bounds that a checkpoint states for itself, where it has none.
 
     They stand in generation_config.json under `structured`, in models.yaml's words: a model too

@@ -53,12 +53,12 @@ def _is_in(content: str, name: str) -> bool:
     return content in name and not content.strip().isalnum() and len(content.strip()) > 1
 
 
-def shown(text: str) -> str:
+def strip_marks(text: str) -> str:
     """Return text as a reader sees it: special tokens are no part of it."""
     return text if text.isascii() else _SPECIALS.sub("", text).translate(_SPELLING)
 
 
-def plain(text: str) -> str:
+def spell_out(text: str) -> str:
     """Return text with every token in it written out, and nothing that spells marks."""
     return text if text.isascii() else text.translate(_SPELLING)
 

@@ -10,8 +10,8 @@ from gateway.engine.generation.output_parts import (
     ForcedCall,
     Mode,
     OutputPart,
-    plain,
-    shown,
+    spell_out,
+    strip_marks,
 )
 
 ReadCalls = Callable[[str], Sequence[Mapping[str, Any]]]
@@ -103,9 +103,9 @@ class Parser:
             self._state = "text"
             parts = [] if end else self._read(held)
             held = "" if parts else start + held
-            parts += self._told(held, is_call=True)
+            parts += self._to_parts(held, is_call=True)
         else:
-            parts = self._told(held)
+            parts = self._to_parts(held)
         if self.mode == "forced" and not self.is_thinking:
             parts += [OutputPart(call=call) for call in self._forced.flush()]
         return parts
@@ -122,16 +122,16 @@ class Parser:
             if self._state == "call":
                 self._call.append(sure)
             else:
-                parts += self._told(sure)
+                parts += self._to_parts(sure)
             return False
         at, _, mark = min(found)
         before, self._held = self._held[:at], self._held[at + len(mark) :]
         if self._state == "call":
             before, self._call = "".join((*self._call, before)), []
             start, end = self._pair
-            parts += self._read(before) or self._told(start + before + end, is_call=True)
+            parts += self._read(before) or self._to_parts(start + before + end, is_call=True)
         else:
-            parts += self._told(before)
+            parts += self._to_parts(before)
         self._enter(marks[mark], mark)
         return True
 
@@ -175,9 +175,9 @@ class Parser:
             marks |= {start: "call" for start, _ in markup.calls}
         return marks
 
-    def _told(self, held: str, *, is_call: bool = False) -> list[OutputPart]:
+    def _to_parts(self, held: str, *, is_call: bool = False) -> list[OutputPart]:
         """Return text as the part it is; a call that could not be read shows its tokens too."""
-        text = plain(held) if is_call else shown(held)
+        text = spell_out(held) if is_call else strip_marks(held)
         if self._is_fresh and not is_call:
             text = text.lstrip()
         if not text:
@@ -196,7 +196,7 @@ class Parser:
         """Read finished calls; nothing when they cannot be read."""
         assert self._markup.read is not None
         try:
-            calls = self._calls.write(self._markup.read(plain(held)))
+            calls = self._calls.write(self._markup.read(spell_out(held)))
         except Exception:  # parsers raise whatever they trip over
             return []
         if calls:

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, shared
+from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.generation.scoring import Scorer
 from gateway.engine.generation.sequence import Sequence
 
@@ -144,22 +144,22 @@ class Prefill:
         self._line.clear()
         self._model = None
 
-    def turn(self, budget: int) -> PrefillBatch | None:
+    def next_batch(self, budget: int) -> PrefillBatch | None:
         """Take out of the line who is to read next, and with whom."""
         for _ in range(len(self._line)):
             first = self._line.popleft()
             if isinstance(first, PrefillBatch):
                 return first
-            budget = self._bounded(first, budget)
-            known = self._known(first)
+            budget = self._bound_budget(first, budget)
+            known = self._count_known(first)
             if not self._gains_by_waiting(first, known, self._being_read()):
-                return self._formed(self._companions(first, known, budget), budget)
+                return self._form_batch(self._choose_companions(first, known, budget), budget)
             self._line.append(first)
         return None
 
     def read(self, batch: PrefillBatch, budget: int) -> None:
         """Read a chunk; a batch that has more to read joins the line again."""
-        end = self._chunk_end(batch, self._bounded(batch.rows[0], budget))
+        end = self._chunk_end(batch, self._bound_budget(batch.rows[0], budget))
         if end > batch.read:
             batch.lm_batch.prompt([prompt[batch.read : end] for prompt in batch.prompts])
             batch.read = end
@@ -179,15 +179,15 @@ class Prefill:
             for row, position in zip(batch.rows, batch.positions, strict=True)
         ]
 
-    def _bounded(self, row: Sequence, budget: int) -> int:
+    def _bound_budget(self, row: Sequence, budget: int) -> int:
         """Return how many tokens to read in one pass with this row in it."""
         return min(budget, self._most_scored) if row.scores_prompt else budget
 
-    def _known(self, row: Sequence) -> int:
+    def _count_known(self, row: Sequence) -> int:
         """Count what a row need not read: what is to be scored must be."""
         if row.scores_prompt:
             return 0
-        return self._prefixes.known(row.context[:-1])
+        return self._prefixes.count_known(row.context[:-1])
 
     def _gains_by_waiting(
         self, row: Sequence, known: int, others: Iterable[tuple[Sequence, int]]
@@ -196,7 +196,7 @@ class Prefill:
         if row.is_suspect or row.scores_prompt or not self._prefixes.is_on:
             return False
         return any(
-            shared(row.context[:-1], other.context[:-1]) > max(known, position)
+            count_shared(row.context[:-1], other.context[:-1]) > max(known, position)
             for other, position in others
         )
 
@@ -207,7 +207,7 @@ class Prefill:
         is_stopping = self._prefixes.needs_block_ends and rest >= BLOCK
         return not self.is_batched or row.is_suspect or rest == 0 or is_stopping
 
-    def _companions(self, first: Sequence, known: int, budget: int) -> list[Sequence]:
+    def _choose_companions(self, first: Sequence, known: int, budget: int) -> list[Sequence]:
         """Choose who is read with the first; they leave the line."""
         rows, rests = [first], [len(first.context) - 1 - known]
         if self._is_alone(first, rests[0]):
@@ -215,7 +215,7 @@ class Prefill:
         others = [*self._being_read(), (first, known)]
         lengths = [len(first.context)]
         for row in [each for each in self._line if isinstance(each, Sequence)]:
-            known = self._known(row)
+            known = self._count_known(row)
             rest = len(row.context) - 1 - known
             if self._is_alone(row, rest) or self._gains_by_waiting(row, known, others):
                 continue
@@ -232,7 +232,7 @@ class Prefill:
             self._line.remove(row)
         return rows
 
-    def _formed(self, rows: list[Sequence], budget: int) -> PrefillBatch:
+    def _form_batch(self, rows: list[Sequence], budget: int) -> PrefillBatch:
         caches, prompts = [], []
         for row in rows:
             prompt = row.context[:-1]

@@ -64,7 +64,7 @@ class PrefixCache:
         """Count the bytes held."""
         return self._nbytes
 
-    def known(self, tokens: Sequence[int]) -> int:
+    def count_known(self, tokens: Sequence[int]) -> int:
         """Count the first tokens that need not be read."""
         return BLOCK * len(self._usable(tokens))
 
@@ -84,7 +84,7 @@ class PrefixCache:
         self._use(path)
         length = BLOCK * len(blocks)
         pages = zip(*(block.layers for block in blocks), strict=True)
-        plain = iter([_joined(each, length) for each in pages])
+        plain = iter([_join(each, length) for each in pages])
         others = iter(states)
         return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
 
@@ -112,7 +112,7 @@ class PrefixCache:
                 break
         is_there = bool(path) and len(path) * BLOCK == whole
         if others and is_there and self._state_key(path) not in self._kept:
-            self._put(self._state_key(path), [_extracted(layer, row) for layer in others], path)
+            self._put(self._state_key(path), [_extract(layer, row) for layer in others], path)
         self._use(path)
 
     def stop(self) -> None:
@@ -180,7 +180,7 @@ class PrefixCache:
         return True
 
 
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
+def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Count the tokens, in whole blocks, that two prompts begin with."""
     starts = range(0, min(len(one), len(other)) - BLOCK + 1, BLOCK)
     alike = takewhile(lambda at: one[at : at + BLOCK] == other[at : at + BLOCK], starts)
@@ -190,19 +190,19 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
 def _page(layer: Any, row: int, start: int) -> tuple[mx.array, mx.array]:
     """Copy one block of a row's KV out of a batch: two of (1, heads, BLOCK, size)."""
     at = slice(row, row + 1), slice(None), slice(start, start + BLOCK)
-    return _copied(layer.keys[at]), _copied(layer.values[at])
+    return _copy(layer.keys[at]), _copy(layer.values[at])
 
 
-def _extracted(layer: Any, row: int) -> Any:
+def _extract(layer: Any, row: int) -> Any:
     """Copy a row's cache of another kind out of a batch."""
     cache = layer.extract(row)  # of some kinds, views of the whole batch's buffers
     cache.state = tree_map(
-        lambda leaf: _copied(leaf) if isinstance(leaf, mx.array) else leaf, cache.state
+        lambda leaf: _copy(leaf) if isinstance(leaf, mx.array) else leaf, cache.state
     )
     return cache
 
 
-def _copied(array: mx.array) -> mx.array:
+def _copy(array: mx.array) -> mx.array:
     """Copy into a buffer of its own size: a view would hold all of what it is cut from.
 
     mx.contiguous gives the view itself where that holds but 16 KB more.
@@ -210,7 +210,7 @@ def _copied(array: mx.array) -> mx.array:
     return mx.concatenate([array[:0], array])
 
 
-def _joined(pages: Sequence[tuple[mx.array, mx.array]], length: int) -> Any:
+def _join(pages: Sequence[tuple[mx.array, mx.array]], length: int) -> Any:
     """Make one layer's cache of its blocks."""
     cache: Any = KVCache  # untyped in mlx-lm
     keys = mx.concatenate([keys for keys, _ in pages], axis=2)

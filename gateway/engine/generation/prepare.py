@@ -40,7 +40,7 @@ def prepare_sequences(
         raise BadRequest(
             f"Invalid 'min_tokens': the answer may have {most} tokens at most.", param="min_tokens"
         )
-    sampling = _completed(job.sampling, own)
+    sampling = _complete(job.sampling, own)
     grammar = structured.grammar(job)
     if job.continues and grammar is not None:
         raise BadRequest(
@@ -67,16 +67,16 @@ def prepare_sequences(
         ),
         earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
     )
-    return [replace(row, sampling=_nth(sampling, i)) for i in range(job.n)]
+    return [replace(row, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)]
 
 
-def _completed(sampling: Sampling, own: Mapping[str, float]) -> Sampling:
+def _complete(sampling: Sampling, own: Mapping[str, float]) -> Sampling:
     """Take what nobody has set from the model's own defaults."""
     given: dict[str, Any] = {name: own[name] for name in sampling.unset & own.keys()}
     return replace(sampling, **given, unset=frozenset())
 
 
-def _nth(sampling: Sampling, index: int) -> Sampling:
+def _sampling_of_choice(sampling: Sampling, index: int) -> Sampling:
     """Give choice `index` a seed of its own; the first keeps the caller's."""
     if sampling.seed is None or index == 0:
         return sampling

@@ -133,7 +133,7 @@ class Thinking:
         self._ends = ends
         self._tail = ""
 
-    def say(self, token: int) -> bool:
+    def take(self, token: int) -> bool:
         """Take the next token; return True if the grammar has no say over it."""
         was_on = self.is_on
         if token == self.opens_with:
@@ -145,7 +145,7 @@ class Thinking:
         return was_on or self.is_on
 
 
-def kept_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
+def keep_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
     """Return logits, (rows, vocabulary), with which a row that thinks cannot end its answer.
 
     Where the end is likeliest, the end of the thinking is: the answer that was promised follows.

@@ -87,13 +87,13 @@ class Adjustments:
     def _place(self, token: int) -> int:
         place = self._places.setdefault(token, len(self._places))
         if place == len(self._ids):
-            self._ids, self._bias = _doubled(self._ids), _doubled(self._bias)
-            self._counts, self._was_read = _doubled(self._counts), _doubled(self._was_read)
+            self._ids, self._bias = _double(self._ids), _double(self._bias)
+            self._counts, self._was_read = _double(self._counts), _double(self._was_read)
         self._ids[place] = token
         return place
 
 
-def _doubled(array: npt.NDArray[T]) -> npt.NDArray[T]:
+def _double(array: npt.NDArray[T]) -> npt.NDArray[T]:
     return np.concatenate([array, np.zeros_like(array)])
 
 
@@ -158,7 +158,7 @@ def is_finite(logits: mx.array) -> mx.array:
     return mx.isfinite(mx.max(logits, axis=-1))
 
 
-def adjusted(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
+def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     """Apply every row's bias and penalties to logits, (rows, vocabulary), in one scatter.
 
     Where there are any, the logits come back as float32: at 16 to 32 bfloat16 has steps of 0.125,
@@ -181,7 +181,7 @@ def adjusted(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     return logits
 
 
-def barred(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) -> mx.array:
+def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) -> mx.array:
     """Forbid tokens, given by row, in logits, (rows, vocabulary)."""
     vocab_size = logits.shape[-1]
     pairs = [(row, token) for row, some in tokens for token in some if token < vocab_size]
@@ -225,16 +225,16 @@ def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[in
         some = logits if is_all else logits[at]
         uniforms = [samplers[row].uniform(positions[row]) for row in rows]
         if window:
-            drawn, has_all = _drawn_in_window(group, some, uniforms, window)
+            drawn, has_all = _draw_in_window(group, some, uniforms, window)
             if is_sure is not None:
                 is_sure[at] = has_all
         else:
-            drawn = _drawn_of_all(group, some, uniforms)
+            drawn = _draw_from_all(group, some, uniforms)
         tokens[at] = drawn.astype(mx.uint32)
     return Choice(tokens, is_sure)
 
 
-def _drawn_of_all(
+def _draw_from_all(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float]
 ) -> mx.array:
     """Draw from the whole vocabulary: nothing need be sorted for a temperature and min_p."""
@@ -250,13 +250,13 @@ def _drawn_of_all(
     sums = mx.sum(blocks, axis=-1)
     above = mx.cumsum(sums, axis=-1, inclusive=False)
     target = _column(uniforms) * (above[:, -1:] + sums[:, -1:])
-    block = _reached(sums, target)
+    block = _find_places(sums, target)
     rest = target - mx.take_along_axis(above, block, axis=-1)
     inner = mx.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0]
-    return (block * _SUMMED + _reached(inner, rest))[:, 0]
+    return (block * _SUMMED + _find_places(inner, rest))[:, 0]
 
 
-def _drawn_in_window(
+def _draw_in_window(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float], window: int
 ) -> tuple[mx.array, mx.array]:
     """Draw from the `window` likeliest tokens; say, too, where they hold all that is kept."""
@@ -277,7 +277,7 @@ def _drawn_in_window(
     weights = mx.where((above < nucleus) | (rank == 0), weights, 0)
     weights = mx.where(weights >= _column([each.min_p for each in asked]), weights, 0)
     target = _column(uniforms) * mx.sum(weights, axis=-1, keepdims=True)
-    place = _reached(weights, target)
+    place = _find_places(weights, target)
     # What is no number is sure, too: a wider window would not make it one.
     return mx.take_along_axis(ids, place, axis=-1)[:, 0], mx.logical_not(held < nucleus)[:, 0]
 
@@ -293,7 +293,7 @@ def _weights(samplers: Sequence[Sampler], logits: mx.array, peak: mx.array) -> m
     return mx.power(2.0, below * _column(scale))
 
 
-def _reached(weights: mx.array, target: mx.array) -> mx.array:
+def _find_places(weights: mx.array, target: mx.array) -> mx.array:
     """Return the first place, (rows, 1), where the total of weights, (rows, n), passes the target.
 
     It is a place that weighs something, and the last such where rounding keeps the total below:

@@ -17,7 +17,7 @@ MOST_BYTES = 64 << 20
 LEAST = -9999.0  # what vLLM writes for -inf, which JSON has no word for
 
 
-def most_scored(vocab_size: int) -> int:
+def max_scored_tokens(vocab_size: int) -> int:
     """Return how many tokens may be scored in one pass, padding included."""
     return max(1, MOST_BYTES // (4 * vocab_size))
 
@@ -63,11 +63,11 @@ class Scorer:
             flat = logits.reshape(-1, logits.shape[-1])[mx.array(places)]
             wanted = [row.job.logprobs or 0 for row in self._rows]
             targets = [token for each in follows for token in each]
-            self._tell(flat, targets, [len(each) for each in follows], wanted)
+            self._store_scores(flat, targets, [len(each) for each in follows], wanted)
         self._at += width
         return logits
 
-    def _tell(
+    def _store_scores(
         self,
         logits: mx.array,
         targets: list[int],
@@ -82,10 +82,10 @@ class Scorer:
         at = 0
         for row, count, most in zip(self._rows, counts, wanted, strict=True):
             for place in range(at, at + count):
-                told = TokenScores(_written(chosen[place]), ids[place], logprobs[place], most)
-                row.take_prompt_score(targets[place], told)
+                told = TokenScores(_finite(chosen[place]), ids[place], logprobs[place], most)
+                row.add_prompt_score(targets[place], told)
             at += count
 
 
-def _written(logprob: float) -> float:
+def _finite(logprob: float) -> float:
     return LEAST if logprob == -math.inf else logprob

@@ -88,34 +88,34 @@ class SelfTest:
         if not can_batch(self._model):
             self.verdict = ALONE
             return
-        rows = [self._drawn(length) for length in LENGTHS]
+        rows = [self._draw_tokens(length) for length in LENGTHS]
         for row in rows:
             yield from self._alone(row)
-        yield from self._tried("single", rows[1:2], self._single(rows[1]))
-        yield from self._tried("rows", rows, self._together(*rows))
+        yield from self._try("single", rows[1:2], self._single(rows[1]))
+        yield from self._try("rows", rows, self._together(*rows))
         if BLOCK + LENGTHS[0] + SAID > self._longest:  # no prompt is long enough to be kept
-            self._found(prefixes=True)
+            self._note(prefixes=True)
         else:
-            long = self._drawn(BLOCK + LENGTHS[0])
+            long = self._draw_tokens(BLOCK + LENGTHS[0])
             yield from self._alone(long)
-            yield from self._tried("prefixes", [long], self._from_a_prefix(long))
+            yield from self._try("prefixes", [long], self._from_a_prefix(long))
         window = window_of(self._model, self._longest)
         if window is None or not self.verdict.rows:
-            self._found(window=True)
+            self._note(window=True)
             return
-        long = self._drawn(window + LENGTHS[0])
+        long = self._draw_tokens(window + LENGTHS[0])
         yield from self._alone(long)
-        yield from self._tried("window", [*rows[:2], long], self._together(rows[0], rows[1], long))
+        yield from self._try("window", [*rows[:2], long], self._together(rows[0], rows[1], long))
 
-    def _drawn(self, length: int) -> _Row:
+    def _draw_tokens(self, length: int) -> _Row:
         said = length + SAID
         tokens = [self._random.randrange(1, self._vocab_size) for _ in range(said)]
         return _Row(tokens[:length], tokens[length:])
 
-    def _found(self, **findings: Any) -> None:
+    def _note(self, **findings: Any) -> None:
         self.verdict = replace(self.verdict, **findings)
 
-    def _tried(self, what: str, rows: Sequence[_Row], trial: Steps) -> Steps:
+    def _try(self, what: str, rows: Sequence[_Row], trial: Steps) -> Steps:
         """Make a trial, and compare each row's logits with those alone."""
         for row in rows:
             row.found = []
@@ -125,10 +125,10 @@ class SelfTest:
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error)[:200]}"
             if _is_of_memory(error):
-                self._found(is_lasting=False)
-        self._found(**{what: not problem})
+                self._note(is_lasting=False)
+        self._note(**{what: not problem})
         if problem:
-            self._found(problem=self.verdict.problem or f"{what}: {problem}")
+            self._note(problem=self.verdict.problem or f"{what}: {problem}")
 
     def _gap(self, row: _Row) -> str:
         """Return what is wrong with a row: half of its logits, or more, are too far away.
@@ -149,10 +149,10 @@ class SelfTest:
             mx.eval([layer.state for layer in cache])
             yield
         for token in row.inputs:
-            row.alone.append(self._passed([token], cache)[0])
+            row.alone.append(self._launch_pass([token], cache)[0])
             yield
 
-    def _passed(self, tokens: Tokens, cache: list[Any]) -> mx.array:
+    def _launch_pass(self, tokens: Tokens, cache: list[Any]) -> mx.array:
         """Read one token a row; return the logits, (rows, vocabulary)."""
         logits: mx.array = self._model(mx.array(tokens)[:, None], cache=cache)[:, -1, :]
         logits = logits.astype(mx.float32)
@@ -177,7 +177,7 @@ class SelfTest:
     def _decode(self, batch: _Batch) -> Steps:
         """Decode a token of each row; those that are over leave."""
         inputs = [row.inputs[len(row.found)] for row in batch.rows]
-        for row, logits in zip(batch.rows, self._passed(inputs, batch.cache), strict=True):
+        for row, logits in zip(batch.rows, self._launch_pass(inputs, batch.cache), strict=True):
             row.found.append(logits)
         yield
         on = [i for i, row in enumerate(batch.rows) if not row.is_over]
@@ -199,9 +199,9 @@ class SelfTest:
         yield from self._decode(batch)
         joining = yield from self._read([late])
         yield from self._decode(joining)
-        yield from self._joined(batch, joining)
+        yield from self._join(batch, joining)
 
-    def _joined(self, batch: _Batch, joining: _Batch) -> Steps:
+    def _join(self, batch: _Batch, joining: _Batch) -> Steps:
         for mine, theirs in zip(batch.cache, joining.cache, strict=True):
             mine.extend(theirs)
         batch.rows = batch.rows + joining.rows
@@ -263,7 +263,7 @@ def window_of(model: Any, longest: int) -> int | None:
     return max((size for size in sizes if 0 < size <= most), default=None)
 
 
-def tokens_held(model: Any, longest: int) -> int:
+def count_tokens(model: Any, longest: int) -> int:
     """Return the most tokens that a row of the self-test has."""
     return (window_of(model, longest) or BLOCK) + LENGTHS[0] + SAID
 
@@ -309,20 +309,20 @@ class Faults:
         """Return True once enough passes have failed that went well row by row."""
         return self._count >= FAULTS
 
-    def thrown(self, rows: Sequence[int], error: Exception) -> None:
+    def record(self, rows: Sequence[int], error: Exception) -> None:
         """Note what a pass over rows has raised."""
         self._untold.append(f"{len(rows)} rows: {type(error).__name__}: {str(error)[:500]}")
         if len(rows) > 1:
             self._suspects.append(set(rows))
 
-    def cleared(self, row: int) -> None:
+    def clear_of_blame(self, row: int) -> None:
         """Note that a row went well alone."""
         for suspects in self._suspects:
             suspects.discard(row)
         self._count += sum(1 for suspects in self._suspects if not suspects)
         self._suspects = [suspects for suspects in self._suspects if suspects]
 
-    def dismissed(self, row: int) -> None:
+    def dismiss(self, row: int) -> None:
         """Note that a row failed alone, or left: what it was part of proves nothing."""
         self._suspects = [suspects for suspects in self._suspects if row not in suspects]
 

@@ -5,7 +5,7 @@ from collections import abc
 from dataclasses import dataclass, field, replace
 
 from gateway.engine.generation.detokenizer import Detokenizer, StopScanner, Vocabulary
-from gateway.engine.generation.output_parts import AnswerParser, Marks, OutputPart, shown
+from gateway.engine.generation.output_parts import AnswerParser, Marks, OutputPart, strip_marks
 from gateway.engine.generation.reasoning import Thinking
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.grammar.compiling import CompiledGrammar
@@ -46,24 +46,24 @@ class OutputProcessor:
         if piece is None:
             piece = self.decoder.push(token)
         begun, was_thinking = self._parsed, self.parser.is_thinking
-        parts = [self._stopped(part, may_stop=may_stop) for part in self.parser.push(piece)]
+        parts = [self._scan_for_stops(part, may_stop=may_stop) for part in self.parser.push(piece)]
         opens = self.parser.is_thinking and is_shown_as_text
         if scores is not None and not (was_thinking or opens):
             # The texts of the tokens make the content; only an answer of one token, whose text
             # may be nothing, shows it nevertheless: rerankers read it.
-            text = shown(piece)
+            text = strip_marks(piece)
             text = text if is_shown_as_text else text or self.vocabulary.text(token)
-            self._unplaced.append((begun, scores.told(self.vocabulary, token, text)))
+            self._unplaced.append((begun, scores.to_logprob(self.vocabulary, token, text)))
         return parts
 
     def finish(self) -> list[OutputPart]:
         """Give what was held back, once no more comes."""
-        parts = [self._stopped(part) for part in self.parser.flush()]
+        parts = [self._scan_for_stops(part) for part in self.parser.flush()]
         rest = self.stops.flush()
         self._told += len(rest)
         return [*parts, OutputPart(text=rest)]
 
-    def placed(self, *, is_last: bool) -> abc.Sequence[TokenLogprob]:
+    def take_logprobs(self, *, is_last: bool) -> abc.Sequence[TokenLogprob]:
         """Give the logprobs of tokens whose text is out; those of a stop string never come."""
         every = is_last and not self.stops.is_stopped
         placed = [(start, each) for start, each in self._unplaced if every or start < self._told]
@@ -71,9 +71,9 @@ class OutputProcessor:
         if not self.stops.is_stopped:
             return [each for _, each in placed]
         # A stop string may begin inside a token: what is shown of it is what was told.
-        return [_cut(each, self._told - start) for start, each in placed]
+        return [_cut_text(each, self._told - start) for start, each in placed]
 
-    def _stopped(self, part: OutputPart, *, may_stop: bool = True) -> OutputPart:
+    def _scan_for_stops(self, part: OutputPart, *, may_stop: bool = True) -> OutputPart:
         if not part.text:
             return part
         self._parsed += len(part.text)
@@ -91,7 +91,7 @@ class TokenScores:
     logprobs: abc.Sequence[float]
     wanted: int
 
-    def told(self, vocabulary: Vocabulary, token: int, piece: str) -> TokenLogprob:
+    def to_logprob(self, vocabulary: Vocabulary, token: int, piece: str) -> TokenLogprob:
         """Give them with texts; what a grammar excludes is left out."""
         ranked = sorted(zip(self.logprobs, self.ids, strict=True), reverse=True)[: self.wanted]
         top = [
@@ -102,7 +102,7 @@ class TokenScores:
         return TokenLogprob(Likelihood(piece, vocabulary.bytes(token), self.chosen), top)
 
 
-def _cut(logprob: TokenLogprob, length: int) -> TokenLogprob:
+def _cut_text(logprob: TokenLogprob, length: int) -> TokenLogprob:
     chosen = logprob.chosen
     return replace(logprob, chosen=replace(chosen, token=chosen.token[:length]))
 
@@ -150,13 +150,13 @@ class Sequence:
         job = self.job
         return job.echoed is not None and job.logprobs is not None and not self.tokens
 
-    def take_prompt_score(self, token: int, scores: TokenScores) -> None:
+    def add_prompt_score(self, token: int, scores: TokenScores) -> None:
         """Take the logprobs of the prompt's next token."""
         assert self.job.echoed is not None
         text = self.job.echoed[len(self.prompt_logprobs) + 1]
-        self.prompt_logprobs.append(scores.told(self._output.vocabulary, token, text))
+        self.prompt_logprobs.append(scores.to_logprob(self._output.vocabulary, token, text))
 
-    def unsaid(self) -> SequenceDelta:
+    def echo_delta(self) -> SequenceDelta:
         """Return the one delta of a row that gives its prompt back and says nothing."""
         try:
             prompt = self._echo()
@@ -218,7 +218,7 @@ class Sequence:
         """
         self.cached_tokens = 0
 
-    def cut(self) -> list[SequenceDelta]:
+    def end_early(self) -> list[SequenceDelta]:
         """End it here: return what was held back, with `length`."""
         return self._deltas(self._output.finish(), "length", reasoned=False, tokens=0)
 
@@ -230,9 +230,9 @@ class Sequence:
             matched = self.tokens[len(self.tokens) - self._matched :]
             self._matcher = self._grammar.matcher(matched)
 
-    def say(self, token: int) -> FinishReason | None:
+    def append(self, token: int) -> FinishReason | None:
         """Take the next token; tell whether, without looking at the text, it is the last."""
-        is_free = self._thinking.say(token)
+        is_free = self._thinking.take(token)
         self.tokens.append(token)
         self.sampler.count(token)
         if token in self._ends:
@@ -244,7 +244,9 @@ class Sequence:
                 return "stop"
         return "length" if len(self.tokens) >= self.job.max_tokens else None
 
-    def told(self, ended: FinishReason | None, scores: TokenScores | None) -> list[SequenceDelta]:
+    def to_deltas(
+        self, ended: FinishReason | None, scores: TokenScores | None
+    ) -> list[SequenceDelta]:
         """Give what the token just said makes certain; the last delta says why it is the last."""
         if self._matcher is not None and self._matcher.error is not None:
             return [SequenceDelta(self.id, error=f"its grammar broke: {self._matcher.error}")]
@@ -275,7 +277,7 @@ class Sequence:
         reasoned: bool,
         tokens: int = 1,
     ) -> list[SequenceDelta]:
-        placed = self._output.placed(is_last=ended is not None)
+        placed = self._output.take_logprobs(is_last=ended is not None)
         deltas = [
             SequenceDelta(self.id, part.text, reasoning=part.reasoning, call=part.call)
             for part in parts

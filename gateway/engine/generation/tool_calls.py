@@ -122,7 +122,7 @@ def read_kimi_k3(text: str, schemas: Schemas) -> list[Call]:
     return calls
 
 
-def _named(call: str, pair: str, *, wraps: bool = False) -> Reader:
+def _rename_keys(call: str, pair: str, *, wraps: bool = False) -> Reader:
     """Return a reader of calls whose arguments are pairs of names and texts.
 
     `call` finds a call's `name` and `body`, `pair` an argument's `name` and `value` and, where
@@ -152,40 +152,40 @@ def _named(call: str, pair: str, *, wraps: bool = False) -> Reader:
     return read
 
 
-read_qwen = _named(
+read_qwen = _rename_keys(
     r"<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?:</function>|\Z)",
     r"<parameter=(?P<name>[^>\n]+)>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)",
     wraps=True,
 )
-read_seed = _named(
+read_seed = _rename_keys(
     r"<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?:</function>|\Z)",
     r"<parameter=(?P<name>[^>\n]+)>(?P<value>.*?)</parameter>",
 )
-read_minimax = _named(
+read_minimax = _rename_keys(
     r"<invoke name=(?P<name>[^>]+)>(?P<body>.*?)</invoke>",
     r"<parameter name=(?P<name>[^>]+)>(?P<value>.*?)</parameter>",
 )
-read_glm = _named(
+read_glm = _rename_keys(
     r"\A(?P<name>[^<{]+)(?P<body><arg_key>.*|)\Z",
     r"<arg_key>(?P<name>.*?)</arg_key>(?:\\n|\s)*<arg_value>(?P<value>.*?)</arg_value>",
 )
-read_longcat = _named(
+read_longcat = _rename_keys(
     r"\A(?P<name>[^<{]+)(?P<body><longcat_arg_key>.*|)\Z",
     r"<longcat_arg_key>(?P<name>.*?)</longcat_arg_key>(?:\\n|\s)*"
     r"<longcat_arg_value>(?P<value>.*?)</longcat_arg_value>",
 )
-read_minicpm = _named(
+read_minicpm = _rename_keys(
     r"\A\s*(?P<name>\"[^\"]*\"|'[^']*'|[^\s\"'<>]+)\s*>(?P<body>.*)\Z",
     r"<param\s+name\s*=\s*(?P<name>\"[^\"]*\"|'[^']*'|[^\s\"'<>]+)\s*>"
     r"(?:\s*<!\[CDATA\[(?P<cdata>.*?)\]\]>\s*|(?P<value>.*?))</param>",
 )
 _DSML = "｜DSML｜"
-read_dsml = _named(
+read_dsml = _rename_keys(
     rf'<{_DSML}invoke name="(?P<name>[^"]+)">(?P<body>.*?)</{_DSML}invoke>',
     rf'<{_DSML}parameter name="(?P<name>[^"]+)"(?: string="(?P<is_text>true|false)")?>'
     rf"(?P<value>.*?)</{_DSML}parameter>",
 )
-read_atem = _named(
+read_atem = _rename_keys(
     r'<atem:invoke\b[^>]*?\bname="(?P<name>[^"]+)">(?P<body>.*?)</atem:invoke>',
     r'<atem:parameter\b[^>]*?\bname="(?P<name>[^"]+)"[^>]*?>(?P<value>.*?)</atem:parameter>',
 )
@@ -244,25 +244,25 @@ def _value(pair: re.Match[str], schema: Mapping[str, Any], *, wraps: bool) -> An
         if wraps:
             text = text.removeprefix("\n").removesuffix("\n")
     if (is_text := groups.get("is_text")) is not None:
-        return text if is_text == "true" else _guessed(text)
+        return text if is_text == "true" else _guess(text)
     name = groups["name"].strip().strip("\"'")
     properties = schema.get("properties")
     declared = properties.get(name) if isinstance(properties, Mapping) else None
     types = types_of(declared, schema) if declared is not None else frozenset[str]()
-    return typed(text, types)
+    return convert_arguments(text, types)
 
 
-def typed(text: str, types: frozenset[str]) -> Any:
+def convert_arguments(text: str, types: frozenset[str]) -> Any:
     """Return the value that a text stands for, one of the JSON types where any are known."""
     if not types:
-        return _guessed(text)
+        return _guess(text)
     if types != {"string"}:
         bare = text.strip()
         if bare.lower() in ("true", "false"):
             bare = bare.lower()
         elif bare in ("None", "nil", "NULL"):
             bare = "null"
-        value = _guessed(bare)
+        value = _guess(bare)
         if isinstance(value, float) and value.is_integer() and "integer" in types:
             value = int(value)
         if any(_TYPES[name](value) for name in types if name in _TYPES):
@@ -270,7 +270,7 @@ def typed(text: str, types: frozenset[str]) -> Any:
     return text
 
 
-def _guessed(text: str) -> Any:
+def _guess(text: str) -> Any:
     """Return JSON's value, Python's list or dict, or else the text itself.
 
     So is what JSON has no words for: NaN, a number beyond all floats, Python's sets.
@@ -307,7 +307,7 @@ class _Types:
     def of(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset()
-        said = [_stated(schema)]
+        said = [_stated_types(schema)]
         if isinstance(ref := schema.get("$ref"), str):
             said.append(self._at(ref, depth))
         if isinstance(every := schema.get("allOf"), list):
@@ -325,11 +325,11 @@ class _Types:
     def _at(self, ref: str, depth: int) -> frozenset[str]:
         if ref not in self._referred:
             self._referred[ref] = frozenset()  # while it is followed: it may lead to itself
-            self._referred[ref] = self.of(_referred(ref, self._root), depth - 1)
+            self._referred[ref] = self.of(_resolve(ref, self._root), depth - 1)
         return self._referred[ref]
 
 
-def _stated(schema: Mapping[str, Any]) -> frozenset[str]:
+def _stated_types(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a schema's own `type`, `const` or `enum` names."""
     stated = schema.get("type")
     if isinstance(stated, str):
@@ -353,7 +353,7 @@ def _type_of(value: Any) -> str:
     return next((name for name, holds in _TYPES.items() if holds(value)), "string")
 
 
-def _referred(ref: str, root: Mapping[str, Any]) -> Any:
+def _resolve(ref: str, root: Mapping[str, Any]) -> Any:
     """Return what a reference within the function's own schema points to."""
     place: Any = root
     for step in ref.removeprefix("#/").split("/") if ref.startswith("#/") else ["?"]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.engine.gguf.header import GgufError, Header, shown
+from gateway.engine.gguf.header import GgufError, Header, quote
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS: Final = "rope_freqs.weight"  # by which Llama 3.1 slows its rotations down
@@ -87,7 +87,7 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, Place]:
         ("weights are unknown", listed - wanted),
     ):
         if names:
-            some = ", ".join(map(shown, sorted(names)[:5]))
+            some = ", ".join(map(quote, sorted(names)[:5]))
             more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
             raise GgufError(f"{what}: {some}{more}")
     for place in expected.values():
@@ -133,7 +133,7 @@ class _Keys:
                 continue
             value = self._metadata[key]
             if value and value != _NEUTRAL.get(short):
-                raise GgufError(f"{shown(key)} is {value!r:.60}, which is not served here")
+                raise GgufError(f"{quote(key)} is {value!r:.60}, which is not served here")
 
     def _found(self, key: str, default: Any) -> Any:
         value = self.get(key)

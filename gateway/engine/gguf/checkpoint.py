@@ -36,7 +36,7 @@ class GgufCheckpoint:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self.path = path
-        with self.blamed():
+        with self.blame():
             self.header: Header = read_header(path)
             config = read_config(self.header)
             self.places: Mapping[str, Place] = places(config, self.header)
@@ -49,7 +49,7 @@ class GgufCheckpoint:
         return ModelLoadFailed(self.name, f"{self.path.name}: {reason}")
 
     @contextlib.contextmanager
-    def blamed(self) -> Iterator[None]:
+    def blame(self) -> Iterator[None]:
         """Make whatever goes wrong meanwhile the reason why this model cannot be loaded."""
         try:
             yield
@@ -85,7 +85,7 @@ class GgufCheckpoint:
                 listed[f"{module}.{part}"] = self._floats((rows, columns // GROUP))
         return listed
 
-    def widened(self) -> Widened | None:
+    def widen_types(self) -> Widened | None:
         """Return what those cost that no device can hold quantised; None where there are none."""
         grown = [
             name

@@ -50,10 +50,10 @@ def read_gguf_decoder(
     """
     is_packed = is_packed or device is not Device.CPU
     target = pick_dtype(device, dtype, _DTYPES[checkpoint.dtype])
-    with checkpoint.blamed():
-        model = _built(checkpoint, is_packed)
+    with checkpoint.blame():
+        model = _build(checkpoint, is_packed)
     # Unbuffered: what is read goes straight to where it is decoded.
-    with checkpoint.blamed(), checkpoint.path.open("rb", buffering=0) as file:
+    with checkpoint.blame(), checkpoint.path.open("rb", buffering=0) as file:
         if stamp_of(file) != checkpoint.header.stamp:
             raise GgufError("it has changed since its header was read")
         if (info := checkpoint.header.tensors.get(ROPE_FACTORS)) is not None:
@@ -62,7 +62,7 @@ def read_gguf_decoder(
         for name, place in checkpoint.places.items():
             info = checkpoint.header.tensors[place.tensor]
             if is_packed and checkpoint.packed_bits(name) is not None:
-                arrays = yield from _packed(file, info, target, name.removesuffix(".weight"))
+                arrays = yield from _pack(file, info, target, name.removesuffix(".weight"))
             else:
                 arrays = {name: (yield from _floating(file, info, target))}
             mx.eval(arrays)
@@ -70,7 +70,7 @@ def read_gguf_decoder(
     return model
 
 
-def _built(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
+def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
     """Make the model, whose arrays are promises until they are replaced: nothing is computed."""
     config = checkpoint.config()
     model_class, args_class = _get_classes(config)
@@ -101,7 +101,7 @@ def _floating(
     return mx.array(numbers.reshape(info.shape)).astype(target)
 
 
-def _packed(
+def _pack(
     file: RawIOBase, info: TensorInfo, target: mx.Dtype, module: str
 ) -> Generator[None, None, dict[str, mx.array]]:
     """Read a matrix as MLX quantises them, a chunk a step: three arrays by their names."""

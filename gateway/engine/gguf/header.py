@@ -267,7 +267,7 @@ def _metadata(cursor: _Cursor, keys: int) -> dict[str, Any]:
     for _ in range(keys):
         key = cursor.text("a key of its metadata", KEY_BYTES)
         if key in values:
-            raise GgufError(f"its metadata has {shown(key)} twice")
+            raise GgufError(f"its metadata has {quote(key)} twice")
         values[key] = _value(cursor, key, cursor.take(_TYPE))
     return values
 
@@ -276,7 +276,7 @@ def _value(cursor: _Cursor, key: str, kind: int) -> Any:
     if kind in _NUMBERS:
         return cursor.take(_NUMBERS[kind])
     if kind == _STRING:
-        return cursor.text(shown(key))
+        return cursor.text(quote(key))
     if kind == _BOOL:
         start = cursor.at
         cursor.need(start + 1)
@@ -284,14 +284,14 @@ def _value(cursor: _Cursor, key: str, kind: int) -> Any:
         return _booleans(cursor, key, start)[0] == 1
     if kind == _ARRAY:
         return _array(cursor, key)
-    raise GgufError(f"{shown(key)} is of type {kind}, which the format has not")
+    raise GgufError(f"{quote(key)} is of type {kind}, which the format has not")
 
 
 def _array(cursor: _Cursor, key: str) -> _Array:
     kind, count = cursor.take(_TYPE), cursor.take(_LENGTH)
     array = _Array(kind, count, cursor.at)
     if count > MOST_ITEMS:
-        raise GgufError(f"{shown(key)} has {count:,} items, where {MOST_ITEMS:,} are allowed")
+        raise GgufError(f"{quote(key)} has {count:,} items, where {MOST_ITEMS:,} are allowed")
     if kind == _STRING:
         cursor.skip_texts(count)
     elif kind in _NUMBERS or kind == _BOOL:
@@ -301,9 +301,9 @@ def _array(cursor: _Cursor, key: str) -> _Array:
         if kind == _BOOL:
             _booleans(cursor, key, array.start)
     elif kind == _ARRAY:
-        raise GgufError(f"{shown(key)} is an array of arrays, which is not read here")
+        raise GgufError(f"{quote(key)} is an array of arrays, which is not read here")
     else:
-        raise GgufError(f"{shown(key)} has items of type {kind}, which the format has not")
+        raise GgufError(f"{quote(key)} has items of type {kind}, which the format has not")
     return array
 
 
@@ -311,7 +311,7 @@ def _booleans(cursor: _Cursor, key: str, start: int) -> bytearray:
     """Return the bytes of booleans, from `start` to where the cursor is."""
     found = cursor.read[start : cursor.at]
     if found.strip(b"\0\1"):
-        raise GgufError(f"{shown(key)} is neither true nor false")
+        raise GgufError(f"{quote(key)} is neither true nor false")
     return found
 
 
@@ -329,7 +329,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInf
     for _ in range(count):
         each = _tensor(cursor, alignment)
         if each.name in listed:
-            raise GgufError(f"it lists the tensor {shown(each.name)} twice")
+            raise GgufError(f"it lists the tensor {quote(each.name)} twice")
         listed[each.name] = each
     first = -(-cursor.at // alignment) * alignment
     infos = {name: replace(each, offset=first + each.offset) for name, each in listed.items()}
@@ -339,7 +339,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInf
 
 def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
     name = cursor.text("a tensor's name", NAME_BYTES)
-    called, dimensions = shown(name), cursor.take(_TYPE)
+    called, dimensions = quote(name), cursor.take(_TYPE)
     if not 1 <= dimensions <= MOST_DIMENSIONS:
         raise GgufError(f"{called} has {dimensions} dimensions, and 1 to 4 are allowed")
     sizes = [cursor.take(_LENGTH) for _ in range(dimensions)]
@@ -359,19 +359,19 @@ def _check_places(infos: Iterable[TensorInfo], size: int) -> None:
     end = 0
     for each in sorted(infos, key=lambda each: each.offset):
         if each.offset < end:
-            raise GgufError(f"{shown(each.name)} lies in the place of another tensor")
+            raise GgufError(f"{quote(each.name)} lies in the place of another tensor")
         end = each.offset + each.nbytes
         if end > size:
-            raise GgufError(f"it is cut off: {shown(each.name)} ends at byte {end:,} of {size:,}")
+            raise GgufError(f"it is cut off: {quote(each.name)} ends at byte {end:,} of {size:,}")
 
 
 def _text(content: bytes | bytearray, what: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError:
-        raise GgufError(f"{shown(what)} is not UTF-8 text") from None
+        raise GgufError(f"{quote(what)} is not UTF-8 text") from None
 
 
-def shown(name: str) -> str:
+def quote(name: str) -> str:
     """Return a name out of a file as a message may repeat it: short, and on one line."""
     return name if len(name) <= 64 and name.isprintable() else f"{name[:64]!r}…"

@@ -101,7 +101,7 @@ def _nibbles(content: Bytes) -> Bytes:
     return np.stack([content & 15, content >> 4], axis=-2)
 
 
-def _shifted(content: Bytes, bits: int, mask: int) -> Bytes:
+def _shift(content: Bytes, bits: int, mask: int) -> Bytes:
     """Return (…, n) bytes as (…, 8 / bits, n) numbers of so many bits, the lowest first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (content[..., None, :] >> shifts) & np.uint8(mask)
@@ -145,7 +145,7 @@ def _q8_0(blocks: npt.NDArray[Any]) -> Groups:
 
 
 def _q2_k(blocks: npt.NDArray[Any]) -> Groups:
-    codes = _shifted(blocks["codes"].reshape(-1, 2, 32), 2, 3).reshape(-1, 16, 16)
+    codes = _shift(blocks["codes"].reshape(-1, 2, 32), 2, 3).reshape(-1, 16, 16)
     scales = blocks["scales"]
     return Groups(
         codes,
@@ -155,11 +155,11 @@ def _q2_k(blocks: npt.NDArray[Any]) -> Groups:
 
 
 def _q3_k(blocks: npt.NDArray[Any]) -> Groups:
-    low = _shifted(blocks["codes"].reshape(-1, 2, 32), 2, 3).reshape(-1, 8, 32)
-    codes = (low | _shifted(blocks["high"], 1, 1) << 2).reshape(-1, 16, 16)
+    low = _shift(blocks["codes"].reshape(-1, 2, 32), 2, 3).reshape(-1, 8, 32)
+    codes = (low | _shift(blocks["high"], 1, 1) << 2).reshape(-1, 16, 16)
     packed = blocks["scales"]
     lower = _nibbles(packed[:, :8]).reshape(-1, 16)
-    upper = _shifted(packed[:, 8:], 2, 3).reshape(-1, 16)
+    upper = _shift(packed[:, 8:], 2, 3).reshape(-1, 16)
     scales = (lower | upper << 4).astype(np.float32) - np.float32(32)
     return Groups(codes, _f32(blocks["d"]) * scales, zero=4)
 
@@ -172,13 +172,13 @@ def _q4_k(blocks: npt.NDArray[Any]) -> Groups:
 
 def _q5_k(blocks: npt.NDArray[Any]) -> Groups:
     four = _q4_k(blocks)
-    codes = four.codes | _shifted(blocks["high"], 1, 1) << 4
+    codes = four.codes | _shift(blocks["high"], 1, 1) << 4
     return Groups(codes, four.scale, bias=four.bias)
 
 
 def _q6_k(blocks: npt.NDArray[Any]) -> Groups:
     low = _nibbles(blocks["codes"].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    high = _shifted(blocks["high"].reshape(-1, 2, 32), 2, 3)
+    high = _shift(blocks["high"].reshape(-1, 2, 32), 2, 3)
     codes = (low | high << 4).reshape(-1, 16, 16)
     return Groups(codes, _f32(blocks["d"]) * blocks["scales"].astype(np.float32), zero=32)
 

@@ -359,13 +359,13 @@ _SAMPLING: Final = {
 }
 
 
-def wrapped_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
+def wrap_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
     """Return the file's tokenizer, with its template and every end, as mlx-lm wraps a folder's.
 
     Raises ModelLoadFailed.
     """
     metadata, rows = checkpoint.header.metadata, checkpoint.config()["vocab_size"]
-    with checkpoint.blamed():
+    with checkpoint.blame():
         tokenizer = read_tokenizer(metadata)
         if len(tokenizer) > rows:  # MLX reads beyond an array's end without a word
             raise ValueError(f"it has {len(tokenizer):,} tokens and {rows:,} embeddings")
@@ -374,7 +374,7 @@ def wrapped_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
         return TokenizerWrapper(tokenizer, eos_token_ids=read_end_ids(metadata))
 
 
-def stated_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def read_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return how its makers would have the model sampled, in the words of generation_config.json.
 
     https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py

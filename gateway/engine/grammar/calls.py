@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from gateway.engine.grammar.forms import guided
+from gateway.engine.grammar.forms import to_llguidance
 from gateway.engine.grammar.schemas import Node, Schema, bare
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Grammar, SchemaRule
@@ -74,7 +74,7 @@ def answer_grammar(
         schemas = [
             (
                 each.name,
-                held(_arguments(i), _closed(each.parameters), each.name, strict=each.strict),
+                held(_arguments(i), _close(each.parameters), each.name, strict=each.strict),
             )
             for i, each in enumerate(calling.functions)
         ]
@@ -119,7 +119,7 @@ def with_forms(source: str, forms: Mapping[str, Schema]) -> str:
     return "\n".join(rules)
 
 
-def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+def _close(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Forbid arguments that a function does not declare, unless it says that there may be more.
 
     A model that must call a function without parameters would otherwise invent some, without end.
@@ -168,4 +168,4 @@ def _arguments(index: int) -> str:
 
 
 def _json(schema: Schema) -> str:
-    return f"%json {json.dumps(guided(bare(schema)))}"
+    return f"%json {json.dumps(to_llguidance(bare(schema)))}"

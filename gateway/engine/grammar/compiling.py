@@ -25,9 +25,9 @@ from gateway.engine.grammar.forms import (
     Read,
     check_strict,
     form_that_compiles,
-    guided,
     of_function,
     repeats_much,
+    to_llguidance,
 )
 from gateway.engine.grammar.matching import Matcher, State, Texts
 from gateway.engine.grammar.references import MAX_PATH, check_path
@@ -105,14 +105,14 @@ def compile_grammar(
         return replace(compiled, unenforced=form.unenforced)
     source = text_of(grammar, bounds)
     if any(repeats_much(json.loads(rule.schema)) for rule in grammar.schemas):
-        grammar = _with_less(tokenizer, grammar, shape or Shape(), bounds, sandbox) or grammar
+        grammar = _loosen_calls(tokenizer, grammar, shape or Shape(), bounds, sandbox) or grammar
         return _text(tokenizer, grammar, grammar.source, bounds, sandbox)
     try:
         return _text(tokenizer, grammar, source, bounds, sandbox)
     except DiedCompiling:
         raise
     except BadRequest:
-        smaller = _with_less(tokenizer, grammar, shape or Shape(), bounds, sandbox)
+        smaller = _loosen_calls(tokenizer, grammar, shape or Shape(), bounds, sandbox)
         if smaller is None:
             raise
     return _text(tokenizer, smaller, smaller.source, bounds, sandbox)
@@ -135,15 +135,15 @@ def _text(
     # Only a call of our own making may use the model's marks, which are control tokens.
     texts = tokenizer.texts_and_marks if grammar.kind == "calls" else tokenizer.texts
     try:
-        compiled = _compiled(tokenizer, spec, "invalid_grammar", texts, sandbox)
+        compiled = _compile(tokenizer, spec, "invalid_grammar", texts, sandbox)
     except DiedCompiling:
         raise
     except BadRequest as error:
-        raise _refused(_in_our_words(grammar, error.message.removeprefix(_CANNOT))) from None
+        raise _refusal(_reword(grammar, error.message.removeprefix(_CANNOT))) from None
     return replace(compiled, unenforced=grammar.unenforced)
 
 
-def _with_less(
+def _loosen_calls(
     tokenizer: GrammarTokenizer,
     grammar: Grammar,
     shape: Shape,
@@ -186,7 +186,7 @@ _REASON: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
 _CALL: Final = re.compile(r'^call_(\d+): ("(?:[^"\\]|\\.)*")', re.MULTILINE)
 
 
-def _in_our_words(grammar: Grammar, found: str) -> str:
+def _reword(grammar: Grammar, found: str) -> str:
     """Word what llguidance said of a regex, a choice, a grammar or calls.
 
     It shows the lines it read, which the caller wrote only where that is a grammar.
@@ -225,22 +225,22 @@ def text_of(grammar: Grammar, bounds: Bounds) -> str:
         what = (
             "functions' schemas together are" if grammar.kind == "calls" else f"{grammar.kind} is"
         )
-        raise _refused(f"The {what} longer than {limit} characters.")
+        raise _refusal(f"The {what} longer than {limit} characters.")
     if grammar.kind != "choice":
         return grammar.source
     try:
         choices = json.loads(grammar.source)
     except (ValueError, RecursionError) as error:
-        raise _refused(f"The choice is not a JSON array of strings: {error}") from error
+        raise _refusal(f"The choice is not a JSON array of strings: {error}") from error
     is_strings = isinstance(choices, list) and all(isinstance(item, str) for item in choices)
     if not is_strings or not any(choices):
-        raise _refused("The choice is a JSON array of strings, not all of them empty.")
+        raise _refusal("The choice is a JSON array of strings, not all of them empty.")
     if len(choices) > bounds.max_choices or sum(map(len, choices)) > bounds.max_schema_bytes:
-        raise _refused(f"There are more than {bounds.max_choices} choices, or they are too long.")
+        raise _refusal(f"There are more than {bounds.max_choices} choices, or they are too long.")
     return str(to_regex(Choice(choices)))
 
 
-def _refused(message: str, code: str = "invalid_grammar") -> BadRequest:
+def _refusal(message: str, code: str = "invalid_grammar") -> BadRequest:
     return BadRequest(message, param="response_format", code=code)
 
 
@@ -260,13 +260,13 @@ class _Schemas:
         return self._alone(schema)
 
     def _alone(self, schema: schemas.Schema) -> CompiledGrammar:
-        text = json.dumps(guided(schema, self.options))
+        text = json.dumps(to_llguidance(schema, self.options))
         if text in self.refusals:
             raise self.refusals[text]
         spec = self.tokenizer.maker.get_json_schema_logits_processor(text).grammar
         texts = self.tokenizer.texts
         try:
-            return _compiled(self.tokenizer, spec, "invalid_json_schema", texts, self.sandbox)
+            return _compile(self.tokenizer, spec, "invalid_json_schema", texts, self.sandbox)
         except BadRequest as error:
             self.refusals[text] = error
             raise
@@ -275,9 +275,9 @@ class _Schemas:
 def _check_lark(source: str, bounds: Bounds) -> None:
     """Refuse what the grammar could say and the answer's text would not, or we would ignore."""
     if open_at := next(filter(is_open, LARK_TEXT.finditer(source)), None):
-        raise _refused(f"The grammar has a text or a regex without an end: {open_at[0][:64]}")
+        raise _refusal(f"The grammar has a text or a regex without an end: {open_at[0][:64]}")
     if found := _LARK_SPECIAL.search(without_texts(source)):
-        raise _refused(f"The grammar uses `{found[0]}`, which is not supported.")
+        raise _refusal(f"The grammar uses `{found[0]}`, which is not supported.")
     at = 0
     while found := _LARK_SCHEMA.search(source, at):
         at = found.end()
@@ -285,12 +285,12 @@ def _check_lark(source: str, bounds: Bounds) -> None:
             try:
                 schema, at = json.JSONDecoder().raw_decode(source, at)
             except (ValueError, RecursionError) as error:
-                raise _refused(f"The grammar's %json is not JSON: {error}") from None
+                raise _refusal(f"The grammar's %json is not JSON: {error}") from None
             schemas.check_depth(schema, bounds.max_depth)
             check_path(schema, bounds.max_path)
 
 
-def _compiled(
+def _compile(
     tokenizer: GrammarTokenizer, spec: str, code: str, texts: Texts, sandbox: Sandbox | None
 ) -> CompiledGrammar:
     """Make the grammar's first matcher; every row's is a copy."""
@@ -310,7 +310,7 @@ def _compiled(
     if error is None:
         error = _try(Matcher(copies, tokenizer.eos_ids), tokenizer)
     if error is not None:
-        raise _refused(f"The {noun} cannot be compiled: {error[:1000].strip()}", code)
+        raise _refusal(f"The {noun} cannot be compiled: {error[:1000].strip()}", code)
     return CompiledGrammar(copies, tokenizer.eos_ids, alone=lambda: State(first(), texts))
 
 

@@ -10,7 +10,7 @@ from urllib.parse import quote, urljoin
 import jsonschema_rs
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
-from gateway.engine.grammar.schemas import Node, Schema, escaped, rebuilt, refused, resolve, walk
+from gateway.engine.grammar.schemas import Node, Schema, escape, rebuild, refusal, resolve, walk
 
 
 class Draft(Enum):
@@ -51,8 +51,8 @@ def check_draft(schema: Schema) -> Draft:
     draft = draft_of(schema)
     found = next(_own_schema(draft).iter_errors(schema), None)
     if found is not None:
-        path = [escaped(str(part)) for part in found.instance_path] or [""]
-        raise refused(
+        path = [escape(str(part)) for part in found.instance_path] or [""]
+        raise refusal(
             f"The JSON Schema is not valid: `{path[-1]}` at {'/'.join(['#', *path])} is not as "
             f"{draft.value} has it."
         )
@@ -65,7 +65,7 @@ def _own_schema(draft: Draft) -> Any:
     return jsonschema_rs.validator_for(REGISTRY.contents(draft.value), validate_formats=False)
 
 
-def modern(schema: Schema, draft: Draft = NEWEST) -> Schema:
+def modernize(schema: Schema, draft: Draft = NEWEST) -> Schema:
     """Say in draft 2020-12 what older drafts said otherwise, and leave out what says nothing.
 
     A list of `items` becomes `prefixItems`, `dependencies` are split, references become
@@ -82,7 +82,7 @@ def modern(schema: Schema, draft: Draft = NEWEST) -> Schema:
             node = {key: value for key, value in node.items() if key in _BESIDE_REF}
         return _bounds(_tuples(node))
 
-    return _hoisted(_without_identifiers(_with_pointers(rebuilt(schema, change), draft)))
+    return _hoist(_without_identifiers(_with_pointers(rebuild(schema, change), draft)))
 
 
 def is_place(name: str) -> bool:
@@ -90,7 +90,7 @@ def is_place(name: str) -> bool:
     return name.startswith("#/")
 
 
-def _hoisted(root: Schema) -> Schema:
+def _hoist(root: Schema) -> Schema:
     """Copy to `$defs` what references lead to inside keywords that may be written otherwise."""
     refs = {node["$ref"] for _, node in walk(root) if isinstance(node.get("$ref"), str)}
     moved = {ref: resolve(root, ref) for ref in refs if _REWRITTEN & set(ref.split("/"))}
@@ -100,10 +100,10 @@ def _hoisted(root: Schema) -> Schema:
 
     def change(node: Schema) -> Schema:
         if isinstance(node, dict) and node.get("$ref") in moved:
-            node["$ref"] = f"#/$defs/{quote(escaped(node['$ref']), safe='~')}"
+            node["$ref"] = f"#/$defs/{quote(escape(node['$ref']), safe='~')}"
         return node
 
-    return rebuilt({**root, "$defs": {**root.get("$defs", {}), **moved}}, change)
+    return rebuild({**root, "$defs": {**root.get("$defs", {}), **moved}}, change)
 
 
 def _tuples(node: Node) -> Node:
@@ -224,4 +224,4 @@ def _without_identifiers(root: Schema) -> Schema:
                 node.pop(key, None)
         return node
 
-    return rebuilt(root, change)
+    return rebuild(root, change)

@@ -1,8 +1,8 @@
 """What of a JSON Schema a grammar can hold an answer to, and what is left to be checked.
 
-`held` leaves out what llguidance has no keyword for, or cannot take, once a schema has been said
-in those it has (translation.py), and names each keyword so left out by its JSON pointer. Nothing
-it keeps allows more than the schema does, but for what is named.
+`drop_unenforceable` leaves out what llguidance has no keyword for, or cannot take, once a schema
+has been translated to its keywords (translation.py), and names each keyword left out by its JSON
+pointer. But for those, what it keeps allows nothing that the schema does not.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from gateway.engine.grammar.disjoint import Proofs
 from gateway.engine.grammar.drafts import is_place
-from gateway.engine.grammar.schemas import Node, Schema, children, escaped, resolve
+from gateway.engine.grammar.schemas import Node, Schema, children, escape, resolve
 from gateway.engine.grammar.translation import UNHELD, with_also
 
 Tighten: TypeAlias = Callable[[Schema], Schema]
@@ -48,7 +48,7 @@ class _Holder:
 
     def __post_init__(self) -> None:
         self.proofs = Proofs(self.root)
-        self.live = frozenset(live(self.root))
+        self.live = frozenset(find_live(self.root))
 
     def hold(self, schema: Schema, place: str) -> Schema:
         if not isinstance(schema, dict):
@@ -83,7 +83,7 @@ class _Holder:
             return [self.hold(child, f"{at}/{i}") for i, child in enumerate(value)]
         if key in ("properties", "patternProperties", "$defs", "definitions"):
             return {
-                name: self.hold(each, name if is_place(name) else f"{at}/{escaped(name)}")
+                name: self.hold(each, name if is_place(name) else f"{at}/{escape(name)}")
                 for name, each in value.items()
             }
         return value
@@ -185,7 +185,7 @@ class _Holder:
         return node
 
 
-def live(root: Schema) -> set[int]:
+def find_live(root: Schema) -> set[int]:
     """Identify the subschemas that an answer may be held to: some definitions nobody asks for."""
     todo, found = [root], set[int]()
     while todo:
@@ -199,7 +199,7 @@ def live(root: Schema) -> set[int]:
     return found
 
 
-def held(
+def drop_unenforceable(
     schema: Schema,
     *,
     tighten: Tighten | None = None,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from gateway.engine.grammar.drafts import NEWEST, check_draft, modern
-from gateway.engine.grammar.enforcement import Held, Leaves, held
+from gateway.engine.grammar.drafts import NEWEST, check_draft, modernize
+from gateway.engine.grammar.enforcement import Held, Leaves, drop_unenforceable
 from gateway.engine.grammar.obstacles import (
     NO_ANSWER,
     STEPS,
@@ -16,10 +16,10 @@ from gateway.engine.grammar.obstacles import (
     dead_ends,
     is_contradiction,
     is_too_large,
+    keep_own_keywords,
     suspects,
     why,
     without,
-    written,
 )
 from gateway.engine.grammar.patterns import quotable, repetitions
 from gateway.engine.grammar.references import check_path
@@ -28,13 +28,13 @@ from gateway.engine.grammar.schemas import (
     Schema,
     can_end,
     parse_schema,
-    rebuilt,
-    refused,
+    rebuild,
+    refusal,
     resolve,
     walk,
 )
-from gateway.engine.grammar.shaping import Shape, closed, shaped
-from gateway.engine.grammar.translation import translated
+from gateway.engine.grammar.shaping import Shape, close_objects, shape_schema
+from gateway.engine.grammar.translation import translate
 from gateway.engine.grammar.trial import DiedCompiling
 from gateway.errors import BadRequest
 
@@ -73,15 +73,15 @@ def read_schema(source: str, *, max_bytes: int, max_depth: int, max_path: int) -
     check_path(schema, max_path)
     options = _options(schema)
     draft = check_draft(schema)
-    plain = modern(schema, draft) if isinstance(schema, dict) else {} if schema else False
+    plain = modernize(schema, draft) if isinstance(schema, dict) else {} if schema else False
     if plain is False:
-        raise refused("The JSON Schema `false` allows no answer.")
+        raise refusal("The JSON Schema `false` allows no answer.")
     for place, node in walk(plain):
         ref = node.get("$ref", "")
         if ref.startswith("#") and resolve(plain, ref) is None:
-            raise refused(f"The JSON Schema keyword `$ref` at {place} leads nowhere: `{ref}`.")
+            raise refusal(f"The JSON Schema keyword `$ref` at {place} leads nowhere: `{ref}`.")
     if not can_end(plain):
-        raise refused("The JSON Schema allows no finite answer: something required is impossible.")
+        raise refusal("The JSON Schema allows no finite answer: something required is impossible.")
     return Read(plain, options, draft is not NEWEST)
 
 
@@ -89,7 +89,7 @@ def _options(schema: Schema) -> Mapping[str, Any]:
     """Read llguidance's own options from the schema: those of form, none that loosen it."""
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
     if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
-        raise refused(
+        raise refusal(
             f"The JSON Schema keyword `x-guidance` may have {', '.join(sorted(_OPTIONS))} only."
         )
     return {**COMPACT, **options}  # or a model may write spaces for ever
@@ -97,13 +97,13 @@ def _options(schema: Schema) -> Mapping[str, Any]:
 
 def first_form(read: Read, shape: Shape) -> Held:
     """Return the tightest form."""
-    return next(_forms(read, shape, _translated(read, _CONDITIONS), frozenset()))
+    return next(_forms(read, shape, _translate(read, _CONDITIONS), frozenset()))
 
 
-def _translated(read: Read, conditions: int, *, is_plain: bool = False) -> Schema:
-    schema = translated(read.schema, conditions=conditions, is_plain=is_plain)
+def _translate(read: Read, conditions: int, *, is_plain: bool = False) -> Schema:
+    schema = translate(read.schema, conditions=conditions, is_plain=is_plain)
     if schema is False:
-        raise refused("The JSON Schema allows no finite answer: it forbids every value.")
+        raise refusal("The JSON Schema allows no finite answer: it forbids every value.")
     return schema
 
 
@@ -122,7 +122,7 @@ def form_that_compiles(
         nonlocal problem
         for form in _forms(read, shape, schema, leaves):
             if time.monotonic() > until:
-                raise refused("The JSON Schema takes too long to compile: simplify it.")
+                raise refusal("The JSON Schema takes too long to compile: simplify it.")
             try:
                 return form, compiled(form.schema)
             except DiedCompiling:
@@ -133,7 +133,7 @@ def form_that_compiles(
 
     tried: list[Schema] = []
     for conditions in (_CONDITIONS, 0):
-        schema = _translated(read, conditions)
+        schema = _translate(read, conditions)
         if schema in tried:
             continue
         tried.append(schema)
@@ -141,19 +141,21 @@ def form_that_compiles(
         for _ in range(_ROUNDS):
             if (found := attempt(schema, leaves)) is not None:
                 return found
-            more = written(read.schema, schema, suspects(schema, problem, compiled, until))
+            more = keep_own_keywords(
+                read.schema, schema, suspects(schema, problem, compiled, until)
+            )
             if more <= leaves:
                 break
             leaves |= more
     if is_too_large(problem) or allows_nothing(read.schema):
-        raise refused(why(read.schema, problem))
+        raise refusal(why(read.schema, problem))
     first = problem
     for is_plain in (False, True):
-        schema = _translated(read, 0, is_plain=is_plain)
+        schema = _translate(read, 0, is_plain=is_plain)
         dead = dead_ends(schema)
         schema, own = without(schema, dead), without(read.schema, dead)
         if schema is False:
-            raise refused(NO_ANSWER)
+            raise refusal(NO_ANSWER)
         leaves = frozenset()
         if schema not in tried and (found := attempt(schema, leaves)) is not None:
             return found
@@ -161,27 +163,27 @@ def form_that_compiles(
             if is_contradiction(problem) and step is not STEPS[0]:
                 break  # what is looser than the schema has no answer, so nor has that
             more = step(schema) | suspects(schema, problem, compiled, until)
-            more = written(own, schema, more)
+            more = keep_own_keywords(own, schema, more)
             if more <= leaves:
                 continue
             leaves |= more
             if (found := attempt(schema, leaves)) is not None:
                 return found
-    raise refused(why(read.schema, first))
+    raise refusal(why(read.schema, first))
 
 
 def _forms(read: Read, shape: Shape, schema: Schema, leaves: Leaves) -> Iterator[Held]:
     """Give the schema tightened for a small model, then as it came."""
-    tighten = closed if shape.closed else None
-    tight = held(schema, tighten=tighten, leaves=leaves, is_older=read.is_older)
-    narrow = shaped(tight.schema, shape)
+    tighten = close_objects if shape.closed else None
+    tight = drop_unenforceable(schema, tighten=tighten, leaves=leaves, is_older=read.is_older)
+    narrow = shape_schema(tight.schema, shape)
     yield Held(narrow, tight.unenforced)
-    loose = held(schema, leaves=leaves, is_older=read.is_older)
+    loose = drop_unenforceable(schema, leaves=leaves, is_older=read.is_older)
     if loose.schema != narrow:
         yield loose
 
 
-def guided(schema: Schema, options: Mapping[str, Any] = COMPACT) -> Node:
+def to_llguidance(schema: Schema, options: Mapping[str, Any] = COMPACT) -> Node:
     """Write a schema as llguidance reads it, with the options of its form.
 
     A name could be spelled with `\\u` in many ways, and so stand beside its own declaration:
@@ -192,9 +194,9 @@ def guided(schema: Schema, options: Mapping[str, Any] = COMPACT) -> Node:
     if not _CONTROLS.search(text):
         options = {**options, "json_allowed_escapes": _ESCAPES}
     else:
-        schema = rebuilt(schema, _without_others)
+        schema = rebuild(schema, _without_others)
     if "[^" in text:
-        schema = rebuilt(schema, _quotable)
+        schema = rebuild(schema, _quotable)
     return {**schema, "x-guidance": options}
 
 
@@ -237,7 +239,7 @@ def check_strict(form: Held) -> None:
     if form.unenforced:
         pointer = form.unenforced[0]
         place, _, keyword = pointer.rpartition("/")
-        raise refused(
+        raise refusal(
             f"The JSON Schema keyword `{keyword}` at {place} cannot be enforced here, and 'strict' "
             "asks for all of the schema."
         )

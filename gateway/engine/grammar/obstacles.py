@@ -6,8 +6,8 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from gateway.engine.grammar.disjoint import Proofs
-from gateway.engine.grammar.enforcement import Leaves, live
-from gateway.engine.grammar.schemas import NOTES, Node, Schema, rebuilt, resolve, walk
+from gateway.engine.grammar.enforcement import Leaves, find_live
+from gateway.engine.grammar.schemas import NOTES, Node, Schema, rebuild, resolve, walk
 from gateway.errors import BadRequest
 
 _PATTERNS: Final = 64  # that are compiled alone, to see which is wrong; all others may be
@@ -121,7 +121,7 @@ def _in_place(node: Node) -> Iterator[Node]:
                 yield from _in_place(each)
 
 
-def _applied(schema: Schema) -> Leaves:
+def _list_applied(schema: Schema) -> Leaves:
     """List what applies other subschemas where something is said besides."""
     return frozenset(
         (id(node), key)
@@ -131,11 +131,11 @@ def _applied(schema: Schema) -> Leaves:
     )
 
 
-STEPS: Final[Sequence[Callable[[Schema], Leaves]]] = (_counts, _names, _circles, _applied)
+STEPS: Final[Sequence[Callable[[Schema], Leaves]]] = (_counts, _names, _circles, _list_applied)
 """What is left out when no form compiles: each of these besides those before it."""
 
 
-def written(own: Schema, schema: Schema, leaves: Leaves) -> Leaves:
+def keep_own_keywords(own: Schema, schema: Schema, leaves: Leaves) -> Leaves:
     """Keep those keywords of a translated schema that are the caller's `own`, and no more.
 
     Another may say what the caller said by a keyword that would not be named.
@@ -181,7 +181,7 @@ def without(schema: Schema, refs: frozenset[str]) -> Schema:
     def change(node: Schema) -> Schema:
         return False if isinstance(node, dict) and node.get("$ref") in refs else node
 
-    return rebuilt(schema, change) if refs else schema
+    return rebuild(schema, change) if refs else schema
 
 
 # ── What to say ──────────────────────────────────────────────────────────────────────────────
@@ -208,7 +208,7 @@ def allows_nothing(schema: Schema) -> bool:
 def why(schema: Schema, found: str) -> str:
     """Say why nothing compiles, in our words."""
     if allows_nothing(schema):
-        reached = live(schema)
+        reached = find_live(schema)
         for place, node in walk(schema):
             if id(node) not in reached:
                 continue

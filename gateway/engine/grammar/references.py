@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from gateway.engine.grammar.schemas import Node, Schema, children, refused, resolve
+from gateway.engine.grammar.schemas import Node, Schema, children, refusal, resolve
 
 MAX_PATH: Final = 400  # subschemas: under 2 MB of a stack that is 8 MB on Linux, 16 MB on macOS
 _ANYWHERE: Final[Node] = {}  # stands for the whole document
@@ -32,7 +32,7 @@ class Target:
 def check_path(root: Schema, most: int = MAX_PATH) -> None:
     """Refuse a schema that leads through more than `most` subschemas, each entered once."""
     if isinstance(root, dict) and (found := longest_path(root)) > most:
-        raise refused(
+        raise refusal(
             f"The JSON Schema leads through {found} subschemas, one inside the other or by `$ref`; "
             f"at most {most} are followed."
         )

@@ -26,7 +26,7 @@ _TO_READ: Final = frozenset({"title", "description", "default", "examples", "$co
 NOTES: Final = _TO_READ | {"$defs", "definitions", "deprecated", "readOnly", "writeOnly"}
 
 
-def refused(message: str) -> BadRequest:
+def refusal(message: str) -> BadRequest:
     """Make the answer to a schema that cannot be honoured."""
     return BadRequest(message, param="response_format", code="invalid_json_schema")
 
@@ -34,13 +34,13 @@ def refused(message: str) -> BadRequest:
 def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
     """Read a schema within bounds; its size and depth are what compiling it costs."""
     if len(text.encode(errors="surrogatepass")) > max_bytes:
-        raise refused(f"The JSON Schema is longer than {max_bytes} bytes.")
+        raise refusal(f"The JSON Schema is longer than {max_bytes} bytes.")
     try:
         schema = json.loads(text, parse_constant=_no_such_number)
     except (ValueError, RecursionError) as error:
-        raise refused(f"The JSON Schema is not JSON: {error}") from error
+        raise refusal(f"The JSON Schema is not JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
-        raise refused("A JSON Schema is an object or a boolean.")
+        raise refusal("A JSON Schema is an object or a boolean.")
     check_depth(schema, max_depth)
     return schema
 
@@ -48,7 +48,7 @@ def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
 def check_depth(schema: Schema, most: int) -> None:
     """Refuse a schema whose values are nested more than `most` levels deep."""
     if _is_deeper(schema, most):
-        raise refused(f"The JSON Schema is nested more than {most} levels deep.")
+        raise refusal(f"The JSON Schema is nested more than {most} levels deep.")
 
 
 def _no_such_number(name: str) -> float:
@@ -83,10 +83,10 @@ def walk(schema: Schema, place: str = "#") -> Iterator[tuple[str, Node]]:
                 yield from walk(child, f"{place}/{key}/{i}")
         elif key in _MAP and isinstance(value, dict):
             for name, child in value.items():
-                yield from walk(child, f"{place}/{key}/{escaped(name)}")
+                yield from walk(child, f"{place}/{key}/{escape(name)}")
 
 
-def escaped(name: str) -> str:
+def escape(name: str) -> str:
     """Write a name as a step of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
@@ -102,18 +102,18 @@ def children(node: Node) -> Iterator[Node]:
             yield from (child for child in value.values() if isinstance(child, dict))
 
 
-def rebuilt(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
+def rebuild(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
     """Copy a schema, each subschema replaced, innermost first. `change` may alter what it gets."""
     if not isinstance(schema, dict):
         return change(schema)
     copy: Node = {}
     for key, value in schema.items():
         if key in _ONE and isinstance(value, (dict, bool)):
-            copy[key] = rebuilt(value, change)
+            copy[key] = rebuild(value, change)
         elif key in _LIST and isinstance(value, list):
-            copy[key] = [rebuilt(child, change) for child in value]
+            copy[key] = [rebuild(child, change) for child in value]
         elif key in _MAP and isinstance(value, dict):
-            copy[key] = {name: rebuilt(child, change) for name, child in value.items()}
+            copy[key] = {name: rebuild(child, change) for name, child in value.items()}
         else:
             copy[key] = value
     return change(copy)
@@ -121,7 +121,7 @@ def rebuilt(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 def bare(schema: Schema) -> Schema:
     """Leave out what is there to be read, which may be most of a function's schema."""
-    return rebuilt(schema, _bare)
+    return rebuild(schema, _bare)
 
 
 def _bare(node: Schema) -> Schema:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway.engine.grammar.patterns import ENDLESS_FORMATS, all_but, widths, within
-from gateway.engine.grammar.schemas import Node, Schema, can_end, rebuilt, types, walk
+from gateway.engine.grammar.schemas import Node, Schema, can_end, rebuild, types, walk
 
 _APPLICATORS: Final = ("$ref", "anyOf", "oneOf", "allOf")
 _SETTLED: Final = (*_APPLICATORS, "enum", "const")
@@ -35,13 +35,13 @@ class Shape:
     closed: bool = True
 
 
-def shaped(schema: Schema, shape: Shape) -> Schema:
+def shape_schema(schema: Schema, shape: Shape) -> Schema:
     """Apply a shape."""
     if shape.closed:
-        schema = closed(schema)
+        schema = close_objects(schema)
     if shape.complete:
         schema = complete(schema)
-    return bounded(schema, shape.max_string_chars, shape.max_array_items)
+    return bound_strings(schema, shape.max_string_chars, shape.max_array_items)
 
 
 def complete(schema: Schema) -> Schema:
@@ -51,7 +51,7 @@ def complete(schema: Schema) -> Schema:
     free to skip such fields often skip them all. A field that is optional in earnest leaves its
     object as it was; so does an object whose recursion would then never end.
     """
-    whole = rebuilt(schema, _complete)
+    whole = rebuild(schema, _complete)
     return whole if can_end(whole) else schema
 
 
@@ -80,7 +80,7 @@ def _may_say_nothing(schema: Schema) -> bool:
     return any(isinstance(option, dict) and option.get("type") == "null" for option in options)
 
 
-def closed(schema: Schema) -> Schema:
+def close_objects(schema: Schema) -> Schema:
     """Say `additionalProperties: false` where an object names its properties and not the rest.
 
     Where several subschemas speak of one object, the outer one is closed if it names all that
@@ -92,7 +92,7 @@ def closed(schema: Schema) -> Schema:
         speakers = len(node.get("allOf", ())) + any(key in node for key in _SPEAKING)
         if speakers > 1 and any("$ref" in each for each in (node, *beside)):
             return schema
-    return rebuilt(rebuilt(schema, _closed), _unmarked)
+    return rebuild(rebuild(schema, _close), _unmark)
 
 
 def _beside(node: Node) -> list[Node]:
@@ -105,7 +105,7 @@ def _beside(node: Node) -> list[Node]:
     return found
 
 
-def _closed(node: Schema) -> Schema:
+def _close(node: Schema) -> Schema:
     if not isinstance(node, dict):
         return node
     beside = _beside(node)
@@ -122,13 +122,13 @@ def _closed(node: Schema) -> Schema:
     return node
 
 
-def _unmarked(node: Schema) -> Schema:
+def _unmark(node: Schema) -> Schema:
     if isinstance(node, dict):
         node.pop(_MARK, None)
     return node
 
 
-def bounded(
+def bound_strings(
     schema: Schema,
     max_string_chars: int | None,
     max_array_items: int | None,
@@ -153,19 +153,19 @@ def bounded(
         if not isinstance(node, dict):
             return node
         if any(key in node for key in _SETTLED):
-            return _named(node, limits)
-        counted = _limited(_counted(node, limits), limits)
-        opened = _opened(counted, limits) if limits else counted
+            return _bound_names(node, limits)
+        counted = _limit(_bound_counts(node, limits), limits)
+        opened = _open(counted, limits) if limits else counted
         is_used = is_used or opened is not node
-        return _named(opened, limits)
+        return _bound_names(opened, limits)
 
-    copy = rebuilt(schema, bound)
+    copy = rebuild(schema, bound)
     if is_used:
         copy = {**copy, "$defs": {**copy.get("$defs", {}), **_open_levels(limits)}}
     return copy
 
 
-def _limited(node: Node, limits: Node) -> Node:
+def _limit(node: Node, limits: Node) -> Node:
     kinds = types(node)
     most = _most_chars(node, limits["maxLength"]) if "maxLength" in limits else None
     if most is not None and "string" in kinds and "maxLength" not in node:
@@ -187,7 +187,7 @@ def _most_chars(node: Node, limit: int) -> int | None:
     return most
 
 
-def _named(node: Node, limits: Node) -> Node:
+def _bound_names(node: Node, limits: Node) -> Node:
     """Bound the names of properties, and how many an object has beyond those declared."""
     own, patterns = node.get("properties", {}), node.get("patternProperties")
     rest = node.get("additionalProperties", True)
@@ -216,7 +216,7 @@ def _named(node: Node, limits: Node) -> Node:
     return node
 
 
-def _counted(node: Node, limits: Node) -> Node:
+def _bound_counts(node: Node, limits: Node) -> Node:
     """Bound the digits of integers; of all numbers where strings are bounded.
 
     A small model goes on with digits as it does with letters.
@@ -234,7 +234,7 @@ def _counted(node: Node, limits: Node) -> Node:
     return node
 
 
-def _opened(node: Node, limits: Node) -> Node:
+def _open(node: Node, limits: Node) -> Node:
     """Point what a schema says nothing about at the bounded value of any shape."""
     more: dict[str, Any] = {}
     if "array" in types(node) and "items" not in node:
@@ -257,12 +257,12 @@ def _open_ref(depth: int) -> Node:
 
 def _open_levels(limits: Node) -> Node:
     """Define values of any shape, so many levels deep at most: else a model may nest for ever."""
-    scalar = _counted({"type": ["string", "number", "boolean", "null"]}, limits)
-    scalar = _limited(scalar, limits)
+    scalar = _bound_counts({"type": ["string", "number", "boolean", "null"]}, limits)
+    scalar = _limit(scalar, limits)
     levels: Node = {f"{_OPEN}-0": scalar}
     for depth in range(1, _OPEN_DEPTH + 1):
         inner = _open_ref(depth - 1)
-        several = _limited({"type": "array", "items": inner}, limits)
+        several = _limit({"type": "array", "items": inner}, limits)
         named = {"type": "object", **_any_properties(limits, inner), **_few_properties(limits)}
         levels[f"{_OPEN}-{depth}"] = {"anyOf": [scalar, several, named]}
     return levels

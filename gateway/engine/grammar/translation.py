@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from gateway.engine.grammar.patterns import DATES, FORMATS, all_but, one_of
-from gateway.engine.grammar.schemas import NOTES, TYPES, Node, Schema, rebuilt, types, walk
+from gateway.engine.grammar.schemas import NOTES, TYPES, Node, Schema, rebuild, types, walk
 
 UNHELD: Final = (
     *("not", "uniqueItems", "contains", "propertyNames", "dependentRequired", "dependentSchemas"),
@@ -22,16 +22,16 @@ _BY_SIBLINGS: Final = frozenset(
 )
 
 
-def translated(schema: Schema, *, conditions: int, is_plain: bool = False) -> Schema:
+def translate(schema: Schema, *, conditions: int, is_plain: bool = False) -> Schema:
     """Say the same in keywords that llguidance has, where there are such.
 
     At most so many `conditions` become alternatives: each may double what is compiled. With
     `is_plain`, what only several keywords could say stays as the caller wrote it.
     """
     left = conditions
-    exact: tuple[Callable[[Node], Schema], ...] = (_formatted, _plain_contains)
+    exact: tuple[Callable[[Node], Schema], ...] = (_translate_format, _plain_contains)
     if not is_plain:
-        exact = (_formatted, _evaluated, _plain_not, _plain_contains, _named)
+        exact = (_translate_format, _evaluated_names, _plain_not, _plain_contains, _translate_names)
 
     def change(node: Schema) -> Schema:
         nonlocal left
@@ -48,7 +48,7 @@ def translated(schema: Schema, *, conditions: int, is_plain: bool = False) -> Sc
             node = with_also(node, {"anyOf": ways})
         return node
 
-    return rebuilt(schema, change)
+    return rebuild(schema, change)
 
 
 def _is_plain(schema: Schema) -> bool:
@@ -68,7 +68,7 @@ def with_also(node: Node, more: Schema) -> Node:
     return {**node, "allOf": [*node.get("allOf", ()), more]}
 
 
-def _formatted(node: Node) -> Node:
+def _translate_format(node: Node) -> Node:
     """Write dates as patterns; a format that is not known says nothing."""
     name = node.get("format")
     if name is None or (isinstance(name, str) and name in FORMATS):
@@ -179,7 +179,7 @@ def _plain_contains(node: Node) -> Node:
     return node
 
 
-def _named(node: Node) -> Node:
+def _translate_names(node: Node) -> Node:
     """Hold names to `propertyNames`: an enumeration, or one pattern."""
     names = node.get("propertyNames")
     if names is None:
@@ -225,7 +225,7 @@ def _with_names(node: Node, names: Sequence[str]) -> Node:
     return made
 
 
-def _evaluated(node: Node) -> Node:
+def _evaluated_names(node: Node) -> Node:
     """Take `unevaluated…` for what is additional where nothing else could evaluate it.
 
     A `not` cannot: what it holds has to fail, and what fails evaluates nothing.

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.engine.decoders import parameters
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.scoring import MOST_BYTES, most_scored
+from gateway.engine.generation.scoring import MOST_BYTES, max_scored_tokens
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import EchoedPrompt, GenerateJob, Sampling, SequenceDelta
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
@@ -196,7 +196,7 @@ def test_the_logits_of_a_whole_prompt_are_never_there_at_once(tmp_path: Path) ->
     jobs = [echo([5 + i % 900 for i in range(length)]) for length in (300, 40, 41)]
     deltas = told(engine, jobs, budget=4096)
     assert 0 < watching.most <= MOST_BYTES
-    assert most_scored(131_072) == 128
+    assert max_scored_tokens(131_072) == 128
     for job, each in zip(jobs, deltas, strict=True):
         check(engine, job, echoed(each))
     engine.close()

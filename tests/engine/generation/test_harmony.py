@@ -109,7 +109,7 @@ def thinks(chat: ChatTokenizer, text: str, **given: Any) -> list[bool]:
     """Say a text's tokens; return whether the grammar counts for each token that follows."""
     thinking = chat.thinking(row(is_thinking=True, **given))
     ids = chat.backend.encode(text, add_special_tokens=False).ids
-    return [(thinking.say(token), thinking.is_on)[1] for token in ids]
+    return [(thinking.take(token), thinking.is_on)[1] for token in ids]
 
 
 @pytest.mark.parametrize("header", ["final", "final json", "final <|constrain|>json"])

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from gateway.engine.checkpoint import Checkpoint, kv_bytes, measured_kv
+from gateway.engine.checkpoint import Checkpoint, kv_bytes, measure_kv
 from gateway.engine.decoders import parameters
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
@@ -160,7 +160,7 @@ def test_kv_is_counted_by_what_each_layer_keeps(tmp_path: Path, kind: str) -> No
     """Latent attention, windows and states too; never less than is held, nor a layer more."""
     folder = write_chat(tmp_path / "m", **ARCHITECTURES[kind])
     model, _ = load_model(folder)
-    cost = measured_kv(model)
+    cost = measure_kv(model)
     for tokens in (20, 600):
         cache = make_prompt_cache(model)
         for start in range(0, tokens, 20):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, shared
+from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.jobs import GenerateJob, Grammar, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.test_engine import (
@@ -131,7 +131,7 @@ def test_a_plain_prompt_goes_on_from_its_last_whole_block(plain: Path, case: str
     assert cached(second) == whole
     if not case.startswith("a burst"):
         assert cached(first) == [
-            min(shared(BASE[:-1], p[:-1]), w) for p, w in zip(CASES[case], whole, strict=True)
+            min(count_shared(BASE[:-1], p[:-1]), w) for p, w in zip(CASES[case], whole, strict=True)
         ]
 
 
@@ -406,6 +406,6 @@ def test_what_is_kept_is_bounded_right_and_within_reach(
         numbers = {0, *(kept.number for kept in prefixes._kept.values())}
         assert all(key[0] in numbers for key in prefixes._kept)
         known, layers = prefixes.take(prompt)
-        assert known == prefixes.known(prompt) == min(len(prompt), blocks * BLOCK)
+        assert known == prefixes.count_known(prompt) == min(len(prompt), blocks * BLOCK)
         if layers is not None:
             assert layers[0].keys.flatten().tolist() == list(range(known))

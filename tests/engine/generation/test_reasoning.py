@@ -149,10 +149,10 @@ def test_the_mark_that_opens_the_thinking_is_no_token_of_the_content(tmp_path: P
     for token in ids:
         output.push(token, scores, is_shown_as_text=True)
     output.finish()
-    assert [each.chosen.token for each in output.placed(is_last=True)] == ["b"]
+    assert [each.chosen.token for each in output.take_logprobs(is_last=True)] == ["b"]
     output = chat.output_processor(row())
     output.push(ids[0], scores, is_shown_as_text=False)
-    assert [each.chosen.token for each in output.placed(is_last=True)] == ["<think>"]
+    assert [each.chosen.token for each in output.take_logprobs(is_last=True)] == ["<think>"]
 
 
 # In an engine: prompts, grammars, ends.

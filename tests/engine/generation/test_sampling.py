@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gateway.engine.generation.sampling import WINDOWS, Sampler, adjusted, choose
+from gateway.engine.generation.sampling import WINDOWS, Sampler, adjust_logits, choose
 from gateway.jobs import Sampling
 
 DRAWS = 2000
@@ -207,11 +207,11 @@ def test_small_penalties_and_biases_count_in_bfloat16() -> None:
     """At a logit of 30 bfloat16 has steps of 0.125."""
     logits = mx.array([[30.0, 30.0, 30.0]], dtype=mx.bfloat16)
     row = sampler(3, temperature=0, presence_penalty=0.01, logit_bias={1: 0.02, 2: 0.01})
-    assert chosen([row], adjusted([row], logits), [0]) == [1]
+    assert chosen([row], adjust_logits([row], logits), [0]) == [1]
     row.count(1)
     row.count(1)
-    assert chosen([row], adjusted([row], logits), [0]) in ([1], [2])
-    assert np.allclose(np.array(adjusted([row], logits)), [[30.0, 30.01, 30.01]])
+    assert chosen([row], adjust_logits([row], logits), [0]) in ([1], [2])
+    assert np.allclose(np.array(adjust_logits([row], logits)), [[30.0, 30.01, 30.01]])
 
 
 def test_biases_and_penalties_of_many_rows_are_applied_together() -> None:
@@ -235,7 +235,7 @@ def test_biases_and_penalties_of_many_rows_are_applied_together() -> None:
     for row, tokens in zip(samplers, said, strict=True):
         for token in tokens:
             row.count(token)
-    assert np.allclose(np.array(adjusted(samplers, mx.array(logits))), expected, atol=1e-5)
+    assert np.allclose(np.array(adjust_logits(samplers, mx.array(logits))), expected, atol=1e-5)
 
 
 def test_greedy_rows_take_the_likeliest_in_any_of_its_spellings() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.loading import completed_shape, generation_config, usable_sampling
+from gateway.engine.generation.loading import complete_shape, generation_config, usable_sampling
 from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar, Sampling
@@ -175,7 +175,7 @@ def test_a_checkpoint_says_how_it_is_sampled(tmp_path: Path, written: Any, read:
 def test_a_checkpoint_states_bounds_of_its_own(stated: Any, given: Any, shape: Any) -> None:
     """models.yaml stands above them; what is no bound is as good as absent."""
     said = {"structured": stated}
-    completed = completed_shape(Shape(max_string_chars=given[0], max_array_items=given[1]), said)
+    completed = complete_shape(Shape(max_string_chars=given[0], max_array_items=given[1]), said)
     assert (completed.max_string_chars, completed.max_array_items) == shape
 
 

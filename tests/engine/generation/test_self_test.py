@@ -306,11 +306,11 @@ def test_a_row_that_leaves_proves_nothing() -> None:
     """Nor does one that was alone from the first."""
     faults = Faults()
     for _ in range(2 * FAULTS):
-        faults.thrown([1, 2], ValueError("x"))
-        faults.cleared(1)
-        faults.dismissed(2)
-        faults.thrown([3], ValueError("x"))
-        faults.cleared(3)
+        faults.record([1, 2], ValueError("x"))
+        faults.clear_of_blame(1)
+        faults.dismiss(2)
+        faults.record([3], ValueError("x"))
+        faults.clear_of_blame(3)
     assert not faults.is_batching_to_blame
     assert len(faults.take()) == 4 * FAULTS
 

@@ -272,13 +272,13 @@ def test_weights_stay_quantised_on_a_cpu_only_where_there_is_no_room(tmp_path: P
 
 def test_what_no_device_holds_quantised_is_told_with_its_cost(tmp_path: Path) -> None:
     """Q2_K, Q3_K and Q6_K have groups of 16."""
-    cost = checkpoint(tmp_path).widened()
+    cost = checkpoint(tmp_path).widen_types()
     assert cost is not None
     assert cost.types == ("Q2_K", "Q3_K", "Q6_K")
     weights = LAYERS * (2 * 512 * 256 + 128 * 256)
     assert cost.bytes == 2 * weights
     assert cost.stored_bytes == LAYERS * (512 * (84 + 110) + 128 * 210)
-    assert checkpoint(tmp_path, "qwen3").widened() is None
+    assert checkpoint(tmp_path, "qwen3").widen_types() is None
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,15 @@ import jsonschema  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.engine.grammar.drafts import modern
+from gateway.engine.grammar.drafts import modernize
 from gateway.engine.grammar.schemas import bare, can_end, walk
-from gateway.engine.grammar.shaping import Shape, bounded, closed, complete, shaped
+from gateway.engine.grammar.shaping import (
+    Shape,
+    bound_strings,
+    close_objects,
+    complete,
+    shape_schema,
+)
 from tests.engine.grammar.drawn_rows import answer, compiled, ids
 
 TEXT: dict[str, Any] = {"type": "string"}
@@ -31,7 +37,7 @@ def test_bounds_are_added_where_there_are_none() -> None:
         ),
         "additionalProperties": TEXT,
     }
-    limited = bounded(schema, 5, 3)
+    limited = bound_strings(schema, 5, 3)
     short = {"type": "string", "maxLength": 5}
     assert limited["$defs"]["A"] == {"type": "array", "items": short, "maxItems": 3}
     assert limited["properties"]["a"] == {
@@ -59,14 +65,14 @@ def test_settled_strings_keep_their_own_bounds() -> None:
         {"type": "boolean", "default": {"type": "string"}, "examples": [TEXT]},
         {"type": "integer", "minimum": 0, "exclusiveMaximum": 9},
     ):
-        assert bounded(schema, 3, 3) == schema
+        assert bound_strings(schema, 3, 3) == schema
 
 
 def test_numbers_are_bounded_where_strings_are() -> None:
     """A small model goes on with digits as it does with letters."""
-    integer = bounded({"type": "integer"}, 3, 3)
+    integer = bound_strings({"type": "integer"}, 3, 3)
     assert integer == {"type": "integer", "minimum": -(2**53 - 1), "maximum": 2**53 - 1}
-    assert bounded({"type": "number"}, None, 3) == {"type": "number"}
+    assert bound_strings({"type": "number"}, None, 3) == {"type": "number"}
     for seed in range(5):
         told = answer(compiled({"type": "number"}, Shape(max_string_chars=3)).matcher(), seed)
         assert len(told) <= 22
@@ -75,12 +81,12 @@ def test_numbers_are_bounded_where_strings_are() -> None:
 def test_integers_are_always_exact() -> None:
     """Whatever the shape, on each side that the schema leaves open; not for one backend."""
     whole = {"minimum": -(2**53 - 1), "maximum": 2**53 - 1}
-    assert bounded({"type": "integer"}, None, None) == {"type": "integer", **whole}
-    assert bounded({"type": ["integer", "null"]}, None, None)["maximum"] == 2**53 - 1
+    assert bound_strings({"type": "integer"}, None, None) == {"type": "integer", **whole}
+    assert bound_strings({"type": ["integer", "null"]}, None, None)["maximum"] == 2**53 - 1
     above = {"type": "integer", "exclusiveMinimum": 3}
-    assert bounded(above, None, None) == {**above, "maximum": 2**53 - 1}
+    assert bound_strings(above, None, None) == {**above, "maximum": 2**53 - 1}
     for schema in ({"type": "number"}, {}, True, {"enum": [1]}):
-        assert bounded(schema, None, None) == schema
+        assert bound_strings(schema, None, None) == schema
     grammar = compiled({"type": "integer"})
     for said in ("9007199254740991", "-9007199254740991"):
         assert grammar.matcher(ids(said)).is_over
@@ -130,7 +136,7 @@ def test_recursion_is_not_made_endless() -> None:
 
 def test_objects_are_closed_unless_others_speak_of_them() -> None:
     """Extra properties only where the schema says so, or names none."""
-    assert closed(thing(a=TEXT))["additionalProperties"] is False
+    assert close_objects(thing(a=TEXT))["additionalProperties"] is False
     for schema in (
         {**thing(a=TEXT), "additionalProperties": True},
         {"type": "object"},
@@ -138,7 +144,7 @@ def test_objects_are_closed_unless_others_speak_of_them() -> None:
         {**thing(a=TEXT), "anyOf": [thing(b=TEXT), thing(c=TEXT)]},
         {**thing(a=TEXT), "required": ["z"]},
     ):
-        assert closed(schema) == schema
+        assert close_objects(schema) == schema
 
 
 def test_whether_an_answer_can_end() -> None:
@@ -161,8 +167,8 @@ def test_older_drafts_are_said_anew() -> None:
         "additionalItems": False,
         "uniqueItems": False,
     }
-    assert modern(old) == {"prefixItems": [TEXT], "items": False}
-    assert modern({"maximum": 2**63 - 1, "minimum": 0}) == {"maximum": 2**53, "minimum": 0}
+    assert modernize(old) == {"prefixItems": [TEXT], "items": False}
+    assert modernize({"maximum": 2**63 - 1, "minimum": 0}) == {"maximum": 2**53, "minimum": 0}
 
 
 def test_notes_are_left_out_and_names_are_not() -> None:
@@ -235,5 +241,5 @@ def test_what_fits_the_shaped_schema_fits_the_callers(schema: Any, chars: int, i
     assert schema == before
     jsonschema.validate(said, schema, cls=jsonschema.Draft202012Validator)
     if isinstance(schema, dict):
-        tight = shaped(schema, shape)
+        tight = shape_schema(schema, shape)
         jsonschema.validate(said, tight, cls=jsonschema.Draft202012Validator)
