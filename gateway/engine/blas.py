@@ -1,7 +1,7 @@
 """BLAS: chosen before mlx is imported, which this module never does.
 
-On Linux the mlx wheel carries reference BLAS, fifty times slower than OpenBLAS. Loading
-OpenBLAS with global symbols first puts it in front. Whoever wants mlx imports this first.
+On Linux the mlx wheel carries reference BLAS, fifty times slower than OpenBLAS. Loading OpenBLAS
+with global symbols first puts it in front, so this module is imported before mlx.
 """
 
 import ctypes
@@ -23,11 +23,11 @@ _VARIABLE: Final = "GATEWAY_BLAS"
 
 @dataclass(frozen=True, slots=True)
 class BlasFinding:
-    """What was found, for the log and doctor.
+    """Which BLAS was found, for the log and doctor.
 
-    `kind` is `wheel`, `system` or `path`, and `config` OpenBLAS's own words on its version and how
-    it was built. `hint` says what to do when mlx is left with a slow BLAS; `why` says why it isn't
-    the wheel's, where that was to be.
+    `kind` is `wheel`, `system` or `path`; `config` is OpenBLAS's own description of its version and
+    build. `hint` says what to do if mlx is left with a slow BLAS; `why` says why the wheel's copy
+    is not used, if it should have been.
     """
 
     loaded: bool
@@ -38,7 +38,7 @@ class BlasFinding:
 
     @property
     def described(self) -> str:
-        """Name it in a few words."""
+        """Describe it in a few words."""
         if self.config is None or self.kind is None:
             return "reference BLAS" if self.hint else "mlx's own"
         version = self.config.removeprefix("OpenBLAS ").partition(" ")[0]
@@ -61,7 +61,7 @@ _LATE = "mlx was imported before gateway.engine, so OpenBLAS came too late: impo
 
 
 def openblas_candidates(machine: str) -> tuple[str, ...]:
-    """List where a system's OpenBLAS may be, the loader's own choice first."""
+    """List the places where a system's OpenBLAS may be, the loader's own choice first."""
     return (
         openblas.SONAME,
         f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0",
@@ -71,10 +71,10 @@ def openblas_candidates(machine: str) -> tuple[str, ...]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable that has no value, while entered: OpenBLAS reads it as it is loaded.
+    """Set a variable that has no value, inside the block: OpenBLAS reads it as it is loaded.
 
     Its threads spin for 2^26 cycles after each product, some 25 ms on a core that others want.
-    After 2^20 they sleep, later than the next product of a pass. Child processes are spared it.
+    After 2^20 they sleep, later than the next product of a pass. Child processes do not inherit it.
     """
     if name in os.environ:
         yield
@@ -87,9 +87,9 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def load_blas(environment: Mapping[str, str]) -> _Loaded:
-    """Load the BLAS that GATEWAY_BLAS names: the wheel's, else a system's; or one by its path.
+    """Load the BLAS that GATEWAY_BLAS names: the wheel's, else a system's, or one by its path.
 
-    Raises BlasUnusable for a path that leads to none.
+    Raises BlasUnusable for a path that cannot be loaded.
     """
     if not sys.platform.startswith("linux"):
         return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
@@ -108,7 +108,7 @@ def load_blas(environment: Mapping[str, str]) -> _Loaded:
 
 
 def _wheels(environment: Mapping[str, str]) -> tuple[ctypes.CDLL | None, str | None]:
-    """Load the wheel's copy, or say why there is none."""
+    """Load the wheel's copy, or return why there is none."""
     wheel = openblas.find_wheel(environment)
     if wheel is None:
         return None, "the package scipy-openblas32 is not installed"
@@ -141,7 +141,7 @@ def _by_path(path: str) -> _Loaded:
 
 
 def _check(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Return a library that has what is asked of it; raises AttributeError."""
+    """Return a library if it has the functions needed. Raises AttributeError if not."""
     library.openblas_get_config.restype = ctypes.c_char_p
     _ = library.cblas_sgemm, library.openblas_set_num_threads
     return library

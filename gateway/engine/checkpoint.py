@@ -1,6 +1,6 @@
 """A model's folder: its JSON files and its safetensors, read or refused with a reason, and sized.
 
-Reading takes long, so it goes by steps: others may have the lane between two of them.
+Reading takes long, so it goes in steps: other work may have the lane between two of them.
 
 Pickled weights are never opened: unpickling runs whatever code they hold.
 """
@@ -33,7 +33,7 @@ HEADER_BYTES: Final = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An array in a safetensors file: its dtype as the file names it, `BF16` for one."""
+    """An array in a safetensors file. `dtype` is as the file names it, such as `BF16`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,13 +41,15 @@ class Tensor:
 
 
 class Listing(Protocol):
-    """What a model's files say of it before they are read, a folder's and a GGUF file alike."""
+    """What a model's files say before the weights are read; the same for a folder and a
+    GGUF file.
+    """
 
     def failed(self, reason: str) -> ModelLoadFailed:
-        """Make the error that says why this model cannot be loaded."""
+        """Return the error that says why this model cannot be loaded."""
 
     def config(self) -> Mapping[str, Any]:
-        """Return what config.json says, or would."""
+        """Return the content of config.json, or its equivalent."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """List every array by its name in mlx-lm's model."""
@@ -55,32 +57,32 @@ class Listing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's folder, under the name callers know it by."""
+    """A model's folder, with the name that callers know it by."""
 
     name: str
     folder: Path
 
     def failed(self, reason: str) -> ModelLoadFailed:
-        """Make the error that says why this model cannot be loaded."""
+        """Return the error that says why this model cannot be loaded."""
         return ModelLoadFailed(self.name, reason)
 
     @contextlib.contextmanager
     def blame(self) -> Iterator[None]:
-        """Make whatever goes wrong meanwhile the reason why this model cannot be loaded."""
+        """Turn any exception raised inside into the reason why this model cannot be loaded."""
         try:
             yield
         except Exception as error:
             raise self.failed(f"{type(error).__name__}: {error}") from error
 
     def inside(self, path: str) -> "Checkpoint":
-        """Give the same model's subfolder; a path that leads out of the folder is refused."""
+        """Return the same model's subfolder. A path that leads out of the folder is refused."""
         folder = (self.folder / path).resolve()
         if not folder.is_relative_to(self.folder.resolve()):
             raise self.failed(f"modules.json points outside the model's folder: {path}")
         return Checkpoint(self.name, folder)
 
     def read_json(self, file: str) -> Any:
-        """Read a JSON file, or give None when there is none."""
+        """Return the content of a JSON file, or None if there is no such file."""
         path = self.folder / file
         if not path.is_file():
             return None
@@ -90,7 +92,7 @@ class Checkpoint:
             raise self.failed(f"{file} is not valid JSON: {error}") from error
 
     def read_object(self, file: str) -> dict[str, Any]:
-        """Read a JSON object; a missing file is an empty one."""
+        """Return the JSON object in a file; an empty one if there is no such file."""
         content = self.read_json(file)
         if content is None:
             return {}
@@ -99,7 +101,6 @@ class Checkpoint:
         return content
 
     def config(self) -> dict[str, Any]:
-        """Read config.json."""
         return self.read_object("config.json")
 
     def weights(self) -> dict[str, mx.array]:
@@ -176,10 +177,11 @@ def fit_weights(
     shapes: Mapping[str, tuple[int, ...]],
     ignored: Iterable[str] = (),
 ) -> dict[str, mx.array]:
-    """Give exactly the arrays that `shapes` names, or refuse naming what does not fit.
+    """Return exactly the arrays that `shapes` names, or raise ModelLoadFailed naming what does not
+    fit.
 
-    Names that begin with one of `ignored` are left aside; any other unknown name is an error,
-    since a weight nobody uses means another architecture than the config says.
+    Names that begin with one of `ignored` are skipped. Any other unknown name is an error, since an
+    unused weight means another architecture than the config says.
     """
     skip = tuple(ignored)
     unknown = [n for n in arrays if n not in shapes and not n.startswith(skip)]
@@ -202,9 +204,9 @@ def fit_weights(
 def dequantize(
     checkpoint: Checkpoint, arrays: Mapping[str, mx.array], quantization: Mapping[str, Any]
 ) -> dict[str, mx.array]:
-    """Unpack the weights that have `scales`, as config.json's `quantization` says they are packed.
+    """Unpack the weights that have `scales`, by config.json's `quantization`.
 
-    Its numbers are for all modules, but for those that it names. Raises ModelLoadFailed.
+    Its numbers apply to all modules but those that have their own. Raises ModelLoadFailed.
     """
     unpacked = dict(arrays)
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
@@ -225,7 +227,7 @@ def dequantize(
 def read_in_slices(
     checkpoint: Checkpoint, arrays: Iterable[mx.array], slice_bytes: int = SLICE_BYTES
 ) -> Iterator[None]:
-    """Read an open model's arrays, a slice a step. On the lane.
+    """Read the arrays of an open model, one slice a step. On the lane.
 
     Raises ModelLoadFailed for what the files turn out to lack.
     """
@@ -236,7 +238,9 @@ def read_in_slices(
 
 
 def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
-    """Make of a loading in steps, whose last one gives an engine, one that just gives it."""
+    """Turn a loader in steps, whose last step yields the engine, into one that returns the
+    engine.
+    """
 
     def load(*args: P.args, **kwargs: P.kwargs) -> T:
         return next(engine for engine in steps(*args, **kwargs) if engine is not None)
@@ -245,7 +249,9 @@ def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
 
 
 def slices(arrays: Iterable[mx.array], most_bytes: int) -> Iterator[list[mx.array]]:
-    """Cut arrays, in their order, into lists of at most so many bytes; a bigger one is alone."""
+    """Cut arrays, in their order, into lists of at most so many bytes; a larger array is a list
+    alone.
+    """
     some: list[mx.array] = []
     room = most_bytes
     for array in arrays:
@@ -259,7 +265,7 @@ def slices(arrays: Iterable[mx.array], most_bytes: int) -> Iterator[list[mx.arra
 
 
 def join_names(names: Iterable[str], most: int = 5) -> str:
-    """Join names for a message, the first few of them."""
+    """Join the first few names for a message."""
     names = sorted(names)
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
@@ -276,8 +282,8 @@ _FLOATING: Final = {
 def weights_bytes(
     checkpoint: Listing, device: Device, dtype: str | None, *, is_packed: bool = False
 ) -> int:
-    """Count what the weights take once cast: on a CPU quantised ones become floating, unless it
-    `is_packed`.
+    """Count the bytes of the weights once cast. On a CPU quantised ones become floating, unless the
+    model `is_packed`.
 
     Raises ModelLoadFailed for files that are not whole.
     """
@@ -305,7 +311,7 @@ def must_stay_packed(
 ) -> bool:
     """Return True if a CPU has no room for quantised weights as floating ones.
 
-    Products with them are 10 to 50 times slower there, and better than none.
+    Products with quantised weights are 10 to 50 times slower there, but better than none.
     """
     return (
         device is Device.CPU
@@ -315,10 +321,10 @@ def must_stay_packed(
 
 
 def kv_bytes(checkpoint: Listing, device: Device, dtype: str | None, tokens: int) -> int:
-    """Count the KV of so many tokens, at most the model's context, by what its config says.
+    """Count the bytes of KV of so many tokens, at most the model's context, from its config.
 
-    A layer more is counted than there is: the one that is copied while a row joins or leaves.
-    0 where the config does not say it in the usual words.
+    One layer more is counted than there is: the one that is copied while a sequence joins or
+    leaves. 0 if the config lacks the usual keys.
     """
     whole = checkpoint.config()
     config = whole.get("text_config") or whole
@@ -335,10 +341,10 @@ def kv_bytes(checkpoint: Listing, device: Device, dtype: str | None, tokens: int
 
 
 def measure_kv(model: Any) -> KvCost:
-    """Return what the KV of a row costs, by the shapes that one token and two leave in the model's
-    caches: the passes are never evaluated.
+    """Return the cost of a sequence's KV, from the shapes that one token and two leave in the
+    model's caches. The passes are never evaluated.
 
-    A layer more is counted than there is, as by `kv_bytes`.
+    One layer more is counted than there is, as by `kv_bytes`.
     """
     one, two = _read(model, 1), _read(model, 2)
     layers = [_layer_cost(*both) for both in zip(_plain(one), _plain(two), strict=True)]
@@ -361,7 +367,7 @@ def _read(model: Any, tokens: int) -> list[Any]:
 
 
 def _plain(caches: Sequence[Any]) -> Iterator[Any]:
-    """Walk the caches of the layers, those of layers with several among them."""
+    """Yield the caches of the layers; a layer with several yields each."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from _plain(cache.caches)
@@ -370,10 +376,10 @@ def _plain(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def _layer_cost(one: Any, two: Any) -> KvCost:
-    """Compare a layer's caches after one token and two. There are three cases:
+    """Compare a layer's caches after one token and after two. There are three cases:
 
-    1. Keys and values in steps of many tokens: their shapes tell what one takes. Those that rotate
-       or are cut into chunks say how many they keep.
+    1. Keys and values in steps of many tokens: their shapes give the cost of one token. Those that
+       rotate or are cut into chunks state how many they keep.
     2. Arrays that are larger after two tokens than after one grow with each.
     3. All others are states.
     """
@@ -387,7 +393,7 @@ def _layer_cost(one: Any, two: Any) -> KvCost:
 
 
 def _and_one_more(layers: Sequence[int]) -> int:
-    """Sum up the layers' bytes, the largest twice."""
+    """Sum the layers' bytes, counting the largest twice."""
     return sum(layers) + max(layers, default=0)
 
 
@@ -397,7 +403,7 @@ def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
 
 
 def _group_size(checkpoint: Listing, module: str) -> int:
-    """Give how many weights share a scale: the model's number, or the module's own."""
+    """Return how many weights share a scale: the module's own number, or else the model's."""
     config = checkpoint.config()
     said: dict[str, Any] = config.get("quantization") or config.get("quantization_config") or {}
     own = said.get(module)

@@ -22,11 +22,11 @@ def open_decoder(
     is_packed: bool = False,
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = _get_classes,
 ) -> tuple[Any, dict[str, Any]]:
-    """Give mlx-lm's model, whose weights are still to be read, and its config. On the lane.
+    """Return mlx-lm's model, its weights not read yet, and its config. On the lane.
 
-    Quantised weights stay so on a GPU; on the CPU, where they are 10 to 50 times slower, they
-    become float32, unless it `is_packed`. `classes` picks the model's class by its config. Raises
-    ModelLoadFailed; a model's own code is never run.
+    Quantised weights stay quantised on a GPU; on the CPU, where they are 10 to 50 times slower,
+    they become float32, unless the model `is_packed`. `classes` picks the model's class by its
+    config. Raises ModelLoadFailed. Code from the model's folder is never run.
     """
     checkpoint.weights()  # refuses a folder without whole safetensors, by name
     with checkpoint.blame():
@@ -41,7 +41,7 @@ def open_decoder(
 def read_decoder(
     checkpoint: Checkpoint | GgufCheckpoint, *, device: Device, dtype: str | None, is_packed: bool
 ) -> Generator[None, None, Any]:
-    """Give mlx-lm's model of a folder or a GGUF file, read in steps. On the lane.
+    """Read mlx-lm's model of a folder or a GGUF file, in steps. On the lane.
 
     Raises ModelLoadFailed.
     """
@@ -57,7 +57,7 @@ def read_decoder(
 
 
 def is_known(architecture: str) -> bool:
-    """Tell whether mlx-lm has a model for a config's `model_type`."""
+    """Return True if mlx-lm has a model for a config's `model_type`."""
     module = MODEL_REMAPPING.get(architecture, architecture)
     return "." not in module and find_spec(f"mlx_lm.models.{module}") is not None
 

@@ -29,7 +29,7 @@ class Device(StrEnum):
 
 
 def choose_device(requested: str) -> Device:
-    """Turn `auto`, `cpu` or `gpu` into the device to use; ValueError when it is not there."""
+    """Return the device for `auto`, `cpu` or `gpu`. Raises ValueError if it is not there."""
     # https://ml-explore.github.io/mlx/build/html/python/metal.html: on a build without the
     # back end the modules are there and is_available() is false.
     metal, cuda = mx.metal.is_available(), mx.cuda.is_available()
@@ -78,7 +78,7 @@ def configure(
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What mlx is told of memory, bytes; None leaves its own choice."""
+    """mlx's memory limits, in bytes; None leaves mlx's own default."""
 
     cache: int | None
     wired: int | None
@@ -87,14 +87,14 @@ class Limits:
 def memory_limits(
     device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
 ) -> Limits:
-    """Choose from what was asked for; `info` is mlx's device_info of a GPU, nothing of a CPU."""
+    """Choose limits from the settings; `info` is mlx's device_info of a GPU, empty for a CPU."""
     most = info.get("max_recommended_working_set_size")
     if device is not Device.METAL or not isinstance(most, int):
         return Limits(cache, None)
     # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
-    # Without a wish nothing is wired: streams side by side over a prompt cache that churns, which
-    # is what runs here, panicked macOS's kernel within two minutes with wired memory, and not in
-    # four hours without (https://github.com/ml-explore/mlx/issues/3186, mlx-lm's 1666). More than
+    # By default nothing is wired: concurrent streams over a churning prompt cache, which is the
+    # load here, panicked macOS's kernel within two minutes with wired memory, and not in four
+    # hours without (https://github.com/ml-explore/mlx/issues/3186, mlx-lm's 1666). More than
     # recommended is an error.
     wired = None if wired is None else min(wired, most)
     # MLX itself gives buffers back while others are in flight, which was seen to panic too (mlx
@@ -111,18 +111,18 @@ _KNOWN_BY: Final = (
 
 
 def device_facts(device: Device) -> dict[str, str | int]:
-    """Return what mlx says of a device, and nothing that tells one from another of its make."""
+    """Return what mlx says of a device, without anything that identifies this one specimen."""
     info = mx.device_info(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
     return {name: info[name] for name in _KNOWN_BY if name in info}
 
 
 def leave() -> None:
-    """Give up this thread's streams, as its last act: without it about half of all exits abort."""
+    """Release this thread's streams, as its last act. Otherwise about half of all exits abort."""
     mx.clear_streams()
 
 
 def cpu_threads() -> int:
-    """Count the cores OpenBLAS uses, or those this process may use."""
+    """Count the cores that OpenBLAS uses, or those that this process may use."""
     if OPENBLAS is not None:
         return max(1, int(OPENBLAS.openblas_get_num_threads()))
     if sys.platform == "linux":
@@ -134,7 +134,7 @@ _own = threading.local()
 
 
 def cpu_streams(count: int) -> list[mx.Stream]:
-    """Give `count` CPU streams of this thread, made once: each is a thread of mlx."""
+    """Return `count` CPU streams of this thread, made once; each is a thread of mlx."""
     made: list[mx.Stream] = _own.__dict__.setdefault("streams", [])
     while len(made) < count:
         made.append(mx.new_stream(mx.Device(mx.cpu, 0)))
@@ -160,10 +160,10 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory_bytes(device: Device) -> int:
-    """Count the bytes that models may be computed in, before anything is taken.
+    """Count the bytes that models may use, before anything is allocated.
 
-    On Metal the working set it recommends, on CUDA the device's memory, on a CPU the machine's
-    or, where that is less, what the control group of this process may have.
+    On Metal this is the recommended working set, on CUDA the device's memory, and on a CPU the
+    machine's memory or, if that is less, the limit of this process's control group.
     """
     info = mx.device_info() if device is not Device.CPU else {}
     # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
@@ -175,7 +175,7 @@ def memory_bytes(device: Device) -> int:
 
 
 def active_bytes() -> int:
-    """Count the bytes of arrays there are now. Safe on any thread."""
+    """Count the bytes of live arrays. Safe on any thread."""
     return mx.get_active_memory()
 
 
@@ -189,7 +189,7 @@ _MMAP_ABOVE, _TRIM_ABOVE = 32 << 20, 512 << 20
 
 
 def prepare_malloc() -> None:
-    """Make glibc's malloc, of which mlx's buffers are on a CPU, fit for them. Before any thread.
+    """Tune glibc's malloc, which holds mlx's buffers on a CPU. Call it before any thread starts.
 
     Freed buffers are kept: by default each of a few MB is mapped anew and its pages are faulted in
     one by one, and GELU over 6 MB took 18 ms instead of 4. All threads share one arena, since what
@@ -207,29 +207,29 @@ def prepare_malloc() -> None:
 
 
 class FreedBuffers(Protocol):
-    """What MLX does with freed buffers; the module itself, or a test's record of calls."""
+    """MLX's functions for freed buffers: the module itself, or a test's record of calls."""
 
     def synchronize(self) -> None:
         """Wait until nothing is in flight."""
 
     def clear_cache(self) -> None:
-        """Give every freed buffer back."""
+        """Return every freed buffer to the system."""
 
 
 def clear_cache(mlx: FreedBuffers = mx) -> None:
-    """Give freed buffers back, once nothing is in flight. On the lane only.
+    """Return freed buffers to the system, once nothing is in flight. On the lane only.
 
-    The one place that does: a buffer that goes back to Metal while others are in flight can panic
-    the kernel (https://github.com/ml-explore/mlx/issues/3346 and 3186).
+    This is the only place that does: a buffer returned to Metal while others are in flight can
+    panic the kernel (https://github.com/ml-explore/mlx/issues/3346 and 3186).
     """
     mlx.synchronize()
     mlx.clear_cache()
 
 
 def give_back() -> None:
-    """Give freed memory back to the system. On the lane only.
+    """Return freed memory to the system. On the lane only.
 
-    What is kept saves faults, but a process that never gives any back only grows, to its worst
+    What is kept saves page faults, but a process that never returns any stays as large as its worst
     moment. On a CPU it took 4 to 14 ms under a load of embeddings; once, after prompts of 5,000
     tokens, 58, and 752 MB became 449.
     """
@@ -239,12 +239,12 @@ def give_back() -> None:
 
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
-    """Find a function of malloc.h that glibc has and other libraries, musl for one, do not."""
+    """Return a function of malloc.h that glibc has and other C libraries, such as musl, lack."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def cgroup_limits(groups: Path, membership: Path) -> list[int]:
-    """Read the limits, in bytes, of a process's control group and of those around it.
+    """Read the limits, in bytes, of a process's control group and of its parents.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max) and
     https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (memory.limit_in_bytes).
@@ -254,7 +254,7 @@ def cgroup_limits(groups: Path, membership: Path) -> list[int]:
 
 
 def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
-    """Name every file that may hold a limit: inside a container a group's path is often /."""
+    """Yield every file that may hold a limit. Inside a container a group's path is often /."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux

@@ -54,12 +54,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Damaged(Exception):
-    """A file that is not what the hub said it is."""
+    """A file differs from what the hub says of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """What the hub says of a file: bytes, and the hash of those that git does not keep itself."""
+    """What the hub says of a file: its bytes, and its hash if it is kept outside of git."""
 
     name: str
     size: int
@@ -67,13 +67,15 @@ class HubFile:
 
 
 def room_needed(files: Iterable[HubFile], blobs: Path) -> int:
-    """Count the bytes still to be fetched of the large files, halves taken off."""
+    """Count the bytes still to be fetched of the large files; parts already fetched are
+    subtracted.
+    """
     large = [file for file in files if file.sha256]
     return sum(max(0, file.size - _fetch_url(file, blobs)) for file in large)
 
 
 def require_room(needed: int, folder: Path) -> None:
-    """Raise OSError (ENOSPC) when a disk cannot take so many bytes, before one is written."""
+    """Raise OSError (ENOSPC) if the disk cannot take so many bytes, before any is written."""
     there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     free = shutil.disk_usage(there).free
     if needed > free:
@@ -82,10 +84,10 @@ def require_room(needed: int, folder: Path) -> None:
 
 
 def fetch(url: str, file: HubFile, blobs: Path) -> None:
-    """Have a large file among the cache's blobs, whole: found there, finished or fetched.
+    """Return the path of a large file among the cache's blobs: found there, completed or fetched.
 
-    Nothing bears the blob's name before its hash is right. Another process that fetches the same
-    file is waited for. Raises Damaged, OSError where it cannot be stored, and what HTTP raises.
+    No file has the blob's name before its hash is right. If another process fetches the same file,
+    this waits for it. Raises Damaged, OSError if it cannot be stored, and what HTTP raises.
     """
     assert file.sha256 is not None
     blob, part = blobs / file.sha256, blobs / f"{file.sha256}.part"
@@ -105,7 +107,7 @@ def fetch(url: str, file: HubFile, blobs: Path) -> None:
 
 
 def check(folder: Path, files: Iterable[HubFile]) -> None:
-    """Compare a model's folder with what the hub says; raises Damaged naming the first difference.
+    """Compare a model's folder with what the hub says. Raises Damaged naming the first difference.
 
     A wrong file is removed, so that the next download fetches it again.
     """
@@ -166,22 +168,22 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-# What goes wrong is told in our own words, and in our own log.
+# Errors have our own messages, in our own log.
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 # Weights as safetensors only: a pickle is never even fetched.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 # The same weights once more, as their makers' own tools read them: gpt-oss has them in a folder,
-# Mistral's models beside.
+# Mistral's models next to the others.
 COPIES = ["original/*", "consolidated*"]
 
 
 class _Missing(Exception):
-    """A repository without the files that its source names."""
+    """A repository lacks the files that its source names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """Where the hub is and where its files are kept; None means Hugging Face's own defaults."""
+    """Where the hub is and where its files are cached; None means Hugging Face's own defaults."""
 
     endpoint: str | None = None
     cache: Path | None = None
@@ -190,10 +192,10 @@ class Hub:
 
 
 def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
-    """Give the model's folder, or its GGUF file, if it needs no download.
+    """Return the model's folder, or its GGUF file, if no download is needed.
 
-    Raises ModelUnavailable for a package that is not installed and ModelLoadFailed for files
-    that are not there.
+    Raises ModelUnavailable for a package that is not installed and ModelLoadFailed for files that
+    are not there.
     """
     source = spec.source
     if isinstance(source, HubSource):
@@ -206,7 +208,9 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Tell whether a folder has a configuration and every file of its weights; a file is all."""
+    """Return True if a folder has a configuration and every file of its weights. A file
+    always has.
+    """
     if is_gguf(folder.name):
         return folder.is_file()
     if not (folder / "config.json").is_file():
@@ -234,14 +238,14 @@ def stored_bytes(folder: Path) -> int:
 
 
 def is_wanted(name: str) -> bool:
-    """Tell whether a file of a repository is one that a model needs."""
+    """Return True if a model needs this file of its repository."""
     return any(fnmatch(name, each) for each in FILES) and not any(
         fnmatch(name, each) for each in COPIES
     )
 
 
 def ask_hub(spec: ModelSpec, hub: Hub) -> int:
-    """Ask the hub for the model, within `timeout_s`, before a download: its size in bytes.
+    """Ask the hub for the model, within `timeout_s`, before a download; return its size in bytes.
 
     Raises ModelUnavailable naming the model and the cause.
     """
@@ -258,27 +262,27 @@ def ask_hub(spec: ModelSpec, hub: Hub) -> int:
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
-    """Count what is on disk of a model, half-fetched files included.
+    """Count the bytes of a model on disk, including partly fetched files.
 
-    Of a GGUF file, which has others beside it in its repository, what is half-fetched there.
+    A GGUF file shares its repository with others, so only its own partly fetched bytes count.
     """
     source = spec.source
     assert isinstance(source, HubSource)
     total = 0
     for file in _blobs(source, hub).glob("*.part" if source.is_gguf else "*"):
-        with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile, being whole
+        with contextlib.suppress(FileNotFoundError):  # it was completed and renamed in the meantime
             total += file.stat().st_size
     return total
 
 
 def download(spec: ModelSpec, hub: Hub) -> Path:
-    """Fetch the model's files, or what is missing of them, check them all and give their place.
+    """Fetch the missing files of a model, check all of them, and return their place.
 
     Raises ModelUnavailable naming the model and the cause; what was fetched by then is kept.
     """
     source = spec.source
     assert isinstance(source, HubSource)
-    disable_progress_bars()  # whoever shows progress asks for fetched_bytes
+    disable_progress_bars()  # progress is shown from fetched_bytes
     try:
         return _download_missing(source, hub)
     except Exception as error:
@@ -304,14 +308,14 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
             ignore_patterns=None if source.is_gguf else COPIES,
         )
     )
-    if folder.name != commit:  # the branch moved meanwhile
+    if folder.name != commit:  # the branch moved in the meantime
         return _download_missing(source, hub)
     check(folder, files)
     return _model_in(folder, source)
 
 
 def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
-    """Ask the hub for the commit behind a revision, and for what it says of the wanted files."""
+    """Ask the hub for the commit of a revision, and for what it says of the wanted files."""
     found = HfApi(endpoint=hub.endpoint).model_info(
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
@@ -355,7 +359,7 @@ def _find_cached(source: HubSource, hub: Hub) -> Path | None:
 
 
 def _patterns(source: HubSource) -> list[str]:
-    """Return which of a repository's files huggingface_hub is to see to."""
+    """Return the patterns of the repository files that huggingface_hub is to fetch."""
     return FILES if source.file is None else [glob.escape(source.file)]
 
 
@@ -364,12 +368,12 @@ def _is_wanted_of(source: HubSource, name: str) -> bool:
 
 
 def _model_in(folder: Path, source: HubSource) -> Path:
-    """Return the model's folder, or its file in there."""
+    """Return the model's folder, or its file in that folder."""
     return folder if source.file is None else folder / source.file
 
 
 def _find_packaged(model: str, source: PackageSource) -> Path:
-    """Find a package's folder without importing it (an import may pull in all of torch)."""
+    """Find a package's folder without importing it (an import may load all of torch)."""
     root = package_folder(source.module)
     if root is None:
         name = source.module.replace("_", "-")
@@ -392,7 +396,7 @@ def _noun(source: Source) -> str:
 
 
 def _cause(source: HubSource, error: Exception) -> str:
-    """Say in one sentence what stands between us and the model."""
+    """Return one sentence on what went wrong between here and the model."""
     match error:
         case _Missing():
             return str(error)

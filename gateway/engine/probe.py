@@ -1,4 +1,4 @@
-"""Whether mlx works here: a broken build ends the process, so whoever asks does so in its own."""
+"""Whether mlx works here. A broken build ends the process, so run this in one of its own."""
 
 import time
 
@@ -11,7 +11,7 @@ def multiply() -> None:
 
 
 def gflops(size: int = 512, times: int = 9) -> float:
-    """Return how fast square matrices of float32 are multiplied, at best: 10⁹ operations a second.
+    """Return how fast square float32 matrices are multiplied, at best, in 10⁹ operations a second.
 
     At best, since other work on the machine can only slow it.
     """

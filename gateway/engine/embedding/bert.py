@@ -25,13 +25,13 @@ from gateway.engine.embedding.kernels import (
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A product and a bias. The weight is kept transposed: (inputs, outputs)."""
+    """A linear layer. The weight is kept transposed: (inputs, outputs)."""
 
     weight: mx.array
     bias: mx.array
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Give (rows, outputs) of (rows, inputs)."""
+        """Map (rows, inputs) to (rows, outputs)."""
         return mx.addmm(self.bias, x, self.weight)
 
 
@@ -64,7 +64,7 @@ class Layer:
     activation: Activation
 
     def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> mx.array:
-        """Take and give (rows * tokens, dimensions): flat, so that each product is one GEMM."""
+        """Map (rows * tokens, dimensions) to the same: flat, so that each product is one GEMM."""
         flat, width = x.shape
         # One copy puts all three into the layout the products want; views would be copied thrice.
         split = self.qkv(x).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
@@ -82,7 +82,7 @@ class Layer:
 def make_norm(
     weights: Mapping[str, mx.array], name: str, choice: Arithmetic, epsilon: float
 ) -> Norm:
-    """Make a normalisation of the two weights under a name."""
+    """Make a normalisation from the two weights under a name."""
     return Norm(weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon, choice.normalize)
 
 
@@ -92,10 +92,10 @@ def make_layer(
     heads: int,
     epsilon: float,
 ) -> Layer:
-    """Make a layer of its weights, named as in the checkpoint below `encoder.layer.N.`."""
+    """Make a layer from its weights, named as in the checkpoint below `encoder.layer.N.`."""
 
     def dense(*names: str, first_scale: float = 1.0) -> Dense:
-        """Put products side by side, the first one scaled."""
+        """Fuse several products into one, the first of them scaled."""
         scales = [first_scale] + [1.0] * (len(names) - 1)
         pairs = list(zip(names, scales, strict=True))
         weight = mx.concatenate([weights[f"{n}.weight"] * s for n, s in pairs])
@@ -134,7 +134,7 @@ IGNORED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The part of config.json that decides the numbers."""
+    """The part of config.json that the numbers depend on."""
 
     vocabulary: int
     dimensions: int
@@ -150,7 +150,9 @@ class Config:
 
 
 def modern_name(name: str) -> str:
-    """Rename a weight of checkpoints from before 2019: bert-base-uncased has such."""
+    """Return the current name of a weight: checkpoints from before 2019, such as bert-base-uncased,
+    have older ones.
+    """
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if name.endswith(f"LayerNorm{old}"):
             return name.removesuffix(old) + new
@@ -220,7 +222,7 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 class Bert:
     """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
 
-    Its weights are still to be read: whoever evaluates its parameters reads them.
+    Its weights are read when its parameters are first evaluated.
     """
 
     prefix = "bert."
@@ -258,7 +260,7 @@ class Bert:
         ]
 
     def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
-        """Give the states after the embedding and after each layer."""
+        """Yield the states after the embedding and after each layer."""
         rows, length = tokens.shape
         shape = (rows, length, self.dimensions)
         bias = None

@@ -18,7 +18,7 @@ from gateway.engine.device import Device
 class Decoder:
     """A decoder without its head: (rows, tokens) ids to hidden states after the last norm.
 
-    Its weights are still to be read: whoever evaluates its parameters reads them.
+    Its weights are read when its parameters are first evaluated.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class Decoder:
             raise checkpoint.failed(f"its hidden states have shape {probed}")
 
     def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
-        """Give the hidden states. `mask` is not needed: what follows a token cannot reach it."""
+        """Yield the hidden states. `mask` is not needed: a causal model's tokens do not see later
+        ones.
+        """
         yield self._hidden(tokens)
 
     def parameters(self) -> list[mx.array]:
@@ -58,7 +60,7 @@ class Decoder:
 
 
 def _refuse_bidirectional(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> None:
-    """Refuse decoders that were retrained to look ahead: mlx_lm's classes are causal."""
+    """Raise for decoders that were retrained to look ahead: mlx_lm's classes are causal."""
     for key, causal in (
         ("is_causal", True),
         ("use_bidirectional_attention", False),
@@ -69,7 +71,7 @@ def _refuse_bidirectional(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Non
 
 
 def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
-    """Give mlx_lm's classes for this config, with the head left out and names made alike.
+    """Return mlx_lm's classes for this config, without the head and with uniform names.
 
     Embedding checkpoints are saved from the bare model: no head, and no `model.` before names.
     """

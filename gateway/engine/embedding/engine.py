@@ -22,32 +22,32 @@ from gateway.engine.embedding.pooling import Recipe, pool, read_recipe, shorten,
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
 
-# Beyond some 500 tokens a pass gains nothing on a CPU, and its buffers leave the cache.
+# Beyond some 500 tokens a larger pass gains nothing on a CPU, and its buffers leave the cache.
 SLICE_TOKENS: Final = 512
-# Multiply-adds below which a second thread costs more than it computes: to start it takes 0.4 ms.
+# Multiply-adds below which a second thread costs more than it saves: starting it takes 0.4 ms.
 WORTH_A_THREAD: Final = 30_000_000
 
 
 def bucket(length: int) -> int:
     """Round a length up so that few shapes occur: to 8 up to 64, then to at most a quarter more.
 
-    Short texts are the many, and there a step of 8 wastes least; 512 tokens make 20 shapes.
+    Most texts are short, and there a step of 8 wastes least; 512 tokens make 20 shapes.
     """
     step = 8 if length <= 64 else 1 << (length - 1).bit_length() - 3
     return -(-length // step) * step
 
 
 def worthwhile_threads(tokens: int, weights: int, threads: int) -> int:
-    """Choose how many threads share a pass of so many tokens, each times so many weights."""
+    """Return how many threads should share a pass of so many tokens, each times so many weights."""
     return max(1, min(threads, tokens * weights // WORTH_A_THREAD))
 
 
 def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
-    """Cut rows, shortest first, into runs worth one pass each: the rows of each run.
+    """Cut rows, shortest first, into runs worth one pass each; return the number of rows in each
+    run.
 
-    A run costs its rows times its longest. There are as few runs as leave none above
-    SLICE_TOKENS, the same number for every thread, and the dearest is as cheap as can be. A row
-    is never divided.
+    A run costs its rows times its longest. There are as few runs as leave none above SLICE_TOKENS,
+    the same number for every thread, and the dearest is as cheap as can be. A row is never divided.
     """
     costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
     most = threads
@@ -72,7 +72,9 @@ def _runs(lengths: Sequence[int], cost: int) -> list[int]:
 def in_step(
     passes: Sequence[Iterator[mx.array]], streams: Sequence[mx.Stream]
 ) -> Iterator[list[mx.array]]:
-    """Advance all passes, equally long, by one layer at a time, each on its stream."""
+    """Advance all passes, which have equally many layers, by one layer at a time, each on its
+    stream.
+    """
     while True:
         states: list[mx.array] = []
         for one, stream in zip(passes, cycle(streams), strict=False):
@@ -87,7 +89,7 @@ Vectors = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """What turns ids into hidden states: an own encoder, or a decoder without its head."""
+    """Turns ids into hidden states: an encoder of ours, or a decoder without its head."""
 
     dimensions: int
     vocabulary: int
@@ -95,7 +97,7 @@ class Encoder(Protocol):
     max_tokens: int
 
     def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
-        """Give (rows, tokens, dimensions) after each layer; the last are the hidden states.
+        """Yield (rows, tokens, dimensions) after each layer; the last are the hidden states.
 
         `mask` is true at real tokens, None if all are.
         """
@@ -105,7 +107,7 @@ class Encoder(Protocol):
 
 
 class EmbeddingEngine:
-    """One loaded embedding model. Every call on the thread that loaded it."""
+    """One loaded embedding model. Call it only on the thread that loaded it, but for `encode`."""
 
     def __init__(
         self,
@@ -128,18 +130,17 @@ class EmbeddingEngine:
         self._encoder = encoder
         self._recipe = recipe
         self._on_cpu = device is Device.CPU
-        # Every token is multiplied by them all, but for the table it is looked up in.
+        # Every token is multiplied by all of them, except the table that it is looked up in.
         table = encoder.vocabulary * encoder.dimensions
         self._weights = sum(array.size for array in encoder.parameters()) - table
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Return the type that it computes in."""
+        """Return the type of the model's floating weights."""
         return floating_dtype(self._encoder)
 
     @property
     def vocab_size(self) -> int:
-        """Count the token ids the model knows."""
         return self._encoder.vocabulary
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -147,7 +148,9 @@ class EmbeddingEngine:
         return self.tokenizer.encode(texts)
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise as far as `truncate` keeps; more ids than `max_tokens` only tell of more."""
+        """Tokenise as far as `truncate` keeps; more ids than `max_tokens` only show that there were
+        more.
+        """
         return self.tokenizer.encode_start(texts, self.max_tokens)
 
     def truncate(self, tokens: Sequence[int]) -> list[int]:
@@ -159,7 +162,7 @@ class EmbeddingEngine:
         return shorten(vectors, dimensions, normalize=self._recipe.normalize)
 
     def close(self) -> None:
-        """Let go of every array."""
+        """Release every array."""
         del self._encoder
         clear_cache()
 
@@ -168,10 +171,10 @@ class EmbeddingEngine:
         return sum(array.nbytes for array in self._encoder.parameters())
 
     def embed(self, rows: Sequence[Sequence[int]]) -> Vectors:
-        """Give (rows, dimensions): each row's vector, whatever its neighbours are.
+        """Return (rows, dimensions): each row's vector, whatever the other rows are.
 
-        A row is the token ids of one text, special tokens included. ContextLengthExceeded and
-        BadRequest for a row the model cannot read; EngineFailed, naming the model and the row,
+        A row is the token ids of one text, special tokens included. Raises ContextLengthExceeded
+        and BadRequest for a row the model cannot read; EngineFailed, naming the model and the row,
         for a vector that is not finite.
         """
         if not rows:
@@ -189,16 +192,16 @@ class EmbeddingEngine:
         return vectors
 
     def _threads(self, tokens: int) -> int:
-        """Choose how many threads share a pass; a GPU does that by itself."""
+        """Return how many threads share a pass; a GPU needs one."""
         if not self._on_cpu:
             return 1
         return worthwhile_threads(tokens, self._weights, backend.cpu_threads())
 
     def _run(self, slices: Sequence[Sequence[Sequence[int]]], threads: int) -> Vectors:
-        """Run the slices side by side: each CPU stream is a thread, with a BLAS of its own.
+        """Run the slices concurrently: each CPU stream is a thread, with a BLAS of its own.
 
-        Python builds a layer while the CPU computes the one before. mlx takes in only some
-        fifty operations ahead, so the slices go layer by layer: one built whole would run alone.
+        Python builds a layer while the CPU computes the one before. mlx queues only some fifty
+        operations ahead, so the slices go layer by layer: one built whole would run alone.
         """
         streams = [mx.default_stream(mx.default_device())]
         if len(slices) > 1:
@@ -213,7 +216,7 @@ class EmbeddingEngine:
         return np.concatenate([np.array(vectors) for vectors in states])
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> Iterator[mx.array]:
-        """Give the states after each layer, and at the end the rows' vectors."""
+        """Yield the states after each layer, and at the end the rows' vectors."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         # A GPU's buffers are reused where shapes recur; a CPU's need not be, so nothing is wasted.
@@ -229,7 +232,7 @@ class EmbeddingEngine:
         yield unit(vectors) if self._recipe.normalize else vectors
 
     def _check(self, rows: Sequence[Sequence[int]]) -> None:
-        """Refuse what would read outside the tables: mlx does not check bounds."""
+        """Raise for rows that would read outside the tables: mlx does not check bounds."""
         longest = max(map(len, rows))
         if longest > self.max_tokens:
             raise ContextLengthExceeded(self.max_tokens, longest, param="input", noun="input")
@@ -261,14 +264,14 @@ def load_embedding_in_steps(
     max_context: int | None = None,
     prompts: Mapping[str, str] | None = None,
 ) -> Generator[EmbeddingEngine | None]:
-    """Load an embedding model from a folder of safetensors; ModelLoadFailed says why not.
+    """Load an embedding model from a folder of safetensors. Raises ModelLoadFailed.
 
-    A step for the tokenizer and one for each slice of the weights, as `load_generation_in_steps`
-    has them: the last gives the engine.
+    There is a step for the tokenizer and one for each slice of the weights, as in
+    `load_generation_in_steps`: the last yields the engine.
 
-    `pooling` (mean, cls, last) and `normalize` are needed where the folder has no modules.json,
-    and win where it has one. `max_context` can only lower the model's own limit. `prompts`, where
-    there are any, take the place of the model's own.
+    `pooling` (mean, cls, last) and `normalize` are needed if the folder has no modules.json, and
+    win if it has one. `max_context` can only lower the model's own limit. `prompts`, if there are
+    any, replace the model's own.
     """
     checkpoint = Checkpoint(name, folder)
     recipe = read_recipe(checkpoint, pooling, normalize)
@@ -330,7 +333,7 @@ def _read_transformer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 def _max_tokens(
     checkpoint: Checkpoint, positions: int, settings: Mapping[str, Any], asked: int | None
 ) -> int:
-    """Take the model's own limit, capped by its positions, lowered by models.yaml."""
+    """Return the model's own limit, capped by its positions, lowered by models.yaml."""
     own = settings.get("max_seq_length")
     if own is None:
         own = checkpoint.read_object("tokenizer_config.json").get("model_max_length")

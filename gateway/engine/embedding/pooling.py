@@ -62,7 +62,7 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
 
 
 def _modules(checkpoint: Checkpoint) -> dict[str, str]:
-    """Give each module's path by its class name, in order; empty when there is no modules.json."""
+    """Return each module's path by its class name, in order; empty if there is no modules.json."""
     listing = checkpoint.read_json("modules.json")
     if listing is None:
         return {}

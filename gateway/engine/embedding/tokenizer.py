@@ -32,7 +32,7 @@ class TextTokenizer:
     _splits_words: bool = False
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Give each text's ids with its special tokens, never truncated, never padded."""
+        """Return each text's ids with its special tokens, never truncated, never padded."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
         return [[*one.ids, *self._eos] for one in encoded]
 
@@ -117,7 +117,7 @@ def _splits_words(tokenizer: Tokenizer) -> bool:
 
 
 def _follow_bert_settings(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Let tokenizer_config.json win over tokenizer.json's normaliser, as BertTokenizer does."""
+    """Apply tokenizer_config.json over tokenizer.json's normaliser, as BertTokenizer does."""
     normalizer = tokenizer.normalizer
     if not isinstance(normalizer, normalizers.BertNormalizer):
         return
@@ -132,7 +132,7 @@ def _follow_bert_settings(tokenizer: Tokenizer, config: Mapping[str, Any]) -> No
 
 
 def _lowers(tokenizer: Tokenizer) -> bool:
-    """Tell whether the normaliser already lower-cases, wherever in a sequence it does."""
+    """Return True if the normaliser already lower-cases, in a sequence too."""
     rules = repr(tokenizer.normalizer)
     return "lowercase=True" in rules or "Lowercase()" in rules
 
@@ -158,7 +158,7 @@ def _missing_eos(
     config: Mapping[str, Any],
     last: int | None,
 ) -> tuple[int, ...]:
-    """Give the end token that tokenizer_config.json asks for and tokenizer.json does not add."""
+    """Return the end token that tokenizer_config.json asks for and tokenizer.json does not add."""
     if not config.get("add_eos_token"):
         return ()
     token = config.get("eos_token")

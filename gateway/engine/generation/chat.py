@@ -59,9 +59,7 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's ids, and what its end says: whether the model is thinking already, or may begin
-    to.
-    """
+    """The ids of a prompt, and whether at its end the model is thinking already or may begin to."""
 
     ids: list[int]
     is_thinking: bool = False
@@ -98,7 +96,7 @@ class ChatTokenizer:
 
     @property
     def tokenizer(self) -> Any:
-        """Give the transformers tokenizer, for those who build upon it."""
+        """Return the transformers tokenizer, for callers that build on it."""
         return self._wrapper._tokenizer
 
     @property
@@ -131,18 +129,18 @@ class ChatTokenizer:
         return Prompt(ids, is_thinking=opened > closed, may_think=opened < 0 and closed < 0)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return a text's ids. Of tokenizers' calls only those of batches let go of Python's lock:
+        """Return the ids of a text. As a batch, since only tokenizers' batch calls release the GIL:
         a megabyte kept the event loop waiting for three seconds.
         """
         (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 
     def _continue(self, job: GenerateJob) -> Prompt:
-        """Return a prompt that ends with the last message, as far as it goes.
+        """Return a prompt that ends inside the last message, right after its text.
 
-        A template may close a message in any way: so a word of our own is rendered in the place of
-        its text, which comes after what stands before that word. The text's letters are letters:
-        it opens no thinking and ends none.
+        A template may close a message in any way. So a placeholder word is rendered instead of the
+        text, and the text put after what stands before that word. Marks in the text count as plain
+        letters: it opens no thinking and ends none.
         """
         *earlier, last = job.messages
         word = f"continued{secrets.token_hex(16)}"
@@ -163,10 +161,10 @@ class ChatTokenizer:
         return texts_of(ids, text, self.vocabulary, special)
 
     def _render(self, job: GenerateJob) -> tuple[str, str]:
-        """Return a conversation's text, and what the template adds at its end for the answer.
+        """Return a conversation's text, and what the template adds at its end to open the answer.
 
-        Nothing else says whether the model is thinking: messages may hold its marks, too. The
-        second is empty where the whole text has no such mark.
+        Only the second says whether the model is thinking, since messages may contain its marks
+        too. It is empty if the text contains none.
         """
         text = self._apply(job, is_asking=True)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
@@ -178,7 +176,7 @@ class ChatTokenizer:
             opening = ""
         if opening:
             return text, opening
-        # A template that always asks: its last words count, unless they are the caller's.
+        # This template always opens an answer: its last words count, unless the caller wrote them.
         last = str(job.messages[-1].get("content") or "").rstrip()
         is_own = text.rstrip().endswith(marks) and not last.endswith(marks)
         return text, text.rstrip().splitlines()[-1] if is_own else ""
@@ -198,10 +196,11 @@ class ChatTokenizer:
         )
 
     def _said_of_thinking(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return a template's arguments with what they say of thinking in its family's words.
+        """Return a template's arguments, with those about thinking renamed to the words of its
+        family.
 
-        Most templates read `enable_thinking`; Granite's and DeepSeek's read `thinking`, and gpt-oss
-        thinks at three strengths, never not at all.
+        Most templates read `enable_thinking`; Granite's and DeepSeek's read `thinking`; gpt-oss has
+        three levels of thinking and cannot turn it off.
         """
         if self._wrapper._chat_template is not None:  # a program, which takes its own words alone
             return arguments
@@ -220,12 +219,12 @@ class ChatTokenizer:
 
     @property
     def call_ids(self) -> frozenset[int]:
-        """List the tokens that mark calls, where a grammar can hold them."""
+        """List the tokens that mark calls, if a grammar can hold calls."""
         pairs = self._tools.marks if self._tools is not None and self._tools.is_json else ()
         return self._ids(mark for pair in pairs for mark in pair)
 
     def call_format(self, is_special: Callable[[int], bool]) -> CallFormat | None:
-        """Give the model's own form of a call, where it is JSON between marks."""
+        """Return the model's own form of a call, if that is JSON between marks."""
         if self._tools is None or not (self._tools.is_json or self._tools.is_apart):
             return None
         if self._tools.is_apart:
@@ -235,7 +234,7 @@ class ChatTokenizer:
         return CallFormat(start, end, *(i is not None and is_special(i) for i in ids))
 
     def output_processor(self, job: SequenceParams) -> OutputProcessor:
-        """Return what turns a row's tokens into parts."""
+        """Return what turns the tokens of a sequence into parts."""
         return OutputProcessor(
             Detokenizer(self.vocabulary, continues=job.is_bare or job.is_continued),
             self._parser(job),
@@ -245,7 +244,7 @@ class ChatTokenizer:
         )
 
     def thinking(self, job: SequenceParams) -> Thinking:
-        """Return what tells whether a row is thinking, by its tokens."""
+        """Return what tracks, by its tokens, whether a sequence is thinking."""
         spell, pattern = self._spell, self._marks.pattern
         if self._is_harmony:
             # A call ends the answer, too, where it may be one.
@@ -318,7 +317,7 @@ class ChatTokenizer:
     def _read_message(
         self, functions: Mapping[str, Mapping[str, Any]]
     ) -> Callable[[str, str], Sequence[Mapping[str, Any]]]:
-        """Return a reader of messages to a function: arguments in JSON, or marked calls."""
+        """Return a reader of messages addressed to a function: JSON arguments, or marked calls."""
         tools = self._tools
 
         def read(name: str, text: str) -> Sequence[Mapping[str, Any]]:
@@ -334,7 +333,7 @@ class ChatTokenizer:
 
 
 def _alike(text: str, other: str) -> int:
-    """Count the characters that two texts begin with alike."""
+    """Count the characters that two texts have in common at their beginning."""
     if text.startswith(other):
         return len(other)
     pairs = enumerate(zip(text, other, strict=False))
@@ -352,9 +351,9 @@ def load_chat_tokenizer(
     reasoning_parser: str | None = None,
     sandbox: Sandbox | None = None,
 ) -> ChatTokenizer:
-    """Load tokenizer.json and the template beside it, or the given one in its place.
+    """Load tokenizer.json and the template stored with it, or use the given template instead.
 
-    The rest is as `chat_tokenizer` has it. No code of the model's is ever run.
+    Other arguments are those of `chat_tokenizer`. Code from the model's folder is never run.
     """
     if not (folder / "tokenizer.json").is_file():
         raise ModelLoadFailed(name, f"there is no tokenizer.json in {folder.name}")
@@ -390,11 +389,11 @@ def chat_tokenizer(
     reasoning_parser: str | None,
     sandbox: Sandbox | None,
 ) -> ChatTokenizer:
-    """Make a chat model's tokenizer of mlx-lm's, with the given template or its own.
+    """Wrap mlx-lm's tokenizer for chat, with the given template or its own.
 
     `tool_parser` and `reasoning_parser` name the model's formats; None has them inferred. The
-    template is rendered in the `sandbox`, where there is one. Raises ModelLoadFailed naming what
-    is missing or cannot be rendered.
+    template is rendered in the `sandbox`, if there is one. Raises ModelLoadFailed naming what is
+    missing or cannot be rendered.
     """
     if chat_template is not None:
         wrapper.chat_template = chat_template

@@ -1,8 +1,8 @@
-"""A model's chat template: a program of its checkpoint's, whose cost nobody has bounded.
+"""A model's chat template: a program from its checkpoint, of unbounded cost.
 
-What it may do is bounded by transformers, which runs it in jinja2's sandbox; what it may cost, by
-ours, a process that a deadline or its memory ends. There transformers' own function renders it, so
-that the text is the same to the byte.
+transformers runs it in jinja2's sandbox, which bounds what it may do. Our own sandbox, a process
+ended by a deadline or by its memory, bounds what it may cost. transformers' own function renders it
+there, so the text is the same to the byte.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ HELLO: Final = ({"role": "user", "content": "Hello!"},)
 class ChatTemplate:
     """Renders conversations. Safe on any thread.
 
-    Without a sandbox, and where mlx-lm brings a program of its own for the model in place of a
-    template, that is done here.
+    Rendering happens in this process if there is no sandbox, or if mlx-lm brings a program of its
+    own for the model instead of a template.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, sandbox: Sandbox | None) -> None:
@@ -38,10 +38,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> str:
-        """Return what `apply_chat_template` does for these messages, tools and other arguments.
+        """Return what `apply_chat_template` returns for these messages, tools and other arguments.
 
-        Raises BadRequest with the template's own words when it refuses the conversation, or
-        when that takes too much, and Overloaded when other templates take all the time.
+        Raises BadRequest with the template's own words if it refuses the conversation, or if
+        rendering takes too much, and Overloaded if other templates take all the time.
         """
         outcome, value = self._render_once(messages, tools, arguments)
         if outcome == "rendered":
@@ -57,9 +57,9 @@ class ChatTemplate:
         )
 
     def check(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Raise ModelLoadFailed for a template that cannot even greet within bounds.
+        """Raise ModelLoadFailed if the template cannot render even a greeting within bounds.
 
-        One that refuses to is another matter: it may want more than a greeting.
+        A template that refuses the greeting passes: it may want more than that.
         """
         if self._sandbox is None:
             return
@@ -97,7 +97,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return what mlx-lm 0.32 and transformers 5.23 call `render_jinja_template` with."""
+        """Return the arguments with which mlx-lm 0.32 and transformers 5.23 call
+        `render_jinja_template`.
+        """
         wrapper = self._wrapper
         given = dict(arguments)
         if wrapper._thinking_kwarg != "enable_thinking" and "enable_thinking" in given:

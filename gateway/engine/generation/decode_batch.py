@@ -1,4 +1,4 @@
-"""Rows between two decode steps, and what a step has said."""
+"""The batch that decodes, between two steps, and the outputs of a step."""
 
 import copy
 from collections import abc
@@ -18,8 +18,9 @@ _launch: Any = mx.async_eval  # untyped in mlx's stubs
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Rows some of whose tokens may have to be chosen again: `is_sure`, (rows,) bool, says which
-    are right, once it is known; `logits`, (rows, vocabulary), are what they were chosen from.
+    """Sequences whose tokens may have to be chosen again. `is_sure`, (rows,) bool, says which
+    tokens are right, once it is evaluated; `logits`, (rows, vocabulary), are what they were chosen
+    from.
     """
 
     rows: list[Sequence]
@@ -29,10 +30,11 @@ class Doubt:
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """Rows between two steps: their KV, and their next tokens, (rows,), perhaps still on the way.
+    """Sequences between two steps: their KV, and their next tokens, (rows,), perhaps not evaluated
+    yet.
 
-    `finite` tells, (rows,), whether those tokens came from numbers; `scores` are the logprobs of
-    the rows that want them.
+    `finite`, (rows,) bool, says whether a token's logits were numbers; `scores` are the logprobs of
+    the sequences that want them.
     """
 
     rows: list[Sequence]
@@ -44,9 +46,10 @@ class DecodeBatch:
 
     @property
     def may_go_on(self) -> bool:
-        """Tell whether the next pass may begin before these tokens are read: none is the last
-        its row may say, no row has met a fault, which must be found in its own pass, and a token
-        that turns out to be wrong can be taken back.
+        """Return True if the next pass may be launched before these tokens are read. There are
+        three conditions: no token is the last that its sequence may have; no sequence has met a
+        fault, which must show in a pass of its own; a token that turns out to be wrong can be taken
+        back.
         """
         if self.doubts and any(type(layer) is not BatchKVCache for layer in self.cache):
             return False
@@ -58,17 +61,17 @@ class DecodeBatch:
             layer.trim(1)
 
     def replace(self, other: "DecodeBatch") -> None:
-        """Put another choice in the place of these rows' tokens."""
+        """Put newly chosen tokens in the place of these sequences' tokens."""
         places = [self.rows.index(row) for row in other.rows]
         self.tokens[mx.array(places)] = other.tokens
         self.scores += other.scores  # the later ones count
         self.doubts += other.doubts
 
     def keep(self, indices: list[int]) -> None:
-        """Drop the rows not named, and the padding that only they needed.
+        """Drop the other sequences, and the padding that only they needed.
 
-        The smaller caches are launched at once: until then the larger ones are held, and others
-        may be let in meanwhile by what is counted of these.
+        The smaller caches are launched at once: the larger ones are held until then, and the memory
+        counted as free may already be given to new sequences.
         """
         if len(indices) == len(self.rows):
             return  # caches of a single row cannot be filtered
@@ -80,9 +83,11 @@ class DecodeBatch:
         _launch([layer.state for layer in self.cache])
 
     def take(self, index: int) -> "DecodeBatch":
-        """Copy one row out, with its next token; the row stays here too until it is dropped."""
+        """Return a copy of one sequence with its next token. It stays here too until it is
+        dropped.
+        """
         row = self.rows[index]
-        # Another's logprobs here would be taken for its next ones when the row comes back.
+        # Other sequences' logprobs would be taken for newer ones once this one is back.
         scores = [
             (some, [each if each is row else None for each in theirs])
             for some, theirs in self.scores
@@ -99,8 +104,8 @@ class DecodeBatch:
         return taken
 
     def extend(self, other: "DecodeBatch") -> None:
-        """Take in rows that have read their prompts."""
-        self.rows = [*self.rows, *other.rows]  # a new list: a doubt's rows are those of its choice
+        """Add sequences that have read their prompts."""
+        self.rows = [*self.rows, *other.rows]  # a new list: doubts keep the old one
         self.tokens = mx.concatenate([self.tokens, other.tokens])
         self.finite = mx.concatenate([self.finite, other.finite])
         self.scores += other.scores
@@ -109,9 +114,9 @@ class DecodeBatch:
             mine.extend(theirs)
 
     def read(self) -> "list[SequenceOutput]":
-        """Wait for the tokens on their way: one a row."""
+        """Wait for the tokens under way; return one output per sequence."""
         mx.eval(self.tokens, self.finite)
-        # mlx's stubs cannot tell what `tolist` gives.
+        # mlx's stubs do not type what `tolist` returns.
         tokens: Any = self.tokens.tolist()
         finite: Any = self.finite.tolist()
         scores = {
@@ -125,7 +130,9 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """A row's next token, off the device; `is_finite` tells whether it came from numbers."""
+    """The next token of a sequence, on the host; `is_finite` is False if its logits were no
+    numbers.
+    """
 
     row: Sequence
     token: int
@@ -133,7 +140,7 @@ class SequenceOutput:
     scores: TokenScores | None
 
     def to_deltas(self, end: FinishReason | None) -> list[SequenceDelta]:
-        """Tell the token; what goes wrong with its text is its row's own error, and its end."""
+        """Return the deltas of this token. An error in its text ends this sequence alone."""
         if not self.is_finite:
             return [SequenceDelta(self.row.id, error="its output is not a number")]
         try:
@@ -144,7 +151,7 @@ class SequenceOutput:
 
 
 def copy_layer(layer: Any) -> Any:
-    """Copy a layer's cache, but for its arrays: filtering the copy leaves the other whole."""
+    """Copy a layer's cache without its arrays. Filtering the copy leaves the original unchanged."""
     twin = copy.copy(layer)
     if isinstance(layer, CacheList):
         twin.caches = [copy_layer(each) for each in layer.caches]
@@ -154,7 +161,7 @@ def copy_layer(layer: Any) -> Any:
 def _to_host(
     scores: Scores, rows: abc.Sequence[Sequence | None]
 ) -> Iterator[tuple[Sequence, TokenScores]]:
-    """Bring logprobs from the device, row by row."""
+    """Read logprobs from the device, one sequence at a time."""
     chosen: Any = scores.chosen.tolist()
     ids: Any = scores.ids.tolist()
     logprobs: Any = scores.logprobs.tolist()

@@ -14,8 +14,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of() -> dict[str, int]:
-    """Invert the alphabet of byte-level BPE: printable bytes are themselves, the other 68 follow
-    from U+0100 on. Source: GPT-2's encoder.py, `bytes_to_unicode`.
+    """Return the alphabet of byte-level BPE, inverted: printable bytes are themselves, the other 68
+    follow from U+0100 on. Source: GPT-2's encoder.py, `bytes_to_unicode`.
     """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -40,7 +40,9 @@ class Vocabulary:
         self.bytes = lru_cache(maxsize=65_536)(self._bytes)
 
     def encode(self, text: str, plain_from: int) -> list[int]:
-        """Return a text's ids; from the character `plain_from` on no control token counts."""
+        """Return the ids of a text. From the character `plain_from` on, control tokens count as
+        letters.
+        """
         # As a batch, for which alone Python's lock is let go of.
         (encoded,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
         added = self.tokenizer.get_added_tokens_decoder()
@@ -51,7 +53,9 @@ class Vocabulary:
         return ids
 
     def _letters(self, content: str) -> list[int]:
-        """Return the ids of what spells a control token: the pipeline without the added ones."""
+        """Return the ids that spell a control token letter by letter: the pipeline without added
+        tokens.
+        """
         tokenizer = self.tokenizer
         text = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
         split = tokenizer.pre_tokenizer
@@ -66,11 +70,11 @@ class Vocabulary:
         return text
 
     def _text(self, token: int) -> str:
-        """Give a token's own text; U+FFFD where it is part of a character."""
+        """Return the text of a single token; U+FFFD if it is part of a character."""
         return self._decode([*self.probe, token])[self._prefix :]
 
     def _bytes(self, token: int) -> bytes:
-        """Give a token's own bytes, a part of a character's too."""
+        """Return the bytes of a single token, even if they are part of a character."""
         text: str = self.text(token)
         if "\ufffd" not in text:
             return text.encode()
@@ -96,7 +100,7 @@ def held_back(text: str, marks: Sequence[str]) -> int:
 
 
 class Detokenizer:
-    """The text of one row's tokens.
+    """Turns the tokens of one sequence into text.
 
     SentencePiece drops the space of a text's first word, unless the tokens `continue` a text.
     """
@@ -132,13 +136,15 @@ class Detokenizer:
         )
 
     def _restart(self) -> str:
-        """Return the text of the tokens held back, of which the stream keeps nothing."""
+        """Return the text of the tokens held back, with a new stream: the old one is of no use any
+        more.
+        """
         self._stream = self._new_stream()
         return self._flush_held()
 
     def _flush_held(self) -> str:
-        """Return the text of the tokens held back by their bytes: the stream has U+FFFD both where
-        they say so and for bytes that are no character.
+        """Return the text of the tokens held back, from their bytes: the stream writes U+FFFD both
+        for tokens that spell it and for bytes that are no character.
         """
         text = self._bytes(self._held).decode(errors="ignore")
         if self._is_first and text.startswith(" "):
@@ -157,7 +163,7 @@ class Detokenizer:
 
 
 class StopScanner:
-    """Ends a text before the first stop string to be complete in it."""
+    """Ends a text before the first stop string that is complete in it."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
@@ -165,7 +171,7 @@ class StopScanner:
         self.is_stopped = False
 
     def push(self, piece: str) -> str:
-        """Give the text that is certain now. After a stop string, nothing more."""
+        """Return the text that is certain now; empty after a stop string."""
         if self.is_stopped:
             return ""
         text = self._held + piece
@@ -178,6 +184,6 @@ class StopScanner:
         return text[:cut]
 
     def flush(self) -> str:
-        """Give what was held back, once no more comes."""
+        """Return what was held back, once no more text comes."""
         text, self._held = self._held, ""
         return "" if self.is_stopped else text

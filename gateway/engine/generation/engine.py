@@ -1,7 +1,7 @@
-"""One chat model's batch: rows join and leave between steps. All of it runs on the lane.
+"""The batch of one chat model: sequences join and leave between steps. All of it runs on the lane.
 
-The KV caches and the prompt pass are mlx-lm's batch classes; the decode step is ours, so that
-a prefill chunk and a decode step are separate calls (mlx-lm's `next()` does both in one).
+The KV caches and the prompt pass are mlx-lm's batch classes. The decode step is ours, so that a
+prefill chunk and a decode step are separate calls (mlx-lm's `next()` does both in one).
 """
 
 from collections import abc, deque
@@ -43,10 +43,10 @@ _launch: Any = mx.async_eval  # untyped in mlx's stubs
 
 
 class GenerationEngine:
-    """The rows of one model, from join to last token.
+    """The sequences of one model, from join to last token.
 
-    A step that raises never changes a neighbour's answer: its batch is thrown away and every
-    row is read again, alone, from what it has said; the row that fails alone ends with an error.
+    A step that raises never changes another sequence's answer: the batch is thrown away, and each
+    sequence is read again, alone, from its tokens so far. One that fails alone ends with an error.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GenerationEngine:
         self._prefixes = PrefixCache(make_prompt_cache(self._model), prefix_cache_bytes)
         self._prefill = Prefill(self._model, self._prefixes, max_scored_tokens(vocab_size))
         self._running: DecodeBatch | None = None
-        self._queued: deque[DecodeBatch] = deque()  # single rows, where rows run one at a time
+        self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
         self._faults = Faults()
         self._is_batched = True
         if not can_batch(model):
@@ -83,31 +83,30 @@ class GenerationEngine:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Return the type that it computes in."""
         return floating_dtype(self._model)
 
     @property
     def max_context(self) -> int:
-        """Give the most tokens a prompt and its answer may have together."""
+        """Return the most tokens that a prompt and its answer have together."""
         return self._max_context
 
     @property
     def is_prefilling(self) -> bool:
-        """Tell whether a row still has prompt to read."""
+        """Return True while a sequence has prompt left to read."""
         return not self._prefill.is_empty
 
     @property
     def is_decoding(self) -> bool:
-        """Tell whether a row is running."""
+        """Return True while a sequence is decoding."""
         return self._running is not None or bool(self._queued)
 
     @property
     def is_batched(self) -> bool:
-        """Return True while rows run together, False once they run one at a time."""
+        """Return True while sequences share passes, False once they run one at a time."""
         return self._is_batched
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare rows in batches with the same rows alone, a pass a step; yield what is known."""
+        """Compare sequences in batches with the same alone, a pass a step; yield what is known."""
         test = SelfTest(
             self._model, self._vocab_size, self._max_context, floating_dtype(self._model)
         )
@@ -117,11 +116,11 @@ class GenerationEngine:
 
     @property
     def self_test_tokens(self) -> int:
-        """Return the most tokens that a row of the self-test has."""
+        """Return the most tokens that a sequence of the self-test has."""
         return count_tokens(self._model, self._max_context)
 
     def hold_to(self, verdict: Verdict) -> None:
-        """Run rows, from the next to be read on, only as a verdict has not found wrong."""
+        """Stop using what a verdict finds wrong, from the next sequence to be read on."""
         self._is_batched = self._is_batched and not verdict.forbids_batches
         self._prefill.is_batched = self._is_batched
         self._prefill.is_plain = self._prefill.is_plain or verdict.single is False
@@ -129,23 +128,23 @@ class GenerationEngine:
             self._prefixes.stop()
 
     def take_faults(self) -> abc.Sequence[str]:
-        """Return what was thrown by passes since this was last asked."""
+        """Return the errors raised by passes since the last call."""
         return self._faults.take()
 
     @property
     def reading(self) -> frozenset[int]:
-        """Return the rows that still have prompt to read."""
+        """Return the ids of the sequences that have prompt left to read."""
         return frozenset(row.id for row in self._prefill.rows)
 
     @property
     def rows(self) -> int:
-        """Count the rows inside, reading or running. Safe on any thread."""
+        """Count the sequences inside, reading or decoding. Safe on any thread."""
         running = self._running
         queued = len(self._queued)
         return len(self._prefill) + queued + (0 if running is None else len(running.rows))
 
     def plan(self, job: GenerateJob) -> list[SequenceParams]:
-        """Render, encode and measure: one row a choice. Safe on any thread."""
+        """Render, encode and measure a job: one sequence per choice. Safe on any thread."""
         return prepare_sequences(
             job,
             self._chat,
@@ -156,21 +155,21 @@ class GenerationEngine:
         )
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Make a grammar ready for rows; slow, and safe on any thread.
+        """Compile a grammar for use by sequences. Slow, and safe on any thread.
 
         Raises BadRequest naming the keyword or place that cannot be compiled.
         """
         return self._structured.compile(grammar)
 
     def fits(self, schema: str, answer: str) -> bool | None:
-        """Judge a finished answer by a JSON Schema, both as text; None where that cannot be told.
+        """Return whether an answer fits a JSON Schema, both as text; None if undecidable.
 
         Slow, and safe on any thread.
         """
         return self._structured.fits(schema, answer)
 
     def join(self, job: SequenceParams) -> int:
-        """Queue a row for prefill and give its id."""
+        """Queue a sequence for prefill and return its id."""
         self._last_id += 1
         self._prefill.add(
             Sequence(
@@ -185,7 +184,7 @@ class GenerationEngine:
         return self._last_id
 
     def leave(self, sequence_id: int) -> None:
-        """Drop a row, wherever it is; an unknown id is fine."""
+        """Drop a sequence, in whatever state it is. An unknown id is ignored."""
         self._parked.pop(sequence_id, None)
         self._prefill.drop(sequence_id)
         self._faults.dismiss(sequence_id)
@@ -194,7 +193,7 @@ class GenerationEngine:
             self._keep([i for i, row in enumerate(self._running.rows) if row.id != sequence_id])
 
     def park(self, sequence_id: int) -> None:
-        """Stop a row, its KV and its next token kept; one that is being read stops thereafter."""
+        """Stop a sequence, keeping its KV and next token. One being read stops after that."""
         for row in self._prefill.rows:
             if row.id == sequence_id:
                 row.is_held = True
@@ -210,14 +209,14 @@ class GenerationEngine:
                 return
 
     def preempt(self, sequence_id: int) -> None:
-        """Stop a row and free its KV: resumed, it is read again from all it has read and said."""
+        """Stop a sequence and free its KV: when resumed, all its tokens are read again."""
         if (row := self._find(sequence_id)) is not None:
             self.leave(sequence_id)
             row.preempt()
             self._parked[sequence_id] = row
 
     def resume(self, sequence_id: int) -> None:
-        """Let a row go on that was parked or preempted; an unknown id is fine."""
+        """Continue a sequence that was parked or preempted. An unknown id is ignored."""
         for row in self._prefill.rows:
             if row.id == sequence_id:
                 row.is_held = False
@@ -229,9 +228,9 @@ class GenerationEngine:
             self._extend(parked)
 
     def cap_tokens(self, sequence_id: int, max_tokens: int) -> list[SequenceDelta]:
-        """Let a row say no more than so many tokens; an unknown id is fine.
+        """Limit a sequence's answer to so many tokens. An unknown id is ignored.
 
-        Returns the end of one that is parked or preempted and has said as many.
+        Returns the last deltas of a parked or preempted sequence that already has as many.
         """
         if (row := self._find(sequence_id)) is None:
             return []
@@ -242,17 +241,17 @@ class GenerationEngine:
         return []
 
     def forget(self) -> None:
-        """Let go of what is kept of prompts."""
+        """Drop the KV kept of prompts."""
         self._prefixes.clear()
         clear_cache()
 
     @property
     def kept_bytes(self) -> int:
-        """Count the bytes kept of prompts that others may begin with."""
+        """Count the bytes of KV kept of prompts that others may begin with."""
         return self._prefixes.nbytes
 
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
-        """Read one chunk of the prompts whose turn it is; those read whole start to run."""
+        """Read one chunk of the next prompts in line; those read whole start to decode."""
         if (batch := self._prefill.next_batch(token_budget)) is None:
             return []
         begun, there = batch.read, sum(batch.positions)
@@ -268,10 +267,10 @@ class GenerationEngine:
             return self._blame(batch.rows, error)
 
     def decode(self) -> list[SequenceDelta]:
-        """Take the tokens of the step under way, launch the next, then tell the texts.
+        """Take the tokens of the step under way, launch the next step, then return the deltas.
 
-        The next pass needs no token here: it is launched before they are read, so that the
-        device never waits for Python. What a row said last, it is run on in vain at most once.
+        The next pass needs no token on the host: it is launched before they are read, so the device
+        never waits for Python. A sequence that ends here has run for one step too many, at most.
         """
         if self._running is None and self._queued:
             self._running = self._queued.popleft()
@@ -311,13 +310,13 @@ class GenerationEngine:
         return deltas
 
     def settle(self) -> None:
-        """Wait until the device has done the step under way. What fails, fails when it is read."""
+        """Wait for the step under way. Its errors are raised when it is read."""
         if self._running is not None:
             with suppress(Exception):
                 mx.eval(self._running.tokens, self._running.finite)
 
     def nbytes(self) -> int:
-        """Count the bytes held on the device: weights, KV and prefixes."""
+        """Count the bytes on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
         running = self._running.cache if self._running is not None else []
         others = [*self._queued, *self._parked.values()]
@@ -326,7 +325,7 @@ class GenerationEngine:
         return weights + kv + self._prefixes.nbytes
 
     def close(self) -> None:
-        """Let go of every array."""
+        """Release every array."""
         self._prefill.close()
         self._prefixes.clear()
         self._queued.clear()
@@ -335,7 +334,7 @@ class GenerationEngine:
         clear_cache()
 
     def _start(self, batch: PrefillBatch) -> list[SequenceDelta]:
-        """Run the last prompt token of each row; a row that may say one token ends here."""
+        """Run the last prompt token of each; answers of one token at most end here."""
         if batch.rows[0].job.max_tokens == 0:
             return [row.echo_delta() for row in batch.rows]
         inputs = mx.array([row.context[-1] for row in batch.rows])
@@ -373,7 +372,7 @@ class GenerationEngine:
             self._queued.append(started)
 
     def _find(self, sequence_id: int) -> Sequence | None:
-        """Return the row of this id, wherever it is."""
+        """Return the sequence with this id, in whatever state it is."""
         rows = self._prefill.rows
         for running in (self._running, *self._queued, *self._parked.values()):
             if running is not None:
@@ -381,7 +380,7 @@ class GenerationEngine:
         return next((row for row in rows if row.id == sequence_id), None)
 
     def _clear_or_dismiss(self, output: SequenceOutput) -> None:
-        """Note how a row went that was read alone; after some faults rows run one at a time."""
+        """Record the outcome of a sequence read alone; too many faults end batching."""
         output.row.is_suspect = False
         if output.is_finite:
             self._faults.clear_of_blame(output.row.id)
@@ -391,7 +390,7 @@ class GenerationEngine:
             self.hold_to(Verdict(rows=False))
 
     def _step(self, logits: mx.array | None) -> None:
-        """Choose the next tokens from the pass that has read the last, launched by now or here."""
+        """Choose the next tokens from `logits`, or from a pass launched here if None."""
         if (running := self._running) is None:
             return
         if logits is None:
@@ -399,9 +398,9 @@ class GenerationEngine:
         self._running = self._choose(running.rows, running.cache, logits)
 
     def _launch_pass(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Launch the pass that reads tokens, (rows,); give its logits, (rows, vocabulary).
+        """Launch the pass that reads tokens, (rows,); return its logits, (rows, vocabulary).
 
-        The caches are evaluated with them: what no logits depend on, such as the lengths beside a
+        The caches are evaluated too. What no logits depend on, such as the lengths kept with a
         state, would grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
         """
         logits: mx.array = self._model(tokens[:, None], cache=cache)[:, -1, :]
@@ -409,7 +408,7 @@ class GenerationEngine:
         return logits
 
     def _choose(self, rows: list[Sequence], cache: list[Any], logits: mx.array) -> DecodeBatch:
-        """Launch the choice of the next tokens, whose masks are made while the pass runs."""
+        """Launch the choice of the next tokens. Their masks are made while the pass runs."""
         samplers = [row.sampler for row in rows]
         finite = is_finite(logits)
         logits = adjust_logits(samplers, logits)
@@ -446,8 +445,8 @@ class GenerationEngine:
         return DecodeBatch(rows, cache, choice.tokens, finite, scores, doubts)
 
     def _redraw_unsure(self, running: DecodeBatch) -> bool:
-        """Choose again, of more tokens, where those sorted were not all that the filters keep;
-        return whether there was such a row. Waits for the tokens.
+        """Draw again where the window lacked tokens that the filters keep; return whether
+        any was.
         """
         has_mended = False
         while running.doubts:
@@ -468,7 +467,7 @@ class GenerationEngine:
         return has_mended
 
     def _remember(self, running: DecodeBatch, ended: list[int]) -> None:
-        """Keep what rows have read and said: a conversation's next prompt begins with it."""
+        """Store the KV of ended answers: a conversation's next prompt begins with it."""
         if not self._prefixes.needs_block_ends:  # few answers end with one
             for i in ended:
                 self._prefixes.store(running.rows[i].context[:-1], running.cache, i)
@@ -482,9 +481,9 @@ class GenerationEngine:
             self._running = None
 
     def _blame(self, rows: list[Sequence], error: Exception) -> list[SequenceDelta]:
-        """Read every row again, alone; end the one that was alone already.
+        """Queue every sequence to be read again, alone; end one that was alone already.
 
-        Whatever is kept of prompts goes too: it may be what broke them.
+        The prefix cache is cleared too, since it may be what broke them.
         """
         self._prefixes.clear()
         self._faults.record([row.id for row in rows], error)

@@ -33,7 +33,7 @@ ReadCall = Callable[[str, str], Sequence[Mapping[str, Any]]]
 
 
 def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
-    """Return what finds the end of a header whose message is the answer, in spelled tokens."""
+    """Return a finder of the header's end whose message is the answer, in spelled tokens."""
     channel, message = re.escape(pattern("<|channel|>")), re.escape(pattern("<|message|>"))
     constrain = re.escape(pattern("<|constrain|>"))
     text = rf"(?:(?!\bto=)[^{BEGINS}])*"
@@ -42,10 +42,11 @@ def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
 
 
 class HarmonyParser:
-    """Reads one row's messages as they grow; the same face as `Parser`.
+    """Reads the messages of one sequence as they grow, with the interface of `Parser`.
 
-    `functions` are those that may be called; `read` makes calls of a recipient and its message, or
-    raises. A row that is held to a grammar is told its final message alone: the rest is reasoning.
+    `functions` are those that may be called; `read` turns a recipient and its message into calls,
+    or raises. If a grammar holds the sequence, only its final message is text: the rest is
+    reasoning.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class HarmonyParser:
 
     @property
     def calls(self) -> int:
-        """Count the calls told so far."""
+        """Count the calls returned so far."""
         return self._calls.count
 
     @property
     def is_thinking(self) -> bool:
-        """Return True if what comes next is no part of the answer."""
+        """Return True if what comes next is not part of the answer."""
         return self._body in ("header", "reasoning", "none")
 
     def push(self, piece: str) -> list[OutputPart]:
@@ -89,7 +90,7 @@ class HarmonyParser:
         return parts
 
     def flush(self) -> list[OutputPart]:
-        """Return what was held back, once no more comes."""
+        """Return what was held back, once no more text comes."""
         parts = self._close()
         if self.mode == "forced":
             parts += [OutputPart(call=call) for call in self._forced.flush()]
@@ -111,7 +112,7 @@ class HarmonyParser:
         return self._to_parts(run)
 
     def _open(self) -> None:
-        """Read a header that is whole: whose message follows, and for whom."""
+        """Read a complete header: the channel and the recipient of the message that follows."""
         header, self._header = spell_out(self._header), ""
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
@@ -142,7 +143,7 @@ class HarmonyParser:
         return [OutputPart(text=text)]
 
     def _close(self) -> list[OutputPart]:
-        """End the message under way; one that calls is read now."""
+        """End the message under way; if it is a call, read it."""
         body, self._body = self._body, "none"
         call, self._call = spell_out("".join(self._call)), []
         if body != "call":

@@ -25,7 +25,7 @@ from gateway.engine.grammar.trial import Sandbox
 
 @dataclass(frozen=True, slots=True)
 class ChatSetup:
-    """What a chat model needs beside its weights, and the files that those are read from."""
+    """What a chat model needs besides its weights, and the files that those are read from."""
 
     checkpoint: Checkpoint | GgufCheckpoint
     chat: ChatTokenizer
@@ -50,16 +50,16 @@ def read_chat_setup(
 ) -> ChatSetup:
     """Read a chat model's config, tokenizer and template, and prepare its grammars.
 
-    `files` is its folder or its GGUF file, in which all of them are.
+    `files` is its folder, or its GGUF file, which contains all of them.
 
-    Takes seconds and no MLX: for a thread beside the lane's. A tokenizer that grammars cannot
-    read leaves the model without them.
+    Takes seconds and no MLX: run it on a thread that is not the lane's. A tokenizer that the
+    grammars cannot read leaves the model without grammars.
 
     `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
     tightens the schemas that answers are held to, with the folder's own bounds where it has none.
     Grammars are compiled in the `sandbox` first, and templates are rendered in the other.
-    `tool_parser` and `reasoning_parser` name the forms of its calls and of its thinking; absent,
-    they are inferred. Raises ModelLoadFailed.
+    `tool_parser` and `reasoning_parser` name the forms of its calls and of its thinking; without
+    them, they are inferred. Raises ModelLoadFailed.
     """
     checkpoint = open_checkpoint(name, files)
     formats: dict[str, Any] = {
@@ -99,10 +99,10 @@ def load_generation_in_steps(
     is_packed: bool = False,
     prefix_cache_bytes: int = 0,
 ) -> Generator[GenerationEngine | None]:
-    """Load a chat model that mlx-lm knows, a step for each slice of its weights. On the lane.
+    """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
-    Others may have the lane between two steps. They give None, and the last one the engine;
-    whoever stops before that must close the generator, on the lane too.
+    Other work may have the lane between two steps. Each step yields None, and the last one the
+    engine; a caller that stops before it must close the generator, on the lane too.
 
     `is_packed` leaves weights quantised on a CPU too, as `must_stay_packed` decides.
     `prefix_cache_bytes` bounds the KV kept of prompts, for others that begin alike; 0 keeps none.
@@ -140,7 +140,7 @@ def load_generation(
     sandbox: Sandbox | None = None,
     template_sandbox: Sandbox | None = None,
 ) -> GenerationEngine:
-    """Load a chat model at once, where nobody else needs the thread."""
+    """Load a chat model in one go, for a thread that serves nothing else."""
     setup = read_chat_setup(
         files,
         name=name,
@@ -192,7 +192,7 @@ _SAMPLING: Mapping[str, Callable[[float], bool]] = {
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Return what a folder's generation_config.json says; nothing where it cannot be read."""
+    """Return the content of a folder's generation_config.json; empty if it cannot be read."""
     try:
         said = json.loads((folder / "generation_config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -201,9 +201,7 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def usable_sampling(said: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a checkpoint says of sampling, in generation_config.json's words, as far as it
-    makes sense.
-    """
+    """Return the usable sampling defaults of a checkpoint, under generation_config.json's names."""
     numbers = {name: said[name] for name in _SAMPLING if type(said.get(name)) in (int, float)}
     usable = {
         name: value
@@ -214,9 +212,9 @@ def usable_sampling(said: Mapping[str, Any]) -> dict[str, float]:
 
 
 def complete_shape(shape: Shape, said: Mapping[str, Any]) -> Shape:
-    """Return a shape with the bounds that a checkpoint states for itself, where it has none.
+    """Return a shape, with the checkpoint's own bounds where it has none.
 
-    They stand in generation_config.json under `structured`, in models.yaml's words: a model too
+    They stand in generation_config.json under `structured`, under models.yaml's names: a model too
     small to end a string by itself is so wherever it is served.
     """
     stated = said.get("structured")
@@ -234,7 +232,7 @@ def complete_shape(shape: Shape, said: Mapping[str, Any]) -> Shape:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Multimodal models keep their language model's sizes apart."""
+    """Return the language model's part of the config: multimodal models nest it."""
     text: Mapping[str, Any] = config.get("text_config") or config
     return text
 

@@ -27,7 +27,7 @@ TOKENS = re.compile(f"([{BEGINS}][^{_END}]*{_END})")
 
 
 class Marks:
-    """A tokenizer's marks: its special tokens, and the added ones that a format names."""
+    """A tokenizer's marks: its special tokens, and the added tokens that a format names."""
 
     def __init__(self, added: Mapping[int, AddedToken], named: Collection[str]) -> None:
         self._spelled = {
@@ -40,7 +40,9 @@ class Marks:
         self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def spelled(self, token: int) -> str | None:
-        """Return a mark as it stands in the text of an answer; None for a token that is text."""
+        """Return a mark as it is spelled in the text of an answer; None for a token that is
+        text.
+        """
         return self._spelled.get(token)
 
     def pattern(self, mark: str) -> str:
@@ -49,17 +51,17 @@ class Marks:
 
 
 def _is_in(content: str, name: str) -> bool:
-    """Return True if an added token is a part of a mark: no word, nor white space, that is."""
+    """Return True if an added token, neither a word nor white space, is part of a mark."""
     return content in name and not content.strip().isalnum() and len(content.strip()) > 1
 
 
 def strip_marks(text: str) -> str:
-    """Return text as a reader sees it: special tokens are no part of it."""
+    """Return text as a reader sees it, without special tokens."""
     return text if text.isascii() else _SPECIALS.sub("", text).translate(_SPELLING)
 
 
 def spell_out(text: str) -> str:
-    """Return text with every token in it written out, and nothing that spells marks."""
+    """Return text with its tokens written out as plain letters."""
     return text if text.isascii() else text.translate(_SPELLING)
 
 
@@ -71,7 +73,7 @@ NewId = Callable[[str, int], str]
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """A piece of an answer: one of the three."""
+    """A piece of an answer: text, reasoning or a call."""
 
     text: str = ""
     reasoning: str = ""
@@ -79,7 +81,7 @@ class OutputPart:
 
 
 class AnswerParser(Protocol):
-    """Reads one row's text, its marks spelled as tokens, as it grows."""
+    """Reads the text of one sequence as it grows, with marks spelled as tokens."""
 
     @property
     def mode(self) -> Mode:
@@ -87,7 +89,7 @@ class AnswerParser(Protocol):
 
     @property
     def calls(self) -> int:
-        """Count the calls told so far."""
+        """Count the calls returned so far."""
 
     @property
     def is_thinking(self) -> bool:
@@ -97,28 +99,28 @@ class AnswerParser(Protocol):
         """Take new text; return the parts that are certain now."""
 
     def flush(self) -> list[OutputPart]:
-        """Return what was held back, once no more comes."""
+        """Return what was held back, once no more text comes."""
 
 
 def openai_id(name: str, place: int) -> str:
-    """Return a new id as OpenAI's look."""
+    """Return a new id in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def mistral_id(name: str, place: int) -> str:
-    """Return a new id that Mistral's templates take: nine letters and digits."""
+    """Return a new id that Mistral's templates accept: nine letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 def kimi_id(name: str, place: int) -> str:
-    """Return the id that Kimi's template knows a conversation's call by."""
+    """Return the id by which Kimi's template knows a conversation's call."""
     return f"functions.{name}:{place}"
 
 
 def own_ids(messages: Sequence[Mapping[str, Any]], new_id: NewId) -> list[dict[str, Any]]:
-    """Return a conversation whose ids of calls have the form that its template needs.
+    """Return a conversation whose call ids have the form that its template needs.
 
-    Ids that a client has from elsewhere are renamed, in calls and results alike.
+    Ids from other sources are renamed, in calls and results alike.
     """
     named: dict[str, str] = {}
     turns = []
@@ -147,9 +149,9 @@ def _own_id(call: Mapping[str, Any], named: dict[str, str], new_id: NewId) -> st
 
 
 class CallWriter:
-    """Numbers an answer's calls and gives them ids; `earlier` count the conversation's.
+    """Numbers an answer's calls and gives them ids; `earlier` counts the conversation's.
 
-    There are `most` of them, where that is given: further ones are left out.
+    Calls beyond `most`, if given, are left out.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class CallWriter:
 
     @property
     def is_full(self) -> bool:
-        """Return True once there are all the calls that there may be."""
+        """Return True once no more calls are allowed."""
         return self._most is not None and self.count >= self._most
 
     def write(self, read: Sequence[Mapping[str, Any]]) -> list[CallDelta]:
@@ -190,7 +192,7 @@ class CallWriter:
 def arguments_json(arguments: Any) -> str:
     """Return a call's arguments as OpenAI does: JSON inside a string.
 
-    Raises ValueError for a number that is none, of which orjson would make null.
+    Raises ValueError for NaN and infinities, of which orjson would make null.
     """
     if isinstance(arguments, str):
         return arguments

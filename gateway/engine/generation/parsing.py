@@ -1,4 +1,4 @@
-"""What a model says → text, reasoning and calls, told apart by the marks of its own format."""
+"""An answer's text → content, reasoning and calls, separated by the marks of the model's format."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ _Next = Literal["text", "thinking", "call", "noise"]
 class Markup:
     """A model's marks, their tokens spelled as the stream has them.
 
-    `opens` and `closes` stand around thinking, `calls` are pairs around calls, whose second is
-    empty where nothing ends a call but the answer's end; `noise` means nothing. `bare` matches
-    the beginning of an answer that is a call without any mark. `read` turns what stands between
-    call marks into calls, or raises.
+    `opens` and `closes` stand around thinking; `calls` are pairs around calls, the second empty if
+    only the answer's end ends the call; `noise` is dropped. `bare` matches the beginning of an
+    answer that is a call without any mark. `read` turns the text between call marks into calls, or
+    raises.
     """
 
     opens: tuple[str, ...] = ()
@@ -38,15 +38,15 @@ class Markup:
 
 
 class Parser:
-    """Reads one row's text as it grows.
+    """Reads the text of one sequence as it grows.
 
-    A finished call of the model's own format is told whole; one that cannot be read is text. A
-    forced call is told as it is made: it has the one form that its grammar allows,
+    A call in the model's own format is returned once it is finished; one that cannot be read is
+    text. A forced call is returned as it grows: it has the one form that its grammar allows,
     {"name":…,"arguments":…}.
 
-    Thinking opens before any text and after a finished call. A row that is held to a grammar is
-    free of it only at its very beginning, so there alone (`is_bound`); and an answer that is
-    continued (`is_begun`) has text already. Nothing follows the last call that there may be.
+    Thinking opens before any text and after a finished call. A sequence that is held to a grammar
+    is free of it only at its very beginning, so thinking opens only there (`is_bound`); and an
+    answer that is continued (`is_begun`) has text already. Nothing follows the last call allowed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Parser:
         self._state: _State = "thinking" if is_thinking else "text"
         self._held = ""
         self._call: list[str] = []  # the beginning of the call under way, which has no mark
-        self._is_fresh = is_thinking  # white space after a mark is nobody's text
+        self._is_fresh = is_thinking  # white space after a mark is not part of any text
         self._is_bound = is_bound
         self._has_text = is_begun
         self._may_think = not is_begun
@@ -75,7 +75,7 @@ class Parser:
 
     @property
     def calls(self) -> int:
-        """Count the calls told so far."""
+        """Count the calls returned so far."""
         return self._calls.count
 
     @property
@@ -92,7 +92,7 @@ class Parser:
         return parts
 
     def flush(self) -> list[OutputPart]:
-        """Return what was held back, once no more comes."""
+        """Return what was held back, once no more text comes."""
         if self._calls.is_full:
             return []
         held, self._held = "".join((*self._call, self._held)), ""
@@ -111,7 +111,7 @@ class Parser:
         return parts
 
     def _advance(self, parts: list[OutputPart]) -> bool:
-        """Tell what can be told up to the next mark; return True if there was one."""
+        """Add the parts up to the next mark; return True if there was one."""
         if self._calls.is_full or self._is_waiting():
             return False
         marks = self._marks()
@@ -160,7 +160,7 @@ class Parser:
         return False
 
     def _marks(self) -> dict[str, _Next]:
-        """Return the marks that matter now, and the state each leads to."""
+        """Return the marks that count in this state, and the state that each leads to."""
         markup = self._markup
         if self._state == "thinking":
             return dict.fromkeys(markup.closes, "text")
@@ -176,7 +176,9 @@ class Parser:
         return marks
 
     def _to_parts(self, held: str, *, is_call: bool = False) -> list[OutputPart]:
-        """Return text as the part it is; a call that could not be read shows its tokens too."""
+        """Return text as parts of the current kind; a call that could not be read shows its tokens
+        too.
+        """
         text = spell_out(held) if is_call else strip_marks(held)
         if self._is_fresh and not is_call:
             text = text.lstrip()
@@ -193,7 +195,7 @@ class Parser:
         return [OutputPart(text=text)]
 
     def _read(self, held: str) -> list[OutputPart]:
-        """Read finished calls; nothing when they cannot be read."""
+        """Return finished calls as parts; none if they cannot be read."""
         assert self._markup.read is not None
         try:
             calls = self._calls.write(self._markup.read(spell_out(held)))

@@ -1,4 +1,4 @@
-"""Prompts on their way into KV: which are read together, and whose turn the next chunk is."""
+"""Prefill: which prompts are read together, and which of them the next chunk is for."""
 
 from collections import abc, deque
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, count_sha
 from gateway.engine.generation.scoring import Scorer
 from gateway.engine.generation.sequence import Sequence
 
-# What is left of a prompt is read with its last chunk if it is at most this fraction of one, for a
-# pass of a few tokens costs nearly as much as a whole one.
+# The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass
+# of a few tokens costs nearly as much as a whole one.
 REST_SHARE: Final = 4
 
 
@@ -33,29 +33,30 @@ def take_prompts(lengths: abc.Sequence[int], budget: int) -> int:
 
 
 def _padding(lengths: abc.Sequence[int]) -> int:
-    """Count the tokens that fill rows up to the longest."""
+    """Count the padding tokens that fill all rows up to the longest."""
     return len(lengths) * max(lengths) - sum(lengths)
 
 
 @dataclass(slots=True, eq=False)
 class Alone:
-    """One row's prompt, on its way into caches that cannot be batched."""
+    """The prompt of one sequence, read into caches that cannot be batched."""
 
     model: Any
     prompt_cache: list[Any]
 
     def prompt(self, prompts: list[list[int]]) -> None:
-        """Read tokens: those of the only row."""
+        """Read the tokens of the only row."""
         self.model(mx.array(prompts), cache=self.prompt_cache)
         mx.eval([layer.state for layer in self.prompt_cache])
 
 
 @dataclass(slots=True, eq=False)
 class PrefillBatch:
-    """Rows read together. Several of them are read in one chunk; only a single row takes more.
+    """Sequences that are read together. Several are read in one chunk; only a single one takes
+    more.
 
-    `prompts` is what there was to read, all but the last token; `starts` what was there before
-    it; `read` counts what has been read of it.
+    `prompts` are the tokens to read, all but the last of each context; `starts` counts the tokens
+    that were in KV before; `read` counts the tokens of `prompts` that have been read.
     """
 
     rows: list[Sequence]
@@ -66,17 +67,17 @@ class PrefillBatch:
 
     @property
     def length(self) -> int:
-        """Give the longest row's tokens."""
+        """Return the length of the longest prompt."""
         return max(len(prompt) for prompt in self.prompts)
 
     @property
     def is_read(self) -> bool:
-        """Tell whether nothing is left to read."""
+        """Return True if nothing is left to read."""
         return self.read >= self.length
 
     @property
     def positions(self) -> list[int]:
-        """Count each row's tokens that are in KV."""
+        """Count the tokens of each sequence that are in KV."""
         return [
             start + min(self.read, len(prompt))
             for start, prompt in zip(self.starts, self.prompts, strict=True)
@@ -84,28 +85,27 @@ class PrefillBatch:
 
 
 class Prefill:
-    """The rows with prompt left to read, in line, and the batches among them.
+    """The queue of sequences with prompt left to read, and of batches under way.
 
-    Whoever has read a chunk goes to the back, so that a newcomer waits for one chunk at most of
-    each before it. A row whose prompt begins as one does that is being read waits until that
-    much is read, and goes on from there: what a burst of requests shares is read once.
+    A batch goes to the back after each chunk, so a newcomer waits for at most one chunk of each
+    batch before it. A sequence whose prompt begins like one that is being read waits until that
+    much is read, and continues from there: what a burst of requests shares is read once.
     """
 
     def __init__(self, model: Any, prefixes: PrefixCache, most_scored: int) -> None:
         self._model = model
         self._prefixes = prefixes
-        self._most_scored = most_scored  # tokens a pass, where the prompts' logprobs are wanted
+        self._most_scored = most_scored  # tokens in one pass, if prompt logprobs are wanted
         self._line: deque[Sequence | PrefillBatch] = deque()
-        self.is_batched = True  # rows are read together
-        self.is_plain = False  # caches are those of one row, as mlx-lm makes them
+        self.is_batched = True  # sequences are read together
+        self.is_plain = False  # use mlx-lm's caches for one sequence, not its batched ones
 
     def __len__(self) -> int:
-        """Count those in line; what is being read this moment is not."""
+        """Count the entries in the queue, without the batch being read right now."""
         return len(self._line)
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether no row has prompt left to read."""
         return not self._line
 
     @property
@@ -115,16 +115,15 @@ class Prefill:
         return sum(int(layer.nbytes) for layer in layers)
 
     def add(self, row: Sequence) -> None:
-        """Let a row join the line."""
         self._line.append(row)
 
     def readmit(self, rows: abc.Sequence[Sequence]) -> None:
-        """Put rows that were inside already before all others."""
+        """Queue sequences that were inside before, ahead of all others."""
         self._line.extendleft(reversed(rows))
 
     @property
     def rows(self) -> list[Sequence]:
-        """List the rows in line, those half read among them."""
+        """List the sequences in the queue, those of batches under way included."""
         return [
             row
             for each in self._line
@@ -132,7 +131,6 @@ class Prefill:
         ]
 
     def drop(self, sequence_id: int) -> None:
-        """Let a row go, wherever it stands."""
         self._line = deque(
             each
             for each in self._line
@@ -140,12 +138,12 @@ class Prefill:
         )
 
     def close(self) -> None:
-        """Let go of every row, and of the model."""
+        """Release every sequence and the model."""
         self._line.clear()
         self._model = None
 
     def next_batch(self, budget: int) -> PrefillBatch | None:
-        """Take out of the line who is to read next, and with whom."""
+        """Take the next sequence out of the queue, with those that can be read along with it."""
         for _ in range(len(self._line)):
             first = self._line.popleft()
             if isinstance(first, PrefillBatch):
@@ -158,7 +156,7 @@ class Prefill:
         return None
 
     def read(self, batch: PrefillBatch, budget: int) -> None:
-        """Read a chunk; a batch that has more to read joins the line again."""
+        """Read a chunk; a batch with more to read joins the queue again."""
         end = self._chunk_end(batch, self._bound_budget(batch.rows[0], budget))
         if end > batch.read:
             batch.lm_batch.prompt([prompt[batch.read : end] for prompt in batch.prompts])
@@ -172,7 +170,7 @@ class Prefill:
         return [each for each in self._line if isinstance(each, PrefillBatch)]
 
     def _being_read(self) -> list[tuple[Sequence, int]]:
-        """List the rows whose KV others may wait for, and how far each is read."""
+        """List the sequences whose KV others may wait for, and how far each is read."""
         return [
             (row, position)
             for batch in self._batches()
@@ -180,11 +178,13 @@ class Prefill:
         ]
 
     def _bound_budget(self, row: Sequence, budget: int) -> int:
-        """Return how many tokens to read in one pass with this row in it."""
+        """Return how many tokens to read in one pass with this sequence in it."""
         return min(budget, self._most_scored) if row.scores_prompt else budget
 
     def _count_known(self, row: Sequence) -> int:
-        """Count what a row need not read: what is to be scored must be."""
+        """Count the tokens of a sequence that need not be read: none if its prompt is to be
+        scored.
+        """
         if row.scores_prompt:
             return 0
         return self._prefixes.count_known(row.context[:-1])
@@ -192,7 +192,7 @@ class Prefill:
     def _gains_by_waiting(
         self, row: Sequence, known: int, others: Iterable[tuple[Sequence, int]]
     ) -> bool:
-        """Tell whether another is about to read more of this prompt than is known."""
+        """Return True if another sequence will soon have read more of this prompt than is known."""
         if row.is_suspect or row.scores_prompt or not self._prefixes.is_on:
             return False
         return any(
@@ -201,14 +201,14 @@ class Prefill:
         )
 
     def _is_alone(self, row: Sequence, rest: int) -> bool:
-        """Tell whether a row with so many tokens to read is read without others."""
+        """Return True if a sequence with so many tokens to read cannot share a batch."""
         # mlx-lm cannot pad a row that has nothing to read. Where a prefix is kept only as it is
         # at the end of a block, rows would have to end their blocks together.
         is_stopping = self._prefixes.needs_block_ends and rest >= BLOCK
         return not self.is_batched or row.is_suspect or rest == 0 or is_stopping
 
     def _choose_companions(self, first: Sequence, known: int, budget: int) -> list[Sequence]:
-        """Choose who is read with the first; they leave the line."""
+        """Choose the sequences to read along with the first, and take them out of the queue."""
         rows, rests = [first], [len(first.context) - 1 - known]
         if self._is_alone(first, rests[0]):
             return rows
@@ -224,7 +224,7 @@ class Prefill:
             if take_prompts([*rests, rest], budget) == len(rows):
                 break
             if _padding([*lengths, len(row.context)]) > budget:
-                continue  # what is at hand is padded too, and rows are counted by their own length
+                continue  # what is in KV is padded too, and rows are counted by their own length
             rows.append(row)
             rests.append(rest)
             lengths.append(len(row.context))
@@ -236,7 +236,7 @@ class Prefill:
         caches, prompts = [], []
         for row in rows:
             prompt = row.context[:-1]
-            # A suspect reads all of it: a prefix may be what has broken it.
+            # A suspect reads its whole prompt: a kept prefix may be what broke it.
             is_whole = row.is_suspect or row.scores_prompt
             known, cache = (0, None) if is_whole else self._prefixes.take(prompt)
             row.cached_tokens = known
@@ -253,7 +253,7 @@ class Prefill:
         return PrefillBatch(rows, batch, prompts, [row.cached_tokens for row in rows])
 
     def _chunk_end(self, batch: PrefillBatch, budget: int) -> int:
-        """Give how far to read now: with a block's end, where a prefix must stand at one."""
+        """Return how far to read now: to the end of a block where prefixes are kept only there."""
         chunk = max(1, budget // len(batch.rows))
         end = min(batch.read + chunk, batch.length)
         if batch.length - end <= chunk // REST_SHARE:
@@ -266,6 +266,8 @@ class Prefill:
 
 
 def _alike(one: Sequence, other: Sequence) -> bool:
-    """Return whether two rows may be read together: both scored or neither, and to the same end."""
+    """Return True if two sequences may share a batch: both scored or neither, and to the
+    same end.
+    """
     ends = [row.job.max_tokens == 0 for row in (one, other)]
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]

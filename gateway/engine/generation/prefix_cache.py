@@ -1,9 +1,9 @@
 """The KV of prompts already read, in blocks, so that what two prompts begin with is read once.
 
-A block is known by the block before it and its own tokens, so prompts share the blocks of all
-that they begin with. Only plain KV can be cut into blocks. A model with sliding windows or
-states has those kept whole, beside the block after which they were so, and its prompts are
-taken up at such blocks only.
+A block is identified by the block before it and its own tokens, so prompts share the blocks of all
+that they begin with. Only plain KV can be cut into blocks. The other layers' caches, of sliding
+windows or states, are kept whole, with the block after which they were copied, and a prompt can
+continue only from such a block.
 """
 
 from collections import OrderedDict
@@ -16,8 +16,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache
 
-# Tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
-# than the one pass that a prompt needs anyway. At most so many are read again after a hit.
+# In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
+# than the one pass that a prompt needs anyway. At most this many are read again after a hit.
 BLOCK = 64
 _TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
 _ROOT = 0
@@ -27,7 +27,7 @@ Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The plain layers' (keys, values) of one block, or the other layers' caches after one."""
+    """The plain layers' (keys, values) of one block, or the other layers' caches after a block."""
 
     number: int
     layers: Sequence[Any]
@@ -35,7 +35,7 @@ class _Kept:
 
 
 class PrefixCache:
-    """The KV of one model's prompts: at most `limit` bytes, without what was longest unused.
+    """The KV of one model's prompts: at most `limit` bytes, least recently used evicted first.
 
     `empty` is the model's prompt cache before anything was read. A limit of 0 keeps nothing.
     """
@@ -44,24 +44,23 @@ class PrefixCache:
         self._limit = limit
         self._is_plain = [type(layer) is KVCache for layer in empty]
         self._numbers = count(_ROOT + 1)
-        # Longest unused first. A block is used before the one it follows, by a moment, so the
-        # first of all has no block behind it, and may go.
+        # Least recently used first. A block counts as used just before the one that it follows,
+        # so the first of all has no block that follows it, and can be evicted.
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._nbytes = 0
 
     @property
     def is_on(self) -> bool:
-        """Tell whether anything is ever kept."""
+        """Return True if anything can be kept."""
         return self._limit > 0
 
     @property
     def needs_block_ends(self) -> bool:
-        """Tell whether a prompt is kept only as it is at the end of a block."""
+        """Return True if prompts are kept only as they are at the end of a block."""
         return self.is_on and not all(self._is_plain)
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes held."""
         return self._nbytes
 
     def count_known(self, tokens: Sequence[int]) -> int:
@@ -69,9 +68,9 @@ class PrefixCache:
         return BLOCK * len(self._usable(tokens))
 
     def take(self, tokens: Sequence[int]) -> tuple[int, list[Any] | None]:
-        """Give the prompt cache of the first tokens and their number; None and 0 for none.
+        """Return how many first tokens are known, and their prompt cache; 0 and None if none are.
 
-        It is for merging into a batch, which copies it: what is kept is never written to.
+        The cache is for merging into a batch, which copies it: what is kept is never written to.
         """
         path = self._usable(tokens)
         if not path:
@@ -89,9 +88,9 @@ class PrefixCache:
         return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
 
     def store(self, tokens: Sequence[int], layers: Sequence[Any], row: int) -> None:
-        """Keep the whole blocks of the tokens that `row` of a batch with these caches has read.
+        """Keep the whole blocks of the tokens that row `row` of a batch with these caches has read.
 
-        Where a prompt `needs_block_ends` they must end with a block, or nothing is kept.
+        If the cache `needs_block_ends`, the tokens must end with a block, or nothing is kept.
         """
         whole = len(tokens) - len(tokens) % BLOCK
         if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
@@ -116,24 +115,23 @@ class PrefixCache:
         self._use(path)
 
     def stop(self) -> None:
-        """Keep nothing any more."""
+        """Drop everything, and keep nothing from now on."""
         self._limit = 0
         self.clear()
 
     def clear(self) -> None:
-        """Let everything go."""
         self._kept.clear()
         self._nbytes = 0
 
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Tell the plain layers from the others."""
+        """Separate the plain layers from the others."""
         both = list(zip(layers, self._is_plain, strict=True))
         return [each for each, is_plain in both if is_plain], [
             each for each, is_plain in both if not is_plain
         ]
 
     def _path(self, tokens: Sequence[int]) -> list[Key]:
-        """List the blocks that the tokens begin with, as far as they are here."""
+        """List the kept blocks that the tokens begin with."""
         path: list[Key] = []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             key = (self._after(path), *tokens[start : start + BLOCK])
@@ -143,18 +141,18 @@ class PrefixCache:
         return path
 
     def _usable(self, tokens: Sequence[int]) -> list[Key]:
-        """List the same, up to the last after which a prompt can be taken up."""
+        """List those blocks up to the last one after which a prompt can continue."""
         path = self._path(tokens)
         while path and self.needs_block_ends and self._state_key(path) not in self._kept:
             path.pop()
         return path
 
     def _after(self, path: Sequence[Key]) -> int:
-        """Give the number by which what follows a path is known."""
+        """Return the number that identifies what follows a path."""
         return self._kept[path[-1]].number if path else _ROOT
 
     def _state_key(self, path: Sequence[Key]) -> Key:
-        """Give the key of the other layers' caches after a path: nothing follows them."""
+        """Return the key of the other layers' caches after a path. No block follows them."""
         return (self._after(path),)
 
     def _use(self, path: Sequence[Key]) -> None:
@@ -162,7 +160,7 @@ class PrefixCache:
             self._kept.move_to_end(key)
 
     def _put(self, key: Key, layers: Sequence[Any], path: list[Key]) -> bool:
-        """Keep what is sound and fits beside the path that it lengthens; tell whether."""
+        """Keep layers after a path if they are finite and fit; return whether they were kept."""
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
         while self._nbytes + nbytes > self._limit:
@@ -170,8 +168,8 @@ class PrefixCache:
             if oldest is None or oldest in path:
                 return False
             self._nbytes -= self._kept.pop(oldest).nbytes
-        mx.eval(arrays)  # before it is kept: a fault is that of the row that was read
-        # What is no number in one layer is none in any after it: the last one tells.
+        mx.eval(arrays)  # before it is kept: an error belongs to the sequence that was read
+        # NaN in one layer is NaN in all after it: checking the last one is enough.
         if layers and not all(mx.isfinite(array).all().item() for array in _arrays(layers[-1])):
             return False
         self._kept[key] = _Kept(next(self._numbers), layers, nbytes)
@@ -188,7 +186,7 @@ def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _page(layer: Any, row: int, start: int) -> tuple[mx.array, mx.array]:
-    """Copy one block of a row's KV out of a batch: two of (1, heads, BLOCK, size)."""
+    """Copy one block of a row's KV out of a batch: two arrays of (1, heads, BLOCK, size)."""
     at = slice(row, row + 1), slice(None), slice(start, start + BLOCK)
     return _copy(layer.keys[at]), _copy(layer.values[at])
 
@@ -203,15 +201,15 @@ def _extract(layer: Any, row: int) -> Any:
 
 
 def _copy(array: mx.array) -> mx.array:
-    """Copy into a buffer of its own size: a view would hold all of what it is cut from.
+    """Copy an array into a buffer of its own size: a view would hold all of what it is cut from.
 
-    mx.contiguous gives the view itself where that holds but 16 KB more.
+    mx.contiguous returns the view itself where that holds but 16 KB more.
     """
     return mx.concatenate([array[:0], array])
 
 
 def _join(pages: Sequence[tuple[mx.array, mx.array]], length: int) -> Any:
-    """Make one layer's cache of its blocks."""
+    """Make one layer's cache from its blocks."""
     cache: Any = KVCache  # untyped in mlx-lm
     keys = mx.concatenate([keys for keys, _ in pages], axis=2)
     values = mx.concatenate([values for _, values in pages], axis=2)

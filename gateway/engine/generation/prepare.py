@@ -1,4 +1,4 @@
-"""A job becomes rows: its prompt rendered, encoded and measured."""
+"""A job → the sequences it asks for: its prompt rendered, encoded and measured."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,11 +18,11 @@ def prepare_sequences(
     vocab_size: int,
     own: Mapping[str, float],
 ) -> list[SequenceParams]:
-    """Give one row a choice. Safe on any thread.
+    """Return the parameters of one sequence per choice. Safe on any thread.
 
-    `own` is what the model's files say of sampling, for what nobody has set.
-    Raises BadRequest for what the template refuses, ContextLengthExceeded for a prompt that
-    leaves no room for one token.
+    `own` are the sampling defaults of the model's files, for fields that the job leaves unset.
+    Raises BadRequest for what the template refuses, ContextLengthExceeded for a prompt that leaves
+    no room for one token.
     """
     read = chat.prompt(job)
     prompt = read.ids
@@ -71,13 +71,15 @@ def prepare_sequences(
 
 
 def _complete(sampling: Sampling, own: Mapping[str, float]) -> Sampling:
-    """Take what nobody has set from the model's own defaults."""
+    """Fill in unset fields from the model's own defaults."""
     given: dict[str, Any] = {name: own[name] for name in sampling.unset & own.keys()}
     return replace(sampling, **given, unset=frozenset())
 
 
 def _sampling_of_choice(sampling: Sampling, index: int) -> Sampling:
-    """Give choice `index` a seed of its own; the first keeps the caller's."""
+    """Return the sampling of choice `index`: the first has the caller's seed, the others one of
+    their own.
+    """
     if sampling.seed is None or index == 0:
         return sampling
     return replace(sampling, seed=sampling.seed + index)

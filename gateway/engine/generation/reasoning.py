@@ -1,7 +1,7 @@
-"""How models mark their thinking, and whether a row is thinking, told by its tokens.
+"""How models mark their thinking, and whether a sequence is thinking, judged by its tokens.
 
-The names are vLLM's (`--reasoning-parser`). Sources: vllm/reasoning/*.py and the chat templates
-of the model families.
+The names are vLLM's (`--reasoning-parser`). Sources: vllm/reasoning/*.py and the chat templates of
+the model families.
 """
 
 import re
@@ -16,7 +16,7 @@ from gateway.engine.generation.harmony import HARMONY_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Marks that open and close thinking; `noise` are further ones, which mean nothing here."""
+    """Marks that open and close thinking; `noise` are further marks, to be dropped."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
@@ -99,17 +99,17 @@ def infer_reasoning(vocabulary: Container[str], template: str, model_type: str) 
 
 
 def _has_tokens(mark: str, vocabulary: Container[str]) -> bool:
-    """Return True if the control tokens in a mark, one at least, are in the vocabulary."""
+    """Return True if a mark has control tokens and all of them are in the vocabulary."""
     tokens = re.findall(r"<[^<>]*>|\[[^\[\]]*\]", mark)
     return bool(tokens) and all(token in vocabulary for token in tokens)
 
 
 class Thinking:
-    """Whether a row is thinking, where its grammar, if it has one, doesn't count yet.
+    """Tracks whether a sequence is thinking; its grammar, if it has one, applies only afterwards.
 
     `opens_with` is the token that begins a block of thinking if it is the first of the answer,
-    `closes_with` the one that ends it; None where there is no such single token. `stops` are the
-    tokens that would end the answer. `ends` finds the thinking's end in what `spell` makes of
+    `closes_with` the one that ends it; None if there is no such single token. `stops` are the
+    tokens that would end the answer. `ends` finds the end of the thinking in what `spell` makes of
     tokens.
     """
 
@@ -134,7 +134,7 @@ class Thinking:
         self._tail = ""
 
     def take(self, token: int) -> bool:
-        """Take the next token; return True if the grammar has no say over it."""
+        """Take the next token; return True if the grammar does not apply to it."""
         was_on = self.is_on
         if token == self.opens_with:
             self.is_on = True
@@ -148,7 +148,8 @@ class Thinking:
 def keep_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
     """Return logits, (rows, vocabulary), with which a row that thinks cannot end its answer.
 
-    Where the end is likeliest, the end of the thinking is: the answer that was promised follows.
+    Where an end of the answer is likeliest, the end of the thinking is made so: the answer that was
+    promised follows.
     """
     stops = mx.array(thinking.stops)
     end = logits[row, stops].max()

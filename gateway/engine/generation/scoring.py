@@ -1,4 +1,4 @@
-"""A prompt given back: the texts of its tokens, and their logprobs, taken as it is read."""
+"""Echoed prompts: the texts of their tokens, and their logprobs, taken as they are read."""
 
 import math
 from collections import abc
@@ -27,8 +27,8 @@ def texts_of(
 ) -> list[str]:
     """Return the text of each token of a prompt; together they are the prompt's.
 
-    Half a character goes with the token that completes it. A special token is shown where it
-    was written: the tokenizer may have added some to a prompt that is `text`.
+    Half a character goes with the token that completes it. A special token is shown if the prompt,
+    `text`, contains it: the tokenizer may have added others.
     """
     decoder, texts, at = Detokenizer(vocabulary), [], 0
     for token in ids:
@@ -42,8 +42,8 @@ def texts_of(
 
 
 class Scorer:
-    """A model that scores the prompts of some rows as it reads them, side by side, from their
-    beginning. To who calls it, it is the model.
+    """A model that also scores the prompts of some sequences as it reads them together, from their
+    beginning. It is called as the model is.
     """
 
     def __init__(self, model: Callable[..., mx.array], rows: abc.Sequence[Sequence]) -> None:
@@ -54,7 +54,7 @@ class Scorer:
             row.prompt_logprobs.clear()
 
     def __call__(self, tokens: mx.array, **more: Any) -> mx.array:
-        """Read tokens, (rows, n), those of shorter rows padded on the right."""
+        """Read tokens, (rows, n), padded on the right for shorter rows."""
         logits = self._model(tokens, **more)
         width = tokens.shape[1]
         follows = [row.job.prompt[self._at + 1 : self._at + 1 + width] for row in self._rows]
@@ -74,7 +74,9 @@ class Scorer:
         counts: abc.Sequence[int],
         wanted: abc.Sequence[int],
     ) -> None:
-        """Hand each row the scores of its tokens: `counts` of them, one row after the other."""
+        """Append the scores to the sequences: `counts` tokens each, one sequence after the
+        other.
+        """
         scores = score(logits, mx.array(targets), range(len(targets)), max(wanted))
         chosen: Any = scores.chosen.tolist()
         ids: Any = scores.ids.tolist()

@@ -1,4 +1,4 @@
-"""One answer in the making: what it has read, said and may still say."""
+"""One answer being written: its tokens, its text, its grammar and its end."""
 
 import math
 from collections import abc
@@ -22,7 +22,9 @@ from gateway.jobs import (
 
 @dataclass(slots=True)
 class OutputProcessor:
-    """How a row's tokens become parts: decoded, told apart, stopped."""
+    """Turns the tokens of a sequence into parts: detokenises, parses, and scans for stop
+    strings.
+    """
 
     decoder: Detokenizer
     parser: AnswerParser
@@ -41,7 +43,7 @@ class OutputProcessor:
         is_shown_as_text: bool,
         may_stop: bool = True,
     ) -> list[OutputPart]:
-        """Give the parts that the token makes certain."""
+        """Take a token; return the parts that are certain with it."""
         piece = self.marks.spelled(token)
         if piece is None:
             piece = self.decoder.push(token)
@@ -49,28 +51,30 @@ class OutputProcessor:
         parts = [self._scan_for_stops(part, may_stop=may_stop) for part in self.parser.push(piece)]
         opens = self.parser.is_thinking and is_shown_as_text
         if scores is not None and not (was_thinking or opens):
-            # The texts of the tokens make the content; only an answer of one token, whose text
-            # may be nothing, shows it nevertheless: rerankers read it.
+            # The tokens' texts add up to the content. Only an answer of one token shows its text
+            # even if that is not content: rerankers read it.
             text = strip_marks(piece)
             text = text if is_shown_as_text else text or self.vocabulary.text(token)
             self._unplaced.append((begun, scores.to_logprob(self.vocabulary, token, text)))
         return parts
 
     def finish(self) -> list[OutputPart]:
-        """Give what was held back, once no more comes."""
+        """Return what was held back, once no more tokens come."""
         parts = [self._scan_for_stops(part) for part in self.parser.flush()]
         rest = self.stops.flush()
         self._told += len(rest)
         return [*parts, OutputPart(text=rest)]
 
     def take_logprobs(self, *, is_last: bool) -> abc.Sequence[TokenLogprob]:
-        """Give the logprobs of tokens whose text is out; those of a stop string never come."""
+        """Return the logprobs of tokens whose text is out. Those of a stop string are never
+        returned.
+        """
         every = is_last and not self.stops.is_stopped
         placed = [(start, each) for start, each in self._unplaced if every or start < self._told]
         self._unplaced = self._unplaced[len(placed) :]
         if not self.stops.is_stopped:
             return [each for _, each in placed]
-        # A stop string may begin inside a token: what is shown of it is what was told.
+        # A stop string may begin inside a token: only the text before it is shown.
         return [_cut_text(each, self._told - start) for start, each in placed]
 
     def _scan_for_stops(self, part: OutputPart, *, may_stop: bool = True) -> OutputPart:
@@ -84,7 +88,7 @@ class OutputProcessor:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """The logprobs of one token and of the likeliest beside it, off the device."""
+    """The logprobs of one token and of its likeliest alternatives, on the host."""
 
     chosen: float
     ids: abc.Sequence[int]
@@ -92,7 +96,7 @@ class TokenScores:
     wanted: int
 
     def to_logprob(self, vocabulary: Vocabulary, token: int, piece: str) -> TokenLogprob:
-        """Give them with texts; what a grammar excludes is left out."""
+        """Return the logprobs with texts. Alternatives that a grammar excludes are left out."""
         ranked = sorted(zip(self.logprobs, self.ids, strict=True), reverse=True)[: self.wanted]
         top = [
             Likelihood(vocabulary.text(i), vocabulary.bytes(i), logprob)
@@ -108,7 +112,9 @@ def _cut_text(logprob: TokenLogprob, length: int) -> TokenLogprob:
 
 
 class Sequence:
-    """A `SequenceParams` inside the engine. Its tokens are told one at a time, in order."""
+    """One answer of the engine, made from its `SequenceParams`. Its tokens are appended in
+    order.
+    """
 
     def __init__(
         self,
@@ -123,12 +129,12 @@ class Sequence:
         self.job = job
         self.sampler = sampler
         self.tokens: list[int] = []
-        self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens but the first
-        self.cached_tokens = 0  # of the prompt: taken from what others had read
+        self.prompt_logprobs: list[TokenLogprob] = []  # of all the prompt's tokens but the first
+        self.cached_tokens = 0  # of the prompt, from the prefix cache
         self.is_suspect = False
         self.was_suspect = False
         self.is_broken = False
-        self.is_held = False  # does not run until it is resumed
+        self.is_held = False  # parked: does not run until it is resumed
         self._output = output
         self._eos_ids = eos_ids
         self._thinking = thinking
@@ -141,23 +147,23 @@ class Sequence:
 
     @property
     def context(self) -> list[int]:
-        """Give all that the model must have read before the next token."""
+        """Return all tokens that the model must have read before the next one is chosen."""
         return [*self.job.prompt, *self.tokens]
 
     @property
     def scores_prompt(self) -> bool:
-        """Return whether the logprobs of its prompt are wanted, and not told yet."""
+        """Return True if the prompt's logprobs are wanted and not taken yet."""
         job = self.job
         return job.echoed is not None and job.logprobs is not None and not self.tokens
 
     def add_prompt_score(self, token: int, scores: TokenScores) -> None:
-        """Take the logprobs of the prompt's next token."""
+        """Append the logprobs of the prompt's next token."""
         assert self.job.echoed is not None
         text = self.job.echoed[len(self.prompt_logprobs) + 1]
         self.prompt_logprobs.append(scores.to_logprob(self._output.vocabulary, token, text))
 
     def echo_delta(self) -> SequenceDelta:
-        """Return the one delta of a row that gives its prompt back and says nothing."""
+        """Return the only delta of a sequence that echoes its prompt and has no answer."""
         try:
             prompt = self._echo()
         except ValueError as error:
@@ -166,7 +172,9 @@ class Sequence:
         return SequenceDelta(self.id, finish_reason="length", cached_tokens=cached, prompt=prompt)
 
     def _echo(self) -> EchoedPrompt | None:
-        """Return the prompt where it is given back; raises ValueError for what is no number."""
+        """Return the prompt if it is to be echoed. Raises ValueError for logprobs that are not
+        numbers.
+        """
         if self.job.echoed is None:
             return None
         if any(math.isnan(each.chosen.logprob) for each in self.prompt_logprobs):
@@ -175,12 +183,12 @@ class Sequence:
 
     @property
     def is_at_last(self) -> bool:
-        """Tell whether the next token is the last one allowed."""
+        """Return True if the next token is the last one allowed."""
         return len(self.tokens) + 1 >= self.job.max_tokens
 
     @property
     def matcher(self) -> Matcher | None:
-        """Give what the next token must match, if anything."""
+        """Return the matcher that the next token must satisfy, if any."""
         return None if self._thinking.is_on else self._matcher
 
     @property
@@ -190,17 +198,17 @@ class Sequence:
 
     @property
     def may_open_with(self) -> int | None:
-        """Give the token that opens a block of thinking, where one may still come first."""
+        """Return the token that opens a block of thinking, if one may still come first."""
         return self._thinking.opens_with
 
     @property
     def thinking_first(self) -> Thinking | None:
-        """Return the thinking under way where an answer that was promised a form must follow."""
+        """Return the thinking under way if an answer held to a grammar must follow it."""
         return self._thinking if self._thinking.is_on and self._matcher is not None else None
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the text met a stop string, or the one call it may make, or broke."""
+        """Return True if the answer met a stop string, made its only allowed call, or broke."""
         one_call = self.job.calling is not None and not self.job.calling.parallel
         parser = self._output.parser
         said_its_call = one_call and parser.mode != "forced" and parser.calls > 0
@@ -208,22 +216,22 @@ class Sequence:
         return self._output.stops.is_stopped or said_its_call or broke
 
     def cap_tokens(self, max_tokens: int) -> None:
-        """Let it say no more than so many tokens."""
         self.job = replace(self.job, max_tokens=min(max_tokens, self.job.max_tokens))
 
     def preempt(self) -> None:
-        """Prepare to be read again, from what it has read and said, as if nothing had happened.
+        """Prepare to be read again, from the prompt and the answer so far, with the same outcome.
 
-        The token that was chosen and never said is chosen anew, from the key of its place.
+        The token that was chosen and not yet appended is chosen again, with the random number of
+        its position.
         """
         self.cached_tokens = 0
 
     def end_early(self) -> list[SequenceDelta]:
-        """End it here: return what was held back, with `length`."""
+        """End the answer here with `length`; return what was held back."""
         return self._deltas(self._output.finish(), "length", reasoned=False, tokens=0)
 
     def suspect(self) -> None:
-        """Prepare to be read again, alone, after a step that went wrong."""
+        """Prepare to be read again, alone, after a step that failed."""
         self.is_suspect = self.was_suspect = True
         self.preempt()
         if self._grammar is not None:
@@ -231,7 +239,7 @@ class Sequence:
             self._matcher = self._grammar.matcher(matched)
 
     def append(self, token: int) -> FinishReason | None:
-        """Take the next token; tell whether, without looking at the text, it is the last."""
+        """Append the next token; return the finish reason if, text aside, it is the last."""
         is_free = self._thinking.take(token)
         self.tokens.append(token)
         self.sampler.count(token)
@@ -247,7 +255,9 @@ class Sequence:
     def to_deltas(
         self, ended: FinishReason | None, scores: TokenScores | None
     ) -> list[SequenceDelta]:
-        """Give what the token just said makes certain; the last delta says why it is the last."""
+        """Return the deltas that the newest token makes certain; the last one has the finish
+        reason.
+        """
         if self._matcher is not None and self._matcher.error is not None:
             return [SequenceDelta(self.id, error=f"its grammar broke: {self._matcher.error}")]
         token = self.tokens[-1]
