@@ -3,16 +3,15 @@
 import asyncio
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
     Iterable,
-    Iterator,
     Sequence,
 )
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gateway import logs, metrics
 from gateway.errors import (
@@ -20,7 +19,6 @@ from gateway.errors import (
     EngineFailed,
     GatewayError,
     NoRoom,
-    Overloaded,
     Unavailable,
 )
 from gateway.jobs import (
@@ -35,11 +33,12 @@ from gateway.jobs import (
     Usage,
     Verdict,
 )
-from gateway.serving.admission import Admission, Noun, until_deadline
+from gateway.serving.admission import until_deadline
 from gateway.serving.budget import Budget
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
+from gateway.serving.generation.queue import JobQueue
 from gateway.serving.generation.scheduler import Rows
 from gateway.serving.generation.sequence import Moves, Ticket, size
 from gateway.serving.generation.steps import Steps
@@ -51,7 +50,7 @@ from gateway.serving.workers import unending
 
 log = logs.get("generation")
 
-ASK_AGAIN_S = 0.1  # for room in a queue that is full
+JOBS_AT_ONCE = 16  # of one request: a long list of prompts is admitted in slices
 PREFILL_FIRST_PASSES = 2  # while more rows are being read than run, at the longest
 BREATH_S = 0.1  # after a turn that failed: the next may fail as well, and so on
 
@@ -94,9 +93,7 @@ class GenerationBatcher:
         self._pool = pool
         self._limits = limits
         self._grammars = grammars
-        self._tokens = Admission(name, Noun.TOKENS, limits.queue_max_tokens)
-        self._choices = Admission(name, Noun.CHOICES, limits.queue_limit)
-        self._inside: Counter[int] = Counter()  # jobs, by their requests
+        self._queue = JobQueue(name, limits)
         self._memory = memory or RowMemory(Budget(0), RowCosts())
         self._rows = Rows(name, self._limited(limits), self._memory)
         self._stirred = {kind: asyncio.Event() for kind in ("prefill", "decode")}
@@ -157,8 +154,7 @@ class GenerationBatcher:
         """Take over other limits, as it runs."""
         self._limits = limits
         self._rows.limits = self._limited(limits)
-        self._tokens.limit = limits.queue_max_tokens
-        self._choices.limit = limits.queue_limit
+        self._queue.adopt(limits)
         self._steps.chunk_tokens = limits.prefill_chunk_tokens
         self._steps.pace.limit_s = limits.pass_limit_s
         self._memory.adopt(limits.prefill_chunk_tokens)
@@ -170,8 +166,8 @@ class GenerationBatcher:
     ) -> AsyncIterator[Generation]:
         """Enter with the prompt accepted; then iterate `deltas`. Leaving drops every row.
 
-        A job that is given `refused` waits where the queue is full, read once, until its deadline;
-        `refused` is called each time there is no room.
+        If the queue is full, a job with `refused` calls it and waits for a place until its
+        deadline.
 
         Raises Overloaded when too much waits, BadRequest for what cannot be rendered,
         ContextLengthExceeded for what does not fit and PromptTooLarge for what no memory holds;
@@ -180,8 +176,7 @@ class GenerationBatcher:
         timings = job.caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENISE
         planned = await self._planned(job)
-        with contextlib.ExitStack() as place:
-            await self._let_in(place, job, planned, refused)
+        async with self._queue.place(job.caller, planned, refused):
             for row in planned:
                 self._memory.check(self._name, row)
             rows = await self._compiled(job, planned)
@@ -211,6 +206,62 @@ class GenerationBatcher:
                 timings.stage = next((each.stage for each in tickets if not each.is_over), None)
                 self._drop(tickets)
 
+    async def generate_many(
+        self, jobs: Sequence[GenerateJob]
+    ) -> AsyncGenerator[Usage | Delta, None]:
+        """Yield the usage of every job and every delta as it comes, some jobs at a time.
+
+        Choices are numbered job by job. Nothing is yielded before each of the first jobs has been
+        admitted or has found the queue full. Only the first job raises Overloaded: the others ask
+        once it was admitted, and wait for a place until the deadline. The first error ends all
+        jobs, and so does closing the generator.
+        """
+        news: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
+        waiting = iter(enumerate(jobs))
+        slots = min(JOBS_AT_ONCE, len(jobs))
+        unasked = set(range(slots))
+        all_asked, first_admitted = asyncio.Event(), asyncio.Event()
+
+        def note_asked(place: int) -> None:
+            unasked.discard(place)
+            if not unasked:
+                all_asked.set()
+
+        async def work() -> None:
+            for place, job in waiting:
+                refused = None
+                if place > 0:
+                    await first_admitted.wait()
+                    # A job with a place must not wait for one that has none.
+                    refused = partial(note_asked, place)
+                async with (
+                    self.generate(job, refused) as generation,
+                    contextlib.aclosing(generation.deltas) as deltas,
+                ):
+                    first_admitted.set()
+                    note_asked(place)
+                    await all_asked.wait()
+                    news.put_nowait(generation.usage)
+                    async for delta in deltas:
+                        news.put_nowait(replace(delta, index=place * job.n + delta.index))
+
+        workers = [asyncio.create_task(work()) for _ in range(slots)]
+        for worker in workers:
+            worker.add_done_callback(news.put_nowait)
+        under_way = len(workers)
+        try:
+            while under_way:
+                each = await news.get()
+                if isinstance(each, asyncio.Task):
+                    each.result()  # raises what ended it, if anything did
+                    under_way -= 1
+                else:
+                    yield each
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
     async def count_tokens(self, job: GenerateJob) -> int:
         """Return how many tokens a job's prompt has, be it longer than the model can read.
 
@@ -221,43 +272,6 @@ class GenerationBatcher:
             return len((await self._planned(job))[0].prompt)
         except ContextLengthExceeded as error:
             return error.tokens
-
-    async def _let_in(
-        self,
-        place: contextlib.ExitStack,
-        job: GenerateJob,
-        rows: Sequence[SequenceParams],
-        refused: Callable[[], None] | None,
-    ) -> None:
-        """Take a place in the queue, at once or, where it may wait, as soon as there is one."""
-        while True:
-            try:
-                place.enter_context(self._admitted(job.caller.number, rows))
-            except Overloaded:
-                if refused is None:
-                    raise
-                refused()
-                job.caller.timings.stage = Stage.QUEUE
-            else:
-                return
-            async with until_deadline(job.caller):
-                await asyncio.sleep(ASK_AGAIN_S)
-
-    @contextlib.contextmanager
-    def _admitted(self, request: int, rows: Sequence[SequenceParams]) -> Iterator[None]:
-        """Hold what the rows of one of a request's jobs take of the queue."""
-        tokens = sum(len(row.prompt) for row in rows)
-        is_more = self._inside[request] > 0
-        with (
-            self._tokens.admitted(tokens),
-            self._choices.admitted(len(rows), is_more=is_more),
-        ):
-            self._inside[request] += 1
-            try:
-                yield
-            finally:
-                self._inside[request] -= 1
-                self._inside += Counter()  # forget those without jobs
 
     async def _planned(self, job: GenerateJob) -> Sequence[SequenceParams]:
         started = metrics.now()

@@ -1,0 +1,74 @@
+"""A chat model's queue: the tokens and choices of the jobs in it, and who waits for a place."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+from gateway.errors import Overloaded
+from gateway.jobs import Caller, SequenceParams, Stage
+from gateway.serving.admission import Admission, Noun, until_deadline
+from gateway.serving.generation.policy import GenerationLimits
+
+
+class JobQueue:
+    """Places for one model's jobs, waiting and running, bounded in tokens and in choices."""
+
+    def __init__(self, model: str, limits: GenerationLimits) -> None:
+        self._tokens = Admission(model, Noun.TOKENS, limits.queue_max_tokens)
+        self._choices = Admission(model, Noun.CHOICES, limits.queue_limit)
+        self._jobs: Counter[int] = Counter()  # by their requests
+        self._changed = asyncio.Event()
+
+    def adopt(self, limits: GenerationLimits) -> None:
+        """Apply other limits, to jobs that wait for a place too."""
+        self._tokens.limit = limits.queue_max_tokens
+        self._choices.limit = limits.queue_limit
+        self._announce()
+
+    @contextlib.asynccontextmanager
+    async def place(
+        self,
+        caller: Caller,
+        sequences: Sequence[SequenceParams],
+        refused: Callable[[], None] | None = None,
+    ) -> AsyncIterator[None]:
+        """Hold a place for a job while entered.
+
+        Raises Overloaded if there is none. Where `refused` is given, call it instead and wait,
+        until another job leaves or the limits change, at most until the caller's deadline.
+        """
+        with contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    stack.enter_context(self._admit(caller.number, sequences))
+                    break
+                except Overloaded:
+                    if refused is None:
+                        raise
+                refused()
+                caller.timings.stage = Stage.QUEUE
+                async with until_deadline(caller):
+                    await self._changed.wait()
+            yield
+
+    @contextlib.contextmanager
+    def _admit(self, request: int, sequences: Sequence[SequenceParams]) -> Iterator[None]:
+        tokens = sum(len(each.prompt) for each in sequences)
+        is_more = self._jobs[request] > 0
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._tokens.admitted(tokens))
+            held.enter_context(self._choices.admitted(len(sequences), is_more=is_more))
+            self._jobs[request] += 1
+            try:
+                yield
+            finally:
+                self._jobs[request] -= 1
+                self._jobs += Counter()  # forget requests without jobs
+                held.close()
+                self._announce()
+
+    def _announce(self) -> None:
+        """Wake all jobs that wait for a place."""
+        self._changed.set()
+        self._changed = asyncio.Event()
