@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.targets.rig import MINILM, Rig, rest
 from benchmarks.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.figures import Figures
-from gateway.bench.load import Load, Peer, closed_loop
+from gateway.bench.load import Load, Peer, run_closed_loop
 
 STREAMS, TOKENS = 8, 192
 EMBEDDERS = 4
@@ -98,7 +98,9 @@ def _streams(rig: Rig) -> Load:
 
 
 async def _loop(rig: Rig, peer: Peer, *loads: Load) -> list[Figures]:
-    measured = await closed_loop(peer, loads, warmup_s=rig.seconds(1), duration_s=rig.seconds(6))
+    measured = await run_closed_loop(
+        peer, loads, warmup_s=rig.seconds(1), duration_s=rig.seconds(6)
+    )
     await rest()
     return measured
 

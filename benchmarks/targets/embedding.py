@@ -9,7 +9,7 @@ from benchmarks.targets.rig import MINILM, Rig, errors, rest
 from benchmarks.targets.verdicts import Target, Verdict
 from gateway.bench.figures import Answer, median
 from gateway.bench.kinds import Kind
-from gateway.bench.load import Load, Peer, burst, closed_loop
+from gateway.bench.load import Load, Peer, burst, run_closed_loop
 
 CLIENTS = 64
 CALLS = 20  # of one side, before it is the other's turn
@@ -33,7 +33,7 @@ async def many(rig: Rig) -> list[Verdict]:
     async with rig.embedder(wording) as engine, rig.gateway() as peer:
         best = engine.best(rig.seconds(7))
         for _ in range(rig.rounds):
-            [figures] = await closed_loop(
+            [figures] = await run_closed_loop(
                 peer,
                 [Load(workload, CLIENTS)],
                 warmup_s=rig.seconds(1),

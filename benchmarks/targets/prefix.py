@@ -4,8 +4,7 @@ from benchmarks.targets.rig import CHAT, Rig, errors
 from benchmarks.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.figures import Answer, median
 from gateway.bench.load import Peer
-from gateway.bench.texts import Texts
-from gateway.bench.workloads import chat
+from gateway.bench.workloads import Texts, chat
 
 TOKENS = 2000
 WARM = Target("time to first token, 2,000 shared prefix tokens, warm / cold", at_most=0.15)

@@ -12,12 +12,11 @@ import yaml
 
 from benchmarks import servers
 from benchmarks.checkpoints import write_chat, write_embedder
-from gateway.bench.engine import EmbeddingReference, opened
+from gateway.bench.engine import EmbeddingReference, open_reference
 from gateway.bench.figures import Answer
 from gateway.bench.kinds import Kind
 from gateway.bench.load import Peer
-from gateway.bench.texts import Texts
-from gateway.bench.workloads import Wording, Workload
+from gateway.bench.workloads import Texts, Wording, Workload
 from gateway.registry import load_catalog
 from gateway.settings import load_settings
 
@@ -119,7 +118,7 @@ class Rig:
         """Open MiniLM's engine in this process, for the texts that the requests have too."""
         settings = load_settings({"models": self.models}, env_file=None)
         workload = wording.workload(Kind.EMBEDDINGS)
-        async with opened(settings, load_catalog(self.models, {}), wording, workload) as it:
+        async with open_reference(settings, load_catalog(self.models, {}), wording, workload) as it:
             assert isinstance(it, EmbeddingReference)
             yield it
 

@@ -11,7 +11,7 @@ from benchmarks import servers
 from benchmarks.targets.rig import MINILM, NEAR_FREE, Rig, rest
 from benchmarks.targets.verdicts import Target, Verdict, ratio
 from gateway.bench.figures import Figures
-from gateway.bench.load import Load, Peer, closed_loop
+from gateway.bench.load import Load, Peer, run_closed_loop
 
 CONNECTIONS = 32
 SMALL = Target("near-free model, small requests/s / a bare Starlette and Hypercorn echo", 0.6)
@@ -52,7 +52,7 @@ async def steady(rig: Rig) -> list[Verdict]:
     wrong, told = 0, []
     async with rig.gateway() as peer:
         for clients in STEPS:
-            [figures] = await closed_loop(
+            [figures] = await run_closed_loop(
                 peer,
                 [Load(rig.embeddings(MINILM), clients)],
                 warmup_s=0,
@@ -74,7 +74,7 @@ async def _requests_per_s(rig: Rig, url: str, seed: int) -> tuple[float, int]:
     if shutil.which("wrk"):
         return await _wrk(url, seconds, seed)
     async with Peer(url) as peer:
-        [figures] = await closed_loop(
+        [figures] = await run_closed_loop(
             peer,
             [Load(rig.embeddings(NEAR_FREE), CONNECTIONS)],
             warmup_s=seconds / 4,

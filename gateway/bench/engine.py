@@ -1,6 +1,6 @@
-"""The same work in-process, straight on the engine: what the gateway adds is the difference.
+"""The same work in this process, on the engine itself: the gateway's overhead is the difference.
 
-Imports mlx. All of it runs on the thread that opens it.
+Imports mlx. Everything runs on the thread that opens the reference.
 """
 
 import math
@@ -29,24 +29,24 @@ now = time.perf_counter
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The batch at which an engine does most, and how much: units a second."""
+    """The batch size with the highest rate, and that rate in units a second."""
 
     batch: int
     rate: float
 
 
 class Reference(Protocol):
-    """An engine that can be measured at what N clients ask at once."""
+    """An engine that can be measured with the work of N clients."""
 
     def rate(self, clients: int, seconds: float) -> float:
-        """Give units a second, with the work of that many clients in one batch."""
+        """Return units a second, with the work of that many clients in one batch."""
 
     def best(self, seconds: float) -> Best | None:
-        """Find the best batch; None where only the clients decide how many there are."""
+        """Return the best batch; None if the number of clients alone decides it."""
 
 
 class EmbeddingReference:
-    """Encode and embed: batch after batch."""
+    """Encodes and embeds batch after batch."""
 
     def __init__(self, engine: EmbeddingEngine, wording: Wording, *, truncate: bool) -> None:
         self._engine = engine
@@ -55,7 +55,7 @@ class EmbeddingReference:
         self._numbers = count()
 
     def embed(self, requests: int) -> int:
-        """Embed the texts of that many requests in one pass; give how many they were."""
+        """Embed the texts of that many requests in one pass; return the number of texts."""
         texts = [text for _ in range(requests) for text in self._wording.inputs(self._next())]
         rows = self._engine.encode(texts)
         if self._truncate:
@@ -63,7 +63,7 @@ class EmbeddingReference:
         return len(self._engine.embed(rows))
 
     def rate(self, clients: int, seconds: float) -> float:
-        """Give vectors a second at the batch that so many clients make."""
+        """Return vectors a second at the batch that that many clients make."""
         self.embed(clients)  # the first pass of a shape allocates
         vectors, started = 0, now()
         while (spent := now() - started) < seconds:
@@ -71,7 +71,7 @@ class EmbeddingReference:
         return vectors / spent
 
     def best(self, seconds: float) -> Best:
-        """Try each of BATCHES for its share of the time."""
+        """Measure each of BATCHES for an equal share of the time; return the best."""
         requests = [max(1, batch // self._wording.texts_per_request) for batch in BATCHES]
         found = [
             Best(each * self._wording.texts_per_request, self.rate(each, seconds / len(requests)))
@@ -84,7 +84,7 @@ class EmbeddingReference:
 
 
 class GenerationReference:
-    """Join, prefill, decode: batch after batch, with the gateway's own engine."""
+    """Joins, prefills and decodes batch after batch, with the gateway's own engine."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class GenerationReference:
         self._compiled: dict[Grammar, Compiled] = {}
 
     def answer(self, rows: int) -> int:
-        """Answer that many requests in one batch; give the tokens made."""
+        """Answer that many requests in one batch; return the number of tokens."""
         engine = self._engine
         for job in [self._row(self._workload.next()) for _ in range(rows)]:
             engine.join(job)
@@ -115,7 +115,7 @@ class GenerationReference:
         return tokens
 
     def rate(self, clients: int, seconds: float) -> float:
-        """Give tokens a second with so many rows."""
+        """Return tokens a second with that many rows."""
         self.answer(clients)  # the first pass of a shape allocates, a schema is compiled
         tokens, started = 0, now()
         while (spent := now() - started) < seconds:
@@ -123,7 +123,7 @@ class GenerationReference:
         return tokens / spent
 
     def best(self, seconds: float) -> Best | None:
-        """Give none: more rows are more tokens, for as many clients as there are."""
+        """Return None: more rows are always more tokens, so the clients decide."""
         return None
 
     def _row(self, ask: Ask) -> SequenceParams:
@@ -131,7 +131,7 @@ class GenerationReference:
         job = wire.to_job(
             request,
             _CALLER,
-            Sampling(),  # the requests say how they are sampled
+            Sampling(),  # each request has its own
             max_tokens=None,
             template_args=self._template_args,
             max_chars=len(ask.body),
@@ -150,20 +150,20 @@ def _template_args(resolved: Resolved) -> dict[str, object]:
 
 
 @asynccontextmanager
-async def opened(
+async def open_reference(
     settings: Settings, catalog: Catalog, wording: Wording, workload: Workload
 ) -> AsyncIterator[Reference]:
-    """Load the model that the requests name, on this thread, until exit.
+    """Load the model that the requests name, on this thread, and close it at exit.
 
-    Raises ModelNotFound for a name that models.yaml has not, and what loading raises.
+    Raises ModelNotFound for a name that is not in models.yaml, and what loading raises.
     """
     resolved = catalog.resolve(wording.model)
     spec = resolved.spec
     engines = mlx_engines(settings)
     files = await engines.files(spec)
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         engines.begin()
-        opened.callback(engines.close_sandboxes)  # and not `end`: this thread has more to do
+        stack.callback(engines.close_sandboxes)  # not `end`: this thread goes on
         engine: EmbeddingEngine | GenerationEngine
         if isinstance(spec, EmbeddingSpec):
             engine = next(filter(None, engines.embedding(spec, files)))
@@ -173,5 +173,5 @@ async def opened(
             engine = next(filter(None, await engines.generation(spec, files)))
             chunk = spec.batching.prefill_chunk_tokens or settings.prefill_chunk_tokens
             reference = GenerationReference(engine, workload, resolved, prefill_chunk_tokens=chunk)
-        opened.callback(engine.close)
+        stack.callback(engine.close)
         yield reference

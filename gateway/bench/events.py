@@ -11,13 +11,13 @@ DONE = b"[DONE]"
 
 
 class EventReader:
-    """Cuts what arrives into events, wherever the network has cut it."""
+    """Splits received bytes into events, wherever the network has split them."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Give the data of each event that is now whole; comments are left out."""
+        """Return the data of each event that is now whole, without comments."""
         # joined first: a \r\n may be cut in two as well
         *whole, self._rest = (self._rest + received).replace(b"\r\n", b"\n").split(b"\n\n")
         return [event.removeprefix(b"data:").strip() for event in whole if event[:5] == b"data:"]
@@ -37,7 +37,7 @@ class Transcript:
         self._is_done = False
 
     def add(self, event: bytes) -> bool:
-        """Take the next event; tell whether it says anything. Raises WrongAnswer."""
+        """Add an event; return True if it has text or a tool call. Raises WrongAnswer."""
         if event == DONE:
             self._is_done = True
             return False
@@ -48,7 +48,7 @@ class Transcript:
         if not isinstance(chunk, dict):
             raise WrongAnswer("event is no object")
         if error := chunk.get("error"):
-            raise WrongAnswer(f"error event {named(error)}")
+            raise WrongAnswer(f"error event {name_error(error)}")
         self._usage = chunk.get("usage") or self._usage
         try:
             said = [self._add_choice(choice) for choice in chunk.get("choices") or ()]
@@ -72,9 +72,9 @@ class Transcript:
         return bool(text or reasoning or tool_calls)
 
     def answer(self) -> dict[str, Any]:
-        """Give what an unstreamed answer would have been; raises WrongAnswer if it is cut short.
+        """Return the stream as an unstreamed answer; raises WrongAnswer if it was cut short.
 
-        Its tool calls are as they came, in fragments. Without `usage`, which some servers don't
+        Tool calls stay in the fragments that arrived. Without `usage`, which some servers don't
         stream, each piece counts as a token.
         """
         if not self._is_done:
@@ -91,8 +91,8 @@ class Transcript:
         return {"choices": [choice], "usage": self._usage or {"completion_tokens": self._pieces}}
 
 
-def named(error: Any) -> str:
-    """Name an OpenAI error object by its code, else its type."""
+def name_error(error: Any) -> str:
+    """Return the name of an OpenAI error object: its code, else its type."""
     if not isinstance(error, dict):
         return "of no shape"
     names: Sequence[Any] = (error.get("code"), error.get("type"))

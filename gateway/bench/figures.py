@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one request: when, how much, or the name of what went wrong.
+    """The outcome of one request: its times, its size, or the name of its error.
 
-    `arrivals` are the moments at which a stream said something; a whole answer has none.
-    `units` are its vectors or tokens; of its `prompt` tokens `cached` were not read again.
+    `arrivals` are the times at which pieces of a stream arrived; an unstreamed answer has none.
+    `units` are vectors or tokens. Of the `prompt` tokens, `cached` came from the server's cache.
     """
 
     started: float
@@ -25,25 +25,25 @@ class Answer:
 
     @property
     def seconds(self) -> float:
-        """How long it took, whole."""
+        """Seconds from request to the end of the answer."""
         return self.ended - self.started
 
     @property
     def first(self) -> float:
-        """How long a stream's first piece took."""
+        """Seconds from request to a stream's first piece."""
         return self.arrivals[0] - self.started
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The stretch of time that counts: clients are busy before it and after it."""
+    """The interval that is measured; clients are busy before and after it."""
 
     start: float
     end: float
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """The window's length."""
         return self.end - self.start
 
     def __contains__(self, moment: object) -> bool:
@@ -52,7 +52,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles, by nearest rank: each is a time that was measured."""
+    """Percentiles by nearest rank, so each is a time that was measured."""
 
     p50: float
     p95: float
@@ -61,7 +61,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a window shows of one kind of work. A spread is None where nothing was measured."""
+    """The figures of one kind of work in a window; a spread is None if nothing was measured."""
 
     requests: int
     requests_per_s: float
@@ -72,23 +72,23 @@ class Figures:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Give the smallest value that `percent` % of the values do not exceed (nearest rank)."""
+    """Return the smallest value that `percent` % of the values do not exceed (nearest rank)."""
     ranked = sorted(values)
     return ranked[max(0, math.ceil(percent / 100 * len(ranked)) - 1)]
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Give the percentiles of some values, if there are any."""
+    """Return the percentiles of some values; None if there are none."""
     if not values:
         return None
     return Spread(*(percentile(values, percent) for percent in (50, 95, 99)))
 
 
 def measure(answers: Sequence[Answer], window: Window) -> Figures:
-    """Count what fell into the window.
+    """Compute the figures of the answers in a window.
 
-    A request counts where it ended; of a stream's tokens the share that arrived inside counts,
-    so that answers longer than the window are seen too. Errors count wherever they fell.
+    A request counts if it ended inside. Of a stream's tokens the share that arrived inside counts,
+    so that answers longer than the window count too. Errors count whenever they happened.
     """
     good = [answer for answer in answers if answer.error is None]
     ended = [answer for answer in good if answer.ended in window]
@@ -111,5 +111,5 @@ def _units_inside(answer: Answer, window: Window) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """Give the middle value."""
+    """Return the median."""
     return statistics.median(values)

@@ -1,4 +1,4 @@
-"""What a right answer is. A judge counts its vectors or tokens, or says what is wrong with it."""
+"""What a right answer is. A judge counts its vectors or tokens, or raises WrongAnswer."""
 
 import base64
 import binascii
@@ -16,19 +16,19 @@ MARKS = 32  # tokens without text: the end of a turn, what begins and ends reaso
 
 
 class WrongAnswer(Exception):
-    """An answer that is not what was asked for; its text is the name it is counted by."""
+    """An answer that is not what was asked for; its text is the name it is counted under."""
 
 
-def judged(judge: Judge, answer: Any) -> int:
-    """Count an answer; one that lacks what the judge looks for is a WrongAnswer as well."""
+def judge_answer(judge: Judge, answer: Any) -> int:
+    """Return an answer's count; raise WrongAnswer also where it lacks a key the judge reads."""
     try:
         return judge(answer)
     except (AttributeError, KeyError, IndexError, TypeError):
         raise WrongAnswer("answer has another shape") from None
 
 
-def vectors(count: int) -> Judge:
-    """Judge an embeddings answer: that many vectors, all of one length, of finite numbers."""
+def expect_vectors(count: int) -> Judge:
+    """Return the judge of an embeddings answer: `count` finite vectors of one length."""
 
     def judge(answer: Any) -> int:
         rows = [_vector(item["embedding"]) for item in answer["data"]]
@@ -52,13 +52,13 @@ def _vector(given: Any) -> npt.NDArray[np.float32]:
         raise WrongAnswer("vector is no numbers") from None
 
 
-def text(answer: Any) -> int:
-    """Judge a chat answer: it is finished, and says something with the tokens that it counts.
+def judge_text(answer: Any) -> int:
+    """Judge a chat answer: it is finished, and has text for the tokens that it counts.
 
-    A token may be many letters, and a letter several tokens (each a byte of it), but none is
-    less than a byte, except those that only mark where something begins and ends.
+    A token may be many letters, and a letter several tokens (one per byte), but no token is less
+    than a byte, except those that only mark where something begins and ends.
     """
-    tokens = _finished(answer)
+    tokens = _count_tokens(answer)
     said = sum(_sizes(answer["choices"][0]["message"]))
     if tokens > 0 and not said:
         raise WrongAnswer("answer is empty")
@@ -68,26 +68,26 @@ def text(answer: Any) -> int:
     return tokens
 
 
-def _finished(answer: Any) -> int:
-    """Give the tokens of an answer that has ended for a reason."""
+def _count_tokens(answer: Any) -> int:
+    """Return the number of tokens; raise WrongAnswer for an answer without a finish_reason."""
     if answer["choices"][0]["finish_reason"] not in ("stop", "length", "tool_calls"):
         raise WrongAnswer("no finish_reason")
     return int(answer["usage"]["completion_tokens"])
 
 
 def _sizes(message: Any) -> Iterator[int]:
-    """Give the bytes of all that a message says: its text, its reasoning, its tool calls."""
+    """Yield the sizes in bytes of a message's text, reasoning and tool calls."""
     for name in ("content", "reasoning_content", "reasoning"):
         yield len((message.get(name) or "").encode())
     yield from (len(orjson.dumps(call)) for call in message.get("tool_calls") or ())
 
 
-def structured(schema: Mapping[str, Any]) -> Judge:
-    """Judge an answer that must match a schema."""
+def expect_schema(schema: Mapping[str, Any]) -> Judge:
+    """Return the judge of a chat answer that must match a schema."""
     validator = jsonschema.Draft202012Validator(schema)
 
     def judge(answer: Any) -> int:
-        tokens = text(answer)
+        tokens = judge_text(answer)
         try:
             value = orjson.loads(answer["choices"][0]["message"]["content"])
         except orjson.JSONDecodeError:
@@ -99,11 +99,11 @@ def structured(schema: Mapping[str, Any]) -> Judge:
     return judge
 
 
-def logprobs(top: int) -> Judge:
-    """Judge an answer whose every token has its logprob and the `top` likeliest."""
+def expect_logprobs(top: int) -> Judge:
+    """Return the judge of an answer whose every token has its logprob and the `top` likeliest."""
 
     def judge(answer: Any) -> int:
-        tokens = _finished(answer)
+        tokens = _count_tokens(answer)
         content = answer["choices"][0]["logprobs"]["content"]
         if not content:
             raise WrongAnswer("no logprobs")
@@ -119,5 +119,5 @@ def logprobs(top: int) -> Judge:
 
 
 def _is_logprob(given: Any) -> bool:
-    """Tell whether it is the logarithm of a probability, rounding allowed for."""
+    """Return True for the logarithm of a probability, with room for rounding."""
     return isinstance(given, int | float) and math.isfinite(given) and given <= 1e-3

@@ -1,4 +1,4 @@
-"""What can be asked for, and what is asked where nothing is said. Imports nothing heavy."""
+"""The kinds of work that can be measured, and their defaults. Imports nothing heavy."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +16,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What a kind asks for by default. `max_tokens` is None where nothing is generated."""
+    """The defaults of a kind. `max_tokens` is None where nothing is generated."""
 
     model: str
     unit: str

@@ -1,36 +1,43 @@
-"""N clients, each asking again as soon as it is answered. The only part that speaks HTTP."""
+"""N clients, each asking again as soon as it is answered, and rounds of them.
+
+The only module here that speaks HTTP.
+"""
 
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
 
-from gateway.bench.events import EventReader, Transcript, named
+from gateway.bench.events import EventReader, Transcript, name_error
 from gateway.bench.figures import Answer, Figures, Window, measure
-from gateway.bench.judging import WrongAnswer, judged
+from gateway.bench.judging import WrongAnswer, judge_answer
+from gateway.bench.kinds import Kind
 from gateway.bench.workloads import Ask, Workload
 
+if TYPE_CHECKING:  # it imports mlx
+    from gateway.bench.engine import Best, Reference
+
 now = time.perf_counter
-PAUSE_S = 0.1  # after an error: a client that is refused at once must not spin
-Told = Callable[[Answer], None]
+PAUSE_S = 0.1  # after an error, so that a client refused at once does not spin
+OnAnswer = Callable[[Answer], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many clients of one workload."""
+    """A number of clients that share one workload."""
 
     workload: Workload
     clients: int
 
 
 class Peer:
-    """The server under load. A context manager: connections are kept from one ask to the next."""
+    """The server under load. A context manager, which keeps connections between requests."""
 
     def __init__(self, url: str, *, key: str | None = None, timeout_s: float = 600) -> None:
         url = url.rstrip("/")
@@ -48,7 +55,7 @@ class Peer:
         await self._session.close()
 
     async def reconnect(self) -> None:
-        """Close every connection, and open new ones when they are needed."""
+        """Close every connection; new ones are opened when needed."""
         await self._session.close()
         self._session = self._new_session()
 
@@ -60,7 +67,7 @@ class Peer:
         )
 
     async def ask(self, ask: Ask) -> Answer:
-        """Ask once and judge the answer; whatever goes wrong is the answer's `error`."""
+        """Send one request and judge its answer; anything wrong becomes the answer's `error`."""
         arrivals: list[float] = []
         started = now()
         try:
@@ -69,11 +76,11 @@ class Peer:
                     raise WrongAnswer(_refusal(response.status, await response.read()))
                 answer = await _read(response, arrivals, is_streamed=ask.is_streamed)
             ended = now()
-            units = judged(ask.judge, answer)
+            units = judge_answer(ask.judge, answer)
         except WrongAnswer as wrong:
             return Answer(started, now(), arrivals, error=str(wrong))
         except (aiohttp.ClientError, OSError) as error:
-            return Answer(started, now(), arrivals, error=named_connection_error(error))
+            return Answer(started, now(), arrivals, error=name_connection_error(error))
         usage = answer.get("usage") or {}
         details = usage.get("prompt_tokens_details") or {}
         return Answer(
@@ -107,13 +114,13 @@ async def _read(
 
 def _refusal(status: int, body: bytes) -> str:
     try:
-        return f"{status} {named(orjson.loads(body)['error'])}"
+        return f"{status} {name_error(orjson.loads(body)['error'])}"
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return str(status)
 
 
-def named_connection_error(error: Exception) -> str:
-    """Name what happened to a connection. The order matters: some are kinds of others."""
+def name_connection_error(error: Exception) -> str:
+    """Return the name of a connection error. Subclasses come before their bases."""
     names: tuple[tuple[type[Exception], str], ...] = (
         (TimeoutError, "timed out"),
         (aiohttp.ClientConnectorError, "cannot connect"),
@@ -125,17 +132,17 @@ def named_connection_error(error: Exception) -> str:
     return next((name for kind, name in names if isinstance(error, kind)), type(error).__name__)
 
 
-async def closed_loop(
+async def run_closed_loop(
     peer: Peer,
     loads: Sequence[Load],
     *,
     warmup_s: float,
     duration_s: float,
-    told: Told = lambda _: None,
+    on_answer: OnAnswer = lambda _: None,
 ) -> list[Figures]:
-    """Run several loads at once; the figures of each, after the warm-up.
+    """Run several loads at once and return the figures of each, after the warm-up.
 
-    At the end nobody asks again, and what is under way is awaited and judged; what of it comes
+    At the end no client asks again. Answers under way are awaited and judged, but what arrives
     after the end is not counted.
     """
     start = now() + warmup_s
@@ -146,7 +153,7 @@ async def closed_loop(
         while now() < window.end:
             answer = await peer.ask(workload.next())
             answers.append(answer)
-            told(answer)
+            on_answer(answer)
             if answer.error is not None:
                 await asyncio.sleep(PAUSE_S)
         return answers
@@ -163,16 +170,69 @@ async def closed_loop(
 
 
 async def burst(peer: Peer, workload: Workload, count: int) -> list[Answer]:
-    """Ask `count` times at once, and give the answers when all are there."""
+    """Send `count` requests at once and return their answers."""
     return await asyncio.gather(*(peer.ask(workload.next()) for _ in range(count)))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The figures of one kind at one number of clients; `engine` is its units/s by itself."""
+
+    kind: Kind
+    unit: str
+    clients: int
+    figures: Figures
+    engine: float | None = None
+    best: "Best | None" = None
+
+
+class FirstAskFailed(Exception):
+    """The server cannot do this work at all; the text has what it answered."""
+
+
+async def measure_rounds(
+    peer: Peer,
+    workloads: Mapping[Kind, Workload],
+    concurrency: Sequence[int],
+    *,
+    warmup_s: float,
+    duration_s: float,
+    reference: "Reference | None" = None,
+    on_answer: OnAnswer = lambda _: None,
+) -> AsyncIterator[Line]:
+    """Measure each number of clients, one after another; mixed work has that many of each kind.
+
+    One request of each kind comes first, so that loading a model is not measured. Connections are
+    new after the engine was measured: while it runs, a server may close idle ones unseen. Raises
+    FirstAskFailed.
+    """
+    for kind, workload in workloads.items():
+        answer = await peer.ask(workload.next())
+        if answer.error is not None:
+            raise FirstAskFailed(f"The first request ({kind}) failed: {answer.error}.")
+    best = None
+    if reference is not None:
+        best = reference.best(duration_s)
+        await peer.reconnect()
+    for clients in concurrency:
+        loads = [Load(workload, clients) for workload in workloads.values()]
+        measured = await run_closed_loop(
+            peer, loads, warmup_s=warmup_s, duration_s=duration_s, on_answer=on_answer
+        )
+        rate = None
+        if reference is not None:
+            rate = reference.rate(clients, duration_s)
+            await peer.reconnect()
+        for (kind, workload), figures in zip(workloads.items(), measured, strict=True):
+            yield Line(kind, workload.unit, clients, figures, rate, best)
 
 
 REFRESH_S = 0.5  # drawing costs time on the cores that are being measured
 
 
 @asynccontextmanager
-async def progress(total_s: float) -> AsyncIterator[Told]:
-    """Show time going by, and how many answers came; give what is to be told of each."""
+async def show_progress(total_s: float) -> AsyncIterator[OnAnswer]:
+    """Show the time and the number of answers; yield what is to be called with each answer."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -181,7 +241,7 @@ async def progress(total_s: float) -> AsyncIterator[Told]:
 
     answers = errors = 0
 
-    def told(answer: Answer) -> None:
+    def count(answer: Answer) -> None:
         nonlocal answers, errors
         answers += 1
         errors += answer.error is not None
@@ -200,6 +260,6 @@ async def progress(total_s: float) -> AsyncIterator[Told]:
 
         drawing = asyncio.create_task(draw())
         try:
-            yield told
+            yield count
         finally:
             drawing.cancel()

@@ -1,28 +1,28 @@
-"""Lines → a table's rows, or JSON."""
+"""Measured lines → a table's rows, or JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from gateway.bench.figures import Spread
-from gateway.bench.rounds import Line
+from gateway.bench.load import Line
 
 NOTHING = "–"
 _COLUMNS = (
     "Work", "Clients", "Requests/s", "Units/s",
     "p50 ms", "p95 ms", "p99 ms", "First p50 ms", "First p95 ms", "Errors",
 )  # fmt: skip
-_OF_ENGINE = ("Engine/s", "Ratio")
+_ENGINE_COLUMNS = ("Engine/s", "Ratio")
 
 
 def columns(*, with_engine: bool) -> tuple[str, ...]:
-    """Name the table's columns."""
-    return _COLUMNS + (_OF_ENGINE if with_engine else ())
+    """Return the names of the table's columns."""
+    return _COLUMNS + (_ENGINE_COLUMNS if with_engine else ())
 
 
 def rows(lines: Sequence[Line], *, with_engine: bool) -> list[tuple[str, ...]]:
-    """Give the table's rows."""
-    return [_row(line) + (_engine(line) if with_engine else ()) for line in lines]
+    """Return the table's rows."""
+    return [_row(line) + (_engine_cells(line) if with_engine else ()) for line in lines]
 
 
 def _row(line: Line) -> tuple[str, ...]:
@@ -43,14 +43,14 @@ def _milliseconds(spread: Spread | None, *names: str) -> list[str]:
     return [NOTHING if spread is None else f"{getattr(spread, name) * 1000:.1f}" for name in names]
 
 
-def _engine(line: Line) -> tuple[str, ...]:
+def _engine_cells(line: Line) -> tuple[str, ...]:
     if not line.engine:
         return NOTHING, NOTHING
     return f"{line.engine:.1f}", f"{line.figures.units_per_s / line.engine:.2f}"
 
 
 def notes(lines: Sequence[Line]) -> list[str]:
-    """Say what the table has no room for: errors by name, the engine's best batch."""
+    """Return what the table has no room for: errors by name, the engine's best batch."""
     said = [
         f"{line.kind}, {line.clients} clients: {count} × {name}"
         for line in lines
@@ -69,11 +69,11 @@ def notes(lines: Sequence[Line]) -> list[str]:
 
 
 def as_json(lines: Sequence[Line], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Give everything measured; times in milliseconds, rates a second."""
-    return {**asked, "results": [_json_of(line) for line in lines]}
+    """Return everything measured, with times in milliseconds and rates per second."""
+    return {**asked, "results": [_line_json(line) for line in lines]}
 
 
-def _json_of(line: Line) -> dict[str, Any]:
+def _line_json(line: Line) -> dict[str, Any]:
     figures = line.figures
     found: dict[str, Any] = {
         "kind": line.kind,

@@ -1,8 +1,12 @@
-"""A kind of work → its requests, each with the judge of its answer."""
+"""A kind of work → its requests, each with the judge of its answer.
+
+Their texts are the same for the same seed, and no two are alike, so that no cache helps.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from random import Random
 from typing import Any
 
 import orjson
@@ -10,7 +14,6 @@ import orjson
 from gateway.bench import judging
 from gateway.bench.judging import Judge
 from gateway.bench.kinds import Kind
-from gateway.bench.texts import Texts
 
 TOP_LOGPROBS = 2
 PERSON: Mapping[str, Any] = {
@@ -29,10 +32,33 @@ PERSON: Mapping[str, Any] = {
     "additionalProperties": False,
 }
 
+_PAGE = (
+    "the a one every old new small large quiet bright river mountain garden station market "
+    "library engine letter window morning evening winter summer child teacher farmer doctor "
+    "reads writes finds carries opens closes follows answers remembers builds paints repairs "
+    "slowly quickly often never always under over beside behind near between without because"
+)
+WORDS = _PAGE.split()
+
+
+class Texts:
+    """Numbered texts; their numbers of words go round `lengths`."""
+
+    def __init__(self, seed: int, lengths: Sequence[int]) -> None:
+        self._seed = seed
+        self._lengths = lengths
+
+    def __getitem__(self, number: int) -> str:
+        # The number comes first: texts that differ only at their end share a prefix, which
+        # servers may keep.
+        random = Random(self._seed << 40 | number)
+        length = self._lengths[number % len(self._lengths)]
+        return " ".join((str(number), *random.choices(WORDS, k=length - 1)))
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: where it goes, what it says, and how its answer is judged."""
+    """One request: its path and body, and the judge of its answer."""
 
     path: str
     body: bytes
@@ -41,15 +67,15 @@ class Ask:
 
 
 class Form:
-    """A schema for answers, and what tells whether they keep to it."""
+    """A schema for answers, and the judge of whether an answer matches it."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.schema = schema
-        self.judge = judging.structured(schema)
+        self.judge = judging.expect_schema(schema)
 
 
 class Workload:
-    """Requests without end, numbered: each is asked once, by whichever client is free."""
+    """An endless sequence of numbered requests; each is sent once, by the next free client."""
 
     def __init__(self, unit: str, make: Callable[[int], Ask]) -> None:
         self.unit = unit
@@ -63,7 +89,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """What the requests of a kind say. `texts` a request are embedded, a prompt is answered."""
+    """What the requests of a kind contain: some of `texts` to embed, or one of `prompts`."""
 
     model: str
     texts: Texts
@@ -72,25 +98,25 @@ class Wording:
     max_tokens: int
 
     def inputs(self, number: int) -> list[str]:
-        """Give the texts that request `number` embeds."""
+        """Return the texts that request `number` embeds."""
         first = number * self.texts_per_request
         return [self.texts[first + i] for i in range(self.texts_per_request)]
 
     def workload(self, kind: Kind) -> Workload:
-        """Give the requests of a kind."""
+        """Return the workload of a kind."""
         match kind:
             case Kind.EMBEDDINGS:
                 return Workload("vectors", lambda n: embeddings(self.model, self.inputs(n)))
             case Kind.CHAT:
-                return self._generated(is_streamed=True)
+                return self._chat(is_streamed=True)
             case Kind.STRUCTURED:
-                return self._generated(form=Form(PERSON))
+                return self._chat(form=Form(PERSON))
             case Kind.LOGPROBS:
-                return self._generated(top_logprobs=TOP_LOGPROBS)
+                return self._chat(top_logprobs=TOP_LOGPROBS)
             case Kind.MIXED:
                 raise AssertionError("mixed work is several workloads")
 
-    def _generated(self, **options: Any) -> Workload:
+    def _chat(self, **options: Any) -> Workload:
         def make(number: int) -> Ask:
             prompt = self.prompts[number]
             return chat(self.model, prompt, max_tokens=self.max_tokens, **options)
@@ -99,9 +125,9 @@ class Wording:
 
 
 def embeddings(model: str, inputs: Sequence[str]) -> Ask:
-    """Ask for vectors, in base64 as OpenAI's SDKs do."""
+    """Make a request for vectors, in base64 as OpenAI's SDKs do."""
     body = {"model": model, "input": list(inputs), "encoding_format": "base64"}
-    return Ask("/embeddings", orjson.dumps(body), judging.vectors(len(inputs)))
+    return Ask("/embeddings", orjson.dumps(body), judging.expect_vectors(len(inputs)))
 
 
 def chat(
@@ -114,7 +140,7 @@ def chat(
     top_logprobs: int | None = None,
     is_streamed: bool = False,
 ) -> Ask:
-    """Ask greedily for an answer: free, held to a form, or with its logprobs."""
+    """Make a greedy chat request: free, held to a form, or with logprobs."""
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
@@ -124,14 +150,14 @@ def chat(
         "max_tokens": max_tokens,
         "temperature": 0,
     }
-    judge: Judge = judging.text
+    judge: Judge = judging.judge_text
     if form is not None:
         named = {"name": "answer", "schema": form.schema, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": named}
         judge = form.judge
     if top_logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": top_logprobs}
-        judge = judging.logprobs(top_logprobs)
+        judge = judging.expect_logprobs(top_logprobs)
     if is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return Ask("/chat/completions", orjson.dumps(body), judge, is_streamed)

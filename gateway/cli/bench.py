@@ -21,8 +21,7 @@ from gateway.settings import load_settings, variables
 
 if TYPE_CHECKING:
     from gateway.bench.engine import Reference
-    from gateway.bench.load import Peer
-    from gateway.bench.rounds import Line
+    from gateway.bench.load import Line, Peer
     from gateway.bench.workloads import Wording, Workload
 
 NO_CLIENT = "mlx-gateway bench needs aiohttp: pip install 'mlx-gateway[bench]'"
@@ -98,10 +97,8 @@ def bench(
         print(NO_CLIENT, file=sys.stderr)
         raise SystemExit(1)
     from gateway.bench import report
-    from gateway.bench.load import Peer
-    from gateway.bench.rounds import FirstAskFailed
-    from gateway.bench.texts import Texts
-    from gateway.bench.workloads import Wording
+    from gateway.bench.load import FirstAskFailed, Peer
+    from gateway.bench.workloads import Texts, Wording
 
     # Other texts at each run: a server may remember the last one's.
     seed = time.time_ns() % 2**32 if seed is None else seed
@@ -147,10 +144,10 @@ def bench(
 def _engine(
     wording: "Wording", workload: "Workload", models: Path | None
 ) -> "AbstractAsyncContextManager[Reference]":
-    from gateway.bench.engine import opened
+    from gateway.bench.engine import open_reference
 
     settings = load_settings({"models": models})
-    return opened(settings, load_catalog(settings.models, variables()), wording, workload)
+    return open_reference(settings, load_catalog(settings.models, variables()), wording, workload)
 
 
 async def _measure(
@@ -162,22 +159,21 @@ async def _measure(
     duration_s: float,
     engine: "AbstractAsyncContextManager[Reference] | None",
 ) -> "list[Line]":
-    from gateway.bench.load import progress
-    from gateway.bench.rounds import rounds
+    from gateway.bench.load import measure_rounds, show_progress
 
     total_s = (warmup_s + duration_s) * len(concurrency)
     if engine is not None:
         total_s += duration_s * (len(concurrency) + 1)
-    async with engine or nullcontext() as reference, peer, progress(total_s) as bar:
+    async with engine or nullcontext() as reference, peer, show_progress(total_s) as bar:
         return [
             line
-            async for line in rounds(
+            async for line in measure_rounds(
                 peer,
                 workloads,
                 concurrency,
                 warmup_s=warmup_s,
                 duration_s=duration_s,
                 reference=reference,
-                told=bar,
+                on_answer=bar,
             )
         ]

@@ -11,8 +11,7 @@ from gateway.app.engines import MlxEngines
 from gateway.app.limits import budget_bytes
 from gateway.bench.engine import EmbeddingReference, GenerationReference
 from gateway.bench.kinds import Kind
-from gateway.bench.texts import Texts
-from gateway.bench.workloads import Wording
+from gateway.bench.workloads import Texts, Wording
 from gateway.doctor.embedding import EmbeddingTrial, read_golden
 from gateway.doctor.examination import Trial
 from gateway.doctor.findings import megabytes, tolerance

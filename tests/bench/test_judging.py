@@ -9,7 +9,7 @@ import pytest
 
 from gateway.bench import judging
 from gateway.bench.events import EventReader, Transcript
-from gateway.bench.judging import WrongAnswer, judged
+from gateway.bench.judging import WrongAnswer, judge_answer
 
 
 def vectors(*rows: Any) -> dict[str, Any]:
@@ -27,8 +27,8 @@ def said(content: Any, **choice: Any) -> dict[str, Any]:
 
 def test_vectors_may_be_numbers_or_base64() -> None:
     """Peers answer in either, whatever was asked."""
-    assert judged(judging.vectors(2), vectors([1.0, 2.0], [3, 4])) == 2
-    assert judged(judging.vectors(1), vectors(coded(1, 2))) == 1
+    assert judge_answer(judging.expect_vectors(2), vectors([1.0, 2.0], [3, 4])) == 2
+    assert judge_answer(judging.expect_vectors(1), vectors(coded(1, 2))) == 1
 
 
 @pytest.mark.parametrize(
@@ -48,25 +48,25 @@ def test_vectors_may_be_numbers_or_base64() -> None:
 def test_wrong_vectors_are_named(answer: Any, name: str) -> None:
     """Each for what is wrong with it."""
     with pytest.raises(WrongAnswer, match=name):
-        judged(judging.vectors(2), answer)
+        judge_answer(judging.expect_vectors(2), answer)
 
 
 def test_an_answer_ends_for_a_reason() -> None:
     """And says how many tokens it has."""
-    assert judged(judging.text, said("hi")) == 3
+    assert judge_answer(judging.judge_text, said("hi")) == 3
     with pytest.raises(WrongAnswer, match="no finish_reason"):
-        judged(judging.text, said("hi", finish_reason=None))
+        judge_answer(judging.judge_text, said("hi", finish_reason=None))
     with pytest.raises(WrongAnswer, match="answer has another shape"):
-        judged(judging.text, {"choices": [{"finish_reason": "stop"}]})
+        judge_answer(judging.judge_text, {"choices": [{"finish_reason": "stop"}]})
 
 
 @pytest.mark.parametrize("content", ["", None])
 def test_tokens_say_something(content: Any) -> None:
     """None of them may say nothing."""
     with pytest.raises(WrongAnswer, match="answer is empty"):
-        judged(judging.text, said(content))
+        judge_answer(judging.judge_text, said(content))
     empty = {**said(content), "usage": {"completion_tokens": 0}}
-    assert judged(judging.text, empty) == 0
+    assert judge_answer(judging.judge_text, empty) == 0
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_tokens_say_something(content: Any) -> None:
 )
 def test_reasoning_and_tool_calls_say_something_too(message: dict[str, Any]) -> None:
     """A message may be nothing else."""
-    assert judged(judging.text, said("", message=message)) == 3
+    assert judge_answer(judging.judge_text, said("", message=message)) == 3
 
 
 def test_there_are_no_more_tokens_than_bytes() -> None:
@@ -90,11 +90,11 @@ def test_there_are_no_more_tokens_than_bytes() -> None:
         usage = {"completion_tokens": tokens, "completion_tokens_details": details or None}
         return {**said(content), "usage": usage}
 
-    assert judged(judging.text, answer("🌍" * 50, 200)) == 200
-    assert judged(judging.text, answer("several words a token " * 10, 1)) == 1
-    assert judged(judging.text, answer("yes", 900, reasoning_tokens=896)) == 900
+    assert judge_answer(judging.judge_text, answer("🌍" * 50, 200)) == 200
+    assert judge_answer(judging.judge_text, answer("several words a token " * 10, 1)) == 1
+    assert judge_answer(judging.judge_text, answer("yes", 900, reasoning_tokens=896)) == 900
     with pytest.raises(WrongAnswer, match="more tokens than text"):
-        judged(judging.text, answer("yes", 900))
+        judge_answer(judging.judge_text, answer("yes", 900))
 
 
 def test_a_stream_that_says_nothing_has_no_tokens() -> None:
@@ -108,7 +108,7 @@ def test_a_stream_that_says_nothing_has_no_tokens() -> None:
     ):
         assert not transcript.add(event)
     with pytest.raises(WrongAnswer, match="answer is empty"):
-        judged(judging.text, transcript.answer())
+        judge_answer(judging.judge_text, transcript.answer())
 
 
 def test_a_stream_of_tool_calls_says_something() -> None:
@@ -122,18 +122,18 @@ def test_a_stream_of_tool_calls_says_something() -> None:
         b"[DONE]",
     ):
         transcript.add(event)
-    assert judged(judging.text, transcript.answer()) == 20
+    assert judge_answer(judging.judge_text, transcript.answer()) == 20
 
 
 def test_structured_answers_keep_to_their_schema() -> None:
     """Parsed, and checked."""
-    judge = judging.structured({"type": "object", "required": ["a"]})
-    assert judged(judge, said('{"a": 1}')) == 3
+    judge = judging.expect_schema({"type": "object", "required": ["a"]})
+    assert judge_answer(judge, said('{"a": 1}')) == 3
     for content, name in (("{", "not JSON"), ("[]", "not match"), ("{}", "not match")):
         with pytest.raises(WrongAnswer, match=name):
-            judged(judge, said(content))
+            judge_answer(judge, said(content))
     with pytest.raises(WrongAnswer, match="empty"):
-        judged(judge, said(None))
+        judge_answer(judge, said(None))
 
 
 def test_every_token_has_its_logprobs() -> None:
@@ -143,8 +143,8 @@ def test_every_token_has_its_logprobs() -> None:
         return said("x", logprobs={"content": list(tokens)})
 
     token = {"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}, {"logprob": -2}]}
-    judge = judging.logprobs(2)
-    assert judged(judge, answer(token)) == 3
+    judge = judging.expect_logprobs(2)
+    assert judge_answer(judge, answer(token)) == 3
     for wrong, name in (
         (answer(), "no logprobs"),
         (answer({**token, "top_logprobs": []}), "wrong number"),
@@ -152,7 +152,7 @@ def test_every_token_has_its_logprobs() -> None:
         (answer({"top_logprobs": [{}, {}]}), "another shape"),
     ):
         with pytest.raises(WrongAnswer, match=name):
-            judged(judge, wrong)
+            judge_answer(judge, wrong)
 
 
 def test_events_are_whole_wherever_the_network_cut_them() -> None:
@@ -180,7 +180,7 @@ def test_a_stream_adds_up_to_the_answer_that_was_not_streamed() -> None:
     assert told == [False, True, True, True, False, False]
     answer = transcript.answer()
     assert answer["choices"][0]["message"]["content"] == "ab"
-    assert judged(judging.text, answer) == 9
+    assert judge_answer(judging.judge_text, answer) == 9
 
 
 def test_without_usage_each_piece_is_a_token() -> None:
@@ -192,7 +192,7 @@ def test_without_usage_each_piece_is_a_token() -> None:
         b"[DONE]",
     ):
         transcript.add(event)
-    assert judged(judging.text, transcript.answer()) == 2
+    assert judge_answer(judging.judge_text, transcript.answer()) == 2
 
 
 @pytest.mark.parametrize(

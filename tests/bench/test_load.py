@@ -16,10 +16,17 @@ import pytest
 from gateway.bench.engine import Best
 from gateway.bench.figures import Answer
 from gateway.bench.kinds import Kind
-from gateway.bench.load import Load, Peer, burst, closed_loop, named_connection_error
-from gateway.bench.rounds import FirstAskFailed, Line, rounds
-from gateway.bench.texts import Texts
-from gateway.bench.workloads import Wording, Workload, chat, embeddings
+from gateway.bench.load import (
+    FirstAskFailed,
+    Line,
+    Load,
+    Peer,
+    burst,
+    measure_rounds,
+    name_connection_error,
+    run_closed_loop,
+)
+from gateway.bench.workloads import Texts, Wording, Workload, chat, embeddings
 from tests.fakes import ScriptedEmbedder, ScriptedEngines, ScriptedWriter
 from tests.serving_app import catalog, served
 
@@ -89,8 +96,8 @@ async def test_vectors_are_counted(tmp_path: Path) -> None:
     workload = wording("embedder", texts_per_request=2).workload(Kind.EMBEDDINGS)
     seen: list[Answer] = []
     async with gateway(tmp_path, engines) as peer:
-        [figures] = await closed_loop(
-            peer, [Load(workload, 3)], warmup_s=0.1, duration_s=0.4, told=seen.append
+        [figures] = await run_closed_loop(
+            peer, [Load(workload, 3)], warmup_s=0.1, duration_s=0.4, on_answer=seen.append
         )
     assert figures.errors == {}
     assert figures.requests > 0
@@ -119,7 +126,7 @@ async def test_kinds_are_measured_side_by_side(tmp_path: Path) -> None:
         Load(wording("writer").workload(Kind.CHAT), 2),
     ]
     async with gateway(tmp_path, ScriptedEngines()) as peer:
-        embedded, written = await closed_loop(peer, loads, warmup_s=0, duration_s=0.4)
+        embedded, written = await run_closed_loop(peer, loads, warmup_s=0, duration_s=0.4)
     assert embedded.requests > 0
     assert embedded.first is None
     assert written.first is not None
@@ -202,7 +209,7 @@ async def test_errors_are_counted_and_slow_their_client_down() -> None:
     refused = http({"error": {"code": "rate_limit_exceeded"}}, "429 Slow")
     workload = Workload("vectors", lambda number: embeddings("any", [str(number)]))
     async with answering(refused) as peer:
-        [figures] = await closed_loop(peer, [Load(workload, 2)], warmup_s=0, duration_s=0.5)
+        [figures] = await run_closed_loop(peer, [Load(workload, 2)], warmup_s=0, duration_s=0.5)
     assert Counter(figures.errors).keys() == {"429 rate_limit_exceeded"}
     assert 2 <= figures.errors["429 rate_limit_exceeded"] <= 12
     assert figures.units_per_s == 0
@@ -214,7 +221,7 @@ async def test_a_server_that_refuses_the_first_request_is_not_measured() -> None
     workloads = {Kind.CHAT: wording("any").workload(Kind.CHAT)}
     async with answering(refused) as peer:
         with pytest.raises(FirstAskFailed, match="404 model_not_found"):
-            async for _ in rounds(peer, workloads, [1], warmup_s=0, duration_s=1):
+            async for _ in measure_rounds(peer, workloads, [1], warmup_s=0, duration_s=1):
                 pass
 
 
@@ -226,7 +233,7 @@ async def test_rounds_go_through_the_numbers_of_clients(tmp_path: Path) -> None:
     }
     lines: list[Line] = []
     async with gateway(tmp_path, ScriptedEngines()) as peer:
-        async for line in rounds(peer, workloads, [1, 2], warmup_s=0, duration_s=0.2):
+        async for line in measure_rounds(peer, workloads, [1, 2], warmup_s=0, duration_s=0.2):
             lines.append(line)  # noqa: PERF401  (as they come)
     assert [(line.kind, line.clients) for line in lines] == [
         (Kind.EMBEDDINGS, 1),
@@ -292,7 +299,7 @@ async def test_connections_are_new_after_the_engine_held_the_loop() -> None:
         async with Peer(url) as peer:
             lines = [
                 line
-                async for line in rounds(
+                async for line in measure_rounds(
                     peer, workloads, [2, 2], warmup_s=0, duration_s=0.4, reference=BusyEngine()
                 )
             ]
@@ -311,7 +318,7 @@ async def test_connections_are_new_after_the_engine_held_the_loop() -> None:
 )
 async def test_lost_connections_have_plain_names(error: Exception, name: str) -> None:
     """Whichever class aiohttp has for them."""
-    assert named_connection_error(error) == name
+    assert name_connection_error(error) == name
 
 
 def test_texts_are_the_same_again_and_no_two_alike() -> None:

@@ -4,7 +4,7 @@ from gateway.bench import report
 from gateway.bench.engine import Best
 from gateway.bench.figures import Figures, Spread
 from gateway.bench.kinds import Kind
-from gateway.bench.rounds import Line
+from gateway.bench.load import Line
 
 SPREAD = Spread(0.0101, 0.02, 0.1)
 EMBEDDED = Line(

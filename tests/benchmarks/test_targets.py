@@ -15,12 +15,11 @@ from benchmarks.llama_cpp import llama_cpp
 from benchmarks.targets.onboard import Round, judged
 from benchmarks.targets.small import read_wrk
 from benchmarks.targets.verdicts import Target, markdown, not_measured
-from gateway.bench.engine import EmbeddingReference, GenerationReference, opened
+from gateway.bench.engine import EmbeddingReference, GenerationReference, open_reference
 from gateway.bench.figures import Answer
 from gateway.bench.kinds import Kind
 from gateway.bench.load import Peer
-from gateway.bench.texts import Texts
-from gateway.bench.workloads import PERSON, Form, Wording, chat, embeddings
+from gateway.bench.workloads import PERSON, Form, Texts, Wording, chat, embeddings
 from gateway.registry import load_catalog
 from tests.gguf_files import write_model
 from tests.serving_app import settings
@@ -198,13 +197,13 @@ async def test_engines_count_what_they_make(folder: Path) -> None:
         load_catalog(folder / "models.yaml", {}),
     )
     words = wording("near-free")
-    async with opened(chosen, catalog, words, words.workload(Kind.EMBEDDINGS)) as embedder:
+    async with open_reference(chosen, catalog, words, words.workload(Kind.EMBEDDINGS)) as embedder:
         assert isinstance(embedder, EmbeddingReference)
         assert embedder.embed(3) == 6
         assert embedder.rate(2, 0.05) > 0
         assert embedder.best(0.2).batch in (2, 4, 8, 16, 32, 64)
     words = wording("chat")
-    async with opened(chosen, catalog, words, words.workload(Kind.CHAT)) as writer:
+    async with open_reference(chosen, catalog, words, words.workload(Kind.CHAT)) as writer:
         assert isinstance(writer, GenerationReference)
         assert writer.answer(3) == 60
         assert writer.best(0.1) is None

@@ -217,7 +217,7 @@ try:
 except SystemExit as ended:
     assert not ended.code
 light = {"mlx", "aiohttp", "jsonschema", "numpy"} & sys.modules.keys()
-import gateway.bench.rounds, gateway.bench.report, gateway.bench.load
+import gateway.bench.load, gateway.bench.report, gateway.bench.load
 heavy = {"mlx", "mlx_lm", "transformers", "outlines"} & sys.modules.keys()
 print(light, heavy, file=sys.stderr)
 """
