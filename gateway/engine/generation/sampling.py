@@ -37,7 +37,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class Adjustments:
-    """What one row changes of some of its logits: each token's bias and its penalties."""
+    """The changes that one sequence makes to some of its logits: each token's bias and
+    penalties.
+    """
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int]) -> None:
         self._sampling = sampling
@@ -68,7 +70,7 @@ class Adjustments:
         return self._ids[: len(self)]
 
     def count(self, token: int) -> None:
-        """Remember a generated token for the penalties."""
+        """Count a generated token for the penalties."""
         if self._counts_tokens:
             place = self._place(token)
             self._counts[place] += 1
@@ -98,10 +100,10 @@ def _double(array: npt.NDArray[T]) -> npt.NDArray[T]:
 
 
 class Sampler:
-    """How the tokens of one row are chosen.
+    """How the tokens of one sequence are chosen.
 
-    A position of an answer has one random number, made of seed and position alone: a seeded row
-    repeats exactly whatever runs beside it, and after it was read again.
+    A position of an answer has one random number, made of seed and position alone: a seeded
+    sequence repeats exactly whatever else is in the batch, and after it was read again.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int] = ()) -> None:
@@ -114,7 +116,7 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether the likeliest token is always taken."""
+        """Return True if the likeliest token is always taken."""
         return 0 in (self.sampling.temperature, self.sampling.top_p) or self.top_k == 1
 
     @property
@@ -124,7 +126,7 @@ class Sampler:
 
     @property
     def is_certain(self) -> bool:
-        """Return whether the window has all that the filters keep, whatever the logits are."""
+        """Return True if the window has all that the filters keep, whatever the logits are."""
         return self.is_greedy or bool(self.top_k) or self.window in (0, self._vocab_size)
 
     def widen(self) -> None:
@@ -132,7 +134,7 @@ class Sampler:
         self._window = self._smallest(self._window + 1)
 
     def count(self, token: int) -> None:
-        """Remember a generated token for the penalties."""
+        """Count a generated token for the penalties."""
         self.adjustments.count(token)
 
     def uniform(self, position: int) -> float:
@@ -161,8 +163,8 @@ def is_finite(logits: mx.array) -> mx.array:
 def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     """Apply every row's bias and penalties to logits, (rows, vocabulary), in one scatter.
 
-    Where there are any, the logits come back as float32: at 16 to 32 bfloat16 has steps of 0.125,
-    in which a small bias vanishes.
+    If there are any, the logits come back as float32: at 16 to 32 bfloat16 has steps of 0.125, in
+    which a small bias vanishes.
     """
     changes = [(row, each.adjustments) for row, each in enumerate(samplers) if each.adjustments]
     if not changes:
@@ -259,7 +261,9 @@ def _draw_from_all(
 def _draw_in_window(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float], window: int
 ) -> tuple[mx.array, mx.array]:
-    """Draw from the `window` likeliest tokens; say, too, where they hold all that is kept."""
+    """Draw from the `window` likeliest tokens; return, too, which rows' windows hold all that is
+    kept.
+    """
     asked = [sampler.sampling for sampler in samplers]
     ids = _likeliest(logits, window)
     values = mx.take_along_axis(logits, ids, axis=-1)
@@ -327,7 +331,7 @@ def _likeliest(logits: mx.array, count: int) -> mx.array:
 
 
 def _column(values: Sequence[float]) -> mx.array:
-    """Return a number a row as (rows, 1) float32."""
+    """Return one number per row as (rows, 1) float32."""
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
@@ -345,7 +349,7 @@ class Scores:
 
 
 def score(logits: mx.array, tokens: mx.array, rows: Sequence[int], k: int) -> Scores:
-    """Take the log-softmax of `rows` of adjusted logits, before any temperature."""
+    """Return the log-softmax of `rows` of adjusted logits, before any temperature."""
     wanted = mx.array(list(rows))
     some = logits[wanted].astype(mx.float32)
     total = mx.logsumexp(some, axis=-1, keepdims=True)

@@ -1,7 +1,7 @@
-"""Whether a model's rows may run together: a test of each model, and the faults of its batches.
+"""Whether a model's sequences may be batched: a test of each model, and the faults of its batches.
 
-Some of mlx-lm's architectures give other numbers in a batch than alone: padding gets into a
-state, or a mask meets scores of another shape. None says so; it is seen only by comparing.
+Some of mlx-lm's architectures give other numbers in a batch than alone: padding gets into a state,
+or a mask meets scores of another shape. They raise no error; only comparing shows it.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ Steps: TypeAlias = Generator[None]
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A prompt and what is said after it; the logits alone, then those of a trial, in steps."""
+    """A prompt and the tokens after it; the logits alone, then those of a trial, in steps."""
 
     prompt: Tokens
     said: Tokens
@@ -71,7 +71,7 @@ class _Batch:
 class SelfTest:
     """Compares rows in batches with the same rows alone, as mlx-lm's generate_step reads them.
 
-    `steps` does it, a pass a step, small ones first; `verdict` is what is known by then. `longest`
+    `steps` runs it, one pass a step, small ones first; `verdict` is what is known so far. `longest`
     is how many tokens the model reads at the most.
     """
 
@@ -84,7 +84,7 @@ class SelfTest:
         self.verdict = Verdict()
 
     def steps(self) -> Steps:
-        """Test what short prompts show; then, with a window, one that is longer than it."""
+        """Test what short prompts show; then, if there is a window, a prompt longer than it."""
         if not can_batch(self._model):
             self.verdict = ALONE
             return
@@ -116,7 +116,7 @@ class SelfTest:
         self.verdict = replace(self.verdict, **findings)
 
     def _try(self, what: str, rows: Sequence[_Row], trial: Steps) -> Steps:
-        """Make a trial, and compare each row's logits with those alone."""
+        """Run a trial, and compare each row's logits with those alone."""
         for row in rows:
             row.found = []
         try:
@@ -131,7 +131,7 @@ class SelfTest:
             self._note(problem=self.verdict.problem or f"{what}: {problem}")
 
     def _gap(self, row: _Row) -> str:
-        """Return what is wrong with a row: half of its logits, or more, are too far away.
+        """Return what is wrong with a row: half of its logits, or more, differ too much.
 
         One choice of an expert may be a tie, and all that follows from it in that pass.
         """
@@ -175,7 +175,7 @@ class SelfTest:
         return _Batch(rows, batch.prompt_cache)
 
     def _decode(self, batch: _Batch) -> Steps:
-        """Decode a token of each row; those that are over leave."""
+        """Decode one token per row; rows that are over leave."""
         inputs = [row.inputs[len(row.found)] for row in batch.rows]
         for row, logits in zip(batch.rows, self._launch_pass(inputs, batch.cache), strict=True):
             row.found.append(logits)
@@ -192,7 +192,7 @@ class SelfTest:
             yield from self._decode(batch)
 
     def _together(self, first: _Row, second: _Row, late: _Row) -> Steps:
-        """Read two together, padded, and let a third join that was read meanwhile."""
+        """Read two together, padded, then add a third that was read in the meantime."""
         for row in (first, second, late):
             row.found = []
         batch = yield from self._read([first, second])
@@ -209,7 +209,7 @@ class SelfTest:
             yield from self._decode(batch)
 
     def _from_a_prefix(self, row: _Row) -> Steps:
-        """Read a block, keep it, and read on from what is kept."""
+        """Read a block, keep it, and continue from what is kept."""
         prefixes = PrefixCache(make_prompt_cache(self._model), 1 << 40)
         block = _Row([*row.prompt[:BLOCK], 0], [])
         read = yield from self._read([block])
@@ -231,7 +231,7 @@ def _is_of_memory(error: Exception) -> bool:
 
 
 def bound_of(dtype: mx.Dtype) -> float:
-    """Return how far logits of this type may be apart, as BOUNDS has it."""
+    """Return how much logits of this type may differ, as BOUNDS has it."""
     return BOUNDS.get(dtype, BOUNDS[mx.bfloat16])
 
 
@@ -241,9 +241,9 @@ def can_batch(model: Any) -> bool:
 
 
 def _distance(alone: mx.array, found: mx.array) -> float:
-    """Return how far logits are apart, in standard deviations of the first; inf for no number.
+    """Return how much logits differ, in standard deviations of the first; inf for NaN.
 
-    Entries that are no number alone, such as a forbidden token's, are left out.
+    Entries that are not finite alone, such as a forbidden token's, are left out.
     """
     is_number = mx.isfinite(alone)
     count = mx.maximum(is_number.sum(), 1)
@@ -271,11 +271,12 @@ def count_tokens(model: Any, longest: int) -> int:
 def self_test_digest(
     checkpoint: Listing, device: Device, dtype: str | None, *, is_packed: bool = False
 ) -> str:
-    """Hash all that a verdict depends on: architecture, number formats, versions, device and BLAS.
+    """Hash everything that a verdict depends on: architecture, number formats, versions, device and
+    BLAS.
 
-    Of the weights that is their names, types and shapes, from the files' headers, and not what
-    they are: other numbers make no batch right or wrong. So neither copying a model's folder nor
-    fetching it anew asks for another test. Raises ModelLoadFailed for files that are not whole.
+    Of the weights, that is their names, types and shapes, from the files' headers, and not their
+    values: other values make no batch right or wrong. So neither copying a model's folder nor
+    fetching it again requires another test. Raises ModelLoadFailed for files that are not whole.
     """
     known: Any = mx.device_info() if device is not Device.CPU else {}  # untyped in mlx's stubs
     named = {
@@ -293,10 +294,10 @@ def self_test_digest(
 
 
 class Faults:
-    """What was thrown in passes over several rows, and whose fault it was.
+    """Errors of passes over several sequences, and which of them caused each.
 
-    The rows of such a pass are read again, alone. Where one of them fails then, it was to blame;
-    where none does, their being together was. After some of those the model is not batched.
+    The sequences of such a pass are read again, alone. If one of them fails then, it was to blame;
+    if none does, batching was. After some of those the model is not batched.
     """
 
     def __init__(self) -> None:
@@ -306,27 +307,27 @@ class Faults:
 
     @property
     def is_batching_to_blame(self) -> bool:
-        """Return True once enough passes have failed that went well row by row."""
+        """Return True once enough passes have failed whose sequences all went well alone."""
         return self._count >= FAULTS
 
     def record(self, rows: Sequence[int], error: Exception) -> None:
-        """Note what a pass over rows has raised."""
+        """Record the error that a pass over several sequences has raised."""
         self._untold.append(f"{len(rows)} rows: {type(error).__name__}: {str(error)[:500]}")
         if len(rows) > 1:
             self._suspects.append(set(rows))
 
     def clear_of_blame(self, row: int) -> None:
-        """Note that a row went well alone."""
+        """Record that a sequence went well alone."""
         for suspects in self._suspects:
             suspects.discard(row)
         self._count += sum(1 for suspects in self._suspects if not suspects)
         self._suspects = [suspects for suspects in self._suspects if suspects]
 
     def dismiss(self, row: int) -> None:
-        """Note that a row failed alone, or left: what it was part of proves nothing."""
+        """Record that a sequence failed alone, or left: its pass proves nothing about batching."""
         self._suspects = [suspects for suspects in self._suspects if row not in suspects]
 
     def take(self) -> list[str]:
-        """Return what nobody has been told yet."""
+        """Return the errors recorded since the last call."""
         untold, self._untold = self._untold, []
         return untold

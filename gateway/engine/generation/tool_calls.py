@@ -36,7 +36,7 @@ def read_json(text: str, schemas: Schemas) -> list[Call]:
 
 
 def read_arguments(name: str, text: str) -> Call:
-    """Read a call whose text is its arguments alone, and may be nothing at all."""
+    """Read a call whose text is only its arguments, and may be empty."""
     return _call(name, json.loads(text) if text.strip() else {})
 
 
@@ -117,7 +117,7 @@ def read_kimi(text: str, schemas: Schemas) -> list[Call]:
 
 
 def read_kimi_k3(text: str, schemas: Schemas) -> list[Call]:
-    """Read K3's arguments, each with its type beside it."""
+    """Read K3's arguments, each with its type given."""
     calls: list[Call] = kimi_k3.parse_tool_call(text)
     return calls
 
@@ -125,8 +125,8 @@ def read_kimi_k3(text: str, schemas: Schemas) -> list[Call]:
 def _rename_keys(call: str, pair: str, *, wraps: bool = False) -> Reader:
     """Return a reader of calls whose arguments are pairs of names and texts.
 
-    `call` finds a call's `name` and `body`, `pair` an argument's `name` and `value` and, where
-    there is one, whether it `is_text`. `wraps` tells that values stand on lines of their own.
+    `call` finds a call's `name` and `body`, `pair` an argument's `name` and `value` and, if there
+    is one, whether it `is_text`. `wraps` is True if values stand on lines of their own.
     """
     calls, pairs = re.compile(call, re.DOTALL), re.compile(pair, re.DOTALL)
 
@@ -197,7 +197,7 @@ _MISTRAL = re.compile(
 
 
 def _json_calls(text: str) -> Iterator[Call]:
-    """Yield the calls of JSON values that follow one another; text after them is let go."""
+    """Yield the calls of JSON values that follow one another; text after them is ignored."""
     at, count = 0, 0
     while text[at:].lstrip("; \n\r\t,"):
         at += len(text[at:]) - len(text[at:].lstrip("; \n\r\t,"))
@@ -273,7 +273,7 @@ def convert_arguments(text: str, types: frozenset[str]) -> Any:
 def _guess(text: str) -> Any:
     """Return JSON's value, Python's list or dict, or else the text itself.
 
-    So is what JSON has no words for: NaN, a number beyond all floats, Python's sets.
+    What JSON has no words for stays text too: NaN, a number beyond all floats, Python's sets.
     """
     readers: list[Callable[[str], Any]] = [partial(json.loads, strict=False)]
     if text.lstrip().startswith(("[", "{")):
@@ -289,10 +289,10 @@ def _guess(text: str) -> Any:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows, as far as it says; none where it doesn't.
+    """Return the JSON types that a schema allows, as far as it says; empty if it doesn't.
 
-    What stands beside one another narrows; of alternatives those that say nothing don't count,
-    unless something else does say.
+    Keywords of one schema narrow each other; among alternatives, those that say nothing don't
+    count, unless something else does say.
     """
     return _Types(root).of(schema)
 

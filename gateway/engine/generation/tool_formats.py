@@ -24,13 +24,13 @@ _BARE_LLAMA = rf"(?:{_BARE_JSON})|(?:{_BARE_PYTHON})"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A family's way to call.
+    """How a family of models writes calls.
 
-    `marks` are pairs around calls, the second empty where the answer's end ends the call; `noise`
-    are marks around all calls together. `bare` is a pattern, with a place for the functions'
-    names, of an answer that begins as a call without marks. `is_json` tells that what stands
-    between the marks is {"name", "arguments"}, which a grammar can hold. `is_apart` tells that
-    calls are messages of their own, beside the answer.
+    `marks` are pairs around calls, the second empty if the answer's end ends the call; `noise` are
+    marks around all calls together. `bare` is a pattern, with a place for the functions' names, of
+    an answer that begins as a call without marks. `is_json` is True if the text between the marks
+    is {"name", "arguments"}, which a grammar can hold. `is_apart` is True if calls are messages of
+    their own, separate from the answer.
     """
 
     read: calls.Reader
@@ -200,9 +200,9 @@ def known_tool_parser(name: str) -> str | None:
 def infer_tools(
     vocabulary: Container[str], template: str, model_type: str, declared: str | None
 ) -> str | None:
-    """Return the name of a checkpoint's format, None where none is known.
+    """Return the name of a checkpoint's format, None if no known one matches.
 
-    `declared` is what the checkpoint, or mlx-lm in its place, says.
+    `declared` is the format that the checkpoint, or else mlx-lm, names.
     """
     if model_type == "gpt_oss" or all(token in vocabulary for token in HARMONY_TOKENS):
         return "openai"

@@ -97,7 +97,7 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, Place]:
 
 
 class _Keys:
-    """The keys of one architecture, and which of them nobody has read."""
+    """The keys of one architecture, with a record of those not read yet."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata = metadata
@@ -170,10 +170,10 @@ def _sizes(keys: _Keys) -> dict[str, Any]:
 
 
 def _rotations(keys: _Keys, header: Header) -> dict[str, Any]:
-    """Return what is said of rotary positions.
+    """Return the config of rotary positions.
 
-    The rows of llama's queries and keys were put in another order for the file, so that its
-    rotations turn neighbours: what mlx-lm calls traditional.
+    The rows of llama's queries and keys were reordered for the file, so that its rotations turn
+    neighbours: mlx-lm calls that traditional.
     """
     name = header.metadata["general.architecture"]
     return {

@@ -45,12 +45,12 @@ class GgufCheckpoint:
         self.dtype = self._floating()
 
     def failed(self, reason: str) -> ModelLoadFailed:
-        """Make the error that says why this model cannot be loaded."""
+        """Return the error that says why this model cannot be loaded."""
         return ModelLoadFailed(self.name, f"{self.path.name}: {reason}")
 
     @contextlib.contextmanager
     def blame(self) -> Iterator[None]:
-        """Make whatever goes wrong meanwhile the reason why this model cannot be loaded."""
+        """Turn any exception raised inside into the reason why this model cannot be loaded."""
         try:
             yield
         except ValueError as error:  # GgufError, and what the tokenizer says
@@ -86,7 +86,9 @@ class GgufCheckpoint:
         return listed
 
     def widen_types(self) -> Widened | None:
-        """Return what those cost that no device can hold quantised; None where there are none."""
+        """Return the cost of the types that no device can hold quantised; None if there are
+        none.
+        """
         grown = [
             name
             for name in self.places

@@ -98,7 +98,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of the metadata that nobody has asked for yet, and where it begins."""
+    """An array of the metadata that has not been asked for yet, and where it begins."""
 
     type: int
     count: int
@@ -186,7 +186,7 @@ class _Cursor:
         self.at = 0
 
     def need(self, end: int) -> None:
-        """Have every byte before `end`."""
+        """Read up to the byte `end`, if that has not been read."""
         if end <= len(self.read):
             return
         if end > self.size:

@@ -108,7 +108,7 @@ def _shift(content: Bytes, bits: int, mask: int) -> Bytes:
 
 
 def _fives(blocks: npt.NDArray[Any]) -> Bytes:
-    """Return the codes of Q5_0 and Q5_1: their fifth bits are apart."""
+    """Return the codes of Q5_0 and Q5_1, whose fifth bits are stored separately."""
     high: Bytes = np.unpackbits(blocks["high"], axis=-1, bitorder="little")
     low: Bytes = _nibbles(blocks["codes"]).reshape(-1, 32)
     return (low | high << np.uint8(4))[:, None]

@@ -27,18 +27,18 @@ _OPENING = frozenset(
 
 
 class Checked(Protocol):
-    """Returns a schema as an answer is to be held to it."""
+    """Returns the form of a schema that an answer is held to."""
 
     def __call__(self, schema: Mapping[str, Any], function: str, /, *, strict: bool) -> Node:
-        """`function` is whose parameters these are, if any; raises BadRequest for no schema."""
+        """`function` owns the parameters, if any does. Raises BadRequest for what is no schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes a call of its own accord: JSON between two marks.
+    """How a model writes a call on its own: JSON between two marks.
 
-    The flags tell which marks llguidance takes for special tokens: those have no bytes. Calls that
-    are `is_apart` are messages beside the answer, with which its grammar has nothing to do.
+    The flags say which marks llguidance treats as special tokens: those have no bytes. Calls that
+    are `is_apart` are messages separate from the answer, and its grammar does not apply to them.
     """
 
     start: str
@@ -54,12 +54,12 @@ def answer_grammar(
     answer: Grammar | None,
     checked: Checked,
 ) -> Grammar | None:
-    """Give what a row must match, of calls and of the answer asked for; None when it is free.
+    """Return the grammar of an answer with these calls and this form; None if it is free.
 
-    A forced call is bare JSON: {"name":…,"arguments":…}. A free one keeps the model's own form,
-    and is held to its schema where a function is strict; beside an `answer` to be matched, an
-    answer is either. `checked` gives a schema, whose place it is told, as it is to be held
-    to. Raises BadRequest where the model's form leaves no way to say that.
+    A forced call is bare JSON: {"name":…,"arguments":…}. A free one keeps the model's own form, and
+    is held to its schema if a function is strict. With an `answer` grammar too, the whole is either
+    calls or that answer. `checked` returns a schema in the form to enforce, given its place. Raises
+    BadRequest if the model's form leaves no way to write that.
     """
     if calling is None:
         return answer
@@ -111,7 +111,7 @@ def answer_grammar(
 
 
 def with_forms(source: str, forms: Mapping[str, Schema]) -> str:
-    """Write the grammar of calls again, with other schemas in these rules."""
+    """Return the grammar of calls with other schemas in these rules."""
     rules = []
     for line in source.split("\n"):
         rule, _, _ = line.partition(":")
@@ -130,7 +130,7 @@ def _close(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _needs_more(parameters: Mapping[str, Any]) -> bool:
-    """Tell whether a schema, not checked yet, asks for properties that it does not declare."""
+    """Return True if a schema, not checked yet, requires properties that it does not declare."""
     own, required = parameters.get("properties", {}), parameters.get("required", [])
     if not isinstance(own, dict) or not isinstance(required, list):
         return False
@@ -147,7 +147,7 @@ def _closing(form: CallFormat) -> str:
 def _lark(
     start: str, functions: Sequence[tuple[str, dict[str, Any]]], opening: str, closing: str
 ) -> str:
-    """Write the rules: `call` is one of the functions, each with its own arguments.
+    """Return the rules: `call` is one of the functions, each with its own arguments.
 
     Between marks a call is spaced as models are trained to space it, without them it is compact.
     """

@@ -1,8 +1,8 @@
-"""A caller's grammar → something rows can be matched against, or a refusal that says why.
+"""A caller's grammar → something sequences can be matched against, or a refusal that says why.
 
-Outlines gives the types and the backends that make tokenizer and grammar; matcher and mask are
-ours (matching.py), because Outlines' own go on without a grammar when one fails. Compiling takes
-milliseconds and more: on a worker thread, never on the lane.
+Outlines gives the types and the backends that make tokenizer and grammar; matcher and mask are ours
+(matching.py), because Outlines' own continue without a grammar when one fails. Compiling takes
+milliseconds and more: run it on a worker thread, never on the lane.
 """
 
 import itertools
@@ -65,9 +65,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar any number of rows may follow, each from its own matcher. Safe on any thread.
+    """A grammar that any number of sequences may follow, each with its own matcher. Safe on any
+    thread.
 
-    `unenforced` are JSON pointers to the keywords of its schema that it does not hold a row to.
+    `unenforced` are JSON pointers to the keywords of its schema that it does not enforce.
     """
 
     begin: Callable[[], State]
@@ -76,7 +77,7 @@ class CompiledGrammar:
     unenforced: tuple[str, ...] = ()
 
     def matcher(self, said: Sequence[int] = ()) -> Matcher:
-        """Begin a row, or begin it again where `said` leaves it."""
+        """Return a matcher at the beginning, or where the tokens `said` leave it."""
         matcher = Matcher(self.begin, self.eos_ids, self.alone)
         matcher.replay(said)
         return matcher
@@ -92,8 +93,8 @@ def compile_grammar(
 ) -> CompiledGrammar:
     """Compile with llguidance. Raises BadRequest for what it can't do, or would only half do.
 
-    `shape` tightens JSON Schemas; a schema that cannot be met so is compiled as it came. What is
-    compiled has survived the `sandbox`, where there is one.
+    `shape` tightens JSON Schemas; a schema that cannot be met so is compiled as it came. Everything
+    is compiled in the `sandbox` first, if there is one.
     """
     bounds = bounds or Bounds()
     if grammar.kind == "json_schema":
@@ -125,7 +126,7 @@ def _text(
     bounds: Bounds,
     sandbox: Sandbox | None,
 ) -> CompiledGrammar:
-    """Compile what is no JSON Schema, as it came; `source` is its text."""
+    """Compile a grammar other than a JSON Schema as it came; `source` is its text."""
     if grammar.kind in ("grammar", "calls"):
         if grammar.kind == "grammar":  # ours may say more than a caller's
             _check_lark(source, bounds)
@@ -150,10 +151,10 @@ def _loosen_calls(
     bounds: Bounds,
     sandbox: Sandbox | None,
 ) -> Grammar | None:
-    """Give calls again with each schema in a form that compiles; None if that changes nothing.
+    """Return calls with each schema in a form that compiles; None if that changes nothing.
 
-    Raises BadRequest, naming the function, for a schema that has no such form, and for a strict
-    one of which that leaves something out.
+    Raises BadRequest, naming the function, for a schema that has no such form, and for a strict one
+    whose form leaves something out.
     """
     forms, unenforced = dict[str, schemas.Schema](), list[str]()
     compile_form = _Schemas(tokenizer, COMPACT, sandbox)
@@ -187,9 +188,9 @@ _CALL: Final = re.compile(r'^call_(\d+): ("(?:[^"\\]|\\.)*")', re.MULTILINE)
 
 
 def _reword(grammar: Grammar, found: str) -> str:
-    """Word what llguidance said of a regex, a choice, a grammar or calls.
+    """Return llguidance's message on a regex, a choice, a grammar or calls in our words.
 
-    It shows the lines it read, which the caller wrote only where that is a grammar.
+    It quotes the lines it read, which the caller wrote only if the kind is a grammar.
     """
     place = _PLACE.match(found)
     first = _PLACE.sub("", found.partition("\n")[0], count=1)
@@ -219,7 +220,7 @@ def read_schema(source: str, bounds: Bounds) -> Read:
 
 
 def text_of(grammar: Grammar, bounds: Bounds) -> str:
-    """Give a regex, a grammar or a choice (as the regex of its strings), within bounds."""
+    """Return a regex, a grammar or a choice (as the regex of its strings), within bounds."""
     limit = bounds.max_calls_chars if grammar.kind == "calls" else bounds.max_text_chars
     if len(grammar.source) > limit and grammar.kind != "choice":
         what = (
@@ -246,7 +247,7 @@ def _refusal(message: str, code: str = "invalid_grammar") -> BadRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Schemas:
-    """Compiles the forms of a schema; what was refused once is refused again at once."""
+    """Compiles the forms of a schema. What was refused once is refused again at once."""
 
     tokenizer: GrammarTokenizer
     options: Mapping[str, Any]
@@ -254,7 +255,9 @@ class _Schemas:
     refusals: dict[str, BadRequest] = field(default_factory=dict)
 
     def __call__(self, schema: schemas.Schema) -> CompiledGrammar:
-        """Compile a form, after each of its patterns that only a row would find to be too large."""
+        """Compile a form, after those of its patterns that only decoding would show to be too
+        large.
+        """
         for large in repeats_much(schema):
             self._alone(large)
         return self._alone(schema)
@@ -273,7 +276,9 @@ class _Schemas:
 
 
 def _check_lark(source: str, bounds: Bounds) -> None:
-    """Refuse what the grammar could say and the answer's text would not, or we would ignore."""
+    """Raise BadRequest for what a grammar could produce and the answer's text would not show, or
+    what we would ignore.
+    """
     if open_at := next(filter(is_open, LARK_TEXT.finditer(source)), None):
         raise _refusal(f"The grammar has a text or a regex without an end: {open_at[0][:64]}")
     if found := _LARK_SPECIAL.search(without_texts(source)):
@@ -293,7 +298,7 @@ def _check_lark(source: str, bounds: Bounds) -> None:
 def _compile(
     tokenizer: GrammarTokenizer, spec: str, code: str, texts: Texts, sandbox: Sandbox | None
 ) -> CompiledGrammar:
-    """Make the grammar's first matcher; every row's is a copy."""
+    """Return the grammar's first matcher; every other one is a copy."""
     if sandbox is not None:
         try_grammar(sandbox, spec, code)
     limits = LLParserLimits(**LIMITS)
@@ -315,7 +320,7 @@ def _compile(
 
 
 def _try(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
-    """Say a few tokens, quotes for choice since they lead out of strings; give the error met.
+    """Take a few tokens, quotes for choice since they end strings; return the error met.
 
     Some grammars are too wide to be followed and show it only then.
     """
@@ -333,7 +338,7 @@ def _try(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
 
 
 class _Copies:
-    """Copies of a first matcher, itself made again when its shared lexer may have grown large."""
+    """Copies of a first matcher, which is made again when its shared lexer may have grown large."""
 
     def __init__(self, make: Callable[[], LLMatcher], matcher: LLMatcher, texts: Texts) -> None:
         self._make = make

@@ -1,7 +1,7 @@
-"""Proofs that no value fits two schemas, or that all that fit the one fit the other.
+"""Proofs that no value fits two schemas, or that all values of one fit the other.
 
-False means only that there is no proof. Schemas are in draft 2020-12's words. A keyword that
-is not understood is taken to allow everything, so a proof of disjointness holds without it.
+False means only that there is no proof. Schemas are in draft 2020-12. A keyword that is not
+understood is taken to allow everything, so a proof of disjointness holds without it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ _SCALAR_KEYS: Final = {
 
 @dataclass(slots=True)
 class Proofs:
-    """Proofs about the subschemas of one root, all of them together within a bound of steps."""
+    """Proofs about the subschemas of one root, with a common bound on steps."""
 
     root: Schema
     steps: int = _STEPS
@@ -162,7 +162,7 @@ class Proofs:
 
 
 def _own(node: Node) -> Node:
-    """Leave out what has been followed."""
+    """Remove the keywords that have been followed."""
     if "$ref" in node or "allOf" in node:
         return {key: value for key, value in node.items() if key not in ("$ref", "allOf")}
     return node
@@ -173,7 +173,7 @@ def _and(schemas: Both) -> Schema:
 
 
 def _property(node: Node, name: str) -> Iterator[Schema]:
-    """List what a property of a name must fit, as far as its name is enough to know."""
+    """List what a property of this name must fit, as far as its name alone decides."""
     own = node.get("properties", {})
     if name in own:
         yield own[name]
@@ -198,7 +198,7 @@ def _is_in(value: Any, values: Sequence[Any]) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Compare as JSON does: 1 is 1.0, and no boolean is a number."""
+    """Compare as JSON does: 1 equals 1.0, and no boolean equals a number."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):

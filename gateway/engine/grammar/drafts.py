@@ -1,4 +1,4 @@
-"""A JSON Schema of any draft, checked by its own and said in the words of draft 2020-12."""
+"""A JSON Schema of any draft, checked against that draft and rewritten in draft 2020-12."""
 
 import re
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ _LOWER: Final = ("minimum", "exclusiveMinimum")
 
 
 def draft_of(schema: Schema) -> Draft:
-    """Return the draft that `$schema` names; the newest where it names none that is known."""
+    """Return the draft that `$schema` names; the newest if it names no known one."""
     name = schema.get("$schema") if isinstance(schema, dict) else None
     if not isinstance(name, str):
         return NEWEST
@@ -66,11 +66,11 @@ def _own_schema(draft: Draft) -> Any:
 
 
 def modernize(schema: Schema, draft: Draft = NEWEST) -> Schema:
-    """Say in draft 2020-12 what older drafts said otherwise, and leave out what says nothing.
+    """Rewrite older drafts' keywords in draft 2020-12, and leave out keywords that say nothing.
 
-    A list of `items` becomes `prefixItems`, `dependencies` are split, references become
-    pointers from the root (those that lead out of the schema stay as they are), and bounds
-    beyond 2^53 are drawn in to it, since the compilers count in doubles.
+    A list of `items` becomes `prefixItems`, `dependencies` are split, references become pointers
+    from the root (those that lead out of the schema stay as they are), and bounds beyond 2^53 are
+    drawn in to it, since the compilers count in doubles.
     """
     stands_alone = draft in _REFS_STAND_ALONE
 
@@ -86,12 +86,12 @@ def modernize(schema: Schema, draft: Draft = NEWEST) -> Schema:
 
 
 def is_place(name: str) -> bool:
-    """Tell whether a definition is named by the place it was copied from."""
+    """Return True if a definition is named by the place that it was copied from."""
     return name.startswith("#/")
 
 
 def _hoist(root: Schema) -> Schema:
-    """Copy to `$defs` what references lead to inside keywords that may be written otherwise."""
+    """Copy to `$defs` the targets of references inside keywords that may be rewritten."""
     refs = {node["$ref"] for _, node in walk(root) if isinstance(node.get("$ref"), str)}
     moved = {ref: resolve(root, ref) for ref in refs if _REWRITTEN & set(ref.split("/"))}
     moved = {ref: target for ref, target in moved.items() if target is not None}
@@ -136,7 +136,7 @@ def _bounds(node: Node) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class _Resource:
-    """A schema with an identifier of its own, and the subschemas it calls by anchors.
+    """A schema with an identifier of its own, and its subschemas by their anchors.
 
     `place` is its pointer from the root, written as in a URI.
     """
@@ -148,7 +148,9 @@ class _Resource:
 
 @dataclass(slots=True)
 class _Document:
-    """A schema's resources, its references with the resource each stands in, and its subschemas."""
+    """A schema's resources, its references with the resource that each stands in, and its
+    subschemas.
+    """
 
     root: Node
     by_uri: dict[str, _Resource | None] = field(default_factory=dict)
@@ -156,7 +158,9 @@ class _Document:
     seen: set[int] = field(default_factory=set)
 
     def pointer(self, ref: str, source: _Resource) -> str:
-        """Find where a reference leads: by pointer, anchor or address; itself if it leads out."""
+        """Return the target of a reference by pointer, anchor or address; itself if it
+        leads out.
+        """
         address, _, fragment = ref.partition("#")
         resource = self.by_uri.get(urljoin(source.uri, address)) if address else source
         if resource is None:
@@ -175,7 +179,7 @@ class _Document:
 
 
 def _with_pointers(root: Schema, draft: Draft) -> Schema:
-    """Write every reference within the schema as a pointer from its root.
+    """Rewrite every reference within the schema as a pointer from its root.
 
     A reference is relative to the nearest `$id` around it, `#/…` and `#anchor` too (JSON Schema
     2020-12, 8.2 and 9.2). One that finds nothing there becomes an address that leads out.
@@ -192,7 +196,7 @@ def _with_pointers(root: Schema, draft: Draft) -> Schema:
         name, anchor = _names_of(node, draft, is_root=at == "#")
         if name or not around:
             inner = _Resource(urljoin(around[-1][1].uri, name) if around else name, place)
-            is_taken = inner.uri in document.by_uri  # and then nobody can tell which is meant
+            is_taken = inner.uri in document.by_uri  # and then it is ambiguous
             document.by_uri[inner.uri] = None if is_taken else inner
             around.append((at, inner))
         resource = around[-1][1]
@@ -207,7 +211,7 @@ def _with_pointers(root: Schema, draft: Draft) -> Schema:
 
 
 def _names_of(node: Node, draft: Draft, *, is_root: bool) -> tuple[str, str]:
-    """Return the address and the anchor that an identifier gives; empty where it gives none."""
+    """Return the address and the anchor that an identifier gives; each empty if it gives none."""
     name = node.get("id" if draft is Draft.D4 else "$id")
     if not isinstance(name, str) or (draft in _REFS_STAND_ALONE and "$ref" in node and not is_root):
         return "", ""
@@ -216,7 +220,7 @@ def _names_of(node: Node, draft: Draft, *, is_root: bool) -> tuple[str, str]:
 
 
 def _without_identifiers(root: Schema) -> Schema:
-    """Leave out identifiers: every reference is a pointer from the root now."""
+    """Remove identifiers: every reference is a pointer from the root now."""
 
     def change(node: Schema) -> Schema:
         if isinstance(node, dict):

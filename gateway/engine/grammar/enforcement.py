@@ -1,4 +1,4 @@
-"""What of a JSON Schema a grammar can hold an answer to, and what is left to be checked.
+"""The part of a JSON Schema that a grammar can hold an answer to, and what is left to be checked.
 
 `drop_unenforceable` leaves out what llguidance has no keyword for, or cannot take, once a schema
 has been translated to its keywords (translation.py), and names each keyword left out by its JSON
@@ -27,7 +27,7 @@ _OLDER: Final = {"prefixItems": "items", "items": "additionalItems"}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A schema for a grammar, and pointers to the caller's keywords that it says nothing of."""
+    """A schema for a grammar, and pointers to the caller's keywords that it does not enforce."""
 
     schema: Schema
     unenforced: tuple[str, ...] = ()
@@ -35,7 +35,9 @@ class Held:
 
 @dataclass(slots=True)
 class _Holder:
-    """One pass over a schema. `tighten` is what closes an alternative of a `oneOf`, if any may."""
+    """One pass over a schema. `tighten` closes an alternative of a `oneOf`, if any may be
+    closed.
+    """
 
     root: Schema
     tighten: Tighten | None
@@ -89,7 +91,7 @@ class _Holder:
         return value
 
     def _written(self, key: str, node: Node) -> str:
-        """Give the caller's own word for a keyword."""
+        """Return the keyword as the caller wrote it."""
         is_older = self.is_older and "prefixItems" in node
         return _OLDER.get(key, key) if is_older else key
 
@@ -123,10 +125,10 @@ class _Holder:
             self.unenforced.append(pointer)
 
     def _one_of(self, schema: Node, ways: list[Schema], place: str) -> list[Schema]:
-        """Choose the ways of which no two share a value: then any of them is exactly one.
+        """Choose alternatives of which no two share a value: then any of them is exactly one.
 
-        A way is held to its own form only as long as that shares nothing with any other way as
-        the caller wrote it; one that lies within another is never the only one.
+        An alternative is held to its tightened form only as long as that shares nothing with any
+        other as the caller wrote it; one that lies within another is never the only one.
         """
         whole: list[Schema] = schema["oneOf"]
         beside = {k: v for k, v in schema.items() if k != "oneOf"}
@@ -156,7 +158,9 @@ class _Holder:
         return found
 
     def _counted(self, node: Node, place: str) -> Node:
-        """Count properties as llguidance can: where none that is declared is optional."""
+        """Bound the number of properties as llguidance can: if none that is declared is
+        optional.
+        """
         least, most = node.get("minProperties", 0), node.get("maxProperties")
         required = node.get("required", ())
         optional = [name for name in node.get("properties", {}) if name not in required]
@@ -186,7 +190,9 @@ class _Holder:
 
 
 def find_live(root: Schema) -> set[int]:
-    """Identify the subschemas that an answer may be held to: some definitions nobody asks for."""
+    """Return the ids of the subschemas that an answer may be held to: some definitions are
+    unused.
+    """
     todo, found = [root], set[int]()
     while todo:
         node = todo.pop()
@@ -206,10 +212,10 @@ def drop_unenforceable(
     leaves: Leaves = frozenset(),
     is_older: bool = False,
 ) -> Held:
-    """Leave out, by name, what no grammar holds.
+    """Leave out, and list, the keywords that no grammar can hold.
 
-    `tighten` may make an alternative of a `oneOf` narrower. `leaves` are to be left out
-    besides; `is_older` names places as drafts before 2020-12 do.
+    `tighten` may make an alternative of a `oneOf` narrower. `leaves` are left out as well;
+    `is_older` names places as drafts before 2020-12 do.
     """
     holder = _Holder(schema, tighten, leaves, is_older)
     return Held(holder.hold(schema, "#"), tuple(holder.unenforced))

@@ -54,9 +54,9 @@ _CONTROLS: Final = re.compile(r"\\u00[01]|\x7f")
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A caller's schema in draft 2020-12's words, and the options it has for its form.
+    """A caller's schema in draft 2020-12, and the options that it sets for its form.
 
-    `is_older` tells that the caller wrote it in an older draft.
+    `is_older` is True if the caller wrote it in an older draft.
     """
 
     schema: Schema
@@ -86,7 +86,7 @@ def read_schema(source: str, *, max_bytes: int, max_depth: int, max_path: int) -
 
 
 def _options(schema: Schema) -> Mapping[str, Any]:
-    """Read llguidance's own options from the schema: those of form, none that loosen it."""
+    """Return llguidance's own options in the schema: those of form, none that loosen it."""
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
     if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
         raise refusal(
@@ -110,10 +110,11 @@ def _translate(read: Read, conditions: int, *, is_plain: bool = False) -> Schema
 def form_that_compiles(
     read: Read, shape: Shape, compiled: Callable[[Schema], T], *, until: float | None = None
 ) -> tuple[Held, T]:
-    """Compile the tightest form that can be, leaving out what keeps all others from it.
+    """Compile the tightest form possible, leaving out what keeps all others from compiling.
 
-    `compiled` raises BadRequest with the compiler's words. Raises BadRequest in ours when
-    nothing compiles, or not by `until` (of the monotonic clock), after which no other is begun.
+    `compiled` raises BadRequest with the compiler's words. Raises BadRequest with our own words
+    when nothing compiles, or not by `until` (of the monotonic clock), after which no other form is
+    begun.
     """
     problem = ""
     until = until or time.monotonic() + BUDGET_S
@@ -173,7 +174,7 @@ def form_that_compiles(
 
 
 def _forms(read: Read, shape: Shape, schema: Schema, leaves: Leaves) -> Iterator[Held]:
-    """Give the schema tightened for a small model, then as it came."""
+    """Yield the schema tightened for a small model, then as it came."""
     tighten = close_objects if shape.closed else None
     tight = drop_unenforceable(schema, tighten=tighten, leaves=leaves, is_older=read.is_older)
     narrow = shape_schema(tight.schema, shape)
@@ -216,7 +217,7 @@ def _quotable(node: Schema) -> Schema:
 
 
 def repeats_much(schema: Schema) -> list[Node]:
-    """List the schemas of strings whose patterns repeat so much that they may be too large."""
+    """List the string schemas whose patterns repeat so much that they may be too large."""
     patterns = dict.fromkeys(
         pattern
         for _, node in walk(schema)
@@ -227,7 +228,7 @@ def repeats_much(schema: Schema) -> list[Node]:
 
 
 def of_function(function: str, error: BadRequest) -> BadRequest:
-    """Say whose parameters a refusal is about, if a function's."""
+    """Name, in a refusal, the function whose parameters it is about, if there is one."""
     if not function:
         return error
     message = f"The parameters of '{function}': {error.message}"
@@ -235,7 +236,7 @@ def of_function(function: str, error: BadRequest) -> BadRequest:
 
 
 def check_strict(form: Held) -> None:
-    """Refuse a form that leaves something out, naming the keyword and its place."""
+    """Raise BadRequest for a form that leaves something out, naming the keyword and its place."""
     if form.unenforced:
         pointer = form.unenforced[0]
         place, _, keyword = pointer.rpartition("/")

@@ -1,6 +1,6 @@
-"""Where each row stands in its grammar, and the masks that keep its next token inside.
+"""Where each sequence stands in its grammar, and the masks that keep its next token inside.
 
-A matcher never raises over what a model says: it records the error, and its row is ended. Masks
+A matcher never raises over a model's tokens: it records the error, and its sequence is ended. Masks
 are uint32 words, bit i of word w allowing the token 32 w + i.
 """
 
@@ -25,13 +25,13 @@ def words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """The tokens that are text, by their bytes; and the mask, (words,), of all that are not."""
+    """The tokens that are text, by their bytes, and the mask, (words,), of all that are not."""
 
     ids: Mapping[bytes, Sequence[int]]
     others: Mask
 
     def beside(self, marks: Collection[int]) -> "Texts":
-        """Let these control tokens pass too, as themselves."""
+        """Return a copy in which these control tokens are allowed too, as themselves."""
         others = self.others.copy()
         for token in marks:
             others[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
@@ -47,30 +47,30 @@ class State:
 
     @property
     def may_end(self) -> bool:
-        """Tell whether what was said is a whole answer."""
+        """Return True if the tokens so far are a whole answer."""
         return self.matcher.is_accepting()
 
     @property
     def is_over(self) -> bool:
-        """Tell whether nothing more can be said."""
+        """Return True if no further token is possible."""
         return self.matcher.is_stopped()
 
     def advance(self, token: int) -> str | None:
-        """Take a token; give the error if the grammar doesn't allow it."""
+        """Take a token; return the error if the grammar doesn't allow it."""
         self.matcher.consume_token(token)
         return self.problem()
 
     def fill(self, row: Mask) -> str | None:
-        """Write the mask, end of sequence aside; give the error if it cannot be computed."""
+        """Write the mask, end of sequence aside; return the error if it cannot be computed."""
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self.mend(row)
         return self.problem()
 
     def mend(self, row: Mask) -> None:
-        """Spell out, as text, what llguidance would say with a control token.
+        """Allow, as plain text, what llguidance would write with a control token.
 
-        Where only one text can follow it allows the first token of it as encoded, and a text
-        such as `<|end|>` encodes to the control token of that name, which is another thing.
+        If only one text can follow, it allows the first token of that text as encoded, and a text
+        such as `<|end|>` encodes to the control token of that name, which is something else.
         """
         if self.may_end or not (row & self._texts.others).any():
             return
@@ -81,25 +81,25 @@ class State:
                 row[token // _WORD] |= np.uint32(1 << (token % _WORD))
 
     def forced(self) -> list[int]:
-        """Give the tokens that must come next, as far as llguidance can tell."""
+        """Return the tokens that must come next, as far as llguidance knows."""
         return list(takewhile(self._is_text, self.matcher.compute_ff_tokens()))
 
     def _is_text(self, token: int) -> bool:
         return not int(self._texts.others[token // _WORD]) >> (token % _WORD) & 1
 
     def problem(self) -> str | None:
-        """Give the matcher's error without its dump of the parser."""
+        """Return the matcher's error without its dump of the parser."""
         error = self.matcher.get_error().partition("\n<")[0]
         return "no answer can match it" if error.startswith("NoExtension") else error or None
 
 
 class Matcher:
-    """One row's place in its grammar. Used by one thread at a time.
+    """The place of one sequence in its grammar. Used by one thread at a time.
 
-    Every end-of-sequence token is allowed exactly where the answer may end. Once `error` is
-    set nothing but them is, and nothing more is taken. `begin` gives the first state; rows of
-    one grammar may share a lexer through it, and run it out of states for one another, so an
-    error is believed only when a state from `alone` meets it too.
+    Every end-of-sequence token is allowed exactly where the answer may end. Once `error` is set
+    only they are, and no token is taken. `begin` makes the first state. Through it the sequences of
+    one grammar may share a lexer, and exhaust its states for one another, so an error is believed
+    only when a state from `alone` meets it too.
     """
 
     __slots__ = ("_alone", "_eos", "_has_ended", "_said", "error", "state")
@@ -119,18 +119,17 @@ class Matcher:
 
     @property
     def may_end(self) -> bool:
-        """Tell whether what was said is a whole answer."""
+        """Return True if the tokens so far are a whole answer."""
         return self.error is None and (self._has_ended or self.state.may_end)
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the answer is whole and cannot go on."""
+        """Return True if the answer is whole and cannot continue."""
         return self.error is None and (
             self._has_ended or (self.state.is_over and self.state.may_end)
         )
 
     def consume(self, token: int) -> None:
-        """Take the token just said."""
         if self.error is not None:
             return
         if self._has_ended:
@@ -146,18 +145,18 @@ class Matcher:
                 self._retry()
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Take what a row has already said, when it is read again from its beginning."""
+        """Take the tokens of a sequence that is read again from its beginning."""
         for token in tokens:
             self.consume(token)
 
     def forced_tokens(self) -> list[int]:
-        """Give tokens that must come next; not all of them, and perhaps none."""
+        """Return tokens that must come next; not all of them, and perhaps none."""
         if self.error is not None or self.is_over:
             return []
         return [token for token in self.state.forced() if token not in self._eos]
 
     def allowed(self, row: Mask) -> None:
-        """Write this row's mask, (words,)."""
+        """Write this sequence's mask, (words,)."""
         if self.error is None and not self._has_ended:
             self.error = self.state.fill(row)
             if self.error is not None and self._retry():
@@ -165,14 +164,14 @@ class Matcher:
         self._settle(row)
 
     def settle(self, row: Mask) -> None:
-        """Finish a mask that llguidance has written for this row's state."""
+        """Complete a mask that llguidance has written for this sequence's state."""
         if self.state.problem() is not None:
             return self.allowed(row)
         self.state.mend(row)
         return self._settle(row)
 
     def _settle(self, row: Mask) -> None:
-        """Set the ends of sequence, and nothing else where nothing else may come."""
+        """Set the bits of the end tokens, and clear all others if nothing else may come."""
         if self.error is not None or self._has_ended:
             row[:] = 0
         may_end = self.error is not None or self.may_end
@@ -187,7 +186,7 @@ class Matcher:
             self._settle(row)
 
     def _retry(self) -> bool:
-        """Say it all again to a state that shares nothing; tell whether that went better."""
+        """Replay all tokens in a state that shares nothing; return True if that went better."""
         if self._alone is None:
             return False
         state, self._alone = self._alone(), None
@@ -197,13 +196,13 @@ class Matcher:
 
 
 class Masks:
-    """Fills the masks of many rows, in parallel."""
+    """Fills the masks of many sequences, in parallel."""
 
     def __init__(self, threads: int | None = None) -> None:
         self._executor = LLExecutor(threads)
 
     def fill(self, matchers: Sequence[Matcher], bitmask: Mask) -> None:
-        """Write (rows, words), one row a matcher. Look at each `error` afterwards."""
+        """Return (rows, words), one row per matcher. Check each matcher's `error` afterwards."""
         together: list[tuple[LLMatcher, int]] = []
         for i, matcher in enumerate(matchers):
             if matcher.error is None:
@@ -220,9 +219,9 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class BoundRow:
-    """A row of a batch that is held to a grammar, by its place there.
+    """A row of a batch whose next token is bound by a grammar.
 
-    Its next token may be `opening` too, whatever the grammar allows; `barred` tokens are excluded
+    Its next token may also be `opening`, whatever the grammar allows; `barred` tokens are excluded
     unless nothing else would be left.
     """
 
@@ -235,8 +234,8 @@ class BoundRow:
 def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
     """Forbid, in (batch, vocabulary) logits, what (len(rows), words) masks leave out.
 
-    `rows` says which rows of the batch the masks are for; the others stay free. Forbidden is
-    -inf, and so is every id beyond the masks. Plain operations: any device will do.
+    `rows` says which rows of the batch the masks are for; the others stay free. Forbidden ids get
+    -inf, and so does every id beyond the masks. Plain operations: any device will do.
     """
     if not len(rows):
         return logits

@@ -1,4 +1,4 @@
-"""What keeps a JSON Schema from compiling: keywords to be left out, and words for a refusal."""
+"""What keeps a JSON Schema from compiling: keywords to leave out, and words for a refusal."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,9 @@ _BOUNDS: Final = (
 def suspects(
     schema: Schema, found: str, compiled: Callable[[Schema], object], until: float
 ) -> Leaves:
-    """Guess, by what the compiler said, which keywords it could not take; in time, or too many."""
+    """Guess, from the compiler's message, which keywords it could not take; in time, or too
+    many.
+    """
     leaves = set[tuple[int, str]]()
     if "egex" in found or "look" in found or "expressions" in found:
         broken: dict[str, bool] = {}
@@ -67,7 +69,7 @@ def suspects(
 
 
 def _spoken_of_together(schema: Schema) -> Iterator[Node]:
-    """Visit the subschemas that speak of a value of which another speaks as well."""
+    """Yield the subschemas that constrain a value which another subschema constrains too."""
     todo, seen = list[Any](), set[int]()
     for _, node in walk(schema):
         beside = node.keys() - NOTES
@@ -91,7 +93,7 @@ def _counts(schema: Schema) -> Leaves:
 
 
 def _names(schema: Schema) -> Leaves:
-    """List what says which names an object may have in several places, and what excludes ways."""
+    """List keywords that restrict an object's names in several places, or exclude alternatives."""
     together = _spoken_of_together(schema)
     return frozenset(
         (id(node), key)
@@ -102,7 +104,7 @@ def _names(schema: Schema) -> Leaves:
 
 
 def _circles(schema: Schema) -> Leaves:
-    """List what stands beside a reference, and references in places beside something else."""
+    """List the siblings of references, and references in places that have siblings."""
     leaves = set[tuple[int, str]]()
     for _, node in walk(schema):
         own = node.keys() - NOTES
@@ -122,7 +124,7 @@ def _in_place(node: Node) -> Iterator[Node]:
 
 
 def _list_applied(schema: Schema) -> Leaves:
-    """List what applies other subschemas where something is said besides."""
+    """List the keywords that apply other subschemas next to further keywords."""
     return frozenset(
         (id(node), key)
         for _, node in walk(schema)
@@ -138,7 +140,7 @@ STEPS: Final[Sequence[Callable[[Schema], Leaves]]] = (_counts, _names, _circles,
 def keep_own_keywords(own: Schema, schema: Schema, leaves: Leaves) -> Leaves:
     """Keep those keywords of a translated schema that are the caller's `own`, and no more.
 
-    Another may say what the caller said by a keyword that would not be named.
+    Another keyword may stand for one of the caller's that would then not be named.
     """
     found = set[tuple[int, str]]()
     for place, node in walk(schema):
@@ -166,9 +168,9 @@ def _is_same(key: str, node: Node, own: Node) -> bool:
 
 
 def dead_ends(schema: Schema) -> frozenset[str]:
-    """Find the references that lead to what no value fits.
+    """Find the references whose targets no value fits.
 
-    llguidance 1.9.1 refuses a schema for one, whatever may be chosen instead.
+    llguidance 1.9.1 refuses a schema with one, whatever may be chosen instead.
     """
     proofs = Proofs(schema)
     refs = {node["$ref"] for _, node in walk(schema) if isinstance(node.get("$ref"), str)}
@@ -176,7 +178,7 @@ def dead_ends(schema: Schema) -> frozenset[str]:
 
 
 def without(schema: Schema, refs: frozenset[str]) -> Schema:
-    """Say `false` for these references."""
+    """Replace these references with `false`."""
 
     def change(node: Schema) -> Schema:
         return False if isinstance(node, dict) and node.get("$ref") in refs else node
@@ -184,19 +186,19 @@ def without(schema: Schema, refs: frozenset[str]) -> Schema:
     return rebuild(schema, change) if refs else schema
 
 
-# ── What to say ──────────────────────────────────────────────────────────────────────────────
+# ── Words for a refusal ───────────────────────────────────────────────────────────────────────
 
 
 NO_ANSWER: Final = "The JSON Schema allows no answer: what it requires contradicts itself."
 
 
 def is_contradiction(found: str) -> bool:
-    """Tell whether the compiler found no answer."""
+    """Return True if the compiler found that no answer exists."""
     return "nsatisfiable" in found or "no answer" in found
 
 
 def is_too_large(found: str) -> bool:
-    """Tell whether the compiler gave up over the size of something."""
+    """Return True if the compiler gave up over the size of something."""
     return any(word in found for word in ("max is", "too ", "limit", "level exceeded", "Unable"))
 
 
@@ -206,7 +208,7 @@ def allows_nothing(schema: Schema) -> bool:
 
 
 def why(schema: Schema, found: str) -> str:
-    """Say why nothing compiles, in our words."""
+    """Return the reason why nothing compiles, in our words."""
     if allows_nothing(schema):
         reached = find_live(schema)
         for place, node in walk(schema):

@@ -57,7 +57,7 @@ def quotable(pattern: str) -> str:
 
 @lru_cache(maxsize=128)  # a caller's patterns, each of which may be most of a schema
 def widths(pattern: str) -> tuple[int, int | None]:
-    """Count the fewest and the most characters of a string that a pattern is found in.
+    """Return the fewest and the most characters of a string that a pattern is found in.
 
     None for no bound; (0, None) too for what Python's parser doesn't read.
     """
@@ -80,7 +80,7 @@ def widths(pattern: str) -> tuple[int, int | None]:
 
 
 def within(pattern: str, chars: int) -> str:
-    """Draw a pattern in: each repetition without end has one, and nothing comes before or after.
+    """Bound a pattern: each endless repetition gets a bound, and nothing comes before or after.
 
     What matches the result matches the pattern, and is of bounded length.
     """
@@ -103,12 +103,12 @@ def within(pattern: str, chars: int) -> str:
 
 
 def repetitions(pattern: str) -> int:
-    """Multiply all counts of a pattern: no part of it is repeated more often."""
+    """Return the product of all counts in a pattern: no part of it is repeated more often."""
     return math.prod(max(1, int(count)) for count in _COUNT.findall(pattern))
 
 
 def _has_bare_alternatives(pattern: str) -> bool:
-    """Look for a `|` outside of groups: its sides have anchors of their own."""
+    """Return True if there is a `|` outside of groups: its sides have anchors of their own."""
     depth = 0
     for found in _GROUPING.finditer(pattern):
         depth += {"(": 1, ")": -1}.get(found[0], 0)
@@ -118,9 +118,9 @@ def _has_bare_alternatives(pattern: str) -> bool:
 
 
 def all_but(words: Collection[str], chars: int | None = None) -> str | None:
-    """Match every string but these, of at most `chars` characters beyond the longest of them.
+    """Return a pattern of every string but these, of at most `chars` characters beyond the longest.
 
-    None where the words are too many or too long for that.
+    None if the words are too many or too long for that.
     """
     if sum(map(len, words)) > _MOST_LETTERS or any(len(word) > _LONGEST for word in words):
         return None
@@ -134,7 +134,7 @@ def all_but(words: Collection[str], chars: int | None = None) -> str | None:
 
 
 def _other(tree: dict[str, Any], more: str) -> str:
-    """Match what leaves the tree, or ends where no word does."""
+    """Return a pattern of what leaves the tree, or ends where no word does."""
     ways = list(_ways(tree, more))
     return f"(?:{'|'.join(ways)})"
 
@@ -156,5 +156,5 @@ def _in_class(letter: str) -> str:
 
 
 def one_of(words: Iterable[str]) -> str:
-    """Match exactly these strings."""
+    """Return a pattern of exactly these strings."""
     return f"^(?:{'|'.join(map(re.escape, words))})$"

@@ -30,7 +30,9 @@ class Target:
 
 
 def check_path(root: Schema, most: int = MAX_PATH) -> None:
-    """Refuse a schema that leads through more than `most` subschemas, each entered once."""
+    """Raise BadRequest for a schema that leads through more than `most` subschemas, each entered
+    once.
+    """
     if isinstance(root, dict) and (found := longest_path(root)) > most:
         raise refusal(
             f"The JSON Schema leads through {found} subschemas, one inside the other or by `$ref`; "
@@ -97,7 +99,7 @@ def _graph(root: Node) -> Graph:
 
 
 def _led_to(root: Node, node: Node, *, has_ids: bool) -> tuple[Node, ...]:
-    """Find where a subschema's own reference leads, if anywhere."""
+    """Return the target of a subschema's own reference, if it has one."""
     if not isinstance(ref := node.get("$ref"), str):
         return ()
     _, _, fragment = ref.partition("#")
@@ -108,7 +110,7 @@ def _led_to(root: Node, node: Node, *, has_ids: bool) -> tuple[Node, ...]:
 
 
 def _counted(root: Node) -> tuple[int, bool]:
-    """Count the objects of a document, and see whether one inside it has an `$id`."""
+    """Return the number of objects in a document, and whether one inside it has an `$id`."""
     total, has_ids = 0, False
     todo: list[Any] = [root]
     while todo:

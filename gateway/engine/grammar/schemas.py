@@ -27,12 +27,12 @@ NOTES: Final = _TO_READ | {"$defs", "definitions", "deprecated", "readOnly", "wr
 
 
 def refusal(message: str) -> BadRequest:
-    """Make the answer to a schema that cannot be honoured."""
+    """Return the error for a schema that cannot be honoured."""
     return BadRequest(message, param="response_format", code="invalid_json_schema")
 
 
 def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
-    """Read a schema within bounds; its size and depth are what compiling it costs."""
+    """Read a schema within bounds: its size and depth decide what compiling it costs."""
     if len(text.encode(errors="surrogatepass")) > max_bytes:
         raise refusal(f"The JSON Schema is longer than {max_bytes} bytes.")
     try:
@@ -46,7 +46,7 @@ def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
 
 
 def check_depth(schema: Schema, most: int) -> None:
-    """Refuse a schema whose values are nested more than `most` levels deep."""
+    """Raise BadRequest for a schema whose values are nested more than `most` levels deep."""
     if _is_deeper(schema, most):
         raise refusal(f"The JSON Schema is nested more than {most} levels deep.")
 
@@ -71,7 +71,7 @@ def _is_deeper(value: Any, limit: int) -> bool:
 
 
 def walk(schema: Schema, place: str = "#") -> Iterator[tuple[str, Node]]:
-    """Visit every subschema that is an object, with its JSON pointer."""
+    """Yield every subschema that is an object, with its JSON pointer."""
     if not isinstance(schema, dict):
         return
     yield place, schema
@@ -87,12 +87,12 @@ def walk(schema: Schema, place: str = "#") -> Iterator[tuple[str, Node]]:
 
 
 def escape(name: str) -> str:
-    """Write a name as a step of a JSON pointer."""
+    """Return a name as a step of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def children(node: Node) -> Iterator[Node]:
-    """Visit the subschemas right below one, but for definitions, which only references enter."""
+    """Yield the direct subschemas of one. Definitions are left out: only references enter them."""
     for key, value in node.items():
         if key in _ONE and isinstance(value, dict):
             yield value
@@ -103,7 +103,7 @@ def children(node: Node) -> Iterator[Node]:
 
 
 def rebuild(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
-    """Copy a schema, each subschema replaced, innermost first. `change` may alter what it gets."""
+    """Copy a schema, each subschema replaced, innermost first. `change` may alter its argument."""
     if not isinstance(schema, dict):
         return change(schema)
     copy: Node = {}
@@ -120,7 +120,7 @@ def rebuild(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def bare(schema: Schema) -> Schema:
-    """Leave out what is there to be read, which may be most of a function's schema."""
+    """Return a schema without its notes for readers, which may be most of a function's schema."""
     return rebuild(schema, _bare)
 
 
@@ -131,7 +131,7 @@ def _bare(node: Schema) -> Schema:
 
 
 def types(node: Node) -> frozenset[str]:
-    """Give the JSON types a subschema names; all of them when it names none."""
+    """Return the JSON types that a subschema names; all of them if it names none."""
     named = node.get("type")
     if named is None:
         return TYPES
@@ -158,10 +158,10 @@ def resolve(root: Schema, ref: str) -> Schema | None:
 
 
 def can_end(root: Schema) -> bool:
-    """Tell whether some finite value fits: whether no subschema always requires itself.
+    """Return True if some finite value fits, that is, if no subschema always requires itself.
 
-    The least fixed point: a reference ends once what it points to does. References that are
-    not pointers are taken to end.
+    The least fixed point: a reference ends once its target does. References that are not pointers
+    are taken to end.
     """
     refs = {
         node["$ref"]: resolve(root, node["$ref"])

@@ -36,7 +36,7 @@ class Shape:
 
 
 def shape_schema(schema: Schema, shape: Shape) -> Schema:
-    """Apply a shape."""
+    """Apply a shape to a schema."""
     if shape.closed:
         schema = close_objects(schema)
     if shape.complete:
@@ -81,11 +81,11 @@ def _may_say_nothing(schema: Schema) -> bool:
 
 
 def close_objects(schema: Schema) -> Schema:
-    """Say `additionalProperties: false` where an object names its properties and not the rest.
+    """Add `additionalProperties: false` to objects that name properties and say nothing of others.
 
-    Where several subschemas speak of one object, the outer one is closed if it names all that
-    the inner ones do, and they are left alone: each would forbid what the others name. With a
-    reference among them nothing is closed, since others may lead there too.
+    If several subschemas constrain one object, the outer one is closed if it names all that the
+    inner ones do, and they are left open: each would forbid what the others name. If one of them is
+    a reference nothing is closed, since others may lead there too.
     """
     for _, node in walk(schema):
         beside = _beside(node)
@@ -96,7 +96,7 @@ def close_objects(schema: Schema) -> Schema:
 
 
 def _beside(node: Node) -> list[Node]:
-    """List the subschemas, however deep, that speak of the same value."""
+    """List the subschemas, however deep, that constrain the same value."""
     found = []
     for key in ("allOf", "anyOf", "oneOf"):
         for each in node.get(key, ()):
@@ -135,9 +135,9 @@ def bound_strings(
 ) -> Schema:
     """Add `maxLength` and `maxItems` where a schema has neither, however deep.
 
-    So are formats and patterns bounded that go on for ever, and names that are not given;
-    enumerations and constants stay as they are. Integers are kept to those that are exact, and
-    values of any shape (`{}`, an object of anything) are bounded as the rest is, all the way down.
+    Endless formats and patterns are bounded too, and so are names that are not given; enumerations
+    and constants stay as they are. Integers are kept to those that are exact, and values of any
+    shape (`{}`, an object of anything) are bounded as the rest is, all the way down.
     """
     limits: Node = {}
     if max_string_chars is not None:
@@ -177,7 +177,7 @@ def _limit(node: Node, limits: Node) -> Node:
 
 
 def _most_chars(node: Node, limit: int) -> int | None:
-    """Bound a string that could go on; None where it ends by its own form."""
+    """Return the bound of a string that could be endless; None if it ends by its own form."""
     most = max(limit, int(node.get("minLength", 0)))
     if "pattern" in node:
         least, widest = widths(node["pattern"])
@@ -217,9 +217,9 @@ def _bound_names(node: Node, limits: Node) -> Node:
 
 
 def _bound_counts(node: Node, limits: Node) -> Node:
-    """Bound the digits of integers; of all numbers where strings are bounded.
+    """Bound the digits of integers, and of all numbers if strings are bounded.
 
-    A small model goes on with digits as it does with letters.
+    A small model repeats digits as it does letters.
     """
     kinds = types(node)
     if "integer" in kinds and "number" not in kinds:
@@ -235,7 +235,7 @@ def _bound_counts(node: Node, limits: Node) -> Node:
 
 
 def _open(node: Node, limits: Node) -> Node:
-    """Point what a schema says nothing about at the bounded value of any shape."""
+    """Point places that the schema leaves open at the bounded value of any shape."""
     more: dict[str, Any] = {}
     if "array" in types(node) and "items" not in node:
         more["items"] = _open_ref(_OPEN_DEPTH)
@@ -256,7 +256,7 @@ def _open_ref(depth: int) -> Node:
 
 
 def _open_levels(limits: Node) -> Node:
-    """Define values of any shape, so many levels deep at most: else a model may nest for ever."""
+    """Define values of any shape, to a bounded depth: else a model may nest for ever."""
     scalar = _bound_counts({"type": ["string", "number", "boolean", "null"]}, limits)
     scalar = _limit(scalar, limits)
     levels: Node = {f"{_OPEN}-0": scalar}
@@ -269,7 +269,7 @@ def _open_levels(limits: Node) -> Node:
 
 
 def _any_properties(limits: Node, value: Node) -> Node:
-    """Let an object have any properties, their names bounded as other strings are."""
+    """Allow any properties, their names bounded as other strings are."""
     if "maxLength" not in limits:
         return {"additionalProperties": value}
     names = _any_name(limits["maxLength"])

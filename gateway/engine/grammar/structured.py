@@ -1,6 +1,6 @@
 """What one model can be held to: its grammars, its calls, and the masks of a step.
 
-And whether a finished answer fits the schema, where its grammar could not hold all of that.
+It also checks whether a finished answer fits a schema that its grammar could not hold whole.
 """
 
 import json
@@ -39,9 +39,9 @@ _VALIDATORS: Final = {
 
 
 def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
-    """Judge an answer by a schema, both JSON; None where nobody can.
+    """Return whether an answer fits a schema, both JSON; None if that cannot be decided.
 
-    In the sandbox, where there is one: a schema of a caller's may take any time.
+    Runs in the sandbox, if there is one: a caller's schema may take any time.
     """
     try:
         json.loads(answer)
@@ -64,8 +64,8 @@ def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
 class Structured:
     """A model's grammar tokenizer, and how far schemas are tightened for it.
 
-    Without a tokenizer every grammar is refused, naming the `problem` with the model's. What is
-    compiled goes through the `sandbox`, where there is one.
+    Without a tokenizer every grammar is refused, naming the `problem` with the model's. Grammars
+    are compiled in the `sandbox` first, if there is one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Structured:
         self._masks = Masks()
 
     def grammar(self, job: GenerateJob) -> Grammar | None:
-        """Give what the answer must match, of calls and of a form; None when it is free.
+        """Return what the answer must match, made from calls and a form; None if it is free.
 
         Raises BadRequest for a function whose parameters are no schema.
         """
@@ -101,7 +101,9 @@ class Structured:
         return replace(grammar, unenforced=tuple(unenforced))
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile; slow, and safe on any thread. Raises BadRequest saying what is wrong."""
+        """Compile a grammar. Slow, and safe on any thread. Raises BadRequest saying what is
+        wrong.
+        """
         if self._tokenizer is None:
             raise BadRequest(
                 "This model's answers cannot be held to a schema, a grammar or a required tool: "
@@ -118,7 +120,7 @@ class Structured:
         )
 
     def fits(self, schema: str, answer: str) -> bool | None:
-        """Judge a finished answer by a JSON Schema; None where that cannot be told. Slow."""
+        """Return whether a finished answer fits a JSON Schema; None if undecidable. Slow."""
         return fits(schema, answer, self._sandbox)
 
     def mask(self, logits: mx.array, bound: Sequence[BoundRow]) -> mx.array:
@@ -140,9 +142,9 @@ class Structured:
     def _checked(
         self, schema: Mapping[str, Any], function: str, *, strict: bool, unenforced: list[str]
     ) -> dict[str, Any]:
-        """Check a function's schema, or the answer's where there is none, and tighten it.
+        """Check a function's schema, or the answer's if there is no function, and tighten it.
 
-        What is not enforced is added, behind the function's name.
+        Keywords that are not enforced are added to the list, behind the function's name.
         """
         try:
             form = first_form(read_schema(json.dumps(dict(schema)), self._bounds), self._shape)

@@ -19,15 +19,15 @@ from tokenizers import Tokenizer
 from gateway.engine.grammar.matching import Texts, words
 
 _BYTE = '"<0x0A>"'  # as a vocabulary with tokens for bytes has it
-_PAUSE_S = 0.01  # between two parts: time to answer what has waited meanwhile
+_PAUSE_S = 0.01  # between two parts: time for what has waited in the meantime
 
 
 class GrammarTokenizer:
-    """What grammars need to know of a model's tokens. Slow to make, on any thread but the loop's.
+    """A model's tokens as grammars need them. Slow to make, on any thread but the loop's.
 
-    `tokenizer` is the transformers one. `vocab_size` is the length of the model's logits, which
-    may exceed the tokenizer's: ids beyond it are never allowed. Special and added tokens are
-    never text, but for `marks` in calls. Raises ValueError for one that cannot serve grammars.
+    `tokenizer` is the transformers one. `vocab_size` is the length of the model's logits, which may
+    exceed the tokenizer's: ids beyond it are never allowed. Special and added tokens are never
+    text, except for `marks` in calls. Raises ValueError for one that cannot serve grammars.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class _Maker(LLGuidanceBackend):
 
 
 def _tokens(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """Make llguidance's tokenizer; raises ValueError for one that it cannot read.
+    """Return llguidance's tokenizer. Raises ValueError for one that it cannot read.
 
-    Its tables of what the rest of a string may be are a third of the work, and a part of their
-    own. llguidance.hf would copy the tokenizer besides, by writing and reading it.
+    Its tables of what the rest of a string may be are a third of the work, and made separately.
+    llguidance.hf would also copy the tokenizer, by writing and reading it.
     """
     text = _readable(tokenizer.to_str())
     time.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""A JSON Schema said in keywords that llguidance has: exactly the same, where there are such."""
+"""A JSON Schema rewritten in keywords that llguidance has: exactly equal, where it has them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -12,7 +12,7 @@ UNHELD: Final = (
 )
 _IN_PLACE: Final = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf")
 _CONDITIONS: Final = ("if", "dependentSchemas", "then", "else")
-# What says something else, or less, by what stands beside it.
+# Keywords whose meaning depends on their siblings.
 _BY_SIBLINGS: Final = frozenset(
     {
         *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties"),
@@ -23,10 +23,10 @@ _BY_SIBLINGS: Final = frozenset(
 
 
 def translate(schema: Schema, *, conditions: int, is_plain: bool = False) -> Schema:
-    """Say the same in keywords that llguidance has, where there are such.
+    """Rewrite a schema in keywords that llguidance has, where there are equal ones.
 
     At most so many `conditions` become alternatives: each may double what is compiled. With
-    `is_plain`, what only several keywords could say stays as the caller wrote it.
+    `is_plain`, what only several keywords could express stays as the caller wrote it.
     """
     left = conditions
     exact: tuple[Callable[[Node], Schema], ...] = (_translate_format, _plain_contains)
@@ -52,7 +52,7 @@ def translate(schema: Schema, *, conditions: int, is_plain: bool = False) -> Sch
 
 
 def _is_plain(schema: Schema) -> bool:
-    """Tell whether all of a schema can be held: what is not must keep the caller's place."""
+    """Return True if all of a schema can be enforced: what cannot must keep the caller's place."""
     beyond = {*UNHELD, "if", "oneOf", "minProperties", "maxProperties"}
     return all(not beyond & node.keys() for _, node in walk(schema))
 
@@ -69,7 +69,7 @@ def with_also(node: Node, more: Schema) -> Node:
 
 
 def _translate_format(node: Node) -> Node:
-    """Write dates as patterns; a format that is not known says nothing."""
+    """Write dates as patterns; drop a format that is not known."""
     name = node.get("format")
     if name is None or (isinstance(name, str) and name in FORMATS):
         return node
@@ -89,7 +89,7 @@ def _plain_not(node: Node) -> Schema:
 
 
 def opposite(schema: Schema) -> Schema | None:
-    """Return a schema of all that doesn't fit; None where these keywords have no words for it."""
+    """Return a schema of all that doesn't fit; None if these keywords cannot express it."""
     if isinstance(schema, bool):
         return not schema
     keys = schema.keys() - NOTES
@@ -121,13 +121,13 @@ def _other_types(schema: Node) -> Schema | None:
 
 
 def _other_values(schema: Node) -> Schema | None:
-    """Exclude strings, null and one boolean. Numbers and larger values are past words."""
+    """Exclude strings, null and one boolean. Numbers and larger values cannot be excluded."""
     values = schema["enum"] if "enum" in schema else [schema["const"]]
     if "type" in schema and types(schema) != {"string"}:
         return None
     if not all(value is None or isinstance(value, (bool, str)) for value in values):
         return None
-    if "const" in schema:  # beside an enumeration, of which it may be none
+    if "const" in schema:  # next to an enumeration that may lack it
         values = [value for value in values if value == schema["const"]]
     if "type" in schema:
         values = [value for value in values if isinstance(value, str)]
