@@ -5,7 +5,7 @@ import time
 from benchmarks.targets.rig import MINILM, Rig, errors, rest
 from benchmarks.targets.verdicts import Target, Verdict
 from gateway import metrics
-from gateway.api import timing
+from gateway.api.middleware import record_timings, server_timing, timings_log
 from gateway.bench.figures import median
 from gateway.jobs import Stage, Timings
 
@@ -54,11 +54,11 @@ def record_request() -> None:
         began = metrics.now()
         timings.add(stage, metrics.now() - began)
     _count_batch()
-    timing.server_timing(timings)
+    server_timing(timings)
     metrics.of(metrics.REQUESTS, "/v1/embeddings", "200").inc()
     metrics.of(metrics.REQUEST_SECONDS, "/v1/embeddings").observe(metrics.now() - timings.started)
-    timing.record(timings)
-    timing.logged(timings)
+    record_timings(timings)
+    timings_log(timings)
 
 
 def _count_batch() -> None:

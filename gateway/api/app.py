@@ -12,13 +12,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from gateway import metrics
-from gateway.api import admin, chat, completions, embeddings, models, openapi, ops, responses
-from gateway.api.door import Door
+from gateway.api import chat, completions, embeddings, models, ops, responses
+from gateway.api.access import Guard, Rates
 from gateway.api.endpoint import ASKED, KEPT, LEASED, Endpoint
-from gateway.api.limits import Bodies
-from gateway.api.middleware import Context, Guard, error_response
-from gateway.api.rates import Rates
-from gateway.api.service import Service
+from gateway.api.middleware import Context, Door, error_response
+from gateway.api.requests import Bodies, Service
 from gateway.errors import (
     GatewayError,
     MethodNotAllowed,
@@ -30,14 +28,13 @@ from gateway.errors import (
     shorten,
 )
 from gateway.serving.rate_limit import KINDS, Accounts, Allowance
-from gateway.wire.chat import ChatRequest
-from gateway.wire.chat_answers import ChatCompletion, ChatCompletionChunk
+from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from gateway.wire.completions import Completion, CompletionRequest
 from gateway.wire.embeddings import Embeddings, EmbeddingsRequest
-from gateway.wire.response_events import ResponseEvent
-from gateway.wire.response_items import InputItems
 from gateway.wire.responses import DeletedResponse, InputTokens, ResponsesRequest
 from gateway.wire.responses import Response as WireResponse
+from gateway.wire.responses_items import InputItems
+from gateway.wire.responses_stream import ResponseEvent
 
 EXPOSED = [
     *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "x-gateway-tool-format"),
@@ -49,7 +46,7 @@ ADMIN = "/admin/"
 
 async def _describe(service: Service, request: Request) -> Response:
     """Answer with the OpenAPI document."""
-    return openapi.answer(service, ENDPOINTS)
+    return ops.describe(service, ENDPOINTS)
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -205,7 +202,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         "/admin/models/{name:path}/load",
-        admin.load,
+        models.load,
         summary="Load a model",
         details="Needs `GATEWAY_ADMIN_KEY`; without that setting, what is under `/admin` is a 404.",
         answer=models.Model,
@@ -215,7 +212,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         "/admin/models/{name:path}/unload",
-        admin.unload,
+        models.unload,
         summary="Unload a model",
         details="202 while requests still use it.",
         answer=models.Model,
@@ -226,9 +223,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         "/admin/reload",
-        admin.reload,
+        models.reload,
         summary="Read models.yaml again",
-        answer=admin.Reload,
+        answer=models.Reload,
         errors=(ModelsFileInvalid,),
         is_admin=True,
     ),

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -14,17 +13,26 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway import metrics
-from gateway.api import timing
-from gateway.api.replies import written
-from gateway.api.service import MOST_NAMED, Service, judged, noted, unenforced, unread
+from gateway.api.generation import (
+    added,
+    counted,
+    defaults,
+    judged,
+    may_write_again,
+    template_args,
+    unenforced,
+    unread,
+    verdict_json,
+)
+from gateway.api.middleware import timings_field
+from gateway.api.requests import Service, noted, written
 from gateway.api.streams import ACCEPTED, DONE, EventStream, frame, while_connected
 from gateway.errors import GatewayError
-from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
-from gateway.registry import ChatSpec, Resolved
-from gateway.serving.generation.verdicts import Verdicts
+from gateway.jobs import GenerateJob, Stage, Usage
+from gateway.registry import ChatSpec
 from gateway.wire import chat as wire
-from gateway.wire.chat_answers import ChatChoiceWriter, ChatCompletionWriter, SchemaVerdict
-from gateway.wire.sampling import tier
+from gateway.wire.chat import ChatChoiceWriter, ChatCompletionWriter
+from gateway.wire.generation import tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,54 +147,6 @@ async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[by
             for chunk in writer.chunks(delta, verdict):
                 yield frame(orjson.dumps(chunk))
     if with_usage:
-        last = writer.usage(usage, timing.field(job.caller.timings))
+        last = writer.usage(usage, timings_field(job.caller.timings))
         yield frame(orjson.dumps(last))
     yield DONE
-
-
-async def verdict_json(verdicts: Verdicts, index: int) -> SchemaVerdict | None:
-    """Return what a stream says at a choice's end of what no grammar held, if there was any."""
-    if not verdicts.unenforced:
-        return None
-    pointers = list(verdicts.unenforced[:MOST_NAMED])
-    return {"unenforced": pointers, "schema_valid": await verdicts.of(index)}
-
-
-def may_write_again(job: GenerateJob) -> bool:
-    """Tell whether another try could come out differently."""
-    return job.sampling.seed is None and job.sampling.temperature > 0
-
-
-def added(usage: Usage, more: Usage) -> Usage:
-    """Add what another try cost, its prompt too."""
-    return Usage(
-        prompt_tokens=usage.prompt_tokens + more.prompt_tokens,
-        completion_tokens=usage.completion_tokens + more.completion_tokens,
-        cached_tokens=usage.cached_tokens + more.cached_tokens,
-        reasoning_tokens=usage.reasoning_tokens + more.reasoning_tokens,
-    )
-
-
-def counted(usage: Usage, delta: Delta) -> Usage:
-    """Add what a delta cost."""
-    return replace(
-        usage,
-        completion_tokens=usage.completion_tokens + delta.tokens,
-        reasoning_tokens=usage.reasoning_tokens + delta.reasoning_tokens,
-        cached_tokens=usage.cached_tokens + delta.cached_tokens,
-    )
-
-
-def defaults(spec: ChatSpec) -> Sampling:
-    """Give what models.yaml says of sampling, and OpenAI's defaults, which nobody has set."""
-    given = spec.sampling.model_dump(exclude={"max_tokens"})
-    unset = frozenset(name for name, value in given.items() if value is None)
-    return Sampling(**{name: given[name] for name in given.keys() - unset}, unset=unset)
-
-
-def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
-    """Give what the template is told: thinking by alias, else by model, else its own default."""
-    asked = resolved.alias.thinking if resolved.alias else None
-    thinking = spec.thinking if asked is None else asked
-    args: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-    return {**args, **spec.chat_template_kwargs}

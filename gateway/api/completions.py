@@ -12,15 +12,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway import metrics
-from gateway.api import timing
-from gateway.api.chat import counted, defaults
-from gateway.api.replies import written
-from gateway.api.service import Service, noted
+from gateway.api.generation import counted, defaults
+from gateway.api.middleware import timings_field
+from gateway.api.requests import Service, noted, written
 from gateway.api.streams import ACCEPTED, DONE, EventStream, frame, while_connected
 from gateway.jobs import Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
 from gateway.wire import completions as wire
-from gateway.wire.sampling import tier
+from gateway.wire.generation import tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[by
                 if new["text"] or each.logprobs or each.finish_reason is not None:
                     yield frame(orjson.dumps(writer.chunk([new])))
     if with_usage:
-        last = writer.usage(usage, timing.field(jobs[0].caller.timings))
+        last = writer.usage(usage, timings_field(jobs[0].caller.timings))
         yield frame(orjson.dumps(last))
     yield DONE
 

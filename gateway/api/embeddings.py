@@ -5,7 +5,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.service import Service, noted, timed
+from gateway.api.requests import Service, noted, timed
 from gateway.api.streams import while_connected
 from gateway.errors import BadRequest
 from gateway.jobs import Embedded, EmbedJob, Stage

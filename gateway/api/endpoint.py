@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from gateway.api.service import Service
+from gateway.api.requests import Service
 from gateway.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -23,7 +23,7 @@ from gateway.errors import (
     Unauthorized,
     Unavailable,
 )
-from gateway.wire.reading import Request as WireRequest
+from gateway.wire.validation import Request as WireRequest
 
 Errors = tuple[type[GatewayError], ...]
 Handler = Callable[[Service, Request], Awaitable[ASGIApp]]

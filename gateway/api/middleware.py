@@ -1,13 +1,10 @@
-"""Around every request: its id, the key check, the access log, and every error → OpenAI JSON."""
+"""Around every request: its id, its timing, who is inside, and every error as JSON."""
 
 import asyncio
-import hashlib
-import hmac
-import ipaddress
+import contextlib
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator
 
 import orjson
 import structlog
@@ -16,13 +13,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import logs, metrics
-from gateway.api import timing
-from gateway.api.door import Door
-from gateway.api.limits import Bodies, check_head
+from gateway.api.requests import Bodies, check_head
 from gateway.errors import (
-    Forbidden,
     GatewayError,
-    Unauthorized,
     Unavailable,
     shorten,
 )
@@ -43,6 +36,93 @@ def error_response(error: GatewayError) -> Response:
         headers=error.headers,
         media_type="application/json",
     )
+
+
+def shutting_down() -> Unavailable:
+    """Return the refusal of whoever comes, or is still inside, when the gateway stops."""
+    return Unavailable("The gateway is shutting down.", retry_after_s=1)
+
+
+class Door:
+    """Knows the requests under way, so that a drain can wait for them, and end them."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.sends_away = False
+        self._inside: set[asyncio.Task[object] | None] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Count one request, the current task, from its arrival to its last byte."""
+        task = asyncio.current_task()
+        self._inside.add(task)
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inside.discard(task)
+            if not self._inside:
+                self._empty.set()
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Let nobody in any more; tell whether all had left in time."""
+        self.is_closed = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        return not self._inside
+
+    def send_away(self) -> None:
+        """End whatever those inside wait for: they are cancelled, and `Context` tells them why."""
+        self.sends_away = True
+        for task in self._inside:
+            if task is not None:
+                task.cancel()
+
+
+def milliseconds(timings: Timings) -> dict[str, float]:
+    """Give each stage's milliseconds so far, in the order they came, and the total."""
+    told = {str(stage): round(1000 * s, 2) for stage, s in timings.seconds.items()}
+    told["total"] = round(1000 * (metrics.now() - timings.started), 2)
+    return told
+
+
+def server_timing(timings: Timings) -> str:
+    """Write the header (https://www.w3.org/TR/server-timing/); a stream's ends at its opening."""
+    return ", ".join(f"{stage};dur={ms:g}" for stage, ms in milliseconds(timings).items())
+
+
+def timings_field(timings: Timings) -> dict[str, float]:
+    """Give what a stream's usage chunk says of its stages."""
+    return {f"{stage}_ms": ms for stage, ms in milliseconds(timings).items()}
+
+
+def timings_log(timings: Timings) -> dict[str, str | int | float]:
+    """Give what the access log says beside the total; nothing where no model was asked."""
+    if timings.model is None:
+        return {}
+    stages = {f"{stage}_ms": round(1000 * s, 2) for stage, s in timings.seconds.items()}
+    tokens = {"tokens_in": timings.tokens_in, "tokens_out": timings.tokens_out}
+    preempted = {"preemptions": timings.preemptions} if timings.preemptions else {}
+    return {"model": timings.model, **stages, **tokens, **preempted}
+
+
+def count_leaver(timings: Timings) -> None:
+    """Count a client who left before its answer was made, once, by what was being done for it: for
+    the first of its jobs, where it had several under way.
+    """
+    stages = (each.stage for each in (timings, *timings.beside) if each.stage is not None)
+    if timings.model is not None and (stage := next(stages, None)) is not None:
+        metrics.of(metrics.CANCELLED, timings.model, stage).inc()
+
+
+def record_timings(timings: Timings) -> None:
+    """Count the stages of a request that reached a model."""
+    if timings.model is not None:
+        for stage, seconds in timings.seconds.items():
+            metrics.of(metrics.STAGE_SECONDS, timings.model, stage).observe(seconds)
 
 
 class Context:
@@ -90,14 +170,14 @@ class Context:
         route = getattr(scope.get("route"), "path", "none")
         metrics.of(metrics.REQUESTS, route, str(status)).inc()
         metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
-        timing.record(timings)
+        record_timings(timings)
         self._log.info(
             "request",
             method=scope["method"],
             path=shorten(scope["path"]),
             status=int(status),  # an enum, where the answer is an error
             ms=round(seconds * 1000, 1),
-            **timing.logged(timings),
+            **timings_log(timings),
         )
 
     async def _serve(self, scope: Scope, receive: Receive, reply: "_Reply") -> int:
@@ -105,12 +185,12 @@ class Context:
             check_head(scope, self._max_header_bytes)
             await self._app(scope, receive, reply)
         except ClientDisconnect:
-            timing.left(scope["gateway.timings"])
+            count_leaver(scope["gateway.timings"])
             return CLIENT_LEFT
         except asyncio.CancelledError:
             if reply.status is not None or not self._door.sends_away:
                 raise
-            await error_response(_closing())(scope, receive, reply)
+            await error_response(shutting_down())(scope, receive, reply)
         except GatewayError as error:
             if reply.status is None:
                 await error_response(error)(scope, receive, reply)
@@ -149,7 +229,7 @@ class _Reply:
             headers = [
                 *message["headers"],
                 (b"x-request-id", self._request_id.encode()),
-                (b"server-timing", timing.server_timing(self._timings).encode()),
+                (b"server-timing", server_timing(self._timings).encode()),
             ]
             if self._is_last:
                 headers.append((b"connection", b"close"))
@@ -173,106 +253,3 @@ def pieces(message: Message) -> Iterator[Message]:
     for start in range(0, len(body), PIECE_BYTES):
         more = start < last or message.get("more_body", False)
         yield {**message, "body": body[start : start + PIECE_BYTES], "more_body": more}
-
-
-class Guard:
-    """Who may come in: holders of a key or, where there are none, this machine's own programs.
-
-    Browsers attack localhost: without keys a page could call us by rebinding its name (so the
-    Host must be ours) or across origins (so its Origin must be one that CORS allows).
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        door: Door,
-        *,
-        keys: Sequence[str],
-        hosts: Sequence[str],
-        origins: Sequence[str],
-        open_paths: Collection[str] = (),
-    ) -> None:
-        self._app = app
-        self._door = door
-        self._keys = [_digest(key.encode()) for key in keys]
-        self._hosts = frozenset(host.lower() for host in hosts)
-        self._origins = frozenset(origins)
-        self._open_paths = open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request in, or answer why not."""
-        if scope["type"] == "http":
-            is_open = scope["path"].removeprefix("/v1") in self._open_paths
-            try:
-                self._identify(scope)
-                scope["gateway.is_known"] = True
-                if self._door.is_closed and not is_open:
-                    raise _closing()
-            except GatewayError as error:  # answered here, so that CORS adds its headers
-                if not is_open:
-                    await error_response(error)(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
-
-    def _identify(self, scope: Scope) -> None:
-        """Find whose the key is. Raises Unauthorized or Forbidden for strangers."""
-        headers: Mapping[bytes, bytes] = scope["gateway.headers"]
-        if self._keys:
-            scope["gateway.key_id"] = self._key_id(headers.get(b"authorization", b""))
-            return
-        if scope.get("server") is not None:  # a unix socket is no server that a name may lead to
-            self._check_host(headers)
-        self._check_origin(headers)
-
-    def _key_id(self, authorization: bytes) -> str:
-        scheme, _, key = authorization.partition(b" ")
-        given = _digest(key.strip())
-        # Every key is compared, in constant time, whichever matches.
-        matches = [hmac.compare_digest(given, known) for known in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            raise Unauthorized(
-                "Incorrect API key provided. Send it as `Authorization: Bearer <key>`."
-                if authorization
-                else "You didn't provide an API key. Send it as `Authorization: Bearer <key>`."
-            )
-        return f"key-{matches.index(True) + 1}"
-
-    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
-        host = headers.get(b"host", b"").decode("latin-1")
-        if not (is_loopback(host) or {host.lower(), _name(host), "*"} & self._hosts):
-            raise Forbidden(
-                f"The host `{shorten(host)}` is not this gateway's. Add it to "
-                "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
-            )
-
-    def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
-        if b"origin" not in headers:
-            return
-        origin = headers[b"origin"].decode("latin-1")
-        if not {origin, "*"} & self._origins:
-            raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")
-
-
-def _closing() -> Unavailable:
-    return Unavailable("The gateway is shutting down.", retry_after_s=1)
-
-
-@lru_cache
-def is_loopback(host: str) -> bool:
-    """Tell whether a Host header names this machine itself."""
-    name = _name(host)
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def _name(host: str) -> str:
-    """Give a Host header without its port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

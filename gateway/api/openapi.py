@@ -1,19 +1,14 @@
 """GET /openapi.json, and the documentation's tables: both made from the table of endpoints."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from http import HTTPStatus
-
-import orjson
-from starlette.responses import Response
 
 from gateway import __version__
 from gateway.api.endpoint import Endpoint
-from gateway.api.service import Service
 from gateway.errors import ErrorBody, GatewayError
 from gateway.registry import Catalog
-from gateway.wire.reading import Request as WireRequest
 from gateway.wire.schemas import Schema, reference, schemas
+from gateway.wire.validation import Request as WireRequest
 
 SERVERS = [{"url": "/v1"}, {"url": "/", "description": "The same, for base URLs without /v1."}]
 ROOT = [{"url": "/"}]
@@ -25,32 +20,6 @@ TIMEOUT = {
     "schema": {"type": "number", "exclusiveMinimum": 0},
 }
 Names = Mapping[str, Sequence[str]]
-
-
-def answer(service: Service, endpoints: Sequence[Endpoint]) -> Response:
-    """Return the document."""
-    written = _written(
-        service.catalog(),
-        tuple(endpoints),
-        strict=service.rules.strict_fields,
-        has_keys=service.has_keys,
-        has_admin=service.has_admin,
-    )
-    return Response(written, media_type="application/json")
-
-
-@lru_cache(maxsize=1)
-def _written(
-    catalog: Catalog,
-    endpoints: Sequence[Endpoint],
-    *,
-    strict: bool,
-    has_keys: bool,
-    has_admin: bool,
-) -> bytes:
-    return orjson.dumps(
-        document(catalog, endpoints, strict=strict, has_keys=has_keys, has_admin=has_admin)
-    )
 
 
 def document(

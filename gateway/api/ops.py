@@ -1,15 +1,19 @@
-"""GET /health, /ready and /metrics: what supervisors ask."""
+"""GET /health, /ready, /metrics and /openapi.json: what supervisors and tools ask."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NotRequired
 
+import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from gateway.api.replies import reply
-from gateway.api.service import Service
+from gateway.api.endpoint import Endpoint
+from gateway.api.openapi import document
+from gateway.api.requests import Service, reply
+from gateway.registry import Catalog
 
 
 class Health(TypedDict):
@@ -49,3 +53,29 @@ async def ready(service: Service, request: Request) -> Response:
 async def metrics(service: Service, request: Request) -> Response:
     """Answer in Prometheus' text format."""
     return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:
+    """Return the document."""
+    written = _written(
+        service.catalog(),
+        tuple(endpoints),
+        strict=service.rules.strict_fields,
+        has_keys=service.has_keys,
+        has_admin=service.has_admin,
+    )
+    return Response(written, media_type="application/json")
+
+
+@lru_cache(maxsize=1)
+def _written(
+    catalog: Catalog,
+    endpoints: Sequence[Endpoint],
+    *,
+    strict: bool,
+    has_keys: bool,
+    has_admin: bool,
+) -> bytes:
+    return orjson.dumps(
+        document(catalog, endpoints, strict=strict, has_keys=has_keys, has_admin=has_admin)
+    )

@@ -13,20 +13,30 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway import logs, metrics
-from gateway.api.chat import added, counted, defaults, may_write_again, template_args, verdict_json
-from gateway.api.replies import reply
-from gateway.api.service import Service, judged, noted, unenforced, unread
+from gateway.api.generation import (
+    added,
+    counted,
+    defaults,
+    judged,
+    may_write_again,
+    template_args,
+    unenforced,
+    unread,
+    verdict_json,
+)
+from gateway.api.requests import Service, noted, reply
 from gateway.api.streams import ACCEPTED, EventStream, frame, while_connected
 from gateway.errors import BadRequest, GatewayError, ResponseNotFound, shorten
 from gateway.jobs import Caller, Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
 from gateway.serving.response_store import StoredItem, StoredResponse
-from gateway.wire import reading, response_items
 from gateway.wire import responses as wire
-from gateway.wire.response_events import ResponseEvent, ResponseWriter
-from gateway.wire.response_items import Item
-from gateway.wire.response_tools import unpack
-from gateway.wire.sampling import tier
+from gateway.wire import responses_items
+from gateway.wire.generation import tier
+from gateway.wire.responses_items import Item
+from gateway.wire.responses_stream import ResponseEvent, ResponseWriter
+from gateway.wire.responses_tools import unpack
+from gateway.wire.validation import Read
 
 log = logs.get("responses")
 
@@ -92,7 +102,7 @@ async def delete(service: Service, request: Request) -> Response:
 async def list_items(service: Service, request: Request) -> Response:
     """Answer with a page of the conversation that a kept response answers."""
     context = [(item.id, item.body) for item in _kept(service, request).context]
-    return reply(response_items.page(context, request.query_params))
+    return reply(responses_items.page(context, request.query_params))
 
 
 async def cancel(service: Service, request: Request) -> Response:
@@ -121,7 +131,7 @@ def _find(service: Service, owner: str | None, response_id: str, param: str) -> 
 
 async def _read(
     service: Service, request: Request
-) -> tuple[reading.Read[wire.ResponsesRequest], _Exchange]:
+) -> tuple[Read[wire.ResponsesRequest], _Exchange]:
     return await service.read(
         request,
         wire.ResponsesRequest,
@@ -138,14 +148,14 @@ def _exchange(service: Service, asked: wire.ResponsesRequest, request: Request) 
         asked,
         caller,
         defaults(spec),
-        items=[*map(response_items.read_item, (item.body for item in earlier)), *items],
+        items=[*map(responses_items.read_item, (item.body for item in earlier)), *items],
         max_tokens=spec.sampling.max_tokens,
         template_args=template_args(resolved, spec),
         max_chars=service.rules.max_input_chars,
     )
     context: Sequence[StoredItem] | None = None
     if is_kept := asked.store and service.responses.is_on:
-        written = response_items.written(items, (item.id for item in earlier))
+        written = responses_items.written(items, (item.id for item in earlier))
         context = (*earlier, *(StoredItem(*pair) for pair in written))
     described = wire.described(
         asked,
@@ -179,7 +189,7 @@ def _conversation(
     earlier: Sequence[StoredItem] = ()
     if (name := asked.previous_response_id) is not None:
         earlier = _find(service, caller.key_id, name, "previous_response_id").items
-    return earlier, response_items.resolved(asked.input, find)
+    return earlier, responses_items.resolved(asked.input, find)
 
 
 def _keep(exchange: _Exchange) -> None:

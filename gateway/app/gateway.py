@@ -15,9 +15,8 @@ from starlette.types import ASGIApp
 
 from gateway import __version__, logs, metrics
 from gateway.api import app
-from gateway.api.door import Door
-from gateway.api.limits import Bodies
-from gateway.api.service import Bounds, Rules, Service
+from gateway.api.middleware import Door
+from gateway.api.requests import Bodies, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Batcher, Engines, Opener
@@ -40,6 +39,7 @@ from gateway.serving.tokenize import TokenPool
 from gateway.serving.watch import StallLimits, Watch
 from gateway.serving.workers import unending
 from gateway.settings import Settings, variables
+from gateway.wire.bounds import Bounds
 
 
 class Gauges:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
-from gateway.api.chat import template_args
+from gateway.api.generation import template_args
 from gateway.app.engines import mlx_engines
 from gateway.bench.workloads import Ask, Wording, Workload
 from gateway.errors import EngineFailed
@@ -20,7 +20,7 @@ from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, Resolved
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 from gateway.settings import Settings
 from gateway.wire import chat as wire
-from gateway.wire.reading import read_request
+from gateway.wire.validation import read_request
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _CALLER = Caller(request_id="bench", deadline=math.inf, allowed_s=math.inf)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.api.chat import template_args
+from gateway.api.generation import template_args
 from gateway.app.engines import MlxEngines
 from gateway.app.limits import budget_bytes
 from gateway.bench.engine import EmbeddingReference, GenerationReference

@@ -21,20 +21,23 @@ from gateway.jobs import (
     TokenLogprob,
     Usage,
 )
-from gateway.wire import inputs
 from gateway.wire.bounds import Label
-from gateway.wire.chat import StreamOptions
-from gateway.wire.chat_answers import CompletionUsage, usage_dict
-from gateway.wire.formats import FormedRequest
-from gateway.wire.reading import CharBounds
-from gateway.wire.sampling import MaxTokensOrZero, ServiceTier
+from gateway.wire.generation import (
+    CompletionUsage,
+    FormedRequest,
+    MaxTokensOrZero,
+    ServiceTier,
+    StreamOptions,
+    usage_dict,
+)
+from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, read_inputs
 
 MAX_CHOICES = 4096
 
 
 _INVALID = (
     "it should be a text, token ids, or an array of texts or of arrays of token ids: "
-    f"1 to {inputs.MOST} prompts, none of them empty"
+    f"1 to {MAX_INPUTS} prompts, none of them empty"
 )
 
 
@@ -58,7 +61,7 @@ class CompletionRequest(FormedRequest):
     example: ClassVar = {"prompt": "Once"}
 
     model: Annotated[Label, Field(min_length=1)]
-    prompt: Annotated[Any, WithJsonSchema(inputs.SCHEMA)]
+    prompt: Annotated[Any, WithJsonSchema(INPUTS_SCHEMA)]
     max_tokens: MaxTokensOrZero = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -72,7 +75,7 @@ class CompletionRequest(FormedRequest):
     @classmethod
     def _some_prompts(cls, given: object) -> object:
         try:
-            return inputs.rows(given)
+            return read_inputs(given)
         except ValueError as error:
             raise ValueError(f"{_INVALID}; {error}") from None
 

@@ -11,13 +11,12 @@ from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, Embedded, EmbedJob, TokenIds
-from gateway.wire import inputs
 from gateway.wire.bounds import Label
-from gateway.wire.reading import CharBounds, Request
+from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, Request, read_inputs
 
 PIECE_FLOATS = 65_536
 _INVALID = (
-    f"'$.input' is invalid. It must be a string, an array of 1 to {inputs.MOST} non-empty strings, "
+    f"'$.input' is invalid. It must be a string, an array of 1 to {MAX_INPUTS} non-empty strings, "
     "an array of token ids, or an array of such arrays"
 )
 
@@ -30,7 +29,7 @@ class EmbeddingsRequest(Request):
     example: ClassVar = {"input": ["Hello!"]}
 
     model: Annotated[Label, Field(min_length=1)]
-    input: Annotated[Any, WithJsonSchema(inputs.SCHEMA)]
+    input: Annotated[Any, WithJsonSchema(INPUTS_SCHEMA)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     truncate: bool | None = None
@@ -40,7 +39,7 @@ class EmbeddingsRequest(Request):
     @classmethod
     def _some_inputs(cls, given: object) -> object:
         try:
-            return inputs.rows(given)
+            return read_inputs(given)
         except ValueError as error:
             raise ValueError(f"{_INVALID}; {error}") from None
 

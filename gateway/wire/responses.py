@@ -9,13 +9,20 @@ from typing_extensions import TypeAliasType, TypedDict
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, GenerateJob, Grammar, Sampling
 from gateway.wire.bounds import FAST, Label, Schema
-from gateway.wire.chat import Effort
-from gateway.wire.chat_answers import ChatTokenLogprob, SchemaVerdict
-from gateway.wire.formats import ANY_OBJECT, Name, json_schema
-from gateway.wire.messages import to_template
-from gateway.wire.reading import Part
-from gateway.wire.response_items import Item, Items, to_messages
-from gateway.wire.response_tools import (
+from gateway.wire.generation import (
+    ANY_OBJECT,
+    ChatTokenLogprob,
+    Effort,
+    MaxTokens,
+    Name,
+    SampledRequest,
+    SchemaVerdict,
+    ServiceTier,
+    json_schema,
+)
+from gateway.wire.messages import OtherTool, read_tools, skipped, to_template
+from gateway.wire.responses_items import Item, Items, to_messages
+from gateway.wire.responses_tools import (
     MAX_TOOLS,
     Namespace,
     ResponseFunctionTool,
@@ -24,8 +31,7 @@ from gateway.wire.response_tools import (
     read_choice,
     unpack,
 )
-from gateway.wire.sampling import MaxTokens, SampledRequest, ServiceTier
-from gateway.wire.tools import OtherTool, read_tools, skipped
+from gateway.wire.validation import Part
 
 LOGPROBS = "message.output_text.logprobs"
 # What a client may ask to be told; only the first is ever there to tell.

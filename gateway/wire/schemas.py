@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gateway.wire.bounds import NAME_CHARS
-from gateway.wire.reading import Request
+from gateway.wire.validation import Request
 
 Schema = dict[str, Any]
 Schemas = dict[str, Schema]

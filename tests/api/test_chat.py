@@ -10,7 +10,7 @@ import orjson
 import pytest
 from starlette.types import Message
 
-from gateway.api.replies import MANY, written
+from gateway.api.requests import MANY, written
 from gateway.api.streams import EventStream, frame
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob
 from gateway.registry import Catalog

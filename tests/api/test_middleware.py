@@ -9,9 +9,9 @@ import httpx2
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.door import Door
-from gateway.api.limits import Bodies
-from gateway.api.middleware import PIECE_BYTES, Context, is_loopback, pieces
+from gateway.api.access import is_loopback
+from gateway.api.middleware import PIECE_BYTES, Context, Door, pieces
+from gateway.api.requests import Bodies
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served

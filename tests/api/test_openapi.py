@@ -14,7 +14,7 @@ from gateway.api.app import ENDPOINTS
 from gateway.api.openapi import document
 from gateway.app.gateway import Gateway
 from gateway.registry import Catalog
-from gateway.wire.reading import Request
+from gateway.wire.validation import Request
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served, settings
 

@@ -6,7 +6,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.api.rates import duration
+from gateway.api.access import duration
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served

@@ -12,9 +12,9 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from gateway import logs
-from gateway.api.door import Door
-from gateway.api.limits import Bodies
-from gateway.api.middleware import Context, Guard
+from gateway.api.access import Guard
+from gateway.api.middleware import Context, Door
+from gateway.api.requests import Bodies
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served

@@ -13,9 +13,9 @@ from gateway.api.app import ENDPOINTS
 from gateway.errors import GatewayError
 from gateway.jobs import Caller, Sampling
 from gateway.registry import Catalog
-from gateway.wire import chat, completions, embeddings, response_items, responses
+from gateway.wire import chat, completions, embeddings, responses, responses_items
 from gateway.wire.bounds import Bounds
-from gateway.wire.reading import CharBounds, read_request
+from gateway.wire.validation import CharBounds, read_request
 from tests.fuzz.asking import POSTS
 
 # What counts may be set to: a bound that the settings can lift must not hide a slow walk.
@@ -232,7 +232,7 @@ def translated(path: str, asked: Any) -> object:
     if path == "/chat/completions":
         more = {"schema_in_prompt": True}
     else:
-        more = {"items": response_items.resolved(asked.input, lambda _: b'{"role":"user"}')}
+        more = {"items": responses_items.resolved(asked.input, lambda _: b'{"role":"user"}')}
     return to_job(
         asked, caller, Sampling(), max_tokens=16, template_args={}, max_chars=CHARS, **more
     )

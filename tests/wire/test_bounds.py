@@ -9,7 +9,7 @@ from gateway.errors import BadRequest
 from gateway.wire import chat, completions, responses
 from gateway.wire.bounds import INNER_DEPTH, Bounds, TooDeep, parse
 from gateway.wire.messages import Message, to_template
-from gateway.wire.reading import Request, read_request
+from gateway.wire.validation import Request, read_request
 
 BOUNDS = Bounds(max_depth=10, max_messages=3, max_schema_bytes=64, max_regex_chars=8)
 LARGE = {"type": "object", "description": "x" * 64}

@@ -23,7 +23,7 @@ from gateway.wire.completions import (
     choices,
     to_jobs,
 )
-from gateway.wire.reading import CharBounds, read_request
+from gateway.wire.validation import CharBounds, read_request
 from tests.fakes import caller
 
 

@@ -18,11 +18,11 @@ from gateway.jobs import (
     TokenLogprob,
     Usage,
 )
-from gateway.wire.reading import read_request
-from gateway.wire.response_events import ResponseWriter
-from gateway.wire.response_tools import unpack
+from gateway.wire.generation import tier
 from gateway.wire.responses import ResponsesRequest, described, to_job
-from gateway.wire.sampling import tier
+from gateway.wire.responses_stream import ResponseWriter
+from gateway.wire.responses_tools import unpack
+from gateway.wire.validation import read_request
 from tests.fakes import caller
 
 SDK_EVENTS = get_args(get_args(ResponseStreamEvent)[0])

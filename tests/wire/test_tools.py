@@ -8,7 +8,7 @@ import pytest
 from gateway.errors import BadRequest
 from gateway.jobs import Calling
 from gateway.wire.chat import ChatRequest
-from gateway.wire.reading import read_request
+from gateway.wire.validation import read_request
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 from gateway.wire.chat import ChatRequest
-from gateway.wire.formats import ANY_OBJECT, held_to_prompt
-from gateway.wire.reading import read_request
+from gateway.wire.generation import ANY_OBJECT, held_to_prompt
+from gateway.wire.validation import read_request
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"type":"integer"}}}'

@@ -11,8 +11,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest, GatewayError, Overloaded
 from gateway.jobs import CallDelta, Delta, Sampling, Usage
-from gateway.wire.chat_answers import ChatTokenLogprob, SchemaVerdict, token_dict
-from gateway.wire.response_tools import Place
+from gateway.wire.generation import ChatTokenLogprob, SchemaVerdict, token_dict
 from gateway.wire.responses import (
     FunctionCallItem,
     ItemStatus,
@@ -24,6 +23,7 @@ from gateway.wire.responses import (
     Response,
     ResponseUsage,
 )
+from gateway.wire.responses_tools import Place
 
 
 class ResponseStatusEvent(TypedDict):

@@ -348,3 +348,45 @@ def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:
     written = orjson.dumps(parts, default=lambda part: part.model_dump())
     if len(written) > 4 * max_chars or len(written.decode()) > max_chars + 256 * len(parts):
         raise BadRequest(f"'{param}' is longer than {max_chars} characters.", param=param)
+
+
+MAX_INPUTS = 2048  # as OpenAI's
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+INPUTS_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS},
+        _IDS,
+        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_INPUTS},
+    ]
+}
+
+
+def read_inputs(given: object) -> list[Any]:
+    """Give the inputs as an array, all texts or all rows of ids.
+
+    Raises ValueError, saying how many there are where that is what is wrong.
+    """
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise ValueError("it is neither a text nor an array of some")
+    found = [given] if all(map(_is_id, given)) else given
+    if len(found) > MAX_INPUTS:
+        raise ValueError(f"it has {len(found)} entries")
+    if not (all(map(_is_text, found)) or all(map(_is_ids, found))):
+        raise ValueError("its entries are not all texts, or all token ids, and none of them empty")
+    return found
+
+
+def _is_text(item: object) -> bool:
+    return isinstance(item, str) and item != ""
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
+
+
+def _is_ids(item: object) -> bool:
+    return isinstance(item, list) and bool(item) and all(map(_is_id, item))

@@ -10,9 +10,8 @@ from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAST, NAME_CHARS, Schema
-from gateway.wire.formats import Name
-from gateway.wire.reading import Part
-from gateway.wire.tools import (
+from gateway.wire.generation import Name
+from gateway.wire.messages import (
     FUNCTION,
     OTHER,
     AllowedChoice,
@@ -26,6 +25,7 @@ from gateway.wire.tools import (
     ToolParam,
     kind_of,
 )
+from gateway.wire.validation import Part
 
 MAX_TOOLS = 128
 

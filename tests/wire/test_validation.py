@@ -7,9 +7,9 @@ import pytest
 
 from gateway.errors import BadRequest, UnknownParameter
 from gateway.wire import chat, completions, responses
+from gateway.wire.generation import MAX_STOPS
 from gateway.wire.messages import to_template
-from gateway.wire.reading import Read, Request, read_request
-from gateway.wire.sampling import MAX_STOPS
+from gateway.wire.validation import Read, Request, read_request
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}

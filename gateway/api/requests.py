@@ -1,27 +1,33 @@
-"""What every handler is given: the catalog, the models, and how requests are to be read."""
+"""What every handler is given, how bodies are read within limits, and how JSON is answered."""
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from http import HTTPStatus
+from itertools import chain
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
-from starlette.requests import Request
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Scope
 
 from gateway import logs, metrics
-from gateway.api.limits import read_body
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, GatewayError, HeadTooLarge, SlowBody, TooLarge, Unavailable
 from gateway.jobs import Caller, Stage, Tier
 from gateway.registry import Catalog, Changes, ChatSpec, EmbeddingSpec, ModelSpec, Resolved
 from gateway.serving.admission import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
-from gateway.serving.generation.batcher import Generation, GenerationBatcher
+from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, TokenPool
-from gateway.wire import reading
-from gateway.wire.bounds import Bounds as Bounds  # app has its rules from here
+from gateway.wire.bounds import Bounds
+from gateway.wire.validation import CharBounds, Read, read_request
+from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("service")
 
@@ -31,7 +37,7 @@ LONG_BYTES = 32_000
 LARGE_BYTES = 1_000_000
 T = TypeVar("T")
 MOST_NAMED = 16  # in one header
-R = TypeVar("R", bound=reading.Request)
+R = TypeVar("R", bound=WireRequest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +56,9 @@ class Rules:
     send_timeout_s: float
 
     @property
-    def chars(self) -> reading.CharBounds:
+    def chars(self) -> CharBounds:
         """Return how long a text may be, and those of a request together."""
-        return reading.CharBounds(self.max_input_chars, self.max_request_chars)
+        return CharBounds(self.max_input_chars, self.max_request_chars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +86,20 @@ class Service:
         translate: Callable[[R], T],
         *,
         is_large: Callable[[R], bool] = lambda _: False,
-    ) -> tuple[reading.Read[R], T]:
+    ) -> tuple[Read[R], T]:
         """Read and check a request's body, and translate it: off the loop if it is large, or stands
         for something that is.
         """
         body = await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
 
-        def parse() -> reading.Read[R]:
+        def parse() -> Read[R]:
             rules = self.rules
-            read = reading.read_request(
-                body, shape, strict=rules.strict_fields, bounds=rules.bounds
-            )
+            read = read_request(body, shape, strict=rules.strict_fields, bounds=rules.bounds)
             if rules.log_prompts:
                 log.info("prompt", **read.request.asked())
             return read
 
-        def understand() -> tuple[reading.Read[R], T]:
+        def understand() -> tuple[Read[R], T]:
             read = parse()
             return read, translate(read.request)
 
@@ -178,28 +182,124 @@ def _wrong_kind(name: str, kind: str, wanted: str) -> BadRequest:
     )
 
 
-def unread(generation: Generation) -> dict[str, str]:
-    """Say in a header that calls come as text, since the model's form of them is not known."""
-    return {"x-gateway-tool-format": "unknown"} if generation.calls_are_text else {}
-
-
-def unenforced(generation: Generation) -> dict[str, str]:
-    """Name in a header what of the schema no grammar holds: some of it, by JSON pointer."""
-    return _named("x-gateway-unenforced", generation.verdicts.unenforced)
-
-
-def judged(verdicts: Sequence[bool | None]) -> dict[str, str]:
-    """Say in a header whether answers fit a schema that their grammar held in part."""
-    verdict = False if False in verdicts else None if None in verdicts else True
-    return {"x-gateway-schema-valid": {True: "true", False: "false", None: "unknown"}[verdict]}
-
-
 def noted(ignored: Sequence[str]) -> dict[str, str]:
     """Name in a header the fields that nobody knew."""
-    return _named("x-gateway-ignored", ignored)
+    return named_header("x-gateway-ignored", ignored)
 
 
-def _named(header: str, names: Sequence[str]) -> dict[str, str]:
+def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
     """Write some of the names, in characters that headers allow."""
     told = [quote(name[:64], safe="[]") for name in names[:MOST_NAMED]]
     return {header: ",".join(told)} if told else {}
+
+
+# What is refused for its size is read on, and thrown away, up to so many times the limit: a
+# connection closed in the middle of a client's sending is reset, and it would never see the 413.
+PATIENCE = 4
+
+
+UNCOUNTED_BYTES = 64 * 1024  # of each body: most requests are let in however full it is
+
+
+class Bodies:
+    """The bytes of all bodies inside, each counted from its arrival to the end of its answer.
+
+    One that finds no room is refused and not made to wait: who has read half of a body and waits
+    for room to read the rest may wait for another who does the same.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.nbytes = 0
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator["Body"]:
+        """Count one request's body while it is inside."""
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            body.count(0)
+
+    def has_room(self, more: int, held: int) -> bool:
+        """Return True if a body that holds so much may hold more; one alone always may."""
+        return self.nbytes == held or self.nbytes + more <= self._max_bytes
+
+
+class Body:
+    """One body's share."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._held = 0
+
+    def count(self, size: int) -> None:
+        """Count it as so large. Raises Unavailable when there is no room for it."""
+        held = max(0, size - UNCOUNTED_BYTES)
+        more = held - self._held
+        if more > 0 and not self._bodies.has_room(more, self._held):
+            raise Unavailable(
+                "The requests being read are too large together. Please try again shortly.",
+                retry_after_s=1,
+            )
+        self._bodies.nbytes += more
+        self._held = held
+
+
+def check_head(scope: Scope, max_bytes: int) -> None:
+    """Raise HeadTooLarge for a path, query and headers above the limit, together."""
+    size = sum(map(len, chain.from_iterable(scope["headers"])))
+    if size + len(scope["path"]) + len(scope["query_string"]) > max_bytes:
+        raise HeadTooLarge(f"The path, query and headers are larger than {max_bytes} bytes.")
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytearray:
+    """Read the body whole.
+
+    Raises TooLarge for one above the limit, SlowBody when it is not here after `timeout_s`, and
+    Unavailable when there is no room beside the others.
+    """
+    share: Body = request.scope["gateway.body"]
+    body = bytearray()
+    size = 0
+    refusal: GatewayError | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            more = True
+            while more and size <= PATIENCE * max_bytes:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk = message.get("body", b"")
+                more = message.get("more_body", False)
+                size += len(chunk)
+                if refusal is not None:
+                    continue
+                try:
+                    if size > max_bytes:
+                        raise TooLarge(f"The request body is larger than {max_bytes} bytes.")
+                    share.count(size)
+                    body += chunk
+                except GatewayError as error:
+                    refusal, body = error, bytearray()
+                    share.count(0)
+    except TimeoutError:
+        raise SlowBody(f"The request body did not arrive within {timeout_s:g} seconds.") from None
+    if refusal is not None:
+        raise refusal
+    return body
+
+
+MANY = 5_000  # logprobs: some milliseconds' work
+
+
+def reply(
+    body: object, status: int = HTTPStatus.OK, *, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Answer with JSON."""
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+
+async def written(write: Callable[[], bytes], logprobs: int) -> bytes:
+    """Write an answer with so many logprobs: off the loop if they are very many."""
+    return write() if logprobs <= MANY else await asyncio.to_thread(write)

@@ -12,8 +12,8 @@ from typing_extensions import TypedDict
 from gateway.errors import BadRequest, ResponseNotFound
 from gateway.wire.bounds import FAST, FEW, Label, parse
 from gateway.wire.messages import Function, Message, ToolCall
-from gateway.wire.reading import Part, missing
-from gateway.wire.response_tools import Place
+from gateway.wire.responses_tools import Place
+from gateway.wire.validation import Part, missing
 
 _PREFIXES = {
     "message": "msg",

@@ -1,0 +1,365 @@
+"""What the generating endpoints share: sampling fields, forms of answers, usage, logprobs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from typing_extensions import TypedDict
+
+from gateway.errors import BadRequest
+from gateway.jobs import Grammar, Sampling, Tier, TokenLogprob, Usage
+from gateway.wire.bounds import (
+    FAST,
+    NAME_CHARS,
+    Choices,
+    GrammarText,
+    Regex,
+    Schema,
+    SchemaOrText,
+    parse,
+)
+from gateway.wire.validation import Part, Request
+
+MAX_STOPS = 64  # OpenAI takes 4; agents of other servers send more
+_TEXT = {"type": "string", "maxLength": NAME_CHARS}
+_STOP = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOPS}]}
+
+
+def _whole(given: object) -> object:
+    """Read 12.0 as 12, as JSON has it, and -1 as no bound, as other servers have it."""
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)
+    return None if type(given) is int and given == -1 else given
+
+
+MaxTokens = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    BeforeValidator(_whole),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"enum": [-1, None]}]}),
+]
+MaxTokensOrZero = Annotated[  # to score a prompt, and write nothing
+    Annotated[int, Field(ge=0)] | None,
+    BeforeValidator(_whole),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"enum": [-1, None]}]}),
+]
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"]
+MOST_BIASED = 1024  # tokens: OpenAI takes 300
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+class SampledRequest(Request):
+    """OpenAI's sampling fields, with vLLM's besides."""
+
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[
+        list[Annotated[int, Field(ge=0, lt=2**31)]],
+        FAST,
+        Field(default_factory=list, max_length=256),
+    ]
+    stop: Annotated[Any, WithJsonSchema(_STOP)] = ()
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    logit_bias: Annotated[
+        dict[str, Bias],
+        Field(
+            default_factory=dict,
+            json_schema_extra={
+                "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+                "maxProperties": MOST_BIASED,
+            },
+        ),
+    ]
+
+    @field_validator("stop")
+    @classmethod
+    def _not_too_much(cls, given: object) -> tuple[str, ...]:
+        stops = [given] if isinstance(given, str) else given
+        if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+            raise ValueError(f"it should be a string or an array of at most {MAX_STOPS} strings")
+        if not all(isinstance(stop, str) and len(stop) <= NAME_CHARS for stop in stops):
+            raise ValueError(
+                f"a stop sequence should be a string of at most {NAME_CHARS} characters"
+            )
+        return tuple(stop for stop in stops if stop)  # an empty one asks for nothing
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _not_too_many(cls, given: object) -> object:
+        if isinstance(given, dict) and len(given) > MOST_BIASED:
+            raise ValueError(f"it should name at most {MOST_BIASED} tokens, but names {len(given)}")
+        return given
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, given: dict[str, float]) -> dict[str, float]:
+        if not all(token.isascii() and token.isdigit() and len(token) < 20 for token in given):
+            raise ValueError("its keys should be token ids")
+        return given
+
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """Give what was asked; what was left out comes from the model's defaults."""
+        fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        asked = {name: value for name in fields if (value := getattr(self, name)) is not None}
+        if self.top_k == -1:  # vLLM's way to ask for all
+            asked["top_k"] = 0
+        return replace(
+            defaults,
+            **asked,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+            seed=self.seed,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=frozenset(self.stop_token_ids),
+            unset=defaults.unset - asked.keys(),
+        )
+
+
+def tier(asked: str) -> Tier:
+    """Read `service_tier`; OpenAI's other names for the default are the default."""
+    names = [tier.value for tier in Tier]
+    return Tier(asked) if asked in names else Tier.DEFAULT
+
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
+
+
+class Form(Part):
+    """A form of answers: a key that nobody knows may mean another form, so it is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class JsonSchema(Form):
+    """A schema and its name. With or without `strict` the answer is held to it, as far as a
+    grammar can; what none can is refused when `strict`.
+    """
+
+    name: Name = "response"
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Form):
+    """OpenAI's own form."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_is_there(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("type 'json_schema' needs a 'json_schema'")
+        return self
+
+
+class StructuredOutputs(Form):
+    """vLLM's form: one of these."""
+
+    json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> "StructuredOutputs":
+        asked = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
+        if not any(given is not None for given in asked):
+            raise ValueError("it should have one of json, json_object, regex, choice, grammar")
+        return self
+
+    def grammars(self, param: str) -> list[Grammar]:
+        """List what was asked for."""
+        asked = []
+        if self.json_ is not None:
+            asked.append(json_schema(self.json_, param=param))
+        if self.json_object:
+            asked.append(ANY_OBJECT)
+        if self.regex is not None:
+            asked.append(Grammar("regex", self.regex))
+        if self.choice is not None:
+            asked.append(Grammar("choice", orjson.dumps(self.choice).decode()))
+        if self.grammar is not None:
+            asked.append(Grammar("grammar", self.grammar))
+        return asked
+
+
+def json_schema(
+    schema: dict[str, Any] | str | None, *, param: str, strict: bool = False
+) -> Grammar:
+    """Give the grammar of a schema, or of any object where there is none.
+
+    The order of keys is kept: it is the order in which they are written. A `strict` schema is
+    held to whole, or refused.
+    """
+    if schema is None:
+        return ANY_OBJECT
+    if isinstance(schema, str):
+        try:
+            schema = parse(schema.encode())
+        except ValueError as error:
+            raise BadRequest(f"The schema is not JSON: {error}.", param=param) from None
+    return Grammar("json_schema", orjson.dumps(schema).decode(), strict=strict)
+
+
+class FormedRequest(SampledRequest):
+    """A request whose answer may be held to a form, in any of the ways to say so."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+
+    def form(self) -> tuple[str, Grammar | None]:
+        """Give the one grammar that is asked for, and the field that asks; two are refused."""
+        asked: list[tuple[str, Grammar]] = []
+        if self.response_format is not None and self.response_format.type != "text":
+            wanted = self.response_format.json_schema
+            schema, strict = (wanted.schema_, bool(wanted.strict)) if wanted else (None, False)
+            name = "response_format"
+            asked.append((name, json_schema(schema, param=name, strict=strict)))
+        if self.structured_outputs is not None:
+            name = "structured_outputs"
+            asked += [(name, grammar) for grammar in self.structured_outputs.grammars(name)]
+        asked += self._guided()
+        if len(asked) > 1:
+            raise BadRequest(
+                f"'{asked[0][0]}' and '{asked[1][0]}' each ask for a form of their own: send one.",
+                param=asked[1][0],
+            )
+        return asked[0] if asked else ("response_format", None)
+
+    def _guided(self) -> list[tuple[str, Grammar]]:
+        """Read vLLM's older names as its newer form."""
+        asked = []
+        for name in ("json", "regex", "choice", "grammar"):
+            if (given := getattr(self, f"guided_{name}")) is not None:
+                older = StructuredOutputs.model_validate({name: given})
+                asked += [(f"guided_{name}", each) for each in older.grammars(f"guided_{name}")]
+        return asked
+
+
+def held_to_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
+    """Hold an answer of any JSON object to the schema that its prompt ends with, if it does.
+
+    So do clients ask servers without `json_schema`. A small model answers such a prompt with
+    anything, or with the schema itself; for a large one this would be a guess, so it is a
+    model's setting.
+    """
+    if grammar != ANY_OBJECT:
+        return grammar
+    try:
+        schema = parse(prompt.rsplit("\n\n", 1)[-1].encode())
+    except ValueError:
+        return grammar
+    is_schema = isinstance(schema, dict) and isinstance(schema.get("properties"), dict)
+    return json_schema(schema, param="messages") if is_schema else grammar
+
+
+class StreamOptions(Part):
+    """What the stream says beside its text."""
+
+    harmless = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class PromptTokensDetails(TypedDict):
+    """Of the prompt's tokens, those whose KV was cached."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(TypedDict):
+    """Of the answer's tokens, those of the model's reasoning."""
+
+    reasoning_tokens: int
+
+
+class CompletionUsage(TypedDict):
+    """Tokens read and written, all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TopLogprob(TypedDict):
+    """A token that might have stood there."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    """A token of the answer and the likeliest of its place, likeliest first."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(TypedDict):
+    """The logprobs of every token of a text."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class SchemaVerdict(TypedDict):
+    """What of its schema no grammar held an answer to, and whether it fits; null if unknown."""
+
+    unenforced: list[str]
+    schema_valid: bool | None
+
+
+def logprobs_dict(logprobs: Sequence[TokenLogprob]) -> ChoiceLogprobs:
+    """Return logprobs with both lists that OpenAI's have."""
+    return {"content": [token_dict(each) for each in logprobs], "refusal": None}
+
+
+def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
+    """Return one token's logprob and its place's likeliest, likeliest first."""
+    tokens: list[TopLogprob] = [
+        {"token": each.token, "logprob": each.logprob, "bytes": list(each.bytes)}
+        for each in (logprob.chosen, *logprob.top)
+    ]
+    first, *top = tokens
+    return {**first, "top_logprobs": top}
+
+
+def usage_dict(usage: Usage) -> CompletionUsage:
+    """Return usage with the details that clients look for."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
