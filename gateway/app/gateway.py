@@ -104,7 +104,7 @@ class Gateway:
         self._engines = engines
         self.is_preloaded = asyncio.Event()
         self._lane = Lane(
-            farewell=engines.end,
+            on_close=engines.end,
             weights={
                 "embedding": settings.lane_weight_embedding,
                 "prefill": settings.lane_weight_prefill,

@@ -17,7 +17,7 @@ from gateway import logs, metrics
 from gateway.errors import Unavailable
 
 
-class Shares:
+class FairQueue:
     """Start-time fair queuing over kinds of work (Goyal, Vin and Cheng, 1996).
 
     Every kind has a clock that its turns move on by their seconds, divided by the kind's weight;
@@ -150,18 +150,18 @@ class Lane:
     """A context manager: the thread lives from enter to exit.
 
     `weights` say how kinds of work that wait share the lane's time, 1 where they say nothing;
-    within a kind, first come is first served. `farewell` is the thread's last act (MLX on CPU
+    within a kind, first come is first served. `on_close` is the thread's last act (MLX on CPU
     aborts the process without it).
     """
 
     def __init__(
         self,
-        farewell: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
         *,
         weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        self._farewell = farewell
-        self._shares = Shares(weights, {LOAD: MOST_LOAD_S})
+        self._on_close = on_close
+        self._shares = FairQueue(weights, {LOAD: MOST_LOAD_S})
         self._line: list[_Waiting] = []
         self._is_held = False
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -274,7 +274,7 @@ class Lane:
             del work  # hold no array while waiting
         self.beat = Beat("farewell")
         try:
-            self._farewell()
+            self._on_close()
         finally:
             self.beat = None
             with contextlib.suppress(RuntimeError):  # the loop closed meanwhile

@@ -21,7 +21,7 @@ log = logs.get("watch")
 Status = Literal["ok", "stalled", "dead"]
 
 STATUS_OF_A_STALL = 70  # EX_SOFTWARE of sysexits.h
-LAST_WORDS_S = 1.0  # for those inside to be told, before the process ends
+GRACE_S = 1.0  # for requests inside to be answered, before the process ends
 TIMES_THE_USUAL = 4.0
 LOOKS_PER_LIMIT = 20
 MOST_BETWEEN_LOOKS_S = 1.0
@@ -123,7 +123,7 @@ class Watch:
     def _give_up(self, leave: Callable[[int], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._tell)
-        self._is_over.wait(LAST_WORDS_S)
+        self._is_over.wait(GRACE_S)
         with contextlib.suppress(Exception):
             sys.stderr.flush()
             sys.stdout.flush()

@@ -191,7 +191,7 @@ async def test_a_waiter_who_leaves_gives_its_place_up() -> None:
 async def test_a_closed_lane_refuses_and_its_farewell_ran_on_its_thread() -> None:
     """MLX aborts the process when a thread that used it just ends."""
     farewells: list[threading.Thread] = []
-    async with Lane(farewell=lambda: farewells.append(threading.current_thread())) as lane:
+    async with Lane(on_close=lambda: farewells.append(threading.current_thread())) as lane:
         async with lane.turn("test") as run:
             thread = await run(threading.current_thread)
     assert farewells == [thread]
@@ -203,7 +203,7 @@ async def test_a_closed_lane_refuses_and_its_farewell_ran_on_its_thread() -> Non
 async def test_what_ends_a_thread_ends_the_lane_and_is_told() -> None:
     """To whoever called, to those in line, and to those who come; and it closes as ever."""
     farewells: list[threading.Thread] = []
-    async with Lane(farewell=lambda: farewells.append(threading.current_thread())) as lane:
+    async with Lane(on_close=lambda: farewells.append(threading.current_thread())) as lane:
         async with lane.turn("test") as run:
             waiting = asyncio.create_task(_one_turn(lane))
             await asyncio.sleep(0)

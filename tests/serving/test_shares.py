@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.serving.lane import Shares
+from gateway.serving.lane import FairQueue
 
 
-def serve(shares: Shares, waiting: list[str], costs: dict[str, float], turns: int) -> list[str]:
+def serve(shares: FairQueue, waiting: list[str], costs: dict[str, float], turns: int) -> list[str]:
     """Let kinds that always wait take turns."""
     served = []
     for _ in range(turns):
@@ -20,20 +20,20 @@ def serve(shares: Shares, waiting: list[str], costs: dict[str, float], turns: in
 
 def test_kinds_of_equal_weight_get_equal_time_however_long_their_turns_are() -> None:
     """A decode step of 10 ms comes four times for each pass of 40 ms."""
-    served = serve(Shares({}), ["embedding", "decode"], {"embedding": 0.04, "decode": 0.01}, 50)
+    served = serve(FairQueue({}), ["embedding", "decode"], {"embedding": 0.04, "decode": 0.01}, 50)
     assert served.count("decode") == 4 * served.count("embedding")
 
 
 def test_weights_divide_the_time() -> None:
     """Twice the weight is twice the time."""
-    shares = Shares({"decode": 2.0})
+    shares = FairQueue({"decode": 2.0})
     served = serve(shares, ["prefill", "decode"], {"prefill": 0.01, "decode": 0.01}, 30)
     assert served.count("decode") == 2 * served.count("prefill")
 
 
 def test_idleness_saves_nothing_up() -> None:
     """Whoever comes after an hour does not get an hour."""
-    shares = Shares({})
+    shares = FairQueue({})
     serve(shares, ["decode"], {"decode": 0.01}, 1000)
     served = serve(shares, ["decode", "embedding"], {"decode": 0.01, "embedding": 0.01}, 10)
     assert served.count("embedding") == 5
@@ -41,7 +41,7 @@ def test_idleness_saves_nothing_up() -> None:
 
 def test_a_load_of_minutes_counts_as_a_second() -> None:
     """It must not make the next load wait as long as it took."""
-    shares = Shares({}, {"load": 1.0})
+    shares = FairQueue({}, {"load": 1.0})
     costs = {"load": 300.0, "decode": 0.1}
     served = serve(shares, ["load", "decode"], costs, 30)
     assert served.count("load") == 3
@@ -51,14 +51,14 @@ def test_a_load_of_minutes_counts_as_a_second() -> None:
 def test_every_other_turn_counts_in_full(seconds: float) -> None:
     """Passes of half a minute beside decoding get half of the time, as short ones do."""
     costs = {"embedding": seconds, "decode": 0.05}
-    served = serve(Shares({}, {"load": 1.0}), ["embedding", "decode"], costs, 5000)
+    served = serve(FairQueue({}, {"load": 1.0}), ["embedding", "decode"], costs, 5000)
     spent = {kind: served.count(kind) * cost for kind, cost in costs.items()}
     assert spent["embedding"] / sum(spent.values()) == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_turn_goes_on_until_it_has_had_what_the_other_had() -> None:
     """Steps of 1 ms, after a pass of 20 ms: twenty of them."""
-    shares = Shares({})
+    shares = FairQueue({})
     shares.begin("decode")
     shares.end("decode", 0)
     shares.begin("embedding")
@@ -78,7 +78,7 @@ def test_a_turn_goes_on_until_it_has_had_what_the_other_had() -> None:
 def test_nobody_starves(waiting: list[str], weights: dict[str, float], data: st.DataObject) -> None:
     """Between two turns of a kind, each other that waits has one, if its last one cost no more."""
     costs = {kind: data.draw(st.floats(0.001, 1.0)) for kind in waiting}
-    served = serve(Shares(weights), waiting, costs, 400)
+    served = serve(FairQueue(weights), waiting, costs, 400)
     paid = {kind: costs[kind] / weights.get(kind, 1.0) for kind in waiting}
     for kind in waiting:
         given_s = served.count(kind) * paid[kind]
@@ -88,4 +88,4 @@ def test_nobody_starves(waiting: list[str], weights: dict[str, float], data: st.
 
 def test_of_equals_the_first_to_wait_is_next() -> None:
     """A tie is no lottery."""
-    assert Shares({}).choose(["b", "a", "c"]) == 0
+    assert FairQueue({}).choose(["b", "a", "c"]) == 0

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import threading
+from collections import abc
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
     Iterable,
-    Sequence,
 )
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,8 +39,8 @@ from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
 from gateway.serving.generation.queue import JobQueue
-from gateway.serving.generation.scheduler import Rows
-from gateway.serving.generation.sequence import Moves, Ticket, size
+from gateway.serving.generation.scheduler import Scheduler
+from gateway.serving.generation.sequence import SchedulerOutput, Sequence, size
 from gateway.serving.generation.steps import Steps
 from gateway.serving.generation.verdicts import Verdicts
 from gateway.serving.lane import Lane, Turn
@@ -52,14 +52,14 @@ log = logs.get("generation")
 
 JOBS_AT_ONCE = 16  # of one request: a long list of prompts is admitted in slices
 PREFILL_FIRST_PASSES = 2  # while more rows are being read than run, at the longest
-BREATH_S = 0.1  # after a turn that failed: the next may fail as well, and so on
+RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
 
 
 @dataclass(slots=True)
 class Generation:
     """A job under way: what it read, how it is sampled, and its deltas as they come.
 
-    `calls_are_text` tells that the model may call, but that its form of calls is not known;
+    `calls_are_text`: the model may call functions, but the form of its calls is not known;
     `verdicts` judges what no grammar holds, of a choice whose last delta has come.
     """
 
@@ -95,7 +95,7 @@ class GenerationBatcher:
         self._grammars = grammars
         self._queue = JobQueue(name, limits)
         self._memory = memory or RowMemory(Budget(0), RowCosts())
-        self._rows = Rows(name, self._limited(limits), self._memory)
+        self._scheduler = Scheduler(name, self._cap_batch(limits), self._memory)
         self._stirred = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
         self._has_warned = False
@@ -106,54 +106,54 @@ class GenerationBatcher:
             self._news,
             chunk_tokens=limits.prefill_chunk_tokens,
             pass_limit_s=limits.pass_limit_s,
-            joined=self._joined,
+            on_join=self._on_join,
             deliver=self._deliver,
-            settled=self._settled,
-            faulted=self._faulted,
+            on_settle=self._on_settle,
+            on_fault=self._on_fault,
         )
         self.verdict: Verdict | None = None  # of the model's self-test, where there is one
         self._was_batched = self.is_batched
 
     @property
     def rows(self) -> int:
-        """Count the rows in the batch, as the engine does."""
+        """Return how many rows the engine has."""
         return self._engine.rows
 
     @property
     def tickets(self) -> int:
-        """Count the rows that wait to join, or for their turn."""
-        return self._rows.waiting + self._rows.parked
+        """Return how many rows wait to join, or for their turn."""
+        return self._scheduler.waiting + self._scheduler.parked
 
     @property
     def is_short(self) -> bool:
         """Return True while a row waits for memory."""
-        return self._rows.is_wanting
+        return self._scheduler.is_wanting
 
     @property
     def is_batched(self) -> bool:
         """Return True while rows run together, False once they run one at a time."""
         return self._engine.is_batched
 
-    def _limited(self, limits: GenerationLimits) -> GenerationLimits:
+    def _cap_batch(self, limits: GenerationLimits) -> GenerationLimits:
         return limits if self.is_batched else replace(limits, max_batch_size=1)
 
     def note_batching(self) -> None:
-        """See whether the engine runs rows together still: they join one at a time if not."""
+        """Let rows join one at a time once the engine no longer runs them together."""
         if self._was_batched and not self.is_batched:
             self._was_batched = False
             log.warning("batching_ended", model=self._name)
             self.adopt(self._limits)
 
-    def _faulted(self, said: str) -> None:
-        """Note what a pass has thrown, whose rows are read again."""
+    def _on_fault(self, error: str) -> None:
+        """Log the exception of a pass, whose rows are read again."""
         metrics.of(metrics.BATCH_FAULTS, self._name).inc()
-        log.warning("batch_fault", model=self._name, error=said)
+        log.warning("batch_fault", model=self._name, error=error)
         self.note_batching()
 
     def adopt(self, limits: GenerationLimits) -> None:
-        """Take over other limits, as it runs."""
+        """Apply other limits, also to what runs."""
         self._limits = limits
-        self._rows.limits = self._limited(limits)
+        self._scheduler.limits = self._cap_batch(limits)
         self._queue.adopt(limits)
         self._steps.chunk_tokens = limits.prefill_chunk_tokens
         self._steps.pace.limit_s = limits.pass_limit_s
@@ -175,15 +175,15 @@ class GenerationBatcher:
         """
         timings = job.caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENISE
-        planned = await self._planned(job)
+        planned = await self._plan(job)
         async with self._queue.place(job.caller, planned, refused):
             for row in planned:
                 self._memory.check(self._name, row)
-            rows = await self._compiled(job, planned)
+            rows = await self._compile(job, planned)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
             mine = rank(metrics.now(), job.caller.tier, self._limits.tier_head_start_s)
-            tickets = [
-                Ticket(
+            sequences = [
+                Sequence(
                     row,
                     index,
                     inbox,
@@ -193,21 +193,23 @@ class GenerationBatcher:
                 )
                 for index, row in enumerate(rows)
             ]
-            self._wait(tickets)
+            self._wait(sequences)
             usage = Usage(prompt_tokens=len(rows[0].prompt))
             timings.tokens_in = usage.prompt_tokens
             metrics.of(metrics.TOKENS_IN, self._name).inc(usage.prompt_tokens)
-            verdicts = Verdicts(self._name, self._engine, self._pool, job, _unenforced(rows[0]))
-            deltas = self._deltas(job, inbox, len(tickets), verdicts)
-            warned = self._warned(rows[0])
+            verdicts = Verdicts(
+                self._name, self._engine, self._pool, job, _find_unenforced(rows[0])
+            )
+            deltas = self._deltas(job, inbox, len(sequences), verdicts)
+            warned = self._warn_of_text_calls(rows[0])
             try:
                 yield Generation(usage, deltas, rows[0].sampling, verdicts, warned)
             finally:
-                timings.stage = next((each.stage for each in tickets if not each.is_over), None)
-                self._drop(tickets)
+                timings.stage = next((each.stage for each in sequences if not each.is_over), None)
+                self._drop(sequences)
 
     async def generate_many(
-        self, jobs: Sequence[GenerateJob]
+        self, jobs: abc.Sequence[GenerateJob]
     ) -> AsyncGenerator[Usage | Delta, None]:
         """Yield the usage of every job and every delta as it comes, some jobs at a time.
 
@@ -269,27 +271,27 @@ class GenerationBatcher:
         """
         job.caller.timings.model, job.caller.timings.stage = self._name, Stage.TOKENISE
         try:
-            return len((await self._planned(job))[0].prompt)
+            return len((await self._plan(job))[0].prompt)
         except ContextLengthExceeded as error:
             return error.tokens
 
-    async def _planned(self, job: GenerateJob) -> Sequence[SequenceParams]:
+    async def _plan(self, job: GenerateJob) -> abc.Sequence[SequenceParams]:
         started = metrics.now()
         async with until_deadline(job.caller):
             rows = await self._pool.run(self._engine.plan, job, kind=prompt_kind(job))
         job.caller.timings.add(Stage.TOKENISE, metrics.now() - started)
         return rows
 
-    def _warned(self, row: SequenceParams) -> bool:
+    def _warn_of_text_calls(self, row: SequenceParams) -> bool:
         """Return True if calls will be text, and log so, once."""
         if row.calls_are_text and not self._has_warned:
             self._has_warned = True
             log.warning("tool_format_unknown", model=self._name, hint="set `tool_parser:`")
         return row.calls_are_text
 
-    async def _compiled(
-        self, job: GenerateJob, rows: Sequence[SequenceParams]
-    ) -> Sequence[SequenceParams]:
+    async def _compile(
+        self, job: GenerateJob, rows: abc.Sequence[SequenceParams]
+    ) -> abc.Sequence[SequenceParams]:
         if (grammar := rows[0].grammar) is None:
             return rows
         started, job.caller.timings.stage = metrics.now(), Stage.COMPILE
@@ -319,18 +321,18 @@ class GenerationBatcher:
             verdicts.add(news)
             yield news
 
-    def _wait(self, tickets: Iterable[Ticket]) -> None:
-        self._rows.wait(tickets)
+    def _wait(self, sequences: Iterable[Sequence]) -> None:
+        self._scheduler.wait(sequences)
         self._stirred["prefill"].set()
 
-    def _drop(self, tickets: Sequence[Ticket]) -> None:
-        """Let every row of a job go; one that still runs leaves before the next step."""
-        if self._rows.drop(tickets):
+    def _drop(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Drop every row of a job. One that still runs leaves before the next step."""
+        if self._scheduler.drop(sequences):
             self._news.set()
             self._stir()
 
     def _look_again(self) -> None:
-        """See whether there is memory for those who wait, or need for what is kept."""
+        """Wake the loops if rows wait for memory, or kept prefixes have to be freed."""
         if self.tickets or self._memory.must_forget:
             self._stir()
 
@@ -340,78 +342,78 @@ class GenerationBatcher:
 
     async def _prefill(self) -> None:
         """Let rows join and read their prompts, a chunk a turn."""
-        engine, rows = self._engine, self._rows
+        engine, scheduler = self._engine, self._scheduler
         while True:
             try:
-                async with asyncio.timeout_at(rows.look_again_at()):
+                async with asyncio.timeout_at(scheduler.look_again_at()):
                     await self._stirred["prefill"].wait()
             except TimeoutError:
-                rows.end_stuck(NoRoom(self._name, ()))
+                scheduler.end_stuck(NoRoom(self._name, ()))
                 self._stirred["decode"].set()  # some may end where they stand
             self._stirred["prefill"].clear()
-            while engine.is_prefilling or rows.may_join:
-                if not await self._turn("prefill", self._steps.read):
+            while engine.is_prefilling or scheduler.may_join:
+                if not await self._turn("prefill", self._steps.prefill):
                     break
-            if rows.is_wanting:
-                rows.make_room()
+            if scheduler.is_wanting:
+                scheduler.make_room()
 
     async def _decode(self) -> None:
         """Let rows leave, and give those that run their next tokens."""
         while True:
             await self._stirred["decode"].wait()
             self._stirred["decode"].clear()
-            while self._engine.is_decoding or self._rows.must_move:
+            while self._engine.is_decoding or self._scheduler.must_move:
                 if self._lets_prefill_go_first():
                     break  # until its turn has ended
-                if not await self._turn("decode", self._steps.write):
+                if not await self._turn("decode", self._steps.decode):
                     break
                 self._decode_waits_since = None
 
     def _lets_prefill_go_first(self) -> bool:
-        """Decide whether the rows that run wait for those being read, and since when they do."""
-        rows, now = self._rows, metrics.now()
-        if rows.must_move or not self._engine.is_prefilling:
+        """Return True if the running rows wait for those being read, and note since when."""
+        scheduler, now = self._scheduler, metrics.now()
+        if scheduler.must_move or not self._engine.is_prefilling:
             return False
         self._decode_waits_since = self._decode_waits_since or now
         waited_s = now - self._decode_waits_since
         bound_s = PREFILL_FIRST_PASSES * self._limits.pass_limit_s
-        return prefill_goes_first(rows.reading, rows.decoding, waited_s, bound_s)
+        return prefill_goes_first(scheduler.reading, scheduler.decoding, waited_s, bound_s)
 
-    async def _turn(self, kind: str, work: Callable[[Moves, Turn], None]) -> bool:
-        """Take a turn; tell whether there is a lane to take turns of."""
+    async def _turn(self, kind: str, work: Callable[[SchedulerOutput, Turn], None]) -> bool:
+        """Take a turn. Return False if the lane is closed."""
         try:
             async with self._lane.turn(kind) as turn:
                 self._news.clear()
-                moves = self._rows.moves(turn, may_join=kind == "prefill")
-                turn.announce((self._name, kind, *size(self._rows, moves.joining)))
+                plan = self._scheduler.schedule(turn, may_join=kind == "prefill")
+                turn.announce((self._name, kind, *size(self._scheduler, plan.joining)))
                 try:
-                    await turn(work, moves, turn)
+                    await turn(work, plan, turn)
                 except BaseException:
-                    self._wait(ticket for ticket in moves.joining if ticket.is_waiting)
+                    self._wait(sequence for sequence in plan.joining if sequence.is_waiting)
                     raise
         except Unavailable as error:
-            self._rows.end_all(error)
+            self._scheduler.end_all(error)
             return False
         except Exception as error:
             log.error("batch_failed", model=self._name, exc_info=True)
-            self._rows.end_running(EngineFailed(self._name, str(error)))
-            await asyncio.sleep(BREATH_S)
+            self._scheduler.end_running(EngineFailed(self._name, str(error)))
+            await asyncio.sleep(RETRY_PAUSE_S)
         self.note_batching()
-        self._rows.hold()
+        self._scheduler.hold()
         self._stir()  # what the one did may be work for the other
         return True
 
-    def _settled(self, kept: int, reading: frozenset[int]) -> None:
+    def _on_settle(self, kept: int, reading: frozenset[int]) -> None:
         self._memory.keep(kept)
-        self._rows.settled(reading)
+        self._scheduler.note_reading(reading)
 
-    def _joined(self, ticket: Ticket, row: int) -> None:
-        if not self._rows.joined(ticket, row):
+    def _on_join(self, sequence: Sequence, row: int) -> None:
+        if not self._scheduler.note_join(sequence, row):
             self._news.set()
             self._stir()
 
     def _deliver(
-        self, did: Pass, kind: str, deltas: Sequence[SequenceDelta], seconds: float
+        self, did: Pass, kind: str, deltas: abc.Sequence[SequenceDelta], seconds: float
     ) -> None:
         if kind == "decode":
             metrics.of(metrics.BATCH_ROWS, self._name).observe(did.rows)
@@ -427,45 +429,45 @@ class GenerationBatcher:
             ms=round(1000 * seconds, 2),
         )
         for delta in deltas:
-            if (ticket := self._rows.get(delta.sequence_id)) is not None:
+            if (sequence := self._scheduler.get(delta.sequence_id)) is not None:
                 if delta.finish_reason is not None or delta.error is not None:
-                    self._rows.ended(delta.sequence_id)
+                    self._scheduler.note_end(delta.sequence_id)
                     self._stirred["prefill"].set()  # there is room
-                ticket.deliver(delta, self._name)
+                sequence.deliver(delta, self._name)
 
     def end(self, error: GatewayError) -> None:
-        """End every row, with an error."""
-        self._rows.end_all(error)
+        """End every row with an error."""
+        self._scheduler.end_all(error)
         self._stir()
 
-    def _failed(self, error: Exception) -> None:
+    def _end_failed(self, error: Exception) -> None:
         self.end(EngineFailed(self._name, str(error)))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["GenerationBatcher"]:
-        """Take turns while entered; rows that still run at the end are told so."""
+        """Take turns while entered; rows that still run at the end fail with Unavailable."""
         workers = [
-            asyncio.create_task(unending(f"{kind} {self._name}", work, self._failed))
+            asyncio.create_task(unending(f"{kind} {self._name}", work, self._end_failed))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
         ]
         try:
-            with self._memory.watched(self._look_again):
+            with self._memory.watch(self._look_again):
                 yield self
         finally:
             self._news.set()  # a turn under way ends after its step
             for worker in workers:
                 worker.cancel()
             await asyncio.wait(workers)
-            self._rows.end_all(
+            self._scheduler.end_all(
                 Unavailable(f"The model `{self._name}` was unloaded meanwhile.", retry_after_s=1)
             )
             self._memory.release()
 
 
 def _param(job: GenerateJob) -> str:
-    """Name the field that asked for the grammar."""
+    """Return the field that asked for the grammar."""
     return "tools" if job.calling is not None and job.grammar is None else job.grammar_param
 
 
-def _unenforced(row: SequenceParams) -> Sequence[str]:
+def _find_unenforced(row: SequenceParams) -> abc.Sequence[str]:
     return row.compiled.unenforced if row.compiled is not None else ()

@@ -110,7 +110,7 @@ class RowMemory:
 
         return bisect_right(range(1, LONGEST), most, key=alone)
 
-    def granted(self, used: int, whole: int, preemptions: int) -> int:
+    def grant_length(self, used: int, whole: int, preemptions: int) -> int:
         """Return the length that a row is counted by when it joins with `used` tokens of KV, of the
         `whole` it may come to.
 
@@ -150,7 +150,7 @@ class RowMemory:
         self.kept = nbytes
 
     @contextlib.contextmanager
-    def watched(self, news: Callable[[], None]) -> Iterator[None]:
+    def watch(self, news: Callable[[], None]) -> Iterator[None]:
         """Have a function called, while entered, whenever there may be bytes for those who wait,
         and when what is kept is to go.
         """

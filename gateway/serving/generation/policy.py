@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from gateway.jobs import Tier
 from gateway.serving.admission import NO_BOUND
-from gateway.serving.generation.sequence import Ticket
+from gateway.serving.generation.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class GenerationLimits:
 
 
 def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
-    """Give a request's place in the queue: lower goes first.
+    """Return a request's place in the queue: lower goes first.
 
     A priority request counts as come so many seconds sooner, a flex one as come later: both
     overtake or give way, and neither starves or is starved for longer than that.
@@ -48,7 +48,7 @@ def prefill_goes_first(reading: int, decoding: int, waited_s: float, bound_s: fl
 
 
 class Verdict(Enum):
-    """What is to be done with a row whose turn it is."""
+    """What happens to a row whose turn it is."""
 
     JOINS = auto()
     IS_PASSED = auto()  # its request waits, and others are asked
@@ -59,25 +59,25 @@ class Verdict(Enum):
 class _Line:
     """One request's rows, by rank. Those given up stay until they are met."""
 
-    tickets: deque[Ticket] = field(default_factory=deque)
+    sequences: deque[Sequence] = field(default_factory=deque)
 
     @property
     def rank(self) -> float:
         """Return the rank of the first."""
-        return self.tickets[0].rank
+        return self.sequences[0].rank
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Put a row behind those that came first."""
-        if self.tickets and ticket.rank < self.tickets[-1].rank:
-            bisect.insort(self.tickets, ticket, key=lambda each: each.rank)
+        if self.sequences and sequence.rank < self.sequences[-1].rank:
+            bisect.insort(self.sequences, sequence, key=lambda each: each.rank)
         else:
-            self.tickets.append(ticket)
+            self.sequences.append(sequence)
 
     def purge(self) -> bool:
-        """Drop those at the head that were given up; tell whether anybody is left."""
-        while self.tickets and self.tickets[0].is_over:
-            self.tickets.popleft()
-        return bool(self.tickets)
+        """Drop those at the head that were given up. Return True if any are left."""
+        while self.sequences and self.sequences[0].is_over:
+            self.sequences.popleft()
+        return bool(self.sequences)
 
 
 class Waiting:
@@ -88,83 +88,85 @@ class Waiting:
     """
 
     def __init__(self) -> None:
-        self._preempted: list[Ticket] = []
+        self._preempted: list[Sequence] = []
         self._lines: dict[str, _Line] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Ticket]:
-        """Walk those that wait, in no order that matters."""
-        for tickets in (self._preempted, *(line.tickets for line in self._lines.values())):
-            yield from (each for each in tickets if not each.is_over)
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over those that wait, in no particular order."""
+        for sequences in (self._preempted, *(line.sequences for line in self._lines.values())):
+            yield from (each for each in sequences if not each.is_over)
 
-    def add(self, ticket: Ticket) -> None:
-        """Let a row wait among those of its request."""
-        self._lines.setdefault(ticket.request, _Line()).add(ticket)
-        self._counted(ticket, 1)
+    def add(self, sequence: Sequence) -> None:
+        """Add a row to those of its request."""
+        self._lines.setdefault(sequence.request, _Line()).add(sequence)
+        self._add_count(sequence, 1)
 
-    def put_back(self, ticket: Ticket) -> None:
-        """Let a row wait again that was inside: ahead of all that never were."""
-        bisect.insort(self._preempted, ticket, key=lambda each: each.rank)
-        self._counted(ticket, 1)
+    def put_back(self, sequence: Sequence) -> None:
+        """Queue a preempted row ahead of all that never joined."""
+        bisect.insort(self._preempted, sequence, key=lambda each: each.rank)
+        self._add_count(sequence, 1)
 
-    def give_up(self, ticket: Ticket) -> None:
-        """Count a row no more that waits, and is over."""
-        self._counted(ticket, -1)
-        if ticket.row is not None:
-            self._preempted.remove(ticket)
+    def give_up(self, sequence: Sequence) -> None:
+        """Take a row that has ended out of the count."""
+        self._add_count(sequence, -1)
+        if sequence.row is not None:
+            self._preempted.remove(sequence)
 
     def clear(self) -> None:
-        """Let every row go."""
+        """Drop every row."""
         self._preempted.clear()
         self._lines.clear()
         self._count = 0
 
-    def ask(self, inside: Mapping[str, int], verdict: Callable[[Ticket], Verdict]) -> list[Ticket]:
+    def ask(
+        self, inside: Mapping[str, int], verdict: Callable[[Sequence], Verdict]
+    ) -> list[Sequence]:
         """Return those that join, in order: `verdict` is asked about each whose turn it is.
 
         `inside` counts the rows that each request has inside.
         """
-        joining: list[Ticket] = []
-        for ticket in self._preempted:
-            match verdict(ticket):
+        joining: list[Sequence] = []
+        for sequence in self._preempted:
+            match verdict(sequence):
                 case Verdict.JOINS:
-                    joining.append(ticket)
+                    joining.append(sequence)
                 case Verdict.BARS:
                     return joining
         for request in [each for each, line in self._lines.items() if not line.purge()]:
             del self._lines[request]
         turns = [
-            (inside.get(request, 0), line.rank, number, iter(line.tickets))
+            (inside.get(request, 0), line.rank, number, iter(line.sequences))
             for number, (request, line) in enumerate(self._lines.items())
         ]
         heapq.heapify(turns)
         while turns:
-            count, rank, number, tickets = heapq.heappop(turns)
-            if (one := next((each for each in tickets if not each.is_over), None)) is None:
+            count, rank, number, sequences = heapq.heappop(turns)
+            if (one := next((each for each in sequences if not each.is_over), None)) is None:
                 continue
             match verdict(one):
                 case Verdict.JOINS:
                     joining.append(one)
-                    heapq.heappush(turns, (count + 1, rank, number, tickets))
+                    heapq.heappush(turns, (count + 1, rank, number, sequences))
                 case Verdict.BARS:
                     return joining
         return joining
 
-    def take(self, tickets: Iterable[Ticket]) -> None:
+    def take(self, sequences: Iterable[Sequence]) -> None:
         """Take out those that `ask` has returned."""
-        for ticket in tickets:
-            self._counted(ticket, -1)
-            if ticket.row is not None:
-                self._preempted.remove(ticket)
+        for sequence in sequences:
+            self._add_count(sequence, -1)
+            if sequence.row is not None:
+                self._preempted.remove(sequence)
             else:
-                line = self._lines[ticket.request]
+                line = self._lines[sequence.request]
                 line.purge()
-                first = line.tickets.popleft()
-                assert first is ticket
+                first = line.sequences.popleft()
+                assert first is sequence
 
-    def _counted(self, ticket: Ticket, by: int) -> None:
-        ticket.is_in_line = by > 0
+    def _add_count(self, sequence: Sequence, by: int) -> None:
+        sequence.is_in_line = by > 0
         self._count += by

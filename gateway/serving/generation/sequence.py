@@ -1,4 +1,4 @@
-"""Rows on their way: a ticket for each, and the moves of a turn."""
+"""One answer being written, and what the scheduler decides for a turn."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -15,13 +15,13 @@ Ts = TypeVarTuple("Ts")
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """One row of a job: waiting, running or ended. Its deltas go to the job's one inbox.
+class Sequence:
+    """One choice of a job: waiting, running or ended. Its deltas go to the job's one inbox.
 
-    `timings` are written where the row is the first of its job.
+    Only the first choice of a job has `timings`. `row` is its id in the engine.
     """
 
-    job: SequenceParams
+    params: SequenceParams
     index: int
     inbox: asyncio.Queue[Delta | GatewayError]
     rank: float = 0.0
@@ -41,49 +41,49 @@ class Ticket:
 
     @property
     def stage(self) -> Stage:
-        """Tell what is done with it, or was last."""
+        """Return what is being done with it, or was done last."""
         if self.row is None:
             return Stage.QUEUE
         return Stage.DECODE if self.tokens else Stage.PREFILL
 
     @property
     def is_waiting(self) -> bool:
-        """Tell whether it has yet to join."""
+        """Return True if it has yet to join the batch."""
         return self.row is None and not self.is_over
 
     @property
     def used(self) -> int:
-        """Count the tokens that it has read or said."""
-        return len(self.job.prompt) + self.tokens
+        """Return how many tokens it has read and written."""
+        return len(self.params.prompt) + self.tokens
 
     @property
     def whole(self) -> int:
-        """Count the tokens of its prompt and of the longest answer that it may give."""
-        return len(self.job.prompt) + self.job.max_tokens
+        """Return the tokens of its prompt and of its longest possible answer."""
+        return len(self.params.prompt) + self.params.max_tokens
 
     @property
     def will_decode(self) -> bool:
-        """Tell whether it runs once it is read: one that may say one more token never does."""
+        """Return True if it decodes once it is read, as its answer is longer than one token."""
         return self.whole - self.used > 1
 
     @property
     def needs_more(self) -> bool:
-        """Tell whether it soon has more tokens than it is counted by."""
+        """Return True if it will soon have more tokens than its memory was counted for."""
         return self.length < min(self.whole, self.used + MARGIN)
 
     def cap_tokens(self) -> int:
-        """Have it end where its memory does; give how many tokens that is."""
-        most = self.length - len(self.job.prompt)
-        self.job = replace(self.job, max_tokens=most)
+        """End the answer where its memory ends, and return that many tokens."""
+        most = self.length - len(self.params.prompt)
+        self.params = replace(self.params, max_tokens=most)
         return most
 
     @property
     def is_bound(self) -> bool:
-        """Tell whether the row is held to a grammar."""
-        return self.job.grammar is not None
+        """Return True if a grammar constrains it."""
+        return self.params.grammar is not None
 
     def preempt(self) -> None:
-        """Note that its KV goes, and that it waits to be read again."""
+        """Note that its KV is freed, and that its prompt waits to be read again."""
         self.preemptions += 1
         self.is_held = False
         self.stuck_since = None
@@ -101,7 +101,7 @@ class Ticket:
         self.since = now
 
     def deliver(self, delta: SequenceDelta, model: str) -> None:
-        """Pass on what a step gave the row; `model` names it in an error."""
+        """Pass on what a step wrote; `model` is named in an error."""
         if delta.error is not None:
             self.end(EngineFailed(model, delta.error))
             return
@@ -139,35 +139,34 @@ class Ticket:
                 metrics.of(metrics.OUTPUT_TOKEN_SECONDS, model).observe(each_s)
 
     def end(self, error: GatewayError) -> None:
-        """End the row, unless it has ended, with an error."""
+        """End it with an error, unless it has ended."""
         if not self.is_over:
             self.is_over = True
             self.inbox.put_nowait(error)
 
 
-def size(*rows: Iterable[Ticket]) -> tuple[int, int]:
-    """Give the order of magnitude, in powers of two, of rows and of the longest one's tokens."""
-    lengths = [len(row.job.prompt) + row.tokens for some in rows for row in some]
+def size(*rows: Iterable[Sequence]) -> tuple[int, int]:
+    """Return, as powers of two, the number of sequences and the longest one's tokens."""
+    lengths = [len(row.params.prompt) + row.tokens for some in rows for row in some]
     return len(lengths).bit_length(), max(lengths, default=0).bit_length()
 
 
 @dataclass(slots=True)
-class Moves:
-    """What changed since the last turn: rows to let in, to drop, to park and to resume, to preempt
-    and to let in again, to end sooner; whether memory is so short that what is kept of prompts
-    must go. Told on the loop.
+class SchedulerOutput:
+    """What a turn does before its passes: which sequences join, leave, park, resume, are preempted,
+    rejoin, and are capped at so many tokens. `forgets`: kept prefixes are freed.
     """
 
     loop: asyncio.AbstractEventLoop
-    joining: list[Ticket] = field(default_factory=list)
+    joining: list[Sequence] = field(default_factory=list)
     leaving: list[int] = field(default_factory=list)
     parked: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
-    rejoining: list[Ticket] = field(default_factory=list)
-    curtailed: list[tuple[int, int]] = field(default_factory=list)
+    rejoining: list[Sequence] = field(default_factory=list)
+    capped: list[tuple[int, int]] = field(default_factory=list)
     forgets: bool = False
 
-    def tell(self, function: Callable[[*Ts], None], *news: *Ts) -> None:
-        """Call it on the loop's thread, from the lane's."""
+    def post(self, function: Callable[[*Ts], None], *news: *Ts) -> None:
+        """Call a function on the loop's thread, from the lane's."""
         self.loop.call_soon_threadsafe(function, *news)

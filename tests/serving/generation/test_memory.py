@@ -58,13 +58,13 @@ def test_windows_and_states_are_counted_as_they_are_held() -> None:
 def test_a_row_is_counted_by_what_it_has_and_a_usual_answer() -> None:
     """Not by max_tokens, a bound; one that was preempted has room for more each time."""
     memory = RowMemory(Budget(10**9), costs(answer_tokens=500))
-    assert memory.granted(100, 16_484, 0) == 600
-    assert memory.granted(100, 180, 0) == 180
-    assert memory.granted(100, 16_484, 2) == 2100
+    assert memory.grant_length(100, 16_484, 0) == 600
+    assert memory.grant_length(100, 180, 0) == 180
+    assert memory.grant_length(100, 16_484, 2) == 2100
     small = RowMemory(Budget(700), costs(most=700, answer_tokens=500))
     assert small.longest == 700 - KV_STEP
-    assert small.granted(100, 16_484, 0) == 700 - KV_STEP
-    assert small.granted(600, 16_484, 1) == 601
+    assert small.grant_length(100, 16_484, 0) == 700 - KV_STEP
+    assert small.grant_length(600, 16_484, 1) == 601
 
 
 def test_a_prompt_that_never_fits_is_refused_and_no_other() -> None:
@@ -99,7 +99,7 @@ def test_a_model_whose_kv_is_unknown_counts_nothing() -> None:
     """It is served as if there were memory for all."""
     memory = RowMemory(Budget(0), RowCosts())
     assert memory.fits(Layout([10**6] * 99))
-    assert memory.granted(5, 10**6, 0) == 261
+    assert memory.grant_length(5, 10**6, 0) == 261
 
 
 def test_a_share_holds_what_its_rows_take_and_gives_it_back() -> None:

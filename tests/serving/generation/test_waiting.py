@@ -5,12 +5,12 @@ from collections import Counter
 
 from gateway.jobs import Sampling, SequenceParams
 from gateway.serving.generation.policy import Verdict, Waiting
-from gateway.serving.generation.sequence import Ticket
+from gateway.serving.generation.sequence import Sequence
 
 
-def ticket(request: str, rank: float, index: int = 0) -> Ticket:
+def sequence(request: str, rank: float, index: int = 0) -> Sequence:
     row = SequenceParams(prompt=[1], max_tokens=9, sampling=Sampling())
-    return Ticket(row, index, asyncio.Queue(), rank, request=request)
+    return Sequence(row, index, asyncio.Queue(), rank, request=request)
 
 
 def filled(**rows: tuple[float, int]) -> Waiting:
@@ -18,7 +18,7 @@ def filled(**rows: tuple[float, int]) -> Waiting:
     waiting = Waiting()
     for request, (rank, count) in rows.items():
         for index in range(count):
-            waiting.add(ticket(request, rank, index))
+            waiting.add(sequence(request, rank, index))
     return waiting
 
 
@@ -29,14 +29,14 @@ class Places:
         self._places = places
         self.asked = 0
 
-    def __call__(self, _: Ticket) -> Verdict:
+    def __call__(self, _: Sequence) -> Verdict:
         self.asked += 1
         self._places -= 1
         return Verdict.JOINS if self._places >= 0 else Verdict.BARS
 
 
-def names(tickets: list[Ticket]) -> str:
-    return "".join(each.request for each in tickets)
+def names(sequences: list[Sequence]) -> str:
+    return "".join(each.request for each in sequences)
 
 
 def test_requests_give_one_row_in_turn() -> None:
@@ -62,7 +62,7 @@ def test_the_preempted_go_first_by_rank() -> None:
     """They have begun, and their callers read."""
     waiting = filled(a=(1.0, 2))
     for request, rank in (("y", 9.0), ("x", 5.0)):
-        late = ticket(request, rank)
+        late = sequence(request, rank)
         late.row = int(rank)
         waiting.put_back(late)
     joining = waiting.ask({}, Places(3))
@@ -76,7 +76,7 @@ def test_a_request_that_is_passed_is_not_asked_again() -> None:
     waiting = filled(a=(1.0, 5), b=(2.0, 2))
     asked: list[str] = []
 
-    def verdict(each: Ticket) -> Verdict:
+    def verdict(each: Sequence) -> Verdict:
         asked.append(each.request)
         return Verdict.IS_PASSED if each.request == "a" else Verdict.JOINS
 
