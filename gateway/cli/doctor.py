@@ -61,9 +61,11 @@ def _try_engine(settings: Settings, names: Sequence[str], *, as_json: bool) -> N
     except ModelNotFound as error:
         raise typer.BadParameter(str(error), param_hint="--model") from None
     if not specs:
-        specs = checkup.choose(catalog.specs, lambda spec: checkup.absent(spec, settings) is None)
-    with _watching() as told:
-        found = checkup.check(specs, settings, told)
+        specs = checkup.choose(
+            catalog.specs, lambda spec: checkup.check_files(spec, settings) is None
+        )
+    with _show_stages() as on_stage:
+        found = checkup.check_models(specs, settings, on_stage)
     if as_json:
         print(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
     else:
@@ -73,7 +75,7 @@ def _try_engine(settings: Settings, names: Sequence[str], *, as_json: bool) -> N
 
 
 @contextmanager
-def _watching() -> Iterator[Callable[[str, str], None]]:
+def _show_stages() -> Iterator[Callable[[str, str], None]]:
     """Show on a terminal what is under way, beside what is printed in the end."""
     from rich.console import Console
 

@@ -13,8 +13,8 @@ from gateway.jobs import TokenLogprob, Verdict
 State = Literal["ok", "warn", "fail", "skip"]
 
 STD_NATS: Final = 3.5  # the standard deviation of SmolLM2-135M's logits at a place, as measured
-# Memory that may stay: none does on a CPU, a GPU may keep constants of what it has compiled. The KV
-# of 23 tokens of SmolLM2-135M is as much.
+# Memory that may stay allocated. None does on a CPU; a GPU may keep constants of what it has
+# compiled. It is the KV of 23 tokens of SmolLM2-135M.
 SLACK_BYTES: Final = 1 << 20
 
 
@@ -30,11 +30,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far apart numbers may be that differ by rounding alone.
+    """How much numbers may differ by rounding alone.
 
-    `logits`: those of a place, root mean square, in standard deviations. `apart`: the length of two
-    vectors' difference, as a share of the first's. `tie_nats`: how much likelier a token may be
-    than another that is chosen in its place.
+    `logits`: the root mean square of a position's differences, in standard deviations. `apart`: the
+    length of two vectors' difference, as a share of the first's length. `tie_nats`: how much
+    likelier a token may be than the one chosen instead of it.
     """
 
     logits: float
@@ -46,26 +46,26 @@ def tolerance(device: str, dtype: str, logits: float) -> Tolerance:
     """Return what is allowed on a device, where the engine allows `logits` (BOUNDS in
     gateway/engine/generation/self_test.py).
 
-    That is generous to float32 on a CPU, where rows and vectors were 1e-6 apart. Elsewhere the
-    others follow it: the difference of two logits is off by √2 times as much as one.
+    It is generous to float32 on a CPU, where rows and vectors differed by 1e-6. Elsewhere the other
+    two follow from `logits`: a difference of two logits is off by √2 times as much as one logit.
     """
     if (device, dtype) == ("cpu", "float32"):
         return Tolerance(logits, apart=1e-3, tie_nats=1e-3)
     return Tolerance(logits, apart=logits, tie_nats=math.sqrt(2) * STD_NATS * logits)
 
 
-def vectors(apart: float, texts: int, allowed: Tolerance) -> Finding:
-    """Judge vectors by those that sentence-transformers gives."""
+def judge_vectors(apart: float, texts: int, allowed: Tolerance) -> Finding:
+    """Compare vectors with those of sentence-transformers."""
     return _of_vectors("vectors", apart, texts, allowed, "those of sentence-transformers")
 
 
-def texts_together(apart: float, texts: int, allowed: Tolerance) -> Finding:
-    """Judge vectors of a batch by those of the same texts alone."""
+def judge_texts_together(apart: float, texts: int, allowed: Tolerance) -> Finding:
+    """Compare the vectors of a batch with those of the same texts alone."""
     return _of_vectors("batch", apart, texts, allowed, "the same texts alone")
 
 
 def _of_vectors(check: str, apart: float, texts: int, allowed: Tolerance, others: str) -> Finding:
-    is_close = apart <= allowed.apart  # not so for what is no number
+    is_close = apart <= allowed.apart  # False for NaN
     return Finding(
         check,
         "ok" if is_close else "fail",
@@ -74,8 +74,8 @@ def _of_vectors(check: str, apart: float, texts: int, allowed: Tolerance, others
     )
 
 
-def rows_together(verdict: Verdict, allowed: Tolerance) -> Finding:
-    """Judge the logits of rows in a batch, and after a kept prompt, by those alone."""
+def judge_rows_together(verdict: Verdict, allowed: Tolerance) -> Finding:
+    """Judge the self-test of rows in a batch, and after a kept prompt, against rows alone."""
     measured = {**asdict(verdict), "allowed": allowed.logits}
     if not verdict.problem:
         said = f"logits in a batch are those alone, within {allowed.logits:g} standard deviations."
@@ -87,10 +87,10 @@ def rows_together(verdict: Verdict, allowed: Tolerance) -> Finding:
     return Finding("batch", "fail", said, measured)
 
 
-def answer(text: str, expected: str, *, is_known_to: bool) -> Finding:
-    """Look for what an answer should say, by a model that is known to: equal ones may be nonsense.
+def judge_answer(text: str, expected: str, *, is_known_to: bool) -> Finding:
+    """Look for `expected` in an answer, since answers that are equal may still be nonsense.
 
-    Of any other model it is a warning.
+    A failure is a warning only, unless the model is known to give this answer.
     """
     measured = {"text": text, "expected": expected}
     if expected in text:
@@ -101,18 +101,18 @@ def answer(text: str, expected: str, *, is_known_to: bool) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where an answer parts from the one that its prompt has alone: at which token.
+    """The token at which an answer in a batch parts from the answer to its prompt alone.
 
-    `nats` is how much likelier, alone, its own token is than the other; infinite where the other is
-    not among the likeliest.
+    `nats` is how much likelier, alone, the token of the answer alone is than the other; infinite if
+    the other is not among the likeliest.
     """
 
     token: int
     nats: float
 
 
-def parting(alone: Sequence[TokenLogprob], beside: Sequence[TokenLogprob]) -> Parting | None:
-    """Find where two answers part; None if they are the same."""
+def find_parting(alone: Sequence[TokenLogprob], beside: Sequence[TokenLogprob]) -> Parting | None:
+    """Return where two answers part; None if they are the same."""
     for i, (mine, theirs) in enumerate(zip(alone, beside, strict=False)):
         if mine.chosen.bytes != theirs.chosen.bytes:
             likely = {each.bytes: each.logprob for each in mine.top}
@@ -123,10 +123,10 @@ def parting(alone: Sequence[TokenLogprob], beside: Sequence[TokenLogprob]) -> Pa
     return Parting(min(len(alone), len(beside)), math.inf)
 
 
-def greedy(
+def judge_greedy(
     partings: Sequence[Parting | None], tokens: int, neighbours: int, allowed: Tolerance
 ) -> Finding:
-    """Judge answers beside others by those alone: the same tokens, but after a near tie."""
+    """Judge answers in a batch: they part from those alone only at a near tie."""
     parted = [each for each in partings if each is not None]
     wrong = [each for each in parted if not each.nats <= allowed.tie_nats]
     measured = {
@@ -149,10 +149,12 @@ def greedy(
     return Finding("greedy", "ok", said, measured)
 
 
-def structured(text: str, schema: Mapping[str, Any], *, is_whole: bool, may_think: bool) -> Finding:
+def judge_structured(
+    text: str, schema: Mapping[str, Any], *, is_whole: bool, may_think: bool
+) -> Finding:
     """Judge an answer that was held to a schema.
 
-    One that was cut proves nothing of a model that may have been thinking.
+    An answer that was cut off proves nothing if the model may still have been thinking.
     """
     measured = {"text": text, "is_whole": is_whole}
     if not is_whole and may_think:
@@ -167,8 +169,8 @@ def structured(text: str, schema: Mapping[str, Any], *, is_whole: bool, may_thin
     return Finding("structured", "ok", "its answer matches the schema.", measured)
 
 
-def cancelled(rows_before: int, rows_after: int, heard_after: int) -> Finding:
-    """Judge a row that was dropped: it is gone at once, alone, and says no more."""
+def judge_cancelled(rows_before: int, rows_after: int, heard_after: int) -> Finding:
+    """Judge a row that left: it is gone at once, no other is, and no delta of it follows."""
     measured = {"rows_before": rows_before, "rows_after": rows_after, "heard_after": heard_after}
     if rows_after != rows_before - 1:
         said = f"of {rows_before} rows {rows_after} are there after one has left."
@@ -179,15 +181,16 @@ def cancelled(rows_before: int, rows_after: int, heard_after: int) -> Finding:
     return Finding("cancelled", "ok", "a row that leaves is gone at once.", measured)
 
 
-def faults(told: Sequence[str]) -> list[Finding]:
-    """Judge passes that have thrown, though their rows were read again and ended well."""
-    if not told:
+def judge_faults(faults: Sequence[str]) -> list[Finding]:
+    """Return a failure if a pass has failed, even if its rows were run again and ended well."""
+    if not faults:
         return []
-    return [Finding("faults", "fail", f"passes have failed: {told[0]}.", {"faults": list(told)})]
+    measured = {"faults": list(faults)}
+    return [Finding("faults", "fail", f"passes have failed: {faults[0]}.", measured)]
 
 
-def memory(before: int, loaded: int, idle: int, after: int) -> Finding:
-    """Judge what is held, bytes: before a model, with it, after its work, and without it."""
+def judge_memory(before: int, loaded: int, idle: int, after: int) -> Finding:
+    """Judge the bytes held before a model's load, after it, after its work, and after its close."""
     measured = {"before": before, "loaded": loaded, "idle": idle, "after": after}
     of_rows, of_model = idle - loaded, after - before
     if of_rows > SLACK_BYTES:
@@ -199,13 +202,13 @@ def memory(before: int, loaded: int, idle: int, after: int) -> Finding:
     return Finding("memory", "ok", f"all of {megabytes(loaded - before)} is given back.", measured)
 
 
-def speed(unit: str, rates: Mapping[int, float]) -> Finding:
-    """Tell units a second, by rows at once. There is no wrong speed."""
+def judge_speed(unit: str, rates: Mapping[int, float]) -> Finding:
+    """Report units a second, by rows at once; no speed is wrong."""
     each = ", ".join(f"{rate:.3g} with {rows}" for rows, rate in rates.items())
     said = f"{unit}/s by rows at once: {each}."
     return Finding("speed", "ok", said, {f"{unit}_per_s": {str(n): r for n, r in rates.items()}})
 
 
 def megabytes(count: int) -> str:
-    """Write bytes as people say them."""
+    """Return a number of bytes in megabytes."""
     return f"{count / 1e6:,.1f} MB"

@@ -12,10 +12,8 @@ from gateway.app.limits import budget_bytes
 from gateway.bench.engine import EmbeddingReference, GenerationReference
 from gateway.bench.kinds import Kind
 from gateway.bench.workloads import Texts, Wording
-from gateway.doctor.embedding import EmbeddingTrial, read_golden
-from gateway.doctor.examination import Trial
 from gateway.doctor.findings import megabytes, tolerance
-from gateway.doctor.generation import GenerationTrial
+from gateway.doctor.trials import EmbeddingTrial, GenerationTrial, Trial, read_golden
 from gateway.engine.blas import BLAS
 from gateway.engine.device import Device, device_facts
 from gateway.engine.embedding.engine import EmbeddingEngine
@@ -32,7 +30,7 @@ WORDS, PROMPT_WORDS, TOKENS = 15, 10, 24
 
 
 def facts(engines: MlxEngines, settings: Settings) -> dict[str, Any]:
-    """Return what there is to compute on, and the bytes there are."""
+    """Return the facts of the device: its name, BLAS on a CPU, and memory."""
     blas = {"blas": asdict(BLAS), "blas_described": BLAS.described, "gflops": round(gflops(), 1)}
     return {
         "device": engines.device,
@@ -44,15 +42,15 @@ def facts(engines: MlxEngines, settings: Settings) -> dict[str, Any]:
 
 
 def held_bytes(engines: MlxEngines) -> int:
-    """Return the bytes of arrays there are, once all that was freed is given back."""
+    """Return the bytes of live arrays, after freed memory was returned."""
     engines.tidy()
     return engines.active_bytes
 
 
 def load(resolved: Resolved, engines: MlxEngines, settings: Settings) -> Trial:
-    """Load a model whose files are here, on this thread.
+    """Load a model whose files are on disk, on this thread.
 
-    Raises ModelLoadFailed, and InsufficientMemory for one that the gateway would refuse too.
+    Raises ModelLoadFailed, and InsufficientMemory where the gateway would too.
     """
     spec = resolved.spec
     files = asyncio.run(engines.files(spec))
@@ -71,11 +69,13 @@ def load(resolved: Resolved, engines: MlxEngines, settings: Settings) -> Trial:
         max_tokens=TOKENS,
     )
     if isinstance(spec, EmbeddingSpec):
-        return _embedder(spec, files, engines, wording)
-    return _writer(spec.model_copy(update={"thinking": False}), files, engines, settings, wording)
+        return _load_embedding(spec, files, engines, wording)
+    return _load_chat(
+        spec.model_copy(update={"thinking": False}), files, engines, settings, wording
+    )
 
 
-def _embedder(
+def _load_embedding(
     spec: EmbeddingSpec, files: Path, engines: MlxEngines, wording: Wording
 ) -> EmbeddingTrial:
     engine = next(filter(None, engines.embedding(spec, files)))
@@ -92,7 +92,7 @@ def _embedder(
     )
 
 
-def _writer(
+def _load_chat(
     spec: ChatSpec, files: Path, engines: MlxEngines, settings: Settings, wording: Wording
 ) -> GenerationTrial:
     resolved = Resolved(spec)

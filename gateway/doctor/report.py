@@ -1,20 +1,82 @@
-"""What was found of a machine and its models: a table's rows, and JSON for a bug report."""
+"""What was found of a machine and its models: a table's rows, and JSON for a bug report.
 
+A report has versions, system and device, but no paths and no names of this machine.
+"""
+
+import math
+import os
+import platform
+import re
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Final
 
-from gateway.doctor import machine
+from gateway import __version__
 from gateway.doctor.findings import Finding, megabytes
 from gateway.registry import ModelSpec
 
 COLUMNS: Final = ("Of", "Check", "State", "Found")
 MACHINE: Final = "machine"
+PACKAGES: Final = (
+    *("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm", "outlines"),
+    *("outlines-core", "llguidance", "tokenizers", "transformers", "numpy", "scipy-openblas32"),
+)
+# An absolute path, up to its end or to the next word; not part of a URL, nor of "tokens/s".
+_REST: Final = r"""[^\s'"`,;:()<>\[\]]*"""
+_ABSOLUTE: Final = rf"(?<![\w.~/…])~?/(?!/){_REST}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the gateway, Python and those of PACKAGES that are installed."""
+    found = {"mlx-gateway": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def system() -> dict[str, str | int]:
+    """Return the operating system, the kind of processor, and the number of cores."""
+    is_linux = sys.platform == "linux"
+    cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    return {"os": platform.platform(), "machine": platform.machine(), "cores": cores}
+
+
+def private_folders() -> list[str]:
+    """Return the folders that an error is likely to name, the longest first."""
+    folders = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix)}
+    named = {str(each) for folder in folders for each in (folder, folder.resolve())}
+    return sorted(named - {"/"}, key=len, reverse=True)
+
+
+def redact_paths(value: Any, folders: Sequence[str]) -> Any:
+    """Return a value for JSON, with the absolute paths in its texts replaced.
+
+    `folders` are found even if their names have spaces. NaN and infinities become text.
+    """
+    match value:
+        case str():
+            known = [f"{re.escape(folder)}{_REST}" for folder in folders]
+            return re.sub("|".join([*known, _ABSOLUTE]), "/…", value)
+        case float() if not math.isfinite(value):
+            return str(value)
+        case Mapping():
+            return {key: redact_paths(each, folders) for key, each in value.items()}
+        case list() | tuple():
+            return [redact_paths(each, folders) for each in value]
+        case _:
+            return value
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A model, and what was found of it."""
+    """A model and its findings."""
 
     spec: ModelSpec
     findings: Sequence[Finding]
@@ -22,7 +84,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The device's facts, what was found without a model, and each model."""
+    """The device's facts, the findings of no model, and each model with its own."""
 
     device: Mapping[str, Any]
     findings: Sequence[Finding]
@@ -30,38 +92,38 @@ class Report:
 
     @property
     def has_passed(self) -> bool:
-        """Return True if nothing has failed; what was skipped may not have been tried at all."""
+        """True if nothing has failed; a skipped check is no failure."""
         every = [*self.findings, *(each for model in self.models for each in model.findings)]
         return all(each.state != "fail" for each in every)
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Give the table's rows."""
-        versions = ", ".join(f"{name} {number}" for name, number in machine.versions().items())
+        """Return the table's rows."""
+        installed = ", ".join(f"{name} {number}" for name, number in versions().items())
         rows = [
-            (MACHINE, "versions", "ok", f"{versions}."),
-            (MACHINE, "device", "ok", f"{', '.join(self._described())}."),
+            (MACHINE, "versions", "ok", f"{installed}."),
+            (MACHINE, "device", "ok", f"{', '.join(self._describe())}."),
         ]
         rows += [_row(MACHINE, each) for each in self.findings]
         return rows + [
             _row(model.spec.id, each) for model in self.models for each in model.findings
         ]
 
-    def _described(self) -> Iterator[str]:
-        system = machine.system()
+    def _describe(self) -> Iterator[str]:
+        about = system()
         if (device := self.device.get("device")) is not None:
             yield f"{device} ({self.device.get('device_name', 'of no name')})"
             yield f"models may hold {megabytes(self.device['models_may_hold_bytes'])}"
         if "blas_described" in self.device:
             yield f"{self.device['blas_described']} ({self.device['gflops']} GFLOP/s)"
-        yield f"{system['cores']} cores"
-        yield str(system["os"])
+        yield f"{about['cores']} cores"
+        yield str(about["os"])
 
     def as_json(self) -> dict[str, Any]:
-        """Give everything that was found, without paths of this machine."""
-        told = {
+        """Return everything that was found, without paths of this machine."""
+        found = {
             "passed": self.has_passed,
-            "versions": machine.versions(),
-            "system": machine.system(),
+            "versions": versions(),
+            "system": system(),
             "device": self.device,
             "findings": [asdict(each) for each in self.findings],
             "models": [
@@ -74,10 +136,10 @@ class Report:
                 for model in self.models
             ],
         }
-        without: dict[str, Any] = machine.without_paths(told, machine.private_folders())
-        return without
+        redacted: dict[str, Any] = redact_paths(found, private_folders())
+        return redacted
 
 
 def _row(name: str, found: Finding) -> tuple[str, str, str, str]:
-    """Return a row in one line: an answer may have several."""
+    """Return a row of one line; the text of an answer may have several."""
     return name, found.check, found.state, " ".join(found.said.split())

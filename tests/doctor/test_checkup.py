@@ -55,7 +55,7 @@ def test_a_model_that_is_absent_is_skipped_with_what_adds_it(
     spec: ModelSpec, command: str, tmp_path: Path
 ) -> None:
     """It is no failure."""
-    found = checkup.absent(spec, Settings(hub_cache=tmp_path))
+    found = checkup.check_files(spec, Settings(hub_cache=tmp_path))
     assert found is not None
     assert (found.state, found.said[-len(command) :]) == ("skip", command)
 
@@ -63,6 +63,6 @@ def test_a_model_that_is_absent_is_skipped_with_what_adds_it(
 def test_a_folder_that_is_not_there_fails(tmp_path: Path) -> None:
     """No command adds it: models.yaml is wrong."""
     spec = ChatSpec(id="lost", kind="chat", source=PathSource(tmp_path / "lost"))
-    found = checkup.absent(spec, Settings(hub_cache=tmp_path))
+    found = checkup.check_files(spec, Settings(hub_cache=tmp_path))
     assert found is not None
     assert found.state == "fail"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.doctor.checkup import ChildOutput, Ending, run_process
 from gateway.doctor.findings import Finding
-from gateway.doctor.process import Ending, Heard, listen
 
 STAGES = ("load", "batch", "memory")
 BEGUN = r"""
@@ -22,10 +22,10 @@ tell(stage="batch")
 """
 
 
-def heard_of(code: str, silence_s: float = 60) -> tuple[Heard, list[Finding]]:
+def heard_of(code: str, silence_s: float = 60) -> tuple[ChildOutput, list[Finding]]:
     """Run a process that has begun well and goes on so; return what was found."""
-    heard = Heard(STAGES)
-    ending = listen([sys.executable, "-c", BEGUN + code], heard.add, silence_s)
+    heard = ChildOutput(STAGES)
+    ending = run_process([sys.executable, "-c", BEGUN + code], heard.add, silence_s)
     return heard, heard.end(ending)
 
 
@@ -82,8 +82,8 @@ def test_a_traceback_is_its_last_line() -> None:
 
 def test_a_crash_before_anything_was_said_is_one_of_the_start() -> None:
     """Every stage is missing."""
-    heard = Heard(STAGES)
-    heard.end(listen([sys.executable, "-c", "import os; os.abort()"], heard.add))
+    heard = ChildOutput(STAGES)
+    heard.end(run_process([sys.executable, "-c", "import os; os.abort()"], heard.add))
     found = heard.end(Ending(-signal.SIGABRT))
     assert [(each.check, each.state) for each in found] == [
         ("start", "fail"),
@@ -107,6 +107,6 @@ def test_whoever_gives_up_leaves_no_process(tmp_path: Path) -> None:
     mark = f"doctor-{tmp_path.name}"
     code = f"print(1, flush=True); import time; time.sleep(600)  # {mark}"
     with pytest.raises(KeyboardInterrupt):
-        listen([sys.executable, "-c", code], interrupt)
+        run_process([sys.executable, "-c", code], interrupt)
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert mark not in running.stdout

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.doctor.embedding import EmbeddingTrial, Golden, read_golden
-from gateway.doctor.examination import examine
 from gateway.doctor.findings import Finding, Tolerance
-from gateway.doctor.generation import STAGES, GenerationTrial
+from gateway.doctor.trials import (
+    STAGES,
+    EmbeddingTrial,
+    GenerationTrial,
+    Golden,
+    read_golden,
+    run_trial,
+)
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Verdict
 from tests.doctor.engines import Embedder, Writer
@@ -50,7 +55,7 @@ def embedding(embedder: Embedder, *, is_golden: bool = True) -> EmbeddingTrial:
 
 def examined(trial: Any, held_bytes: Callable[[], int] = steady) -> dict[str, Finding]:
     """Return what is found, by check."""
-    events = examine(lambda: trial, held_bytes)
+    events = run_trial(lambda: trial, held_bytes)
     return {event.check: event for event in events if isinstance(event, Finding)}
 
 
@@ -204,7 +209,7 @@ def test_a_model_that_does_not_load_is_told_in_the_gateways_words() -> None:
     def fail() -> Any:
         raise ModelLoadFailed("mine", "it has no weights")
 
-    found = list(examine(fail, steady))
+    found = list(run_trial(fail, steady))
     assert found[0] == "load"
     assert [each.said for each in found if isinstance(each, Finding)] == [
         "The model `mine` failed to load: it has no weights"
@@ -215,11 +220,11 @@ def test_each_stage_is_told_before_it_begins() -> None:
     """So that a crash is known by where it was."""
     writer = Writer()
     begun: dict[str, int] = {}
-    for event in examine(lambda: writing(writer), steady):
+    for event in run_trial(lambda: writing(writer), steady):
         if isinstance(event, str):
             begun[event] = len(writer.joined)
     assert begun == {"load": 0, "batch": 0, "alone": 0, "together": 3, "speed": 9, "memory": 9}
-    assert (*begun,) == STAGES
+    assert (*begun,) == STAGES["chat"]
 
 
 def test_the_golden_vectors_of_the_package_are_those_of_the_tests() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.doctor import machine
+from gateway.doctor import report
 from gateway.doctor.findings import Finding
 from gateway.doctor.report import Checked, Report
 from gateway.registry import ChatSpec, PathSource
@@ -28,26 +28,26 @@ from gateway.registry import ChatSpec, PathSource
 )
 def test_paths_are_struck_out(text: str, without: str) -> None:
     """Whole, where a known folder has spaces in its name; words with a slash stay."""
-    assert machine.without_paths(text, ["/my home/x y"]) == without
+    assert report.redact_paths(text, ["/my home/x y"]) == without
 
 
 def test_what_json_lacks_becomes_text() -> None:
     """A distance may be no number."""
-    told = machine.without_paths({"a": [math.nan, 1.5], "b": (math.inf, None, True)}, [])
+    told = report.redact_paths({"a": [math.nan, 1.5], "b": (math.inf, None, True)}, [])
     assert json.dumps(told, allow_nan=False)
     assert told == {"a": ["nan", 1.5], "b": ["inf", None, True]}
 
 
 def test_the_home_and_the_working_folder_are_known() -> None:
     """And the longest goes first, for one may be inside another."""
-    folders = machine.private_folders()
+    folders = report.private_folders()
     assert {str(Path.home()), os.getcwd()} - {"/"} <= set(folders)
     assert folders == sorted(folders, key=len, reverse=True)
 
 
 def test_versions_are_of_what_is_installed() -> None:
     """With the gateway's own and Python's."""
-    found = machine.versions()
+    found = report.versions()
     assert {"mlx-gateway", "python", "mlx", "mlx-lm", "outlines", "llguidance"} <= set(found)
     assert "mlx-cuda-12" not in found or found["mlx-cuda-12"]
 
