@@ -40,13 +40,13 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class Timings:
-    """Where one request's time went, written by whoever spends it; all in seconds.
+    """Where one request's time went, in seconds, written by the code that spends it.
 
     An embedding is inferred, an answer prefilled (until its first token, at `first_token`) and
-    decoded. `started` and `first_token` are readings of the monotonic clock. `beside` are those
-    of jobs that run beside the one that is timed, for the same request. `stage` is what is being
-    done for it, or was when it was given up; None before and after. `preemptions` counts how often
-    the row that is timed gave its memory back and was read again.
+    decoded. `started` and `first_token` are readings of the monotonic clock. `beside` are the
+    timings of other jobs of the same request. `stage` is what is being done for it, or was when it
+    was given up; None before and after. `preemptions` counts how often its sequence gave up its
+    memory and was read again.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -61,19 +61,19 @@ class Timings:
 
     @property
     def tokens(self) -> int:
-        """Count all the request's tokens so far, read and written."""
+        """Count all the request's tokens so far, prompt and completion."""
         return self.tokens_in + self.tokens_out + sum(each.tokens for each in self.beside)
 
     def add(self, stage: Stage, seconds: float) -> None:
-        """Count seconds spent in a stage."""
+        """Add seconds spent in a stage."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Who asks, and until when: `deadline` is a reading of the monotonic clock, `allowed_s` the
-    seconds it was away when they asked. `number` tells requests apart: an id may be the client's
-    own, and be that of others too.
+    timeout that it was made from. `number` is unique to a request: an id may be the client's own,
+    and other requests may have the same.
     """
 
     request_id: str
@@ -115,11 +115,11 @@ class Sampling:
     """How the next token is chosen. A temperature of 0 is greedy; `top_k` 0 means all.
 
     Penalties and bias follow OpenAI: they are added to the logits before the temperature, and
-    penalties count generated tokens only. What OpenAI does not have follows vLLM:
+    penalties count generated tokens only. Fields that OpenAI lacks follow vLLM:
     `repetition_penalty` divides positive logits of the prompt's and the answer's tokens and
     multiplies negative ones; for the first `min_tokens` tokens nothing ends the answer but its
     grammar; with `ignore_eos` the model's own ends do not, `stop_token_ids` do. `unset` names the
-    fields that nobody has set: the model's own files may.
+    fields that the request leaves unset: the model's own files may set them.
     """
 
     temperature: float = 1.0
@@ -139,9 +139,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SchemaRule:
-    """A JSON Schema within a grammar of calls, and the `rule` that holds a value to it.
+    """A JSON Schema within a grammar of calls, and the `rule` that enforces it.
 
-    `function` is whose parameters these are; empty for that of an answer beside the calls.
+    `function` owns the parameters; it is empty for the schema of an answer instead of calls.
     """
 
     rule: str
@@ -205,10 +205,10 @@ class GenerateJob:
 
     `max_tokens` None means the rest of the context. `messages` and `tools` are what the model's
     chat template reads; `prompt`, text or token ids, takes no template. `logprobs` asks for each
-    token's logprob and that many of the likeliest beside it; None for none at all. With `echo` the
-    prompt is given back, with its own logprobs where any are asked for; `max_tokens` may then be 0.
-    `grammar_param` is the field that asked for the grammar. `continues` tells that the last
-    message is the beginning of the answer.
+    token's logprob and that many of the likeliest alternatives; None for none at all. With `echo`
+    the prompt is returned, with its own logprobs if any are asked for; `max_tokens` may then be 0.
+    `grammar_param` is the field that asked for the grammar. With `continues` the last message is
+    the beginning of the answer.
     """
 
     caller: Caller
@@ -243,7 +243,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """A token that was or might have been: its text, its own bytes, its natural logprob."""
+    """A token that was or could have been chosen: its text, its own bytes, its natural logprob."""
 
     token: str
     bytes: bytes
@@ -252,7 +252,7 @@ class Likelihood:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token of the answer, and the likeliest of its place, likeliest first."""
+    """A token of the answer, and the likeliest alternatives in its place, likeliest first."""
 
     chosen: Likelihood
     top: Sequence[Likelihood] = ()
@@ -260,8 +260,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """A prompt given back: the text of each token and, where they are wanted, the logprobs of all
-    but the first, which follows nothing.
+    """An echoed prompt: the text of each token and, if wanted, the logprobs of all but the first,
+    which follows nothing.
     """
 
     texts: Sequence[str]
@@ -282,8 +282,8 @@ class CallDelta:
 class Delta:
     """What is new in choice `index`: text, reasoning or a piece of a call.
 
-    The first delta of a choice tells its `cached_tokens`, and has the `prompt` where it is given
-    back; the last one has its `finish_reason`.
+    The first delta of a choice has its `cached_tokens`, and its `prompt` if that is echoed; the
+    last one has its `finish_reason`.
     """
 
     index: int
@@ -302,15 +302,14 @@ class Delta:
 class SequenceParams:
     """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits.
 
-    `max_tokens` is at least 1, or 0 where only the prompt is given back, and, with the prompt,
-    within the model's context; `is_open` tells that the caller has set no bound. `echoed` are the
-    texts of the prompt's tokens, where it is given back. `is_continued` tells that it ends with the
-    answer's beginning, which has text. `is_bare` tells that no template made the prompt, so that
-    the model's marks are just text. `is_thinking` tells that the prompt ends inside a block of
-    thinking, `may_think` that the model may open one first: the grammar begins after it.
-    `is_either` tells that the answer has a form, or is calls. `earlier_calls` are those of the
-    conversation so far. `calls_are_text` tells that the model may call, and that nobody knows in
-    which form it does. `compiled` is what the engine made of `grammar`.
+    `max_tokens` is at least 1, or 0 if only the prompt is echoed, and, with the prompt, within the
+    model's context; `is_open` is True if the caller has set no bound. `echoed` are the texts of the
+    prompt's tokens, if it is echoed. `is_continued`: it ends with the beginning of the answer,
+    which has text. `is_bare`: no template made the prompt, so the model's marks are just text.
+    `is_thinking`: the prompt ends inside a block of thinking; `may_think`: the model may open one
+    first. The grammar begins after it. `is_either`: the answer has a form, or is calls.
+    `earlier_calls` counts those of the conversation so far. `calls_are_text`: the model may call,
+    in a form that is not known. `compiled` is what the engine made of `grammar`.
     """
 
     prompt: TokenIds
@@ -334,10 +333,10 @@ class SequenceParams:
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """The bytes of KV that a row takes: `token` for each of its tokens; for each window, (bytes a
-    token, tokens kept at the most); `constant` for what does not grow, as states do not.
+    """The bytes of KV that a sequence takes: `token` for each of its tokens; for each window,
+    (bytes per token, most tokens kept); `constant` for what does not grow, as states do not.
 
-    The cost of nothing is that of a model of which nothing is known: then nothing is counted.
+    The zero cost stands for an unknown model: then nothing is counted.
     """
 
     token: int = 0
@@ -360,8 +359,8 @@ _NOTHING = KvCost()
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one call of a chat engine had on the device: rows, their tokens, padding included or
-    not.
+    """What one call of a chat engine had on the device: rows, and their tokens without and with
+    padding.
     """
 
     rows: int = 0
@@ -373,10 +372,11 @@ class Pass:
 class Verdict:
     """What a chat model's self-test has found; None is what is not known yet.
 
-    `single`: a row in a batch of its own has the logits that it has alone. `rows`: those of
-    several lengths in a batch have. `prefixes`: one that goes on from a kept prompt has. `window`:
-    one longer than the model's sliding window has, if there is one. `problem` says what is wrong.
-    `is_lasting` is False where memory ran out meanwhile, which says nothing of the next time.
+    `single`: a sequence in a batch of its own has the logits that it has alone. `rows`: so do those
+    of several lengths in a batch. `prefixes`: so does one that continues from a kept prompt.
+    `window`: so does one longer than the model's sliding window, if there is one. `problem` says
+    what is wrong. `is_lasting` is False if memory ran out during the test, which says nothing of
+    the next time.
     """
 
     single: bool | None = None
@@ -393,16 +393,16 @@ class Verdict:
 
     @property
     def forbids_batches(self) -> bool:
-        """Return True if rows are to run one at a time."""
+        """Return True if sequences must run one at a time."""
         return False in (self.single, self.rows, self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """What one step gave one row. After a `finish_reason` or an `error` the row is gone.
+    """The output of one step for one sequence. After a `finish_reason` or an `error` it has ended.
 
-    Its first delta has `cached_tokens`, how many of its prompt's were not read again, and the
-    prompt where it is given back.
+    Its first delta has `cached_tokens`, the prompt tokens that were not read again, and the prompt
+    if that is echoed.
     """
 
     sequence_id: int

@@ -405,9 +405,11 @@ def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
 def _group_size(checkpoint: Listing, module: str) -> int:
     """Return how many weights share a scale: the module's own number, or else the model's."""
     config = checkpoint.config()
-    said: dict[str, Any] = config.get("quantization") or config.get("quantization_config") or {}
-    own = said.get(module)
-    size = own.get("group_size") if isinstance(own, dict) else said.get("group_size")
+    quantization: dict[str, Any] = (
+        config.get("quantization") or config.get("quantization_config") or {}
+    )
+    own = quantization.get(module)
+    size = own.get("group_size") if isinstance(own, dict) else quantization.get("group_size")
     if not isinstance(size, int):
         raise checkpoint.failed("config.json does not say the group_size of its quantised weights")
     return size

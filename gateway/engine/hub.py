@@ -79,8 +79,8 @@ def require_room(needed: int, folder: Path) -> None:
     there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     free = shutil.disk_usage(there).free
     if needed > free:
-        said = f"{needed:,} bytes are to be fetched, and {there} has room for {free:,}"
-        raise OSError(errno.ENOSPC, said)
+        problem = f"{needed:,} bytes are to be fetched, and {there} has room for {free:,}"
+        raise OSError(errno.ENOSPC, problem)
 
 
 def fetch(url: str, file: HubFile, blobs: Path) -> None:
@@ -330,8 +330,8 @@ def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
     elif not any(file.name.endswith(".safetensors") for file in files):
         names = (each.rfilename for each in found.siblings or [])
         if one := next(filter(is_gguf, names), None):
-            said = "has GGUF files, of which `source:` names one"
-            raise _Missing(f"{source.repo} {said}: hub:{source.repo}/{one}")
+            problem = "has GGUF files, of which `source:` names one"
+            raise _Missing(f"{source.repo} {problem}: hub:{source.repo}/{one}")
     return found.sha or "", files
 
 
@@ -382,8 +382,8 @@ def _find_packaged(model: str, source: PackageSource) -> Path:
         )
     found = root / source.inside
     if not _is_there(found):
-        said = f"the package {source.module} has no {_noun(source)} {source.inside}"
-        raise ModelLoadFailed(model, said)
+        problem = f"the package {source.module} has no {_noun(source)} {source.inside}"
+        raise ModelLoadFailed(model, problem)
     return found
 
 

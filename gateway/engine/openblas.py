@@ -32,7 +32,7 @@ SONAME: Final = "libopenblas.so.0"
 _PREFIX: Final = "scipy_"
 _OURS: Final = "mlx_gateway_"
 _OF_THE_LINKER: Final = frozenset({"_init", "_fini", "_edata", "_end", "__bss_start"})
-_RECIPE: Final = "1"  # another, when copies are to be made anew
+_RECIPE: Final = "1"  # change it when copies must be made again
 _PATCH_S: Final = 60
 
 
@@ -226,8 +226,8 @@ def _make(library: Path, copy: BinaryIO) -> None:
             check=True,
         )
     except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-        raise CopyFailed(f"patchelf: {said or error}") from None
+        output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        raise CopyFailed(f"patchelf: {output or error}") from None
     finally:
         os.close(number)
 

@@ -41,9 +41,9 @@ END: Final = "<|end of the trial|>"
 def try_grammar(request: Request) -> Answer:
     """Compile with llguidance for a small tokenizer, and take some steps.
 
-    Only surviving counts: the gateway compiles again, with the model's tokenizer, and tells what
-    is wrong. `spec` is llguidance's own form; `specials` are the control tokens it names;
-    `limits` are those of LLParserLimits.
+    Only survival counts: the gateway compiles again, with the model's tokenizer, and reports what
+    is wrong. `spec` is llguidance's own form; `specials` are the control tokens it names; `limits`
+    are those of LLParserLimits.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -216,7 +216,7 @@ class Served:
 
 
 def _address_space_bytes() -> int:
-    """Count the address space in use; 0 where /proc does not tell."""
+    """Count the address space in use; 0 if /proc does not give it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:

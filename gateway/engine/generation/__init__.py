@@ -12,10 +12,10 @@ sequence         one answer: its tokens, text, grammar and end
 scoring          logprobs of a prompt
 prefix_cache     KV that later prompts may begin with
 prefill          which prompts are read together, and in what chunks
-decode_batch     rows between two decode steps
+decode_batch     sequences between two decode steps
 chat             a model's template, formats and vocabulary together
-prepare          a job → the rows it asks for, measured
-self_test        rows in batches compared with the same rows alone
+prepare          a job → the sequences it asks for, measured
+self_test        sequences in batches compared with the same alone
 engine           one model: join, prefill, decode, leave
 loading          a folder or GGUF file → an engine
 """

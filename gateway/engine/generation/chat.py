@@ -188,14 +188,14 @@ class ChatTokenizer:
                 f"'{min(taken)}' is not for a request to set.", param="chat_template_kwargs"
             )
         new_id = self._tools.new_id if self._tools else openai_id
-        arguments = self._said_of_thinking({**self._template_args, **job.template_args})
+        arguments = self._thinking_arguments({**self._template_args, **job.template_args})
         return self._template.render(
             own_ids(job.messages, new_id),
             job.tools,
             {**arguments, "add_generation_prompt": is_asking},
         )
 
-    def _said_of_thinking(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _thinking_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return a template's arguments, with those about thinking renamed to the words of its
         family.
 

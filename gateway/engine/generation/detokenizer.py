@@ -43,7 +43,7 @@ class Vocabulary:
         """Return the ids of a text. From the character `plain_from` on, control tokens count as
         letters.
         """
-        # As a batch, for which alone Python's lock is let go of.
+        # As a batch: only tokenizers' batch calls release the GIL.
         (encoded,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
         added = self.tokenizer.get_added_tokens_decoder()
         ids: list[int] = []
@@ -129,7 +129,7 @@ class Detokenizer:
         self._held.append(token)
         if piece:
             return self._flush_held()
-        # The stream holds back all text that ends with U+FFFD, be it what the tokens say.
+        # The stream holds back all text that ends with U+FFFD, even if the tokens spell it.
         is_last = self._vocabulary.bytes(token)[-1:] == _WRITTEN[-1:]
         return (
             self._restart() if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN) else ""

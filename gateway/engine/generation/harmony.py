@@ -149,7 +149,7 @@ class HarmonyParser:
         if body != "call":
             return []
         try:
-            told = self._calls.write(self._read(self._recipient, call))
+            calls = self._calls.write(self._read(self._recipient, call))
         except Exception:  # whatever a parser trips over: what cannot be read is text
             return [OutputPart(text=call)] if call else []
-        return [OutputPart(call=each) for each in told]
+        return [OutputPart(call=each) for each in calls]

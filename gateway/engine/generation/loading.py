@@ -74,20 +74,20 @@ def read_chat_setup(
         config = checkpoint.config()
         wrapper = wrap_tokenizer(checkpoint)
         chat = chat_tokenizer(wrapper, model_type=config["model_type"], **formats)
-        said = read_sampling(checkpoint.header.metadata)
+        own = read_sampling(checkpoint.header.metadata)
     else:
         with checkpoint.blame():
             config = load_config(files)
         chat = load_chat_tokenizer(files, eos_ids=config.get("eos_token_id"), **formats)
-        said = generation_config(files)
+        own = generation_config(files)
     vocab_size = int(_text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
     return ChatSetup(
         checkpoint,
         chat,
-        _make_structured(chat, vocab_size, complete_shape(shape or Shape(), said), sandbox),
+        _make_structured(chat, vocab_size, complete_shape(shape or Shape(), own), sandbox),
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
-        sampling_defaults=usable_sampling(said),
+        sampling_defaults=usable_sampling(own),
     )
 
 
@@ -194,15 +194,15 @@ _SAMPLING: Mapping[str, Callable[[float], bool]] = {
 def generation_config(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's generation_config.json; empty if it cannot be read."""
     try:
-        said = json.loads((folder / "generation_config.json").read_bytes())
+        own = json.loads((folder / "generation_config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return own if isinstance(own, dict) else {}
 
 
-def usable_sampling(said: Mapping[str, Any]) -> dict[str, float]:
+def usable_sampling(own: Mapping[str, Any]) -> dict[str, float]:
     """Return the usable sampling defaults of a checkpoint, under generation_config.json's names."""
-    numbers = {name: said[name] for name in _SAMPLING if type(said.get(name)) in (int, float)}
+    numbers = {name: own[name] for name in _SAMPLING if type(own.get(name)) in (int, float)}
     usable = {
         name: value
         for name, value in numbers.items()
@@ -211,13 +211,13 @@ def usable_sampling(said: Mapping[str, Any]) -> dict[str, float]:
     return {name: int(value) if name == "top_k" else value for name, value in usable.items()}
 
 
-def complete_shape(shape: Shape, said: Mapping[str, Any]) -> Shape:
+def complete_shape(shape: Shape, own: Mapping[str, Any]) -> Shape:
     """Return a shape, with the checkpoint's own bounds where it has none.
 
     They stand in generation_config.json under `structured`, under models.yaml's names: a model too
     small to end a string by itself is so wherever it is served.
     """
-    stated = said.get("structured")
+    stated = own.get("structured")
     bounds = stated if isinstance(stated, dict) else {}
 
     def bound(name: str, given: int | None) -> int | None:

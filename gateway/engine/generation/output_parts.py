@@ -216,7 +216,7 @@ class ForcedCall:
     def push(self, text: str) -> list[CallDelta]:
         """Take more of the call; return what is certain of it."""
         self._text = self._text + text if self._text or self._is_named else text.lstrip()
-        told = []
+        deltas = []
         if not self._is_named:
             neck = self._text.find(self._NECK)
             if neck < 0:
@@ -224,12 +224,12 @@ class ForcedCall:
             name = orjson.loads(self._text[len(self._HEAD) : neck])
             self._text = self._text[neck + len(self._NECK) :]
             self._is_named = True
-            told.append(self._calls.begin(name))
+            deltas.append(self._calls.begin(name))
         # The last character so far may be the brace that closes the whole.
         sure, self._text = self._text[:-1], self._text[-1:]
         if sure:
-            told.append(CallDelta(0, arguments=sure))
-        return told
+            deltas.append(CallDelta(0, arguments=sure))
+        return deltas
 
     def flush(self) -> list[CallDelta]:
         """Return the last character, unless it is the closing brace."""

@@ -29,7 +29,7 @@ class ReasoningFormat:
 
 
 THINK = ReasoningFormat(("<think>",), ("</think>",))
-# Channels, not marks, tell what is thinking; their parser has a file of its own.
+# Thinking is in channels, not between marks; their parser has a file of its own.
 HARMONY = ReasoningFormat((), (), HARMONY_TOKENS)
 NONE = ReasoningFormat((), ())
 

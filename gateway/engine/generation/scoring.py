@@ -84,8 +84,8 @@ class Scorer:
         at = 0
         for row, count, most in zip(self._rows, counts, wanted, strict=True):
             for place in range(at, at + count):
-                told = TokenScores(_finite(chosen[place]), ids[place], logprobs[place], most)
-                row.add_prompt_score(targets[place], told)
+                scored = TokenScores(_finite(chosen[place]), ids[place], logprobs[place], most)
+                row.add_prompt_score(targets[place], scored)
             at += count
 
 

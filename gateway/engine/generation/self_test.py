@@ -23,13 +23,13 @@ from gateway.engine.device import BLAS, Device
 from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache
 from gateway.jobs import Verdict
 
-# How far logits may be apart, root mean square, in standard deviations of the logits alone: what
-# rounding may do by itself. Wrong ones were 0.1 to 1.4 apart (tiny random models in float32),
+# How much logits may differ, root mean square, in standard deviations of the logits alone: what
+# rounding may do by itself. Wrong ones differed by 0.1 to 1.4 (tiny random models in float32),
 # right ones 1e-6. The others are eight and sixty-four times coarser than what float16 and
 # bfloat16 round to, for products of other shapes are summed in another order, layer by layer.
 BOUNDS: Final = {mx.float32: 1e-2, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 LENGTHS: Final = (5, 9, 16)  # tokens of the prompts: short ones, for they are read on the lane
-SAID: Final = 3  # tokens after each, always the same: a tie decides nothing
+ANSWER_TOKENS: Final = 3  # tokens after each, always the same: a tie decides nothing
 CHUNK: Final = 256
 # What holds without a test of a model whose caches mlx-lm cannot put side by side.
 ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
@@ -45,14 +45,14 @@ class _Row:
     """A prompt and the tokens after it; the logits alone, then those of a trial, in steps."""
 
     prompt: Tokens
-    said: Tokens
+    answer: Tokens
     alone: list[mx.array] = field(default_factory=list)
     found: list[mx.array] = field(default_factory=list)
 
     @property
     def inputs(self) -> Tokens:
         """Return the tokens that are decoded one by one."""
-        return [self.prompt[-1], *self.said]
+        return [self.prompt[-1], *self.answer]
 
     @property
     def is_over(self) -> bool:
@@ -93,7 +93,8 @@ class SelfTest:
             yield from self._alone(row)
         yield from self._try("single", rows[1:2], self._single(rows[1]))
         yield from self._try("rows", rows, self._together(*rows))
-        if BLOCK + LENGTHS[0] + SAID > self._longest:  # no prompt is long enough to be kept
+        # No prompt may be long enough to be kept.
+        if BLOCK + LENGTHS[0] + ANSWER_TOKENS > self._longest:
             self._note(prefixes=True)
         else:
             long = self._draw_tokens(BLOCK + LENGTHS[0])
@@ -108,8 +109,8 @@ class SelfTest:
         yield from self._try("window", [*rows[:2], long], self._together(rows[0], rows[1], long))
 
     def _draw_tokens(self, length: int) -> _Row:
-        said = length + SAID
-        tokens = [self._random.randrange(1, self._vocab_size) for _ in range(said)]
+        end = length + ANSWER_TOKENS
+        tokens = [self._random.randrange(1, self._vocab_size) for _ in range(end)]
         return _Row(tokens[:length], tokens[length:])
 
     def _note(self, **findings: Any) -> None:
@@ -259,13 +260,13 @@ def window_of(model: Any, longest: int) -> int | None:
     cache = make_prompt_cache(model)
     layers = [inner for layer in cache for inner in getattr(layer, "caches", (layer,))]
     sizes = [size for layer in layers if isinstance(size := getattr(layer, "max_size", None), int)]
-    most = min(LONGEST_WINDOW, longest - LENGTHS[0] - SAID)
+    most = min(LONGEST_WINDOW, longest - LENGTHS[0] - ANSWER_TOKENS)
     return max((size for size in sizes if 0 < size <= most), default=None)
 
 
 def count_tokens(model: Any, longest: int) -> int:
     """Return the most tokens that a row of the self-test has."""
-    return (window_of(model, longest) or BLOCK) + LENGTHS[0] + SAID
+    return (window_of(model, longest) or BLOCK) + LENGTHS[0] + ANSWER_TOKENS
 
 
 def self_test_digest(
@@ -288,7 +289,7 @@ def self_test_digest(
         "device": [device.value, platform.machine(), str(known.get("device_name"))],
         "blas": BLAS.config if device is Device.CPU else None,
         "dtype": [dtype, is_packed],
-        "test": [LENGTHS, SAID, sorted(BOUNDS.values())],
+        "test": [LENGTHS, ANSWER_TOKENS, sorted(BOUNDS.values())],
     }
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 

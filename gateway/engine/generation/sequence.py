@@ -32,8 +32,8 @@ class OutputProcessor:
     vocabulary: Vocabulary
     marks: Marks
     _parsed: int = 0
-    _told: int = 0
-    _unplaced: list[tuple[int, TokenLogprob]] = field(default_factory=list)
+    _shown: int = 0
+    _pending: list[tuple[int, TokenLogprob]] = field(default_factory=list)
 
     def push(
         self,
@@ -55,14 +55,14 @@ class OutputProcessor:
             # even if that is not content: rerankers read it.
             text = strip_marks(piece)
             text = text if is_shown_as_text else text or self.vocabulary.text(token)
-            self._unplaced.append((begun, scores.to_logprob(self.vocabulary, token, text)))
+            self._pending.append((begun, scores.to_logprob(self.vocabulary, token, text)))
         return parts
 
     def finish(self) -> list[OutputPart]:
         """Return what was held back, once no more tokens come."""
         parts = [self._scan_for_stops(part) for part in self.parser.flush()]
         rest = self.stops.flush()
-        self._told += len(rest)
+        self._shown += len(rest)
         return [*parts, OutputPart(text=rest)]
 
     def take_logprobs(self, *, is_last: bool) -> abc.Sequence[TokenLogprob]:
@@ -70,19 +70,19 @@ class OutputProcessor:
         returned.
         """
         every = is_last and not self.stops.is_stopped
-        placed = [(start, each) for start, each in self._unplaced if every or start < self._told]
-        self._unplaced = self._unplaced[len(placed) :]
+        ready = [(start, each) for start, each in self._pending if every or start < self._shown]
+        self._pending = self._pending[len(ready) :]
         if not self.stops.is_stopped:
-            return [each for _, each in placed]
+            return [each for _, each in ready]
         # A stop string may begin inside a token: only the text before it is shown.
-        return [_cut_text(each, self._told - start) for start, each in placed]
+        return [_cut_text(each, self._shown - start) for start, each in ready]
 
     def _scan_for_stops(self, part: OutputPart, *, may_stop: bool = True) -> OutputPart:
         if not part.text:
             return part
         self._parsed += len(part.text)
         text = self.stops.push(part.text) if may_stop else part.text
-        self._told += len(text)
+        self._shown += len(text)
         return OutputPart(text=text)
 
 
@@ -211,9 +211,9 @@ class Sequence:
         """Return True if the answer met a stop string, made its only allowed call, or broke."""
         one_call = self.job.calling is not None and not self.job.calling.parallel
         parser = self._output.parser
-        said_its_call = one_call and parser.mode != "forced" and parser.calls > 0
+        made_its_call = one_call and parser.mode != "forced" and parser.calls > 0
         broke = self.is_broken or (self._matcher is not None and self._matcher.error is not None)
-        return self._output.stops.is_stopped or said_its_call or broke
+        return self._output.stops.is_stopped or made_its_call or broke
 
     def cap_tokens(self, max_tokens: int) -> None:
         self.job = replace(self.job, max_tokens=min(max_tokens, self.job.max_tokens))
@@ -287,7 +287,7 @@ class Sequence:
         reasoned: bool,
         tokens: int = 1,
     ) -> list[SequenceDelta]:
-        placed = self._output.take_logprobs(is_last=ended is not None)
+        ready = self._output.take_logprobs(is_last=ended is not None)
         deltas = [
             SequenceDelta(self.id, part.text, reasoning=part.reasoning, call=part.call)
             for part in parts
@@ -303,7 +303,7 @@ class Sequence:
                 ended,
                 reasoning=last.reasoning,
                 call=last.call,
-                logprobs=placed,
+                logprobs=ready,
                 reasoning_tokens=int(reasoned),
             )
         )

@@ -307,19 +307,19 @@ class _Types:
     def of(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset()
-        said = [_stated_types(schema)]
+        found = [_stated_types(schema)]
         if isinstance(ref := schema.get("$ref"), str):
-            said.append(self._at(ref, depth))
+            found.append(self._at(ref, depth))
         if isinstance(every := schema.get("allOf"), list):
-            said += [self.of(one, depth - 1) for one in every]
+            found += [self.of(one, depth - 1) for one in every]
         some: frozenset[str] = frozenset()
         for key in ("anyOf", "oneOf"):
             if isinstance(alternatives := schema.get(key), list):
                 each = [self.of(one, depth - 1) for one in alternatives]
                 some = frozenset().union(*each)
-                said.append(some if all(each) else frozenset())
-        if said := [types for types in said if types]:
-            return reduce(_both, said)
+                found.append(some if all(each) else frozenset())
+        if found := [types for types in found if types]:
+            return reduce(_both, found)
         return some or frozenset({"object"} if "properties" in schema else ())
 
     def _at(self, ref: str, depth: int) -> frozenset[str]:

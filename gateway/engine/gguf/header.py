@@ -143,9 +143,9 @@ class Metadata(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """All that a GGUF file says before its weights.
+    """The content of a GGUF file before its weights.
 
-    `stamp` tells whether the file is still the same: its inode, size and time of change.
+    `stamp` shows whether the file is still the same: its inode, size and time of change.
     """
 
     metadata: Metadata

@@ -1,9 +1,9 @@
 """How byte-level vocabularies cut text into words, by the names that GGUF files have for it.
 
-Names, and which share a rule, are llama.cpp's: src/llama-vocab.cpp, `llama_vocab::impl::load`
-and `llm_tokenizer_bpe`. The patterns are those of the models' own tokenizer.json, which llama.cpp
-quotes beside its own where std::regex cannot say the same. Only those that files of the
-architectures llama, qwen2 and qwen3 name are here.
+Names, and which share a rule, are llama.cpp's: src/llama-vocab.cpp, `llama_vocab::impl::load` and
+`llm_tokenizer_bpe`. The patterns are those of the models' own tokenizer.json, which llama.cpp
+quotes in comments where std::regex cannot express them. Only those that files of the architectures
+llama, qwen2 and qwen3 name are here.
 """
 
 from collections.abc import Mapping

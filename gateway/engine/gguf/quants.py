@@ -42,7 +42,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Weights as MLX quantises them, affine and in groups of 32: `mlx.core.quantize` tells how.
+    """Weights as MLX quantises them, affine and in groups of 32: see `mlx.core.quantize`.
 
     For (rows, columns) they are (rows, columns · bits / 32), (rows, columns / 32) and the same.
     """

@@ -299,10 +299,10 @@ def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwis
     """Return True if a text is given this token: the file says so or, where it says nothing, the
     kind of its tokenizer does.
     """
-    said = _one(metadata, f"{_GGML}add_{name}_token", bool)
-    if said and token is None:
+    flag = _one(metadata, f"{_GGML}add_{name}_token", bool)
+    if flag and token is None:
         raise ValueError(f"its {_GGML}add_{name}_token is set, and {_GGML}{name}_token_id is not")
-    return otherwise and token is not None if said is None else said
+    return otherwise and token is not None if flag is None else flag
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:

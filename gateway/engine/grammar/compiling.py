@@ -76,10 +76,10 @@ class CompiledGrammar:
     alone: Callable[[], State] | None = None
     unenforced: tuple[str, ...] = ()
 
-    def matcher(self, said: Sequence[int] = ()) -> Matcher:
-        """Return a matcher at the beginning, or where the tokens `said` leave it."""
+    def matcher(self, tokens: Sequence[int] = ()) -> Matcher:
+        """Return a matcher at the beginning, or where these tokens leave it."""
         matcher = Matcher(self.begin, self.eos_ids, self.alone)
-        matcher.replay(said)
+        matcher.replay(tokens)
         return matcher
 
 

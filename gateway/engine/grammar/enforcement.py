@@ -131,11 +131,11 @@ class _Holder:
         other as the caller wrote it; one that lies within another is never the only one.
         """
         whole: list[Schema] = schema["oneOf"]
-        beside = {k: v for k, v in schema.items() if k != "oneOf"}
+        siblings = {k: v for k, v in schema.items() if k != "oneOf"}
 
         def is_apart(way: Schema, index: int) -> bool:
             return all(
-                self.proofs.are_disjoint((way, beside), (other,))
+                self.proofs.are_disjoint((way, siblings), (other,))
                 for i, other in enumerate(whole)
                 if i != index
             )

@@ -30,7 +30,7 @@ class Texts:
     ids: Mapping[bytes, Sequence[int]]
     others: Mask
 
-    def beside(self, marks: Collection[int]) -> "Texts":
+    def with_marks(self, marks: Collection[int]) -> "Texts":
         """Return a copy in which these control tokens are allowed too, as themselves."""
         others = self.others.copy()
         for token in marks:
@@ -102,7 +102,7 @@ class Matcher:
     only when a state from `alone` meets it too.
     """
 
-    __slots__ = ("_alone", "_eos", "_has_ended", "_said", "error", "state")
+    __slots__ = ("_alone", "_eos", "_has_ended", "_taken", "error", "state")
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Matcher:
         self.error: str | None = None
         self._alone = alone
         self._eos = frozenset(eos_ids)
-        self._said: list[int] = []
+        self._taken: list[int] = []
         self._has_ended = False
 
     @property
@@ -139,7 +139,7 @@ class Matcher:
             if not self._has_ended:
                 self.error = "the answer ended before its grammar did"
         else:
-            self._said.append(token)
+            self._taken.append(token)
             self.error = self.state.advance(token)
             if self.error is not None:
                 self._retry()
@@ -190,7 +190,7 @@ class Matcher:
         if self._alone is None:
             return False
         state, self._alone = self._alone(), None
-        if all(state.advance(token) is None for token in self._said):
+        if all(state.advance(token) is None for token in self._taken):
             self.state, self.error = state, None
         return self.error is None
 

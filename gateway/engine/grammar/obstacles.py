@@ -58,8 +58,8 @@ def suspects(
     if "circular" in found or "stack level" in found:
         for _, node in walk(schema):
             if "$ref" in node:
-                beside = ("properties", "allOf", "anyOf", "oneOf", "required")
-                leaves |= {(id(node), key) for key in beside if key in node}
+                siblings = ("properties", "allOf", "anyOf", "oneOf", "required")
+                leaves |= {(id(node), key) for key in siblings if key in node}
                 leaves |= {
                     (id(each), "$ref")
                     for each in node.get("allOf", ())
@@ -72,8 +72,8 @@ def _spoken_of_together(schema: Schema) -> Iterator[Node]:
     """Yield the subschemas that constrain a value which another subschema constrains too."""
     todo, seen = list[Any](), set[int]()
     for _, node in walk(schema):
-        beside = node.keys() - NOTES
-        if beside & {*_IN_PLACE} or ("$ref" in beside and len(beside) > 1):
+        siblings = node.keys() - NOTES
+        if siblings & {*_IN_PLACE} or ("$ref" in siblings and len(siblings) > 1):
             todo.append(node)
     while todo:
         node = todo.pop()

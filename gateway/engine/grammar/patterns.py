@@ -31,7 +31,7 @@ _WIDEST: Final = 10_000
 _MOST_LETTERS: Final = 4096
 _LONGEST: Final = 64  # regex compilers nest no deeper than a few hundred groups
 # A class that excludes, as far as it goes. What opens one always matches: a search that failed
-# would begin again at each of a caller's brackets, and holds Python's lock meanwhile.
+# would begin again at each of a caller's brackets, and holds the GIL all that time.
 _EXCLUDING: Final = re.compile(r"\\.|\[\^(?P<body>(?:\\.|[^\]\\])*)(?P<end>\])?", re.DOTALL)
 _QUOTE: Final = re.compile(r'["]|\\\\|\\x22|\\x5[cC]|\\u0022|\\u005[cC]')
 _CLASS: Final = r"\\.|\[(?:\\.|[^\]\\])*\]?"

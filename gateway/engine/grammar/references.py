@@ -41,10 +41,10 @@ def check_path(root: Schema, most: int = MAX_PATH) -> None:
 
 
 def longest_path(root: Node) -> int:
-    """Count the subschemas on the longest way down from the root, through references too.
+    """Count the subschemas on the longest path down from the root, through references too.
 
-    Exact where no reference comes round; those that reach one another count as if each were on
-    the way. A reference by anchor, or beside an inner `$id`, counts as leading through everything.
+    Exact unless references form a circle; those that do count as if each were on the path. A
+    reference by anchor, or inside an inner `$id`, counts as leading through everything.
     """
     graph = _graph(root)
     rounds = _rounds(graph)

@@ -1,8 +1,8 @@
-"""What grammars need to know of a model's tokens: made once a model, when it is loaded.
+"""A model's tokens as grammars need them: made once per model, when it is loaded.
 
-llguidance makes its own tokenizer in native code that holds the GIL, 1.3 s for a vocabulary of
-152k in one piece: whatever the process does meanwhile stands still. So it is made in parts, on a
-thread of its own, which others may pass between.
+llguidance makes its own tokenizer in native code that holds the GIL, 1.3 s for a vocabulary of 152k
+in one piece: everything else in the process waits. So it is made in parts, on a thread of its own,
+and other threads run between two parts.
 """
 
 import json
@@ -46,7 +46,7 @@ class GrammarTokenizer:
         self.maker = _Maker(_tokens(tokenizer.backend_tokenizer, size, self.eos_ids))
         self.tokens: LLTokenizer = self.maker.llg_tokenizer
         self.texts = self._texts()
-        self.texts_and_marks = self.texts.beside(marks)
+        self.texts_and_marks = self.texts.with_marks(marks)
 
     @property
     def words(self) -> int:

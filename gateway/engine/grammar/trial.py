@@ -19,7 +19,7 @@ outcome and its value: one of its kind, large with a reason, or busy, late or di
 LIMITS: Final[Mapping[str, Any]] = {"max_lexer_states": 50_000, "verbose_errors": False}
 # Texts, regexes, which may go over lines, and comments. What has no end matches
 # as far as it goes: a search that failed would begin again at each quote in it, and holds
-# Python's lock meanwhile.
+# the GIL all that time.
 LARK_TEXT: Final = re.compile(
     r'(?:"(?:\\.|[^"\\\n])*(?P<text>")?|/(?!/)(?:\\.|[^/\\])*(?P<regex>/)?)|//[^\n]*|#[^\n]*'
 )
