@@ -9,7 +9,7 @@ import pytest
 
 from gateway.errors import GatewayError
 from gateway.registry import ChatSpec, EmbeddingSpec
-from gateway.registry.sections import ChatBatching, EmbeddingBatching, Sampling, Structured
+from gateway.registry.specs import ChatBatching, EmbeddingBatching, Sampling, Structured
 from tests.docs_links import anchors, broken_links
 from tests.docs_tables import TABLES, generated
 

@@ -1,19 +1,18 @@
-"""The registry: models.yaml → ModelSpec by id and alias.
+"""The registry: models.yaml → a spec for every model, found by id or alias.
 
-sources    where a model's files come from: hub, folder, installed package
-sections   the parts of a spec: names, and what overrides settings
-specs      what the file may say of each model, with types and bounds
-catalog    an immutable snapshot that finds a model by id or alias
-expansion  ${VAR:-default} in any value
-placed     YAML text → plain values that remember their line
-modelfile  the file → catalog, or every problem with its line
-schema     the file's JSON Schema, for editors
+models_yaml  the file → catalog, or every problem with its line
+yaml_lines   YAML text → plain values that remember their line; ${VAR:-default} in any of them
+variables    GATEWAY_<ID>_<KEY>: the environment sets any key of any model
+specs        what the file may say of each model, with types and bounds
+sources      where a model's files come from: hub, folder, installed package
+catalog      an immutable snapshot of one reading, which finds a model by id or alias
+schema       the file's JSON Schema, for editors
+names        the nearest valid name, for messages about a wrong one
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike
-from gateway.registry.modelfile import Reading, load_catalog, read_models
+from gateway.registry.models_yaml import Reading, load_catalog, read_models
 from gateway.registry.schema import json_schema
-from gateway.registry.sections import Alias, ChatBatching, EmbeddingBatching, Sampling
 from gateway.registry.sources import (
     HubSource,
     PackageSource,
@@ -23,7 +22,15 @@ from gateway.registry.sources import (
     package_folder,
     parse_source,
 )
-from gateway.registry.specs import ChatSpec, EmbeddingSpec, ModelSpec
+from gateway.registry.specs import (
+    Alias,
+    ChatBatching,
+    ChatSpec,
+    EmbeddingBatching,
+    EmbeddingSpec,
+    ModelSpec,
+    Sampling,
+)
 
 __all__ = [
     "Alias",

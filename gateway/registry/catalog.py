@@ -9,8 +9,7 @@ from pydantic import BaseModel
 
 from gateway.errors import ModelNotFound
 from gateway.registry.names import nearest
-from gateway.registry.sections import Alias
-from gateway.registry.specs import ModelSpec
+from gateway.registry.specs import Alias, ModelSpec
 
 UNLOADED: Final = MappingProxyType(
     {
@@ -26,12 +25,12 @@ UNLOADED: Final = MappingProxyType(
         },
     }
 )
-"""Keys, by section, that no load depends on: a model that runs takes them over."""
+"""Keys, by section, that no load depends on: a loaded model adopts their new values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A model as it was asked for: `alias` is None when its id was used."""
+    """A model and the name it was asked for by: `alias` is None when that is its id."""
 
     spec: ModelSpec
     alias: Alias | None = None
@@ -44,19 +43,19 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The ids of models that are new, load otherwise than before, or are there no more."""
+    """The ids of models that are new, that would load differently, and that are gone."""
 
     added: tuple[str, ...]
     changed: tuple[str, ...]
     removed: tuple[str, ...]
 
     def by_kind(self) -> dict[str, list[str]]:
-        """Give the three lists by name."""
+        """Return the three lists by name."""
         return {key: list(getattr(self, key)) for key in ("added", "changed", "removed")}
 
 
 class Catalog:
-    """Every model by every name: an immutable snapshot of one reading of the file."""
+    """Every model by every name, as one reading of the file has them; immutable."""
 
     __slots__ = ("_by_name", "specs")
 
@@ -80,14 +79,14 @@ class Catalog:
         return next((each for each in self.specs if each.id == model), None)
 
     def current(self, spec: ModelSpec) -> ModelSpec | None:
-        """Give the spec that a model loaded for this one serves; None: it would load otherwise.
+        """Return the spec that a model loaded for `spec` serves now; None if none does.
 
-        They may be of two readings of the file, and differ in names and keeping alone.
+        `spec` may be of an earlier reading, and differ in keys that no load depends on.
         """
         return next((each for each in self.specs if load_alike(each, spec)), None)
 
     def changes_since(self, older: "Catalog") -> Changes:
-        """Tell what differs from an older reading of the file."""
+        """Return what differs from an older reading of the file."""
         now, before = ({spec.id: spec for spec in each.specs} for each in (self, older))
         kept = [name for name in now if name in before]
         return Changes(
@@ -97,7 +96,7 @@ class Catalog:
         )
 
     def names(self) -> tuple[str, ...]:
-        """List ids and aliases: each id is followed by its aliases, in the file's order."""
+        """Return ids and aliases in the file's order, each id followed by its aliases."""
         return tuple(self._by_name)
 
     def __iter__(self) -> Iterator[Resolved]:
@@ -108,7 +107,7 @@ class Catalog:
 
 
 def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
-    """Tell whether a model loaded for one spec serves the other as well."""
+    """Return True if a model loaded for one spec can serve the other as well."""
     if one is other or one.id != other.id:
         return one is other
     return one.kind == other.kind and _alike(one, other, "")

@@ -3,11 +3,11 @@
 import difflib
 from collections.abc import Iterable
 
-MOST = 256  # characters of a name that is worth comparing: difflib takes the square of them
+MOST = 256  # characters: difflib takes their square, so a longer name is not compared
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Find the valid name most like this one, if any is alike at all."""
+    """Return the valid name most similar to this one; None if none is similar."""
     if len(name) > MOST:
         return None
     by_folded = {each.casefold(): each for each in valid}
@@ -16,5 +16,5 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str | None) -> str:
-    """Word a hint as the tail of a sentence; nothing when there is none."""
+    """Return a hint that ends a sentence; nothing where there is no name to suggest."""
     return f"; did you mean {name!r}?" if name else ""

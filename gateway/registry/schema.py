@@ -1,4 +1,4 @@
-"""The JSON Schema of models.yaml, for editors that complete and check as one types."""
+"""The JSON Schema of models.yaml, for editors that complete and check while one types."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _ABOUT = ("description", "default")
 
 
 def json_schema() -> dict[str, Any]:
-    """Describe the file as it is written: `${VAR:-default}` may stand for any value."""
+    """Return the schema of the file as it is written: any value may be `${VAR:-default}`."""
     _, schema = TypeAdapter.json_schemas(
         [(ModelSpec, "validation", TypeAdapter(ModelSpec))], ref_template="#/$defs/{model}"
     )
@@ -54,7 +54,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _value(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
-    """Allow a variable where one plain value is asked for, and nothing where none is needed."""
+    """Allow a variable where the schema asks for a plain value, and null where none is required."""
     bare = {key: value for key, value in schema.items() if key not in ("title", *_ABOUT)}
     about = {key: schema[key] for key in _ABOUT if schema.get(key) is not None}
     options = [_inner(each) for each in bare.pop("anyOf", [bare]) if each != _NULL]
@@ -70,7 +70,7 @@ def _is_plain(schema: dict[str, Any]) -> bool:
 
 
 def _inner(schema: dict[str, Any]) -> dict[str, Any]:
-    """Do the same inside a list; a mapping's values are values of their own."""
+    """Do the same for the items of a list and the values of a mapping."""
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
             return {**schema, key: _value(schema[key])}

@@ -1,8 +1,7 @@
 """Where a model's files come from, as models.yaml says it: hub, folder or installed package.
 
-A model is a folder of files, or one GGUF file, whose name ends so.
-
-Syntax and looking for folders only; nothing is downloaded, and no package is imported.
+A model is a folder of files, or one file whose name ends in .gguf. Sources are only read here, and
+packages found without importing them; nothing is downloaded.
 """
 
 import importlib.util
@@ -16,7 +15,7 @@ from gateway.registry.names import did_you_mean, nearest
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A repository on the model hub, or a GGUF file of one, at a revision where one is pinned."""
+    """A repository on the model hub, or a GGUF file in one; `revision` is one that is pinned."""
 
     repo: str
     revision: str | None = None
@@ -49,7 +48,7 @@ class PathSource:
 
 @dataclass(frozen=True, slots=True)
 class PackageSource:
-    """A folder or a GGUF file in an installed Python package, which is never imported for it."""
+    """A folder or a GGUF file in an installed Python package, which is never imported."""
 
     module: str
     inside: str
@@ -77,11 +76,11 @@ SOURCE_PATTERN = "^(hub|path|package):.+"
 
 
 def parse_source(text: str, folder: Path) -> Source:
-    """Read a source as models.yaml writes it; `path:` is relative to `folder`."""
+    """Parse a source as models.yaml writes it; `path:` is relative to `folder`."""
     scheme, colon, rest = text.partition(":")
     if not colon or scheme not in _SCHEMES:
-        meant = nearest(scheme, _SCHEMES) if colon else None
-        hint = did_you_mean(f"{meant}:{rest}" if meant else None)
+        near = nearest(scheme, _SCHEMES) if colon else None
+        hint = did_you_mean(f"{near}:{rest}" if near else None)
         raise ValueError(
             f"{text!r} is no source: write hub:org/name[@revision], path:folder "
             f"or package:module/folder{hint}"
@@ -92,7 +91,7 @@ def parse_source(text: str, folder: Path) -> Source:
         if not rest:
             raise ValueError("path: names no folder")
         path = folder / os.path.expanduser(rest)
-        # A link's own name says what it is: the hub's cache has files without endings.
+        # A link keeps its own name: what it leads to in the hub's cache has no ending.
         return PathSource(Path(os.path.abspath(path)) if is_gguf(rest) else path.resolve())
     if scheme == "hub":
         match = _HUB.fullmatch(rest)
@@ -119,7 +118,7 @@ def _stays_inside(path: str) -> bool:
 
 
 def package_folder(module: str) -> Path | None:
-    """Find an installed package's folder without running any of its code."""
+    """Return an installed package's folder, without running any of its code."""
     try:
         spec = importlib.util.find_spec(module)
     except ValueError:  # a module that runs without a spec, __main__ for one

@@ -1,15 +1,21 @@
-"""What models.yaml says of each model: one frozen type per kind, with its bounds."""
+"""What models.yaml may say of each model: one frozen type per kind.
+
+A key that overrides a setting is declared by it.
+"""
 
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     ValidationInfo,
     WithJsonSchema,
@@ -19,18 +25,131 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gateway.registry.names import did_you_mean, nearest
-from gateway.registry.sections import (
-    Alias,
-    ChatBatching,
-    EmbeddingBatching,
-    Modes,
-    Name,
-    Sampling,
-    Section,
-    Structured,
-    batching_mode,
-)
 from gateway.registry.sources import SOURCE_PATTERN, Source, parse_source
+from gateway.settings import Settings, variable
+
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s,]+$")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Overrides:
+    """Marks a key that has, for its model, the meaning of a setting."""
+
+    setting: str
+
+
+def override(setting: str) -> Any:
+    """Declare a key that overrides a setting: as that is declared, but it may be absent."""
+    declared = Settings.model_fields[setting]
+    words, extra = declared.description, declared.json_schema_extra
+    if not (isinstance(extra, dict) and extra.get("deprecated")):
+        words = f"{words} If absent, {variable(setting)}."
+    field: Any = Field(default=None, description=words, json_schema_extra=extra)
+    field.metadata = [*declared.metadata, _Overrides(setting)]
+    return field
+
+
+class Section(BaseModel):
+    """A mapping of models.yaml: unknown keys are errors, an empty value is an absent one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, data: object) -> object:
+        if isinstance(data, Mapping):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+    def overrides(self) -> dict[str, Any]:
+        """Return the settings that are overridden here, by name."""
+        found: dict[str, Any] = {}
+        for key, field in type(self).model_fields.items():
+            value = getattr(self, key)
+            if isinstance(value, Section):
+                found |= value.overrides()
+            elif value is not None:
+                names = (each.setting for each in field.metadata if isinstance(each, _Overrides))
+                found |= dict.fromkeys(names, value)
+        return found
+
+
+class Alias(Section):
+    """A further name for a model, with what asking by that name implies."""
+
+    name: Name = Field(description="The name that clients send.")
+    prompt_name: str | None = Field(
+        default=None, description="The prompt put before every text asked for by this name."
+    )
+    thinking: bool | None = Field(
+        default=None, description="Whether the model thinks aloud when asked by this name."
+    )
+
+
+class EmbeddingBatching(Section):
+    """How inputs that wait share a forward pass."""
+
+    max_batch_size: int | None = override("embedding_max_batch_size")
+    max_batch_tokens: int | None = override("embedding_max_batch_tokens")
+    batch_window_ms: float | None = override("embedding_batch_window_ms")
+    adaptive_window: bool | None = override("embedding_adaptive_window")
+    min_batch_size: int | None = override("embedding_min_batch_size")
+    batch_deadline_ms: float | None = override("embedding_batch_deadline_ms")
+    cache_size: int | None = override("embedding_cache_size")
+
+
+BatchingMode = Literal["auto", "force", "off"]
+Modes = BatchingMode | bool
+
+
+def _mode(value: object) -> object:
+    """Read a boolean as a mode: YAML reads `off` without quotes as false."""
+    return {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class ChatBatching(Section):
+    """How answers share decoding steps."""
+
+    max_batch_size: int | None = override("generation_max_batch_size")
+    prefill_chunk_tokens: int | None = override("prefill_chunk_tokens")
+    prefix_cache_bytes: int | None = override("prefix_cache_bytes")
+    mode: Annotated[BatchingMode, BeforeValidator(_mode, json_schema_input_type=Modes)] = Field(
+        default="auto",
+        description="Whether answers are decoded together: as a self-test allows, always, or one "
+        "at a time.",
+    )
+
+
+class Structured(Section):
+    """How answers are held to a grammar."""
+
+    backend: Literal["llguidance", "outlines_core"] | None = override("structured_backend")
+    rows: int | None = override("structured_rows")
+    max_string_chars: int | None = Field(
+        default=None, ge=1, description="Longest string where a schema sets no bound."
+    )
+    max_array_items: int | None = Field(
+        default=None, ge=1, description="Longest array where a schema sets no bound."
+    )
+    schema_in_prompt: bool = Field(
+        default=False,
+        description="Hold a json_object answer to a JSON Schema that ends the last message.",
+    )
+
+
+class Sampling(Section):
+    """Defaults for what a request leaves out; absent, the checkpoint's generation_config.json."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy.")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus probability.")
+    top_k: int | None = Field(default=None, ge=0, description="Best tokens kept; 0 keeps all.")
+    min_p: float | None = Field(
+        default=None, ge=0, le=1, description="Floor relative to the best token."
+    )
+    repetition_penalty: float | None = Field(
+        default=None, gt=0, le=10, description="Above 1, what was read or said is said less."
+    )
+    max_tokens: int | None = Field(default=None, ge=1, description="Longest answer, tokens.")
 
 
 def _source(value: object, info: ValidationInfo) -> Source:
@@ -40,7 +159,7 @@ def _source(value: object, info: ValidationInfo) -> Source:
 
 
 def _template(value: object, info: ValidationInfo) -> object:
-    """Read the file that `file:` names; any other text is the template itself."""
+    """Read the file that `file:` names, or return any other text as the template itself."""
     if not isinstance(value, str) or not value.startswith("file:"):
         return value
     path: Path = (info.context or {})["folder"] / os.path.expanduser(value.removeprefix("file:"))
@@ -53,8 +172,8 @@ def _template(value: object, info: ValidationInfo) -> object:
 
 
 def batching_section(value: object) -> object:
-    """Read a mode alone as a section."""
-    value = batching_mode(value)
+    """Read a mode on its own as the section that it stands for."""
+    value = _mode(value)
     return {"mode": value} if isinstance(value, str) else value
 
 
@@ -64,7 +183,7 @@ def names_in(text: str) -> list[str]:
 
 
 def _aliases(value: object) -> object:
-    """Read `a, b`, ["a", {name: b}] and any mixture as a list of alias mappings."""
+    """Return `a, b`, ["a", {name: b}] or any mixture of these as a list of mappings."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
@@ -84,7 +203,7 @@ SizesText = Annotated[str, Field(pattern=_SIZES)]
 
 
 def _sizes(value: object) -> object:
-    """Read true, false, sizes and `256, 512`, so that all can come from one variable."""
+    """Read true, false, a list of sizes or `256, 512`, which a variable can hold."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if isinstance(value, str) and re.fullmatch(_SIZES, value):
@@ -96,7 +215,7 @@ def _sizes(value: object) -> object:
 
 
 # How models mark their calls and their thinking: vLLM's names, and mlx-lm's where it has others.
-# `none` is for text that is never to be taken for either.
+# With `none` no text is read as either.
 TOOL_PARSERS = frozenset(
     {
         "cohere_command3", "cohere_command4", "command_r", "deepseek_v3", "deepseek_v31",
@@ -138,7 +257,7 @@ ReasoningParser = Annotated[
 
 
 class _Spec(Section):
-    """What every model has."""
+    """What a model of either kind has."""
 
     id: Name = Field(description="The model's own name: its key in the file.")
     source: Annotated[
@@ -156,23 +275,15 @@ class _Spec(Section):
     pinned: bool = Field(
         default=False, description="Once loaded, stay: never evicted, and never idle too long."
     )
-    ttl_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="Idle seconds after which it is unloaded; absent, GATEWAY_MODEL_TTL_S.",
-    )
+    ttl_s: float | None = override("model_ttl_s")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto", description="Weights' type; auto is the checkpoint's, float32 on CPU."
     )
     max_context: int | None = Field(
         default=None, ge=8, description="Longest input in tokens; never beyond the model's own."
     )
-    queue_limit: int | None = Field(
-        default=None, ge=1, description="Requests waiting for or using this model; beyond it, 429."
-    )
-    queue_max_tokens: int | None = Field(
-        default=None, ge=1, description="Their prompts' and texts' tokens; beyond it, 429."
-    )
+    queue_limit: int | None = override("queue_limit")
+    queue_max_tokens: int | None = override("queue_max_tokens")
 
 
 class EmbeddingSpec(_Spec):
@@ -195,7 +306,7 @@ class EmbeddingSpec(_Spec):
     )
     overflow: Literal["error", "truncate"] = Field(
         default="error",
-        description="What becomes of a text beyond the limit: a 400, or a told cut.",
+        description="What happens to a text beyond the limit: a 400, or a cut that is reported.",
     )
     matryoshka: Annotated[
         bool | tuple[Size, ...],
@@ -230,8 +341,9 @@ class EmbeddingSpec(_Spec):
         asked = [("aliases", alias.prompt_name) for alias in self.aliases]
         for key, name in (*asked, ("default_prompt_name", self.default_prompt_name)):
             if self.prompts and name is not None and name not in self.prompts:
-                said = f"no prompt is named {name!r}{did_you_mean(nearest(name, self.prompts))}"
-                raise PydanticCustomError("prompt_missing", "{said}", {"key": key, "said": said})
+                message = f"no prompt is named {name!r}{did_you_mean(nearest(name, self.prompts))}"
+                context = {"key": key, "message": message}
+                raise PydanticCustomError("prompt_missing", "{message}", context)
         return self
 
 

@@ -1,27 +1,27 @@
-"""Settings: the environment, .env and flags → one frozen object.
+"""Settings: flags, the environment and .env → one frozen object.
 
-    binds     what is listened on
-    values    how a variable's text becomes a list, a path, a secret or a word
-    fields    every knob, gathered from: listening, memory (models and theirs), batching,
-              limits (of a request, and of a caller in a minute), watch (time, stalls)
-    reading   where values come from, and what is said of a wrong one
-    knobs     the settings as lists: for `config`, and for docs/settings.md
+settings   every setting, with its type, bounds, default and words
+values     the types that pydantic lacks: lists with commas, paths from home, addresses
+sources    where values come from, messages about wrong ones, and lists of all of them
 
-Config stops at app.py: below it, plain arguments.
+Settings end at app: below it, plain arguments. The registry takes from here how a model's keys that
+override settings are declared.
 """
 
-from gateway.settings.binds import is_local
-from gateway.settings.fields import PREFIX, Settings
-from gateway.settings.knobs import (
+from gateway.settings.settings import PREFIX, Settings, default_models_file, variable
+from gateway.settings.sources import (
+    ENV_FILE,
     VARIABLES,
     Knob,
+    SettingsInvalid,
     environment_table,
     explain,
+    load_settings,
+    origin,
     strays,
-    variable,
+    variables,
 )
-from gateway.settings.listening import default_models_file
-from gateway.settings.reading import ENV_FILE, SettingsInvalid, load_settings, origin, variables
+from gateway.settings.values import is_local
 
 __all__ = [
     "ENV_FILE",

@@ -1,11 +1,36 @@
-"""How a variable's text becomes a list, a path, a secret or a word."""
+"""What a variable's text may be: a list, a path, a word, or an address to listen on."""
 
+import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, SecretStr
 from pydantic_settings import NoDecode
+
+
+def is_local(bind: str) -> bool:
+    """Return True if a Hypercorn bind can be reached from this machine only."""
+    if bind.startswith("unix:"):
+        return True
+    host = with_port(bind, 0).rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name or an inherited socket may lead anywhere
+
+
+def is_socket(bind: str) -> bool:
+    """Return True if a bind is a socket rather than a host and port."""
+    return bind.startswith(("unix:", "fd://"))
+
+
+def with_port(bind: str, port: int) -> str:
+    """Add the port to `host`, `::1` and `[::1]`; return sockets and what has a port unchanged."""
+    if is_socket(bind) or (bind.startswith("[") and "]:" in bind) or bind.count(":") == 1:
+        return bind
+    host = bind.removeprefix("[").removesuffix("]")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _split(value: object) -> object:
@@ -16,12 +41,12 @@ def _split(value: object) -> object:
 
 
 def lower(value: object) -> object:
-    """Let words be written in capitals."""
+    """Accept words in capitals."""
     return value.lower() if isinstance(value, str) else value
 
 
 def library(value: str) -> str:
-    """Read a word in capitals too; a path leads to a file."""
+    """Read `wheel`, `system`, or the path of a library that exists."""
     value = value.strip()
     if value.lower() in ("wheel", "system"):
         return value.lower()
@@ -30,11 +55,11 @@ def library(value: str) -> str:
     return value
 
 
-def _home(path: Path) -> Path:
-    """Put `~` in, which no shell does for .env; an unknown user's stays as written."""
+def _expand_home(path: Path) -> Path:
+    """Expand `~`, which no shell does in .env; an unknown user's stays as written."""
     return Path(os.path.expanduser(path))
 
 
-HomePath = Annotated[Path, AfterValidator(_home)]
+HomePath = Annotated[Path, AfterValidator(_expand_home)]
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]

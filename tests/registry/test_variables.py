@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.registry import ChatSpec, EmbeddingSpec, Reading, read_models
-from gateway.registry.overrides import ModelVariables
 from gateway.registry.specs import SPECS
+from gateway.registry.variables import ModelVariables
 from gateway.settings import VARIABLES
 
 FILE = """\

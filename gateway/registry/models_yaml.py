@@ -1,6 +1,6 @@
 """models.yaml → catalog, or every problem in it: each with file, line and the nearest valid name.
 
-Weights are not looked at: files that are missing are a problem, what is in them is the engine's.
+That a model's files exist is checked here; the engine checks what they hold.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,11 +16,10 @@ from pydantic_core import ErrorDetails
 from gateway.errors import RegistryInvalid
 from gateway.registry.catalog import Catalog
 from gateway.registry.names import did_you_mean, nearest
-from gateway.registry.overrides import ModelVariables
-from gateway.registry.placed import Document, Where, read_yaml
-from gateway.registry.sections import Structured
 from gateway.registry.sources import PackageSource, PathSource, package_folder
-from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, names_in
+from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Structured, names_in
+from gateway.registry.variables import ModelVariables
+from gateway.registry.yaml_lines import Document, Where, read_yaml
 from gateway.settings import VARIABLES
 
 VERSION = 1
@@ -28,26 +27,26 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one reading of the file gave: a catalog where nothing is wrong."""
+    """What one reading of the file found; its catalog is empty if there are problems."""
 
     catalog: Catalog
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     asked: frozenset[str]
-    """Every variable the file asks for as ${…}, set or not."""
-    overrides: frozenset[str]
-    """Every variable of the models' keys by rule, set or not; of free keys, those that are set."""
+    """The variables that the file asks for as ${…}, set or not."""
+    of_keys: frozenset[str]
+    """The variables of the models' keys, set or not; of keys that are free, those that are set."""
 
     @property
     def variables(self) -> frozenset[str]:
         """Every variable that can change what is read."""
-        return self.asked | self.overrides
+        return self.asked | self.of_keys
 
 
 def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
     """Read a models.yaml; raises RegistryInvalid with one line per problem.
 
-    `variables` are what `${VAR}` may name: settings.variables().
+    `variables` are those of the environment and .env: settings.variables().
     """
     reading = read_models(path, variables)
     if reading.problems:
@@ -56,7 +55,7 @@ def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
 
 
 def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
-    """Read a models.yaml and everything that is wrong with it; never raises."""
+    """Read a models.yaml and list everything that is wrong with it; never raises."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -64,15 +63,15 @@ def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
     except UnicodeDecodeError as error:
         return _unreadable(f"{path}: not UTF-8 text ({error})")
     document = read_yaml(text, variables)
-    check = _Check(document, path.resolve().parent, variables)
-    specs = check.file()
-    problems = sorted({*document.problems, *check.problems})
+    reader = _Reader(document, path.resolve().parent, variables)
+    specs = reader.read()
+    problems = sorted({*document.problems, *reader.problems})
     return Reading(
         Catalog(() if problems else specs),
         tuple(f"{path}:{line}: {message}" for line, message in problems),
-        tuple(f"{path}:{line}: {message}" for line, message in sorted(check.notes)),
+        tuple(f"{path}:{line}: {message}" for line, message in sorted(reader.notes)),
         frozenset(document.variables),
-        frozenset(check.overrides),
+        frozenset(reader.of_keys),
     )
 
 
@@ -94,11 +93,11 @@ class Standing(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A model that wants a name: as its id or as an alias, as `said`."""
+    """A model's claim to a name, as its id or as an alias; `described` ends "that name …"."""
 
     model: str
     line: int
-    said: str
+    described: str
     standing: Standing
     variable: str | None = None
     """The variable that gives the name, if one does."""
@@ -106,7 +105,7 @@ class Claim:
     def yields_to(self, other: "Claim") -> bool:
         """Return True if this alias gives way to another model's claim, rather than clash with it.
 
-        A default does so to any that is stronger, and one that is written to one that is set.
+        A default gives way to any stronger claim, a written alias to one that is set.
         """
         is_weaker = self.standing < other.standing and self.model != other.model
         return is_weaker and (self.standing is Standing.DEFAULT or other.standing is Standing.SET)
@@ -120,7 +119,7 @@ def settle(claims: Sequence[Claim]) -> tuple[Claim, list[Claim], list[Claim]]:
     return best, yielding, [claim for claim in others if claim not in yielding]
 
 
-class _Check:
+class _Reader:
     def __init__(self, document: Document, folder: Path, variables: Mapping[str, str]) -> None:
         self._document = document
         self._folder = folder
@@ -131,11 +130,11 @@ class _Check:
         }
         self._set: dict[Where, str] = {}
         """The variable of each value that one has set, by rule."""
-        self.overrides: set[str] = set()
+        self.of_keys: set[str] = set()
         self.problems: list[tuple[int, str]] = []
         self.notes: list[tuple[int, str]] = []
 
-    def file(self) -> list[ModelSpec]:
+    def read(self) -> list[ModelSpec]:
         top = self._document.value
         if not isinstance(top, dict):
             if not self._document.problems:
@@ -143,23 +142,23 @@ class _Check:
             return []
         for key in top:
             if key not in ("version", "models"):
-                self._unknown((key,), key, ("version", "models"))
-        self._version(top)
+                self._report_unknown((key,), key, ("version", "models"))
+        self._check_version(top)
         models = top.get("models")
         if not isinstance(models, dict):
             if ("models",) not in self._document.broken:
                 self._report(("models",), "`models` must map each model's id to its settings")
             return []
-        models = self._overridden(models)
-        specs = [spec for name, entry in models.items() if (spec := self._model(name, entry))]
-        given_up = self._names(models)
+        models = self._set_keys(models)
+        specs = [spec for name, entry in models.items() if (spec := self._read_spec(name, entry))]
+        given_up = self._settle_names(models)
         for spec in specs:
-            self._source_exists(spec)
+            self._check_source(spec)
             self._note_idle_keys(spec)
         return [_without(spec, given_up) for spec in specs]
 
-    def _overridden(self, models: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries as the variables of their keys have them."""
+    def _set_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries with the values that the variables of their keys give."""
         overridden = dict(models)
         earlier: list[ModelVariables] = []
         for model, entry in models.items():
@@ -170,10 +169,10 @@ class _Check:
                 earlier.append(own)
                 overridden[model], found = own.override(self._variables)
                 self._set |= {("models", model, *path): name for path, name in found.items()}
-                self.overrides |= {*own.paths, *found.values()}
+                self.of_keys |= {*own.paths, *found.values()}
         return overridden
 
-    def _version(self, top: Mapping[str, Any]) -> None:
+    def _check_version(self, top: Mapping[str, Any]) -> None:
         if ("version",) in self._document.broken:
             return
         if "version" not in top:
@@ -183,7 +182,7 @@ class _Check:
                 ("version",), f"version {top['version']!r} is not known here: write {VERSION}"
             )
 
-    def _model(self, name: str, entry: object) -> ModelSpec | None:
+    def _read_spec(self, name: str, entry: object) -> ModelSpec | None:
         where = ("models", name)
         if where in self._document.broken:
             return None
@@ -191,12 +190,12 @@ class _Check:
             self._report(where, f"{name}: expected a mapping with `kind` and `source`")
             return None
         if "id" in entry:
-            self._unknown((*where, "id"), "id", (), about=f"{name}: ")
+            self._report_unknown((*where, "id"), "id", (), about=f"{name}: ")
             entry = {key: value for key, value in entry.items() if key != "id"}
         kind = entry.get("kind")
         if not isinstance(kind, str) or kind not in SPECS:
             if (*where, "kind") not in self._document.broken:
-                self._kind(name, kind)
+                self._report_kind(name, kind)
             return None
         try:
             return SPECS[kind].model_validate(
@@ -204,10 +203,10 @@ class _Check:
             )
         except ValidationError as error:
             for details in error.errors(include_url=False):
-                self._invalid(name, SPECS[kind], details)
+                self._report_invalid(name, SPECS[kind], details)
             return None
 
-    def _kind(self, name: str, kind: object) -> None:
+    def _report_kind(self, name: str, kind: object) -> None:
         kinds = " or ".join(SPECS)
         if kind is None:
             self._report(("models", name), f"{name}: `kind` is missing: {kinds}")
@@ -215,9 +214,9 @@ class _Check:
             hint = did_you_mean(nearest(str(kind), SPECS))
             self._report(("models", name, "kind"), f"{name}: kind {kind!r} is not {kinds}{hint}")
 
-    def _invalid(self, name: str, spec: type[BaseModel], details: ErrorDetails) -> None:
-        """Turn one of pydantic's errors into a line a person can act on."""
-        where: Where = ("models", name, *_written(details["loc"]))
+    def _report_invalid(self, name: str, spec: type[BaseModel], details: ErrorDetails) -> None:
+        """Report one of pydantic's errors as a line that its reader can act on."""
+        where: Where = ("models", name, *_path_in_file(details["loc"]))
         if any(where[:depth] in self._document.broken for depth in range(len(where) + 1)):
             return
         about, key = f"{name}: ", ".".join(str(part) for part in where[2:])
@@ -225,7 +224,7 @@ class _Check:
         match details["type"]:
             case "extra_forbidden":
                 fields = _fields_around(spec, where[2:])
-                self._unknown(where, str(where[-1]), fields, about=about)
+                self._report_unknown(where, str(where[-1]), fields, about=about)
             case "missing":
                 self._report(where[:-1], f"{about}`{key}` is missing")
             case "literal_error":
@@ -236,31 +235,31 @@ class _Check:
             case "prompt_missing":
                 self._report((*where, details["ctx"]["key"]), f"{about}{details['msg']}")
             case "value_error":
-                said = str(details["ctx"]["error"])
-                self._report(where, f"{about}{f'`{key}`: ' if key else ''}{said}")
+                message = str(details["ctx"]["error"])
+                self._report(where, f"{about}{f'`{key}`: ' if key else ''}{message}")
             case _:
-                self._report(where, f"{about}`{key}` {_said(details)}, not {_shown(value)}")
+                self._report(where, f"{about}`{key}` {_message(details)}, not {_shown(value)}")
 
-    def _names(self, models: Mapping[str, Any]) -> set[tuple[str, str]]:
-        """Report each name that two models, or one model twice, would answer to.
+    def _settle_names(self, models: Mapping[str, Any]) -> set[tuple[str, str]]:
+        """Report each name that two models, or one model twice, would have.
 
-        Return the aliases that give way to another model's name, each behind its own model.
+        Return the aliases that give way to another model's name, as (model, alias).
         """
         given_up = set()
-        for name, claims in self._claims(models).items():
+        for name, claims in self._list_claims(models).items():
             best, yielding, clashing = settle(claims)
             for claim in yielding:
                 given_up.add((claim.model, name))
                 default = "default " if claim.standing is Standing.DEFAULT else ""
-                said = f"its {default}alias {name!r} gives way: that {best.said}"
-                self.notes.append((claim.line, f"{claim.model}: {said}"))
+                note = f"its {default}alias {name!r} gives way: that {best.described}"
+                self.notes.append((claim.line, f"{claim.model}: {note}"))
             for claim in clashing:
-                said = f"the alias {name!r} {best.said} already{_by(claim.variable)}"
-                self.problems.append((claim.line, f"{claim.model}: {said}"))
+                problem = f"the alias {name!r} {best.described} already{_by(claim.variable)}"
+                self.problems.append((claim.line, f"{claim.model}: {problem}"))
         return given_up
 
-    def _claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
-        """List who wants each name, ids before aliases, each in the file's order."""
+    def _list_claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
+        """Return the claims to each name, ids before aliases, each in the file's order."""
         claims: dict[str, list[Claim]] = {}
         for name in models:
             line = self._document.line(("models", name))
@@ -270,23 +269,24 @@ class _Check:
                 where: Where = ("models", name, "aliases", *inside)
                 line = self._document.line(where)
                 variable = self._set.get(("models", name, "aliases")) if is_text else None
-                said = f"is an alias of {name} on line {line}"
+                described = f"is an alias of {name} on line {line}"
                 standing = Standing.WRITTEN
                 if variable:
-                    said, standing = f"is given to {name} by {variable}", Standing.SET
+                    described, standing = f"is given to {name} by {variable}", Standing.SET
                 elif not {where, (*where, "name")}.isdisjoint(self._document.defaults):
                     standing = Standing.DEFAULT
-                claims.setdefault(alias, []).append(Claim(name, line, said, standing, variable))
+                claim = Claim(name, line, described, standing, variable)
+                claims.setdefault(alias, []).append(claim)
         return claims
 
     def _note_idle_keys(self, spec: ModelSpec) -> None:
-        """Note what is set and has no effect any more."""
+        """Note the keys that have no effect any more."""
         if isinstance(spec, ChatSpec) and spec.structured.backend == "outlines_core":
-            said = Structured.model_fields["backend"].description
+            words = Structured.model_fields["backend"].description
             line = self._document.line(("models", spec.id, "structured", "backend"))
-            self.notes.append((line, f"{spec.id}: `backend` outlines_core: {said}"))
+            self.notes.append((line, f"{spec.id}: `backend` outlines_core: {words}"))
 
-    def _source_exists(self, spec: ModelSpec) -> None:
+    def _check_source(self, spec: ModelSpec) -> None:
         where = ("models", spec.id, "source")
         match spec.source:
             case PathSource(path):
@@ -304,14 +304,15 @@ class _Check:
         """Report a folder or a GGUF file that is not there."""
         noun, is_one = ("file", Path.is_file) if spec.source.is_gguf else ("folder", Path.is_dir)
         if not is_one(wanted):
-            beside = wanted.parent.iterdir() if wanted.parent.is_dir() else ()
-            hint = did_you_mean(
-                nearest(wanted.name, [each.name for each in beside if is_one(each)])
-            )
+            siblings = wanted.parent.iterdir() if wanted.parent.is_dir() else ()
+            names = [each.name for each in siblings if is_one(each)]
+            hint = did_you_mean(nearest(wanted.name, names))
             where = ("models", spec.id, "source")
             self._report(where, f"{spec.id}: there is no {noun} {wanted}{hint}")
 
-    def _unknown(self, where: Where, key: str, valid: tuple[str, ...], about: str = "") -> None:
+    def _report_unknown(
+        self, where: Where, key: str, valid: tuple[str, ...], about: str = ""
+    ) -> None:
         self._report(where, f"{about}unknown key {key!r}{did_you_mean(nearest(key, valid))}")
 
     def _report(self, where: Where, message: str) -> None:
@@ -325,15 +326,15 @@ def _by(variable: str | None) -> str:
     return f" (set by {variable})" if variable else ""
 
 
-def _written(loc: tuple[int | str, ...]) -> Iterator[int | str]:
-    """Keep the parts of pydantic's path that are in the file, not names of union members."""
+def _path_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
+    """Yield the parts of pydantic's path that are in the file, without names of union members."""
     for part in loc:
         if isinstance(part, int) or ("[" not in part and part != "bool"):
             yield part
 
 
 def _written_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
-    """List each alias of an entry, right or wrong: its place, its name and whether it is text."""
+    """Yield each alias of an entry, valid or not: its place, its name and whether it is text."""
     written = entry.get("aliases") if isinstance(entry, dict) else None
     for place, each in enumerate(written if isinstance(written, list) else [written]):
         inside: Where = (place,) if isinstance(written, list) else ()
@@ -348,18 +349,18 @@ def _without(spec: ModelSpec, given_up: Collection[tuple[str, str]]) -> ModelSpe
     return spec.model_copy(update={"aliases": kept}) if kept != spec.aliases else spec
 
 
-def _said(details: ErrorDetails) -> str:
-    """Put pydantic's words into the file's: mappings and lists, and no parser's excuses."""
+def _message(details: ErrorDetails) -> str:
+    """Return pydantic's message in YAML's words, without how its parser failed."""
     if details["type"] in ("model_type", "dict_type"):
         return "should be a mapping"
     if details["type"] in ("tuple_type", "list_type"):
         return "should be a list"
-    said = details["msg"].removeprefix("Input ").removeprefix("String ")
-    return said.partition(", unable to")[0]
+    message = details["msg"].removeprefix("Input ").removeprefix("String ")
+    return message.partition(", unable to")[0]
 
 
 def _fields_around(spec: type[BaseModel], where: Where) -> tuple[str, ...]:
-    """List the keys that are valid beside the one that `where` ends in."""
+    """Return the valid keys of the section that `where` ends in."""
     model: type[BaseModel] = spec
     for part in where[:-1]:
         if isinstance(part, str):

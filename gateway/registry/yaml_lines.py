@@ -1,9 +1,12 @@
-"""YAML text → plain values that remember the line each was written on.
+"""YAML text → plain values and the line that each was written on, with ${VAR:-default} replaced.
 
-Safe by construction: only YAML's own plain types are built, any other tag is a problem.
-Problems are collected, so that one reading reports them all.
+Only YAML's own plain types are built; any other tag is a problem. Problems are collected, so that
+one reading reports them all. ruamel.yaml's round-trip loader knows lines too, but it raises at the
+first repeated key or mistyped tag, converts values before variables can be replaced in them, and
+returns numbers of its own types, which would have to be walked through as here.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -11,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from gateway.registry.expansion import ExpansionInvalid, expand
+from gateway.registry.names import did_you_mean, nearest
 
 Where = tuple[str | int, ...]
 """The keys and indices that lead to a value."""
@@ -23,7 +26,7 @@ _STR = "tag:yaml.org,2002:str"
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader without dates: `2024-01-01` is text, as everyone but YAML expects."""
+    """A safe loader without dates: `2024-01-01` is text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -34,35 +37,86 @@ _Loader.yaml_implicit_resolvers = {
 
 @dataclass(slots=True)
 class Document:
-    """What a file says, where it says it, and what kept parts of it from being read."""
+    """The value of a file, the line of each part of it, and what could not be read."""
 
     value: Any = None
     lines: dict[Where, int] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
     broken: set[Where] = field(default_factory=set)
-    """Values already reported, so that their absence is not a second problem."""
+    """Where values are missing because they were reported."""
     variables: set[str] = field(default_factory=set)
     defaults: set[Where] = field(default_factory=set)
-    """Values that are variables' defaults: nobody has set them."""
+    """Where values are the default of a variable that is not set."""
 
     def line(self, where: Where) -> int:
-        """Find the line of a value, or of the nearest mapping or list around it."""
+        """Return the line of a value, or of the nearest mapping or list around it."""
         while where and where not in self.lines:
             where = where[:-1]
         return self.lines.get(where, 1)
 
 
+_PART = re.compile(
+    r"\$\$|\$\{(?P<name>[A-Za-z_]\w*)(?P<fallback>:-(?P<default>[^{}]*))?\}|(?P<broken>\$\{)"
+)
+
+
+class ExpansionInvalid(ValueError):
+    """A variable that is not set, or braces that do not close."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """A value with its variables replaced, and their names."""
+
+    text: str
+    variables: tuple[str, ...]
+    is_default: bool
+    """It has variables, and none of them is set."""
+
+
+def expand(text: str, variables: Mapping[str, str]) -> Expansion:
+    """Replace `${VAR}` and `${VAR:-default}` in a text; raises ExpansionInvalid.
+
+    `$$` writes a dollar sign. As in a shell, `:-` also replaces an empty value.
+    """
+    asked: list[str] = []
+    is_any_set = False
+
+    def value(match: re.Match[str]) -> str:
+        if match["broken"]:
+            written = text[match.start() :].partition("\n")[0][:40]
+            raise ExpansionInvalid(
+                f"{written!r} is not ${{VAR}} or ${{VAR:-default}} (braces do not nest; "
+                "$$ writes a dollar sign)"
+            )
+        if not (name := match["name"]):
+            return "$"
+        asked.append(name)
+        nonlocal is_any_set
+        if match["fallback"]:
+            is_any_set = is_any_set or bool(variables.get(name))
+            return variables.get(name) or match["default"]
+        if name not in variables:
+            hint = did_you_mean(nearest(name, variables))
+            raise ExpansionInvalid(f"${{{name}}} is not set and has no default{hint}")
+        is_any_set = True
+        return variables[name]
+
+    expanded = _PART.sub(value, text)
+    return Expansion(expanded, tuple(asked), bool(asked) and not is_any_set)
+
+
 class _Nothing(Enum):
-    """What stands where there is no value."""
+    """Why there is no value."""
 
     ABSENT = auto()
-    """An expansion that came out empty: as if its key were not there."""
+    """Its variable is empty: it counts as if its key were not there."""
     BROKEN = auto()
-    """A value that was reported; in a list its place is kept, so that others keep theirs."""
+    """It was reported; in a list its place is kept, so that the others keep theirs."""
 
 
 def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
-    """Parse a YAML document, expanding variables in its values; never raises."""
+    """Parse a YAML document and replace the variables in its values; never raises."""
     document = Document()
     loader = None
     try:

@@ -14,7 +14,7 @@ from gateway.registry import (
     Reading,
     read_models,
 )
-from gateway.registry.expansion import ExpansionInvalid, expand
+from gateway.registry.yaml_lines import ExpansionInvalid, expand
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def test_the_variables_asked_for_are_known(file: Path) -> None:
     """`config` and the hints about strays need their names, set or not."""
     reading = read(file, "version: 1\nmodels: {m: {kind: '${A:-chat}', source: '${B:-hub:a/b}'}}")
     assert reading.asked == {"A", "B"}
-    assert reading.variables == {"A", "B"} | reading.overrides
-    assert all(name.startswith("GATEWAY_M_") for name in reading.overrides)
+    assert reading.variables == {"A", "B"} | reading.of_keys
+    assert all(name.startswith("GATEWAY_M_") for name in reading.of_keys)
 
 
 @pytest.mark.parametrize(

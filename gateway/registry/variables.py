@@ -1,13 +1,14 @@
-"""GATEWAY_<ID>_<KEY>: the environment sets any key of any model of the file, by one rule.
+"""GATEWAY_<ID>_<KEY>: the environment sets any key of any model of the file.
 
 A variable's name is GATEWAY_, the model's id and the keys that lead to the value, joined by _, in
 capitals, with one _ for each run of characters that are neither letters nor digits:
-GATEWAY_QWEN3_0_6B_SAMPLING_TOP_K sets `sampling.top_k` of qwen3-0.6b. None has two meanings:
+GATEWAY_QWEN3_0_6B_SAMPLING_TOP_K sets `sampling.top_k` of qwen3-0.6b. No variable has two meanings:
 
 1. The exact name of a setting is that setting.
 2. A variable that the file asks for, as ${…}, goes where the file puts it, and nowhere else.
-3. Any other sets the key that it names. Two ids are refused in one file when some variable could
-   name a key of each, and an id is refused when one of its variables is a setting.
+3. Any other belongs to the model with the longest id whose remainder is one of its keys. There is
+   only one: two ids are refused in one file if some variable could set a key of each, and an id is
+   refused if one of its variables is a setting.
 """
 
 import re
@@ -16,8 +17,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from gateway.registry.placed import plain_value
 from gateway.registry.specs import SPECS, batching_section
+from gateway.registry.yaml_lines import plain_value
 from gateway.settings import PREFIX, VARIABLES
 
 Path = tuple[str, ...]
@@ -25,7 +26,7 @@ Path = tuple[str, ...]
 
 
 class ModelVariables:
-    """The variables of one model, whose entry in the file is `entry`."""
+    """The variables of one model's keys; `entry` is what the file says of the model."""
 
     def __init__(self, model: str, entry: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         self.model = model
@@ -36,13 +37,13 @@ class ModelVariables:
         specs = [SPECS[kind]] if isinstance(kind, str) and kind in SPECS else SPECS.values()
         self._types = {path: each for spec in specs for path, each in _types(spec)}
         self.paths = {self._stem + _in_capitals("_".join(path)): path for path in self._types}
-        """What each variable sets; those of free keys are not listed."""
+        """What each variable sets, without those of keys that are free."""
 
     def path(self, variable: str) -> Path | None:
-        """Return what a variable sets, or None if it is not one of this model's.
+        """Return the path that a variable sets; None if it is not one of this model's.
 
-        In a mapping whose keys are free, such as `prompts`, every key has a variable: those that
-        the file gives, and any other in small letters.
+        In a mapping whose keys are free, such as `prompts`, it sets the key that the file has by
+        that name, or else a new one in small letters.
         """
         if variable in self.paths or not variable.startswith(self._stem):
             return self.paths.get(variable)
@@ -53,7 +54,7 @@ class ModelVariables:
         return None
 
     def override(self, variables: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
-        """Return the entry with the values that variables give, and the variable of each."""
+        """Return the entry with the values that variables give, and the variable of each value."""
         entry = dict(self._entry)
         found = {path: name for name in variables if (path := self.path(name))}
         for path in sorted(found, key=len):  # a section before its keys
@@ -63,38 +64,43 @@ class ModelVariables:
                 entry[key] = _aliases(entry.get(key), value) if key == "aliases" else value
                 continue
             section = batching_section(entry.get(key)) if key == "batching" else entry.get(key)
-            if section is None or isinstance(section, dict):  # anything else is reported as it is
+            if section is None or isinstance(section, dict):  # else it is reported as it is
                 entry[key] = {**(section or {}), path[1]: value}
         return entry, found
 
     def clashes(self, others: Iterable["ModelVariables"]) -> Iterator[str]:
-        """Describe the variables that could mean something else than one key of this model."""
+        """Describe the variables of this model that have another meaning as well.
+
+        `others` are the models before it in the file.
+        """
         for name in sorted(VARIABLES):
             if path := self.path(name):
-                said = f"{name} is a setting of the gateway and would be {_shown(path)} here too"
-                yield f"{said}; choose another id"
+                clash = f"{name} is a setting of the gateway and would be {_shown(path)} here too"
+                yield f"{clash}; choose another id"
         for other in others:
             for name in (*self.paths, *other.paths):
                 if (own := self.path(name)) and (path := other.path(name)):
-                    said = f"{name} would be {_shown(own)} here and {_shown(path)} of {other.model}"
-                    yield f"{said}; choose another id for one of them"
+                    clash = (
+                        f"{name} would be {_shown(own)} here and {_shown(path)} of {other.model}"
+                    )
+                    yield f"{clash}; choose another id for one of them"
                     break
         for mapping, written in self._free_keys():
             for name, keys in written.items():
                 if len(keys) > 1:
                     both = " and ".join(_shown((mapping, key)) for key in keys)
-                    said = f"{self._stem}{_in_capitals(mapping)}_{name} would be {both}"
-                    yield f"{said}; choose another name for one of them"
+                    clash = f"{self._stem}{_in_capitals(mapping)}_{name} would be {both}"
+                    yield f"{clash}; choose another name for one of them"
 
     def _value(self, path: Path, text: str) -> Any:
-        """Read a text as YAML reads one without quotes, but keep it where the key takes text."""
+        """Read a text as YAML reads one without quotes, or keep it if the key takes text."""
         kind = self._types.get(path) or get_args(self._types[path[:1]])[1]
         value = plain_value(text)
         takes_text = str in get_args(kind) or path == ("aliases",)
         return text if kind is str or (takes_text and value is not None) else value
 
     def _free_keys(self) -> Iterator[tuple[str, dict[str, list[str]]]]:
-        """List each mapping that takes any key, with the keys that the file gives by their name."""
+        """Yield each mapping that takes any key, with the keys in the file by their capitals."""
         for path, kind in self._types.items():
             if get_origin(kind) is dict:
                 written = self._entry.get(path[0])
@@ -105,7 +111,7 @@ class ModelVariables:
 
 
 def _types(spec: type[BaseModel]) -> Iterator[tuple[Path, Any]]:
-    """List each key of a spec and of its sections, with the type of its value."""
+    """Yield each key of a spec and of its sections, with the type of its value."""
     for key, field in spec.model_fields.items():
         if key != "id":
             yield (key,), field.annotation
@@ -114,10 +120,10 @@ def _types(spec: type[BaseModel]) -> Iterator[tuple[Path, Any]]:
 
 
 def _aliases(written: object, names: str | None) -> object:
-    """Put other names in the place of those written as text; an alias that is a mapping stays."""
+    """Replace the aliases that are written as text; those that are mappings stay."""
     if not isinstance(written, list):
         return names
-    # The others keep their places, by which their lines are found.
+    # Mappings keep their places in the list, by which their lines are found.
     return ["" if isinstance(each, str) else each for each in written] + [names or ""]
 
 

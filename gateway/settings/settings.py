@@ -1,0 +1,447 @@
+"""Every setting of the gateway, declared once: type, bounds, default and one line of words.
+
+Settings end at app: below it, plain arguments.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    FilePath,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from gateway.settings.values import (
+    HomePath,
+    Secrets,
+    Texts,
+    is_local,
+    is_socket,
+    library,
+    lower,
+    with_port,
+)
+
+PREFIX = "GATEWAY_"
+
+
+def variable(name: str) -> str:
+    """Return the name of a setting's environment variable."""
+    return f"{PREFIX}{name.upper()}"
+
+
+def default_models_file() -> Path:
+    """Return models.yaml in the current folder, else the one in the wheel, else the checkout's."""
+    package = Path(__file__).parents[1]
+    for candidate in (Path("models.yaml"), package / "models.yaml", package.parent / "models.yaml"):
+        if candidate.is_file():
+            return candidate
+    return Path("models.yaml")
+
+
+class Settings(BaseSettings):
+    """Every setting of the gateway; a field's variable is GATEWAY_ and its name in capitals."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_file_encoding="utf-8",
+        env_ignore_empty=True,
+        extra="ignore",  # models have variables of their own
+        frozen=True,
+        hide_input_in_errors=True,
+        validate_default=False,
+    )
+
+    # ── Where it listens, who may call, what it logs ──────────────────────────────────────────────
+
+    models: HomePath = Field(
+        default_factory=default_models_file,
+        description="The file that says which models there are.",
+        json_schema_extra={"default_text": "`models.yaml` here, else the packaged one"},
+    )
+
+    # Where it listens
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(
+        default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one."
+    )
+    bind: Texts = Field(
+        default=(),
+        description="Hypercorn binds (`unix:/run/gw.sock`, `[::1]:80`) in place of the host.",
+    )
+    tls_cert: FilePath | None = Field(
+        default=None, description="Certificate chain, PEM; needs the key."
+    )
+    tls_key: FilePath | None = Field(
+        default=None, description="The certificate's private key, PEM."
+    )
+    keep_alive_timeout_s: float = Field(
+        default=75, gt=0, le=3600, description="How long an idle connection is kept."
+    )
+
+    # Who may ask
+    api_keys: Secrets = Field(default=(), description="Bearer keys; none leaves the gateway open.")
+    admin_key: SecretStr | None = Field(
+        default=None, description="Bearer key of the /admin routes; without one there are none."
+    )
+    allow_unauthenticated: bool = Field(
+        default=False, description="Allow listening beyond loopback without keys."
+    )
+    allowed_hosts: Texts = Field(
+        default=(), description="Host headers allowed, besides loopback, while there are no keys."
+    )
+    cors_origins: Texts = Field(
+        default=(), description="Browser origins that may call; `*` is all."
+    )
+
+    # What it says
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
+        Field(default="info", description="Least serious event that is logged.")
+    )
+    log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(lower)] = Field(
+        default="auto", description="auto is console on a terminal and JSON elsewhere."
+    )
+    log_prompts: bool = Field(default=False, description="Log what callers ask, in full.")
+
+    # ── Models: the device, the hub, memory ───────────────────────────────────────────────────────
+
+    device: Annotated[Literal["auto", "cpu", "gpu"], BeforeValidator(lower)] = Field(
+        default="auto", description="Where MLX computes; auto is the GPU where there is one."
+    )
+    blas: Annotated[str, AfterValidator(library)] = Field(
+        default="wheel",
+        description="What multiplies matrices on Linux: OpenBLAS of the package scipy-openblas32 "
+        "(`wheel`; where it can't be used, the system's), the system's (`system`), or the path of "
+        "one.",
+    )
+    auto_pull: bool = Field(default=True, description="Download a hub model at its first request.")
+    hub_endpoint: str | None = Field(
+        default=None, pattern=r"^https?://", description="Another model hub, a mirror for instance."
+    )
+    hub_timeout_s: float = Field(
+        default=4, gt=0, le=600, description="How long the hub may take to answer; then 503."
+    )
+    hub_cache: HomePath | None = Field(
+        default=None, description="Folder of downloaded models; Hugging Face's own when unset."
+    )
+    cache_max_models: int = Field(
+        default=3,
+        ge=1,
+        le=64,
+        description="Models loaded at once; the least recently used idle one leaves.",
+    )
+    cache_max_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Memory that loaded models and their rows may hold.",
+        json_schema_extra={"default_text": "three quarters of what the device offers"},
+    )
+    kv_allowance_tokens: int = Field(
+        default=4096,
+        ge=0,
+        le=16_777_216,
+        description="Tokens whose KV is counted to a chat model's size before it is loaded.",
+    )
+    kv_answer_tokens: int = Field(
+        default=256,
+        ge=1,
+        le=16_777_216,
+        description="Answer tokens whose KV must be free for a request to join; a longer answer "
+        "grows, and when memory ends the youngest is read again later.",
+    )
+    load_wait_s: float = Field(
+        default=20,
+        ge=0,
+        le=3600,
+        description="How long a request waits for its model, a model for room (twice as long after "
+        "each refusal in a row), and answers for memory that other models hold; then 503.",
+    )
+    model_ttl_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Idle seconds after which a model is unloaded; never when unset.",
+    )
+    warm_up: bool = Field(
+        default=True, description="Run one small pass at load, so that no request is the first."
+    )
+    self_test: bool = Field(
+        default=True,
+        description="At load, compare a chat model's answers in a batch with those alone, for two "
+        "seconds at most; where they differ, its rows run one at a time.",
+    )
+    self_test_folder: HomePath | None = Field(
+        default=None,
+        description="Where outcomes are kept; unset, mlx-gateway/self-tests in the user's cache.",
+    )
+    give_back_s: float = Field(
+        default=15,
+        gt=0,
+        le=86_400,
+        description="How often freed memory is given back to the system.",
+    )
+    responses_kept: int = Field(
+        default=1000,
+        ge=0,
+        le=1_000_000,
+        description="Responses kept in memory for `previous_response_id`, item references and "
+        "`GET /v1/responses/{id}`, shared evenly by the API keys; 0 keeps none.",
+    )
+    responses_max_bytes: int = Field(
+        default=256 * 1024 * 1024,
+        ge=1024,
+        description="JSON that kept responses may hold, shared evenly by the API keys.",
+    )
+    responses_ttl_s: float = Field(default=86_400, gt=0, description="How long a response is kept.")
+    mlx_cache_limit_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Freed memory MLX keeps for reuse; when unset a quarter of Metal's working "
+        "set, 32 MiB on a CPU.",
+    )
+    mlx_wired_limit_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Memory Metal keeps resident; none when unset: wired memory was seen to panic "
+        "macOS's kernel under loads like this one's (mlx issue 3186).",
+    )
+
+    # ── Batches, grammars, shares of the device, queues ───────────────────────────────────────────
+
+    embedding_max_batch_size: int = Field(
+        default=32, ge=1, le=4096, description="Inputs in one pass; 1 turns batching off."
+    )
+    embedding_max_batch_tokens: int = Field(
+        default=16_384, ge=1, le=4_194_304, description="Padded tokens in one pass."
+    )
+    embedding_batch_window_ms: float = Field(
+        default=10, ge=0, le=1000, description="How long an idle lane waits for a burst."
+    )
+    embedding_adaptive_window: bool = Field(
+        default=False, description="Let the load choose the window: low, medium or high."
+    )
+    embedding_window_low_ms: float = Field(
+        default=2, ge=0, le=1000, description="Window below a quarter of a full batch."
+    )
+    embedding_window_medium_ms: float = Field(
+        default=10, ge=0, le=1000, description="Window up to a full batch."
+    )
+    embedding_window_high_ms: float = Field(
+        default=25, ge=0, le=1000, description="Window from a full batch on."
+    )
+    embedding_min_batch_size: int = Field(
+        default=1, ge=1, le=4096, description="Fewer inputs wait the window out, come what may."
+    )
+    embedding_batch_deadline_ms: float = Field(
+        default=100, ge=0, le=10_000, description="Longest an input waits for a burst, at any load."
+    )
+    embedding_cache_size: int = Field(
+        default=0, ge=0, le=10_000_000, description="Vectors kept by text, per model; 0 is none."
+    )
+    generation_max_batch_size: int = Field(
+        default=32, ge=1, le=1024, description="Answers decoded together; 1 turns batching off."
+    )
+    prefill_chunk_tokens: int = Field(
+        default=512,
+        ge=16,
+        le=65_536,
+        description="Prompt tokens read in one turn: rows times longest.",
+    )
+    prefix_cache_bytes: int = Field(
+        default=1024 * 1024 * 1024,
+        ge=0,
+        description="KV kept of prompts that others may begin with, per chat model; 0 is none.",
+    )
+    structured_backend: Annotated[
+        Literal["llguidance", "outlines_core"], BeforeValidator(lower)
+    ] = Field(
+        default="llguidance",
+        description="Has no effect any more: llguidance compiles every grammar.",
+        json_schema_extra={"deprecated": True},
+    )
+    structured_rows: int = Field(
+        default=1, ge=1, le=1024, description="Grammar-bound answers decoded together, per model."
+    )
+    structured_compile_timeout_s: float = Field(
+        default=10, gt=0, le=600, description="How long a grammar may take to compile; then 400."
+    )
+    structured_cache_size: int = Field(
+        default=128, ge=1, le=65_536, description="Compiled grammars kept, per model."
+    )
+    lane_weight_embedding: float = Field(
+        default=1, gt=0, le=1000, description="Share of the device, while others wait: embedding."
+    )
+    lane_weight_prefill: float = Field(
+        default=1, gt=0, le=1000, description="The same: reading prompts."
+    )
+    lane_weight_decode: float = Field(
+        default=1, gt=0, le=1000, description="The same: writing answers."
+    )
+    lane_weight_load: float = Field(
+        default=1, gt=0, le=1000, description="The same: loading models."
+    )
+    pass_limit_s: float = Field(
+        default=0.25,
+        gt=0,
+        le=60,
+        description="How long one pass of embeddings or of prompts may keep the device, as "
+        "measured; what takes longer is cut, and others have their turn between.",
+    )
+    tier_head_start_s: float = Field(
+        default=5,
+        ge=0,
+        le=3600,
+        description="What `service_tier` is worth: priority counts as come so much sooner, flex "
+        "so much later.",
+    )
+    queue_limit: int = Field(
+        default=256,
+        ge=1,
+        description="Requests inside, per model, and their choices; beyond it, 429.",
+    )
+    queue_max_tokens: int = Field(
+        default=2_000_000,
+        ge=1,
+        description="Tokens that may wait per model, but for one request alone; beyond it, 429.",
+    )
+
+    # ── Limits of requests, deadlines, stalls ─────────────────────────────────────────────────────
+
+    # One body is parsed in one go, in which nobody else has a turn: at this size 0.03 seconds for
+    # text, and 0.7 for short names, on a slow core. It holds a million characters
+    # (`max_input_chars`) however they are escaped, which is twelve bytes each at most, and 300,000
+    # tokens of 2,048 texts (OpenAI's bounds of a request of embeddings) at fifty bytes a token.
+    max_body_bytes: int = Field(
+        default=16 * 1024 * 1024,
+        ge=1024,
+        le=2**31,
+        description="Largest request body; beyond it, 413.",
+    )
+    max_bodies_bytes: int = Field(
+        default=256 * 1024 * 1024,
+        ge=1024,
+        description="Bytes of the bodies of all requests inside together, 64 KiB of each left out; "
+        "beyond it, 503.",
+    )
+    max_header_bytes: int = Field(
+        default=32 * 1024,
+        ge=1024,
+        le=1024 * 1024,
+        description="Largest request head: path, query and headers; beyond it, 431.",
+    )
+    body_timeout_s: float = Field(
+        default=30, gt=0, le=3600, description="Time a body may take to arrive."
+    )
+    max_input_chars: int = Field(
+        default=1_000_000, ge=1, description="Longest text that is tokenised; beyond it, 400."
+    )
+    max_request_chars: int = Field(
+        default=8_000_000,
+        ge=1,
+        description="Characters of a request's texts together; beyond it, 400.",
+    )
+    max_json_depth: int = Field(
+        default=64, ge=8, le=200, description="How deep JSON may be nested; beyond it, 400."
+    )
+    max_messages: int = Field(
+        default=4096, ge=1, le=1_000_000, description="Messages of one chat; beyond it, 400."
+    )
+    max_schema_bytes: int = Field(
+        default=256 * 1024,
+        ge=64,
+        le=256 * 1024,
+        description="Largest JSON Schema, grammar or list of choices; beyond it, 400.",
+    )
+    max_regex_chars: int = Field(
+        default=8192, ge=1, le=32_768, description="Longest regular expression; beyond it, 400."
+    )
+    strict_fields: bool = Field(default=False, description="Answer 400 to unknown request fields.")
+    requests_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests a key may make in a minute; then 429. No limit when unset.",
+    )
+    tokens_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens a key may have read and written in a minute; then 429. No limit when "
+        "unset.",
+    )
+
+    request_timeout_s: float = Field(
+        default=600, gt=0, le=86_400, description="Longest time for one request; then 504."
+    )
+    stream_open_after_s: float = Field(
+        default=10,
+        gt=0,
+        le=600,
+        description="How long an accepted stream's 200 is held for its first token.",
+    )
+    send_timeout_s: float = Field(
+        default=30, gt=0, le=3600, description="How long a client may leave its answer unread."
+    )
+    drain_s: float = Field(
+        default=30, ge=0, le=3600, description="How long answers may take to finish at shutdown."
+    )
+
+    stall_limit_s: float = Field(
+        default=60,
+        gt=0,
+        le=86_400,
+        description="How long one call may keep the device, or four times as long as its like "
+        "did before; then it counts as stuck, and /health is 503.",
+    )
+    load_stall_limit_s: float = Field(
+        default=600,
+        gt=0,
+        le=86_400,
+        description="The same, for a step of loading and the first call of a shape.",
+    )
+    exit_on_stall: bool = Field(
+        default=True,
+        description="End the process, with status 70, when a call is stuck: its supervisor starts "
+        "it again.",
+    )
+
+    @field_validator("bind")
+    @classmethod
+    def _ports_are_numbers(cls, binds: tuple[str, ...]) -> tuple[str, ...]:
+        for bind in binds:
+            port = with_port(bind, 0).rpartition(":")[2]
+            if not is_socket(bind) and not (port.isdecimal() and int(port) <= 65535):
+                raise ValueError(f"{bind!r} should end in a port between 0 and 65535")
+        return binds
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> "Settings":
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("GATEWAY_TLS_CERT and GATEWAY_TLS_KEY go together: set both or none")
+        return self
+
+    @model_validator(mode="after")
+    def _not_open_to_the_world(self) -> "Settings":
+        open_binds = [bind for bind in self.binds if not is_local(bind)]
+        if open_binds and not self.api_keys and not self.allow_unauthenticated:
+            raise ValueError(
+                f"{', '.join(open_binds)} is beyond loopback and there are no keys: set "
+                "GATEWAY_API_KEYS, or GATEWAY_ALLOW_UNAUTHENTICATED=true to let anyone in"
+            )
+        return self
+
+    @property
+    def binds(self) -> tuple[str, ...]:
+        """What Hypercorn listens on: `bind`, else host; a bind without a port has `port`."""
+        return tuple(with_port(bind, self.port) for bind in self.bind or (self.host,))
+
+    @property
+    def read_header_bytes(self) -> int:
+        """Header bytes Hypercorn accepts: four times our limit, so that we can answer 431 as JSON.
+
+        Beyond that it answers a bare 431 or, over HTTP/2, closes the connection.
+        """
+        return 4 * self.max_header_bytes

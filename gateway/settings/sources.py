@@ -1,0 +1,220 @@
+"""Where a setting's value comes from: a flag, the environment, .env or its default.
+
+The only place that reads the environment. Settings are also listed here: for `config`, for messages
+about values that are wrong or variables that have no effect, and for the table in the docs.
+"""
+
+import difflib
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dotenv import dotenv_values
+from pydantic import ValidationError
+
+from gateway.settings.settings import PREFIX, Settings, variable
+
+ENV_FILE = Path(".env")
+Origin = Literal["default", ".env", "environment", "flag"]
+
+
+class SettingsInvalid(Exception):
+    """Settings that are wrong: one line for each variable or flag."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def load_settings(
+    flags: Mapping[str, object] | None = None, env_file: Path | None = ENV_FILE
+) -> Settings:
+    """Read flags, then the environment, then .env; a flag that is None was not given.
+
+    Raises SettingsInvalid with one line per problem.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    try:
+        return Settings(_env_file=env_file, **given)  # type: ignore[call-arg, arg-type]
+    except ValidationError as error:
+        raise SettingsInvalid(_lines(error, given, env_file)) from None
+    except UnicodeDecodeError:
+        raise SettingsInvalid([f"{env_file}: not UTF-8 text"]) from None
+
+
+def variables(env_file: Path | None = ENV_FILE) -> dict[str, str]:
+    """Return every variable of the environment and of .env: what models.yaml is read with.
+
+    The environment wins, but a variable that is empty there does not hide one in .env.
+    """
+    filled = {name: value for name, value in os.environ.items() if value}
+    return {**os.environ, **_dotenv(env_file), **filled}
+
+
+def _dotenv(env_file: Path | None) -> dict[str, str]:
+    if env_file is None or not env_file.is_file():
+        return {}
+    values = dotenv_values(env_file, encoding="utf-8")
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | None) -> list[str]:
+    """Return a line for each wrong value: its variable or flag, its text and what it should be."""
+    lines = []
+    for details in error.errors(include_url=False):
+        name = str(details["loc"][0]) if details["loc"] else ""
+        message = details["msg"].removeprefix("Input ").removeprefix("Value error, ")
+        if not name:
+            lines.append(message)
+            continue
+        field = Settings.model_fields[name]
+        text, source = provenance(name, given, env_file)
+        shown = "…" if "SecretStr" in str(field.annotation) else text
+        where = " (.env)" if source == ".env" else ""
+        given_as = f"--{name} {shown}" if source == "flag" else f"{variable(name)}={shown}"
+        lines.append(f"{given_as}{where}: {message}")
+    return lines
+
+
+def provenance(
+    name: str, given: Mapping[str, Any], env_file: Path | None
+) -> tuple[str | None, Origin]:
+    """Return the text that a setting was given and where it came from; no text for a default."""
+    if name in given:
+        return str(given[name]), "flag"
+    return origin(variable(name), env_file)
+
+
+def origin(name: str, env_file: Path | None = ENV_FILE) -> tuple[str | None, Origin]:
+    """Return a variable's text and where it is set; a variable that is empty is not set."""
+    places: tuple[tuple[Mapping[str, str], Origin], ...] = (
+        (os.environ, "environment"),
+        (_dotenv(env_file), ".env"),
+    )
+    for values, place in places:
+        for key, value in values.items():
+            if key.casefold() == name.casefold() and value:
+                return value, place
+    return None, "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One setting with its value in force; a secret is masked."""
+
+    name: str
+    env: str
+    value: str
+    source: Origin
+
+
+def explain(
+    settings: Settings, flags: Mapping[str, object] | None = None, env_file: Path | None = ENV_FILE
+) -> list[Knob]:
+    """List every setting with its value and where that came from.
+
+    `flags` and `env_file` are those that the settings were loaded with.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    dumped = settings.model_dump(mode="json")
+    return [
+        Knob(name, variable(name), _text(value), provenance(name, given, env_file)[1])
+        for name, value in dumped.items()
+    ]
+
+
+VARIABLES = frozenset(
+    {variable(name) for name in Settings.model_fields}
+    | {"GATEWAY_BENCH_API_KEY"}  # read by `bench` alone
+)
+"""The variable of every setting."""
+
+
+def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> list[str]:
+    """Return a line for each GATEWAY_ variable that has no effect, with the nearest that has one.
+
+    `known` are the variables of models.yaml.
+    """
+    valid = VARIABLES | set(known)
+    lines = []
+    given = variables(env_file)
+    for field, schema in Settings.model_json_schema()["properties"].items():
+        text = given.get(variable(field))
+        if schema.get("deprecated") and text and text.lower() != schema["default"]:
+            lines.append(f"{variable(field)}={text}: {schema['description']}")
+    for name in sorted(given):
+        if name.startswith(PREFIX) and name not in valid:
+            near = _nearest(name, valid)
+            hint = f"; did you mean {near}?" if near else ""
+            lines.append(f"{name} is set, and nothing reads it{hint}")
+    return lines
+
+
+def _nearest(name: str, valid: Collection[str]) -> str | None:
+    """Return the shortest valid name that only adds words to this one, else the most similar."""
+    gaps = [place for place, letter in enumerate(name) if letter == "_"]
+    longer = [
+        each
+        for each in valid
+        if any(each.startswith(name[: gap + 1]) and each.endswith(name[gap:]) for gap in gaps)
+    ]
+    alike = difflib.get_close_matches(name, valid, n=1, cutoff=0.75)
+    return min(longer, key=lambda each: (len(each), each)) if longer else next(iter(alike), None)
+
+
+def environment_table() -> str:
+    """Render every variable as the Markdown table of docs/settings.md."""
+    properties: dict[str, dict[str, Any]] = Settings.model_json_schema()["properties"]
+    lines = ["| Variable | Type | Default | What it does |", "| --- | --- | --- | --- |"]
+    for name, schema in properties.items():
+        cells = (f"`{variable(name)}`", _type(schema), _default(schema), schema["description"])
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    options = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
+    one: Mapping[str, Any] = options[0]
+    if "enum" in one:
+        return ", ".join(f"`{each}`" for each in one["enum"])
+    if one["type"] == "array":
+        return "list, with commas" if one["items"].get("format") != "password" else "secrets"
+    if one.get("format") in ("path", "file-path"):
+        return "path"
+    names = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text"}
+    return names[one["type"]] + _bounds(one)
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    low, above, high = (schema.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
+    parts = [
+        f"≥ {low:,}" if low is not None else "",
+        f"> {above:,}" if above is not None else "",
+        f"≤ {high:,}" if high is not None else "",
+    ]
+    bounds = ", ".join(part for part in parts if part)
+    return f" {bounds}" if bounds else ""
+
+
+def _default(schema: Mapping[str, Any]) -> str:
+    if "default_text" in schema:
+        return str(schema["default_text"])
+    text = _text(schema.get("default"))
+    return f"`{text}`" if text else ""
+
+
+def _text(value: object) -> str:
+    """Return a value as it would be written in the environment."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "true" if value else "false"
+        case list() | tuple():
+            return ",".join(_text(each) for each in value)
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)

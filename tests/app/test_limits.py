@@ -1,0 +1,55 @@
+"""What models.yaml says of a model stands in the place of the settings, for that model."""
+
+from pathlib import Path
+
+from gateway.app.limits import settings_of
+from gateway.registry import ChatSpec, EmbeddingSpec
+from gateway.settings import Settings
+
+EMBEDDING = {
+    "max_batch_size": 7,
+    "max_batch_tokens": 77,
+    "batch_window_ms": 0.0,
+    "adaptive_window": True,
+    "min_batch_size": 2,
+    "batch_deadline_ms": 7.0,
+    "cache_size": 7,
+}
+CHAT = {"max_batch_size": 7, "prefill_chunk_tokens": 77, "prefix_cache_bytes": 0}
+BOTH = {"ttl_s": 7.0, "queue_limit": 7, "queue_max_tokens": 77}
+FOLDER = {"folder": Path()}
+
+
+def settings() -> Settings:
+    return Settings(_env_file=None)  # type: ignore[call-arg]
+
+
+def test_what_an_embedding_model_overrides_holds_for_it() -> None:
+    """Zero and false too; what it leaves out is the gateway's."""
+    given = {"id": "m", "kind": "embedding", "source": "hub:a/b", "batching": EMBEDDING, **BOTH}
+    spec = EmbeddingSpec.model_validate(given, context=FOLDER)
+    own = settings_of(spec, settings())
+    assert {key: getattr(own, f"embedding_{key}") for key in EMBEDDING} == EMBEDDING
+    assert (own.model_ttl_s, own.queue_limit, own.queue_max_tokens) == (7.0, 7, 77)
+    spec = EmbeddingSpec.model_validate({**given, "batching": {}, "ttl_s": None}, context=FOLDER)
+    assert (
+        settings_of(spec, settings()).model_copy(
+            update={"queue_limit": 256, "queue_max_tokens": 2_000_000}
+        )
+        == settings()
+    )
+
+
+def test_what_a_chat_model_overrides_holds_for_it() -> None:
+    """In each of its sections."""
+    structured = {"rows": 7, "backend": "outlines_core", "max_string_chars": 7}
+    given = {"id": "m", "kind": "chat", "source": "hub:a/b", **BOTH}
+    spec = ChatSpec.model_validate(
+        {**given, "batching": CHAT, "structured": structured}, context=FOLDER
+    )
+    own = settings_of(spec, settings())
+    assert (own.generation_max_batch_size, own.prefill_chunk_tokens) == (7, 77)
+    assert (own.prefix_cache_bytes, own.structured_rows) == (0, 7)
+    assert (own.structured_backend, own.model_ttl_s) == ("outlines_core", 7.0)
+    assert (own.queue_limit, own.queue_max_tokens) == (7, 77)
+    assert own.embedding_max_batch_size == 32
