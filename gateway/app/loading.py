@@ -106,7 +106,7 @@ class Engines(Protocol):
         """Return a digest of all that a chat model's self-test depends on, off the lane."""
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Tell how much of a model's download is done; None when none is under way."""
+        """Return how much of a model's download is done; None if none is under way."""
 
     def embedding(
         self, spec: EmbeddingSpec, files: Path
@@ -152,7 +152,7 @@ class Opener:
         return Prepared(size.weights + size.kv, partial(self._open, spec, files, size))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Tell how much of a model's download is done; None when none is under way."""
+        """Return how much of a model's download is done; None if none is under way."""
         return self._engines.fetched_percent(spec)
 
     @contextlib.asynccontextmanager

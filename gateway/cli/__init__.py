@@ -1,7 +1,7 @@
-"""The command line: each file here is a command, its function named after the file.
+"""The command line: one file per command, with a function of the same name.
 
 Commands import what they need when they run: only `serve` and `bench --engine` import mlx. Exit
-status: 1 for what cannot be served, fetched or answered, 2 for wrong usage or settings.
+status: 1 for what cannot be served, downloaded or answered, 2 for wrong usage or settings.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from gateway.settings import SettingsInvalid, origin, variable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; a wrong setting or file ends it with its lines on stderr, no traceback."""
+    """Run a command; a wrong setting or file ends it with a message instead of a traceback."""
     try:
         _share_blas()
         _application()(args=arguments, prog_name="mlx-gateway")
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _share_blas() -> None:
-    """Put what .env says of BLAS into the environment: it is needed before settings are read.
+    """Copy GATEWAY_BLAS from .env to the environment, for it is needed before settings are read.
 
-    Processes that commands start find it there too.
+    Processes that commands start inherit it.
     """
     name = variable("blas")
-    with contextlib.suppress(UnicodeDecodeError):  # whoever reads the settings says so
+    with contextlib.suppress(UnicodeDecodeError):  # reported when the settings are read
         text, _ = origin(name)
         if text is not None:
             os.environ[name] = text

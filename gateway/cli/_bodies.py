@@ -1,10 +1,10 @@
-"""What has come of a request's body and its app has not taken yet.
+"""The part of a request's body that has arrived and that its app has not read yet.
 
 Hypercorn 0.18 keeps it in a queue of ten messages, and reads nothing more of the connection while
-that is full: over HTTP/2 the other streams wait for one, and if its app ends without reading (a
-401), they and the connection do so for ever. Here nobody waits to add to it. What bounds it is the
-client's: over HTTP/2 the window of the stream, which opens as the app reads, and over HTTP/1.1 the
-connection, which is read on when there is room.
+the queue is full: over HTTP/2 the other streams wait for one, and if its app ends without reading
+(a 401), they and the connection wait for ever. Here nothing waits to add to it. It is bounded by
+what the client may send: over HTTP/2 by the window of the stream, which opens as the app reads,
+and over HTTP/1.1 by the connection, which is read again when there is room.
 """
 
 import asyncio
@@ -14,35 +14,35 @@ from typing import Any
 from hypercorn.protocol.events import Body, EndBody, Event, StreamClosed
 from hypercorn.protocol.http_stream import HTTPStream
 
-MOST_UNREAD = 256 * 1024  # of a body over HTTP/1.1, before its connection is read on
+MOST_UNREAD = 256 * 1024  # bytes of a body over HTTP/1.1; beyond them its connection is not read
 
 
 @dataclass(frozen=True)
 class Taken(Event):
-    """So many bytes of a stream's body are read, or nobody will read them."""
+    """`size` bytes of a stream's body were read, or never will be."""
 
     size: int
 
 
 class Stream(HTTPStream):
-    """A request whose body is kept as one piece, however many it came in."""
+    """A request whose unread body is kept as one piece, however many it arrived in."""
 
     def __init__(self, app: Any, *args: Any) -> None:
         super().__init__(self._serve, *args)  # type: ignore[arg-type]
         self._app = app
         self._unread = bytearray()
         self._is_whole = False
-        self._is_told = False  # the app has been given the end
-        self._has_come = asyncio.Event()  # something for the app
-        self._may_come = asyncio.Event()  # more for us
-        self._may_come.set()
+        self._is_end_read = False  # the app has read the end of the body
+        self._can_read = asyncio.Event()  # there is something for the app
+        self._has_room = asyncio.Event()  # the connection may be read
+        self._has_room.set()
 
     async def _serve(self, scope: Any, receive: Any, *rest: Any) -> None:
-        """Run the app on what has come, in the place of Hypercorn's queue."""
+        """Run the app with our `receive` instead of Hypercorn's queue."""
         await self._app(scope, self._receive, *rest)
 
     async def handle(self, event: Event) -> None:
-        """Keep what has come, or let the app begin or end."""
+        """Keep a part of the body; for other events, do as Hypercorn does."""
         if self.closed:
             return
         if isinstance(event, Body):
@@ -52,43 +52,43 @@ class Stream(HTTPStream):
         else:
             await super().handle(event)
         if isinstance(event, StreamClosed):
-            await self._taken(len(self._unread))
-            if not self._is_whole:  # else an app may still read what its client sent before it left
+            await self._report_taken(len(self._unread))
+            if not self._is_whole:  # the app may still read a whole body after its client left
                 self._unread.clear()
-        self._changed()
+        self._update_events()
 
-    async def room(self) -> None:
-        """Wait until more may come: until the rest is read, all is here, or nobody reads it."""
-        await self._may_come.wait()
+    async def wait_for_room(self) -> None:
+        """Wait until the connection may be read: little is unread, or no more of the body comes."""
+        await self._has_room.wait()
 
     async def _receive(self) -> dict[str, Any]:
         while not (self._unread or self._is_end_due()):
             if self.closed:
                 return {"type": "http.disconnect"}
-            await self._has_come.wait()
+            await self._can_read.wait()
         body = bytes(self._unread)
         self._unread.clear()
-        self._is_told = self._is_whole
-        self._changed()
+        self._is_end_read = self._is_whole
+        self._update_events()
         if not self.closed:
-            await self._taken(len(body))
-        return {"type": "http.request", "body": body, "more_body": not self._is_told}
+            await self._report_taken(len(body))
+        return {"type": "http.request", "body": body, "more_body": not self._is_end_read}
 
     def _is_end_due(self) -> bool:
-        return self._is_whole and not self._is_told
+        return self._is_whole and not self._is_end_read
 
-    async def _taken(self, size: int) -> None:
-        """Tell the connection. It waits for nothing: an app that is cancelled has lost nothing."""
+    async def _report_taken(self, size: int) -> None:
+        """Send Taken to the connection. It never waits, so a cancelled app loses nothing."""
         if size:
             await self.send(Taken(stream_id=self.stream_id, size=size))
 
-    def _changed(self) -> None:
-        _turn(self._has_come, bool(self._unread) or self._is_end_due() or self.closed)
+    def _update_events(self) -> None:
+        _set(self._can_read, bool(self._unread) or self._is_end_due() or self.closed)
         is_low = len(self._unread) <= MOST_UNREAD
-        _turn(self._may_come, is_low or self._is_whole or self.closed)
+        _set(self._has_room, is_low or self._is_whole or self.closed)
 
 
-def _turn(event: asyncio.Event, is_on: bool) -> None:
+def _set(event: asyncio.Event, is_on: bool) -> None:
     if is_on:
         event.set()
     else:

@@ -1,4 +1,4 @@
-"""What doctor looks at, one function each: the machine's facts → a finding, and what to do."""
+"""The checks of doctor, one function each: the machine's facts → a finding, with advice."""
 
 import errno
 import json
@@ -20,12 +20,12 @@ _PROBE_S = 120  # a cold import of mlx from a slow disk
 
 
 class MlxBroken(Exception):
-    """mlx does not work here: what it said, or how it ended."""
+    """mlx does not work here; the text is its error, or how its process ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A check's outcome. fail: it cannot serve; warn: it can, slower or with less."""
+    """A check's outcome. fail: the gateway cannot serve; warn: it serves slower, or less."""
 
     check: str
     state: State
@@ -34,10 +34,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a process with mlx found: bytes that models may hold, and each one's, or its problem.
+    """What a process with mlx found.
 
-    `gflops` is what the device does, `blas` what multiplies on a CPU, and `blas_hint` what to do
-    where that is slow.
+    `limit_bytes` is what models may hold; `sizes` has each model's bytes, or its problem. `gflops`
+    is the speed of the device, `blas` the library that multiplies on a CPU, and `blas_hint` what to
+    do if that is slow.
     """
 
     device: str
@@ -48,8 +49,8 @@ class Probe:
     gflops: float
 
 
-def probe(models: Path) -> Probe:
-    """Compute a little in a process of its own; raises MlxBroken."""
+def run_probe(models: Path) -> Probe:
+    """Run `_probe` in a process of its own; raises MlxBroken."""
     command = [sys.executable, "-m", "gateway.cli._probe", str(models)]
     try:
         done = subprocess.run(
@@ -64,8 +65,8 @@ def probe(models: Path) -> Probe:
     return Probe(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def blas(device: str, described: str, gflops: float, hint: str | None) -> Finding:
-    """Say what multiplies matrices on the CPU, and how fast."""
+def check_blas(device: str, described: str, gflops: float, hint: str | None) -> Finding:
+    """Check which library multiplies matrices on the CPU, and how fast."""
     if device != "cpu":
         return Finding("blas", "ok", f"not needed on {device}.")
     if hint:
@@ -73,16 +74,16 @@ def blas(device: str, described: str, gflops: float, hint: str | None) -> Findin
     return Finding("blas", "ok", f"{described}; {gflops:.3g} GFLOP/s (512³, float32).")
 
 
-def compiler(device: str, found: str | None) -> Finding:
-    """On the CPU mx.compile calls g++, and without it silently fuses nothing."""
+def check_compiler(device: str, found: str | None) -> Finding:
+    """Check that g++ is installed: without it mx.compile silently fuses nothing on the CPU."""
     if device != "cpu" or found:
         return Finding("compiler", "ok", found or f"not needed on {device}.")
     said = "there is no g++, so mlx runs unfused and slower. Install it: `apt-get install g++`."
     return Finding("compiler", "warn", said)
 
 
-def packages(installed: Iterable[str]) -> Finding:
-    """MLX's CPU and CUDA builds put files in each other's place."""
+def check_packages(installed: Iterable[str]) -> Finding:
+    """Check that one build of MLX is installed: those for CPU and CUDA overwrite each other."""
     builds = sorted(name for name in installed if name.startswith(("mlx-cpu", "mlx-cuda")))
     if "mlx-cpu" in builds and len(builds) > 1:
         said = f"{' and '.join(builds)} are both installed. Keep one: `pip uninstall mlx-cpu`."
@@ -90,8 +91,8 @@ def packages(installed: Iterable[str]) -> Finding:
     return Finding("packages", "ok", f"{' and '.join(builds) or 'mlx'}, and nothing beside it.")
 
 
-def memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
-    """Compare what models may hold with what the largest of them would."""
+def check_memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
+    """Check that the largest model fits in the memory that models may hold."""
     name = max(sizes, key=lambda each: sizes[each], default=None)
     may = f"models may hold {size(limit_bytes)}"
     if name is None or sizes[name] <= limit_bytes:
@@ -100,8 +101,8 @@ def memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
     return Finding("memory", "warn", said)
 
 
-def hub(missing: Sequence[str], *, may_download: bool, refusal: str | None) -> Finding:
-    """Say how models come that are not on disk; `refusal` is what the hub said of the first."""
+def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None) -> Finding:
+    """Check that missing models can be downloaded; `refusal` is the hub's error for the first."""
     if not missing:
         return Finding("hub", "ok", "nothing is to be fetched.")
     first = f"{missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
@@ -114,8 +115,8 @@ def hub(missing: Sequence[str], *, may_download: bool, refusal: str | None) -> F
     return Finding("hub", "ok", f"{first}: fetched at the first request, or by {pull}.")
 
 
-def port(bind: str) -> Finding:
-    """Listen where the gateway would, for a moment."""
+def check_port(bind: str) -> Finding:
+    """Check that the gateway can listen on a bind, by listening on it for a moment."""
     if bind.startswith("fd://"):
         return Finding("port", "ok", f"{bind} is inherited.")
     if bind.startswith("unix:"):
@@ -130,10 +131,10 @@ def port(bind: str) -> Finding:
             return Finding("port", "ok", f"{bind} is free.")
     except OSError as error:
         said = (error.strerror or str(error)).partition(" (")[0]
-        return Finding("port", "fail", f"{bind}: {said}. {_another(error.errno)}")
+        return Finding("port", "fail", f"{bind}: {said}. {_port_advice(error.errno)}")
 
 
-def _another(number: int | None) -> str:
+def _port_advice(number: int | None) -> str:
     match number:
         case errno.EADDRINUSE:
             return "Is a gateway running already? Else set GATEWAY_PORT to a free one."
@@ -143,8 +144,8 @@ def _another(number: int | None) -> str:
             return "Set GATEWAY_HOST to an address of this machine."
 
 
-def temporary(folder: Path, device: str) -> Finding:
-    """On the CPU mlx keeps compiled code where anybody who may write there can put theirs."""
+def check_temporary(folder: Path, device: str) -> Finding:
+    """Check the temporary folder, where mlx keeps compiled code: no other user may write to it."""
     if not os.access(folder, os.W_OK):
         return Finding("tmpdir", "fail", f"{folder} cannot be written to. Set TMPDIR.")
     if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
@@ -156,8 +157,8 @@ def temporary(folder: Path, device: str) -> Finding:
     return Finding("tmpdir", "ok", f"{folder}.")
 
 
-def files(limit: int) -> Finding:
-    """Each connection is an open file."""
+def check_files(limit: int) -> Finding:
+    """Check the limit of open files: each connection is one."""
     if limit < 1024:
         said = f"{limit} files may be open, so fewer clients. Raise it: `ulimit -n 4096`."
         return Finding("files", "warn", said)

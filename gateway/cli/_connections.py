@@ -1,7 +1,7 @@
-"""Hypercorn's connections, mended where 0.18 lets one client's bytes cost others something.
+"""Hypercorn's connections, with fixes where 0.18 lets one client's bytes harm other clients.
 
-Installed once, before it serves: `Connection` in the place of its TCP server, `Http1` and `Http2`
-in the places of its protocols, `Stream` in that of a request in either.
+`install` replaces Hypercorn's classes before it serves: its TCP server by `Connection`, its
+protocols by `Http1` and `Http2`, and the request of either by `Stream`.
 """
 
 import asyncio
@@ -28,14 +28,15 @@ _BARE_LF = re.compile(rb"(?<!\r)\n")
 
 
 class Connection(TCPServer):
-    """One that waits for no next request once nobody can send it, and at its end for nobody.
+    """A connection that ends as soon as its client has left or no longer reads.
 
-    Hypercorn keeps one that was closed between two requests until the keep-alive time is over: a
-    descriptor and three tasks, so that clients who connect anew for each request use up the
-    descriptors of a process within a minute. One whose client reads no more it keeps for ever.
+    Hypercorn keeps a connection that its client closed between two requests until the keep-alive
+    time is over: a descriptor and three tasks, so that clients that connect for each request use
+    up the descriptors of a process within a minute. A connection whose client has stopped reading
+    it keeps for ever.
     """
 
-    last_bytes_s = 30.0  # for what was written to be read
+    last_bytes_s = 30.0  # for the client to read what was written
     _is_gone = False
 
     async def _read_data(self) -> None:
@@ -50,7 +51,7 @@ class Connection(TCPServer):
             await super()._idle_timeout()
 
     async def _close(self) -> None:
-        async with asyncio.timeout(self.last_bytes_s) as limit:  # it swallows being cancelled
+        async with asyncio.timeout(self.last_bytes_s) as limit:  # it swallows CancelledError
             await super()._close()
         if limit.expired():
             self.writer.transport.abort()
@@ -61,21 +62,21 @@ class _Paused(Exception):
 
 
 class _NoWaiting:
-    """What Hypercorn waits for when h11 pauses; here it goes back to reading at once.
+    """The event that Hypercorn waits for when h11 pauses; here the wait raises at once.
 
-    It waits until all is answered and reads nothing meanwhile, so that one byte after a body (a
-    CRLF, which old clients send) hides that the client has left, to the last token.
+    Hypercorn reads nothing until the answer has ended, so that one byte after a body (a CRLF, which
+    old clients send) hides that the client has left, to the last token.
     """
 
     async def clear(self) -> None:
-        """Begin to wait."""
+        """Do nothing."""
 
     async def wait(self) -> None:
         """Raise _Paused."""
         raise _Paused
 
     async def set(self) -> None:
-        """Be what was waited for."""
+        """Do nothing."""
 
     def is_set(self) -> bool:
         """Return False."""
@@ -83,30 +84,30 @@ class _NoWaiting:
 
 
 class Http1(H11Protocol):
-    """HTTP/1.1 that sees its client leave whatever was sent before, and takes only clear framing.
+    """HTTP/1.1 that notices when its client leaves, and accepts only unambiguous framing.
 
-    Refused, and the connection closed, is what two readers may part differently (RFC 9112): both
+    It refuses what two readers may split differently (RFC 9112), and closes the connection: both
     Content-Length and Transfer-Encoding (6.1), Transfer-Encoding in HTTP/1.0 (6.1), and lines of a
-    head that end in a bare LF (2.2). Blank lines before a request are skipped (2.2). `Upgrade: h2c`
-    is not followed, as RFC 9113 has done away with it: what came after it would pass by the rules
-    of a proxy that had let the first request through.
+    head that end in a bare LF (2.2). It skips blank lines before a request (2.2). It does not
+    follow `Upgrade: h2c`, which RFC 9113 has removed: later requests would escape the rules of a
+    proxy that had let the first one through.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.can_read = _NoWaiting()
-        self._turn = asyncio.Lock()  # of the reader, or of what was sent ahead
-        self._tail = b""  # of the head that has come so far
+        self._lock = asyncio.Lock()  # of the reader, or of the bytes ahead
+        self._tail = b""  # the end of the head that has arrived so far
         self._is_paused = False
         self._ahead = bytearray()
         self._is_over = False
 
     async def handle(self, event: Event) -> None:
-        """Take what has come, in order; an end is taken at once."""
+        """Handle received bytes in order; handle other events at once."""
         if not isinstance(event, RawData):
             await super().handle(event)
             return
-        async with self._turn:
+        async with self._lock:
             await self._take(event.data)
 
     async def _take(self, data: bytes) -> None:
@@ -128,8 +129,8 @@ class Http1(H11Protocol):
         except _Paused:
             self._is_paused = True
         if isinstance(self.stream, Stream):
-            await self.stream.room()
-        if len(data) > LONG_READ:  # of many small chunks: let others have their turn between two
+            await self.stream.wait_for_room()
+        if len(data) > LONG_READ:  # it may be many small chunks: let other tasks run
             await asyncio.sleep(0)
 
     def _is_clear(self, data: bytes) -> bool:
@@ -158,13 +159,13 @@ class Http1(H11Protocol):
             raise H2ProtocolAssumedError(b"PRI * HTTP/2.0\r\n\r\n" + rest)
 
     async def _maybe_recycle(self) -> None:
-        """Begin with what was sent ahead, if anything, in a task of its own."""
+        """Start to handle what was sent ahead, if anything, in a task of its own."""
         await super()._maybe_recycle()
         if self._is_paused and self.connection.their_state is h11.IDLE:
-            self.task_group.spawn(self._go_on)
+            self.task_group.spawn(self._handle_ahead)
 
-    async def _go_on(self) -> None:
-        async with self._turn:
+    async def _handle_ahead(self) -> None:
+        async with self._lock:
             first, _ = self.connection.trailing_data
             ahead, self._ahead = first + self._ahead, bytearray()
             self._is_paused = False
@@ -174,7 +175,7 @@ class Http1(H11Protocol):
             await self._take(ahead)
 
     async def _send_error_response(self, status_code: int) -> None:
-        """Answer what h11 has found wrong as every other error is answered."""
+        """Answer an error of h11 in the form of every other error."""
         if status_code == HeadTooLarge.status:
             await self._answer(HeadTooLarge("The path, query and headers are too large."))
         else:
@@ -202,7 +203,7 @@ class Http1(H11Protocol):
 
 
 def install(last_bytes_s: float) -> None:
-    """Have Hypercorn make these."""
+    """Replace Hypercorn's classes with these; call it before Hypercorn serves."""
     Connection.last_bytes_s = last_bytes_s
     hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]
     hypercorn.protocol.H11Protocol = Http1  # type: ignore[assignment, attr-defined]

@@ -1,4 +1,4 @@
-"""What a terminal is told once all is ready: where the gateway is, and a line to paste."""
+"""What a terminal shows once the gateway is ready: its address, and a request to paste."""
 
 import ipaddress
 import json
@@ -18,14 +18,14 @@ _EMBEDDING = {"input": "Hello"}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a socket is listened on: at a port of a host, or at a path."""
+    """The address of a listening socket: a port of a host, or a path."""
 
     host: str
     port: int | None = None
 
 
-def places(opened: Sequence[str]) -> list[Place]:
-    """Find where Hypercorn's binds are, those with a port first; some are nowhere that is known."""
+def find_places(opened: Sequence[str]) -> list[Place]:
+    """Return the places of Hypercorn's binds, those with a port first, without unknown ones."""
     found = [_place(int(bind.removeprefix("fd://"))) for bind in opened if bind[:5] == "fd://"]
     return sorted(filter(None, found), key=lambda each: each.port is None)
 
@@ -38,8 +38,8 @@ def _place(descriptor: int) -> Place | None:
     return Place(os.path.abspath(name)) if isinstance(name, str) and name else None
 
 
-def greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
-    """Say where it is and how to ask one of the models that are loaded."""
+def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
+    """Return where the gateway is, and how to ask one of the loaded models."""
     if not places:
         return "mlx-gateway is ready."
     place, scheme = places[0], "https" if settings.tls_cert else "http"
@@ -55,7 +55,7 @@ def greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Set
     if (spec := chat or next(iter(models), None)) is None:
         return f"{said}, and no model is loaded yet."
     if settings.tls_cert:
-        options.append("--insecure")  # by this address few certificates can be checked
+        options.append("--insecure")  # few certificates are valid for this address
     if settings.api_keys:
         first = "${GATEWAY_API_KEYS%%,*}" if len(settings.api_keys) > 1 else "$GATEWAY_API_KEYS"
         options.append(f'-H "Authorization: Bearer {first}"')
@@ -66,6 +66,6 @@ def greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Set
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:
-    """Give the Host that a gateway without keys asks for, where the address alone is none."""
+    """Return the Host header that a gateway without keys requires, if the address is none."""
     is_known = settings.api_keys or {host, "*"} & set(settings.allowed_hosts)
     return [] if is_known or ipaddress.ip_address(host).is_loopback else ["-H 'Host: localhost'"]

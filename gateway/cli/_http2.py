@@ -1,7 +1,7 @@
-"""HTTP/2 whose streams do not end for what comes for another of them.
+"""HTTP/2 in which an error of one stream does not end the others.
 
-Hypercorn 0.18 and h2 4.4 end the connection, and all that is under way in it, for a good part of
-what RFC 9113 calls an error of one stream.
+Hypercorn 0.18 and h2 4.4 end the connection, with all requests under way in it, for many of the
+errors that RFC 9113 calls errors of one stream.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ from hyperframe.frame import DataFrame, Frame, HeadersFrame, RstStreamFrame
 
 from gateway.cli._bodies import Taken
 
-MANY = 64  # events of one read, after which others have their turn
-HEADS = 4  # times what the settings name is decoded, for an answer that says so: 431
+MANY = 64  # events of one read, after which other tasks run
+HEADS = 4  # times the limit of the settings is decoded, so that we can answer 431
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _PATH = re.compile(rb"/[\x21-\x7e]*")
-# What h2 catches where it decodes a head. The table that later heads refer to is lost then.
+# What h2 catches when it decodes a head. The table that later heads refer to is then lost.
 _UNDECODED = (hpack.HPACKError, IndexError, TypeError, UnicodeDecodeError)
 
 
 def is_well_formed(head: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return True for a request's head that may pass, of those that h2 lets through.
+    """Return True if a request's head that h2 has accepted is well-formed.
 
-    h2 has seen to it that names are lowercase, that pseudo-headers are known, complete, come once
-    and first, that nothing is specific to a connection, that Host is :authority, and that
-    Content-Length is a number. Left are what is a token and what is a field's value (RFC 9110,
-    5.6.2 and 5.5), paths (RFC 9113, 8.3.1), and CONNECT, which nothing here serves.
+    h2 has checked that names are lowercase, that pseudo-headers are known, complete, unique and
+    first, that no header is specific to a connection, that Host equals :authority, and that
+    Content-Length is a number. Checked here are tokens and field values (RFC 9110, 5.6.2 and 5.5),
+    paths (RFC 9113, 8.3.1), and CONNECT, which is not served.
     """
     fields = list(head)
     first = {name: value for name, value in fields if name.startswith(b":")}
@@ -55,15 +55,15 @@ def is_well_formed(head: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 class Streams(h2.connection.H2Connection):
-    """The state of a connection that resets the stream for which a frame is wrong.
+    """The state of a connection in which a wrong frame resets only its own stream.
 
     h2 ends the connection for a malformed head or body, for one stream more than it allows, and
-    for a priority that is wrong, which RFC 9113 (5.3.2) has done away with.
+    for a wrong priority, a feature that RFC 9113 (5.3.2) has removed.
     """
 
     @property
     def open_inbound_streams(self) -> int:
-        """Return 0: those beyond the bound are reset once their heads are decoded."""
+        """0: streams beyond the bound are reset later, once their heads are decoded."""
         return 0
 
     def _receive_frame(self, frame: Frame) -> list[h2.events.Event]:
@@ -73,7 +73,7 @@ class Streams(h2.connection.H2Connection):
             if not self._is_of_its_stream(frame, error):
                 raise
             events = self._reset(frame.stream_id, error.error_code)
-            if isinstance(frame, DataFrame):  # others may send as much as before
+            if isinstance(frame, DataFrame):  # so that other streams may send as much as before
                 self.acknowledge_received_data(frame.flow_controlled_length, frame.stream_id)
             return events
         if not events or not isinstance(events[0], h2.events.RequestReceived):
@@ -85,7 +85,7 @@ class Streams(h2.connection.H2Connection):
         return events
 
     def _is_of_its_stream(self, frame: Frame, error: h2.exceptions.ProtocolError) -> bool:
-        """Return True if what the whole connection goes by is as it should be."""
+        """Return True if an error leaves the state of the connection as a whole intact."""
         return (
             isinstance(frame, HeadersFrame | DataFrame)
             and frame.stream_id in self.streams
@@ -98,27 +98,27 @@ class Streams(h2.connection.H2Connection):
         stream = self.streams[stream_id]
         if stream.open:
             self.reset_stream(stream_id, code)
-        else:  # h2 has closed it, and said nothing
+        else:  # h2 has closed it without a frame
             self._prepare_for_sending([RstStreamFrame(stream_id, error_code=code)])
-        closed_by = h2.stream.StreamClosedBy.SEND_RST_STREAM  # what is still on its way is nothing
+        closed_by = h2.stream.StreamClosedBy.SEND_RST_STREAM  # later frames of it are ignored
         stream.state_machine.stream_closed_by = closed_by
         return [h2.events.StreamReset(stream_id=stream_id, error_code=code, remote_reset=False)]
 
     def _receive_priority_frame(self, frame: Any) -> tuple[list[Frame], list[h2.events.Event]]:
-        frame.depends_on = 0  # not on itself, which h2 takes for an error of the connection
+        frame.depends_on = 0  # a stream that depends on itself is an error of the connection to h2
         return super()._receive_priority_frame(frame)
 
 
 class Http2(H2Protocol):
-    """The streams of a connection, each with what came for it and nothing else.
+    """HTTP/2 whose streams are independent of one another.
 
     A body takes from the window of its stream until the app has read it. The window of the
-    connection is larger than those of all streams together: bodies that wait to be read, or for
-    room beside others, leave every other stream its own.
+    connection is larger than those of all streams together, so that unread bodies never take the
+    window of another stream.
 
-    Hypercorn looks up the stream of every piece of a body: one that came after an early answer (a
-    401, a 413) was a KeyError. Priorities it keeps in a tree that throws once it is full, and after
-    a thousand requests it says that the connection is over, whatever it still answers.
+    Three faults of Hypercorn are avoided: it looks up the stream of every piece of a body, which
+    raises KeyError after an early answer (a 401, a 413); it keeps priorities in a tree that raises
+    once it is full; and after a thousand requests it ends the connection, even amid answers.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -138,11 +138,11 @@ class Http2(H2Protocol):
             },
         )
         window = self.connection.local_settings.initial_window_size
-        # Twice, for h2 gives back what was read once it is half of the window.
+        # Twice, because h2 returns what was read only once it is half of the window.
         self._window = 2 * window * self.config.h2_max_concurrent_streams
 
     async def initiate(self, *args: Any) -> None:
-        """Say what may be sent."""
+        """Send our settings and open the window of the connection."""
         self.connection.initiate_connection()
         self.connection.increment_flow_control_window(
             self._window - self.connection.inbound_flow_control_window
@@ -151,12 +151,12 @@ class Http2(H2Protocol):
         self.task_group.spawn(self.send_task)
 
     async def stream_send(self, event: StreamEvent) -> None:
-        """Send what a stream has to say, or let its client send more."""
+        """Send an event of a stream; for Taken, let its client send more."""
         if not isinstance(event, Taken):
             await super().stream_send(event)
         elif not self.closed:
             self._give_back(event.size, event.stream_id)
-            self.task_group.spawn(self._flush)  # the app may be cancelled, and what it sends cut
+            self.task_group.spawn(self._flush)  # a task: the app may be cancelled
 
     def _give_back(self, size: int, stream_id: int) -> None:
         with contextlib.suppress(h2.exceptions.ProtocolError):  # the connection has ended
@@ -168,7 +168,7 @@ class Http2(H2Protocol):
                 continue
             if isinstance(event, h2.events.DataReceived):
                 kept = 0
-                # Frames without a byte of data cost their sender nothing, nor may they us.
+                # Frames without data cost their sender nothing, so they may cost us nothing.
                 if event.data and (stream := self.streams.get(event.stream_id)):
                     await stream.handle(Body(event.stream_id, event.data))
                     kept = len(event.data)
@@ -179,10 +179,10 @@ class Http2(H2Protocol):
                 self.keep_alive_requests = 0
                 await super()._handle_events([event])
         await self._flush()
-        if len(events) > MANY:  # what is read next is there already, and would be taken at once
+        if len(events) > MANY:  # the next read would not wait either: let other tasks run
             await asyncio.sleep(0)
 
     def _is_open(self, stream_id: int) -> bool:
-        """Return False for a stream that was reset by what came together with its head."""
+        """Return False for a stream that was reset by a frame read together with its head."""
         stream = self.connection.streams.get(stream_id)
         return stream is not None and stream.open

@@ -1,8 +1,8 @@
-"""What only mlx can tell doctor, as JSON: run as a process of its own, since mlx may end it.
+"""The facts for doctor that need mlx, as JSON: a process of its own, since mlx may crash it.
 
     python -m gateway.cli._probe [models.yaml]
 
-With the settings as doctor reads them; models that are not on disk are left out.
+It reads the settings as doctor does. Models that are not on disk have no size.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from gateway.settings import Settings, load_settings, variables
 
 
 def main() -> None:
-    """Compute a little on the device, and size each model for it."""
+    """Compute a little on the device, and print its facts and each model's size."""
     settings = load_settings({"models": Path(sys.argv[1]) if sys.argv[1:] else None})
     engines = mlx_engines(settings)
     engines.begin()
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _size(spec: ModelSpec, engines: MlxEngines, settings: Settings) -> int | str | None:
-    """Give the bytes a model would hold, or what is wrong with it; None where it is not here."""
+    """Return the bytes a model would hold, or its problem; None if it is not on disk."""
     try:
         folder = sources.on_disk(spec, hub_of(settings, may_download=False))
         if folder is None:

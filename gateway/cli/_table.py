@@ -1,4 +1,4 @@
-"""Rows for people on a terminal, tab-separated lines for everything else."""
+"""A table on a terminal, tab-separated lines anywhere else."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def size(count: int) -> str:
-    """Write a number of bytes as people say it: 91 MB, 2.3 GB."""
+    """Return a number of bytes as text: 91 MB, 2.3 GB."""
     from rich.filesize import decimal
 
     return decimal(count, precision=1 if count >= 1e9 else 0)

@@ -1,4 +1,4 @@
-"""bench: how much a server does for how many clients, and how much of it is overhead."""
+"""`mlx-gateway bench`: a server's rates by number of clients, and its overhead."""
 
 import asyncio
 import json

@@ -46,7 +46,7 @@ def doctor(
         return
     if model or as_json:
         raise typer.BadParameter("it goes with --engine", param_hint="--model / --json")
-    found = list(_findings(models))
+    found = list(_check_machine(models))
     show(("Check", "State", "What to do"), [(f.check, f.state, f.said) for f in found])
     if any(each.state == "fail" for each in found):
         raise SystemExit(1)
@@ -76,19 +76,19 @@ def _try_engine(settings: Settings, names: Sequence[str], *, as_json: bool) -> N
 
 @contextmanager
 def _show_stages() -> Iterator[Callable[[str, str], None]]:
-    """Show on a terminal what is under way, beside what is printed in the end."""
+    """Show the stage under way on a terminal; yield what is called with model and stage."""
     from rich.console import Console
 
     with Console(stderr=True).status("…") as status:
         yield lambda model, stage: status.update(f"{model}: {stage}")
 
 
-def _findings(models: Path | None) -> Iterator[Finding]:
-    yield checks.packages(each.name for each in distributions())
-    yield checks.files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+def _check_machine(models: Path | None) -> Iterator[Finding]:
+    yield checks.check_packages(each.name for each in distributions())
+    yield checks.check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:
         settings = load_settings({"models": models})
-    except SettingsInvalid as error:  # all else hangs on them
+    except SettingsInvalid as error:  # all other checks need them
         yield from (Finding("settings", "fail", each) for each in error.problems)
         return
     reading = read_models(settings.models, variables())
@@ -96,32 +96,32 @@ def _findings(models: Path | None) -> Iterator[Finding]:
     yield from (Finding("settings", "warn", f"{note}.") for note in notes)
     if not notes:
         yield Finding("settings", "ok", "each is known and within its bounds.")
-    yield from (checks.port(bind) for bind in settings.binds)
-    sizes = yield from _of_mlx(settings)
+    yield from (checks.check_port(bind) for bind in settings.binds)
+    sizes = yield from _check_mlx(settings)
     if reading.problems:
         yield from (Finding("models", "fail", problem) for problem in reading.problems)
     else:
-        yield from _of_models(reading.catalog, sizes, settings)
+        yield from _check_models(reading.catalog, sizes, settings)
 
 
-def _of_mlx(settings: Settings) -> Generator[Finding, None, Mapping[str, int | str | None]]:
-    """Look at what computes, and give the models' sizes or problems, where it works."""
+def _check_mlx(settings: Settings) -> Generator[Finding, None, Mapping[str, int | str | None]]:
+    """Yield the findings of the device; return the models' sizes or problems, if mlx works."""
     try:
-        probe = checks.probe(settings.models)
+        probe = checks.run_probe(settings.models)
     except checks.MlxBroken as error:
         advice = "Install mlx for this machine afresh, or set GATEWAY_DEVICE=cpu."
         yield Finding("device", "fail", f"mlx does not work: {error}. {advice}")
         return {}
     yield Finding("device", "ok", f"mlx computes on {probe.device}.")
-    yield checks.blas(probe.device, probe.blas, probe.gflops, probe.blas_hint)
-    yield checks.compiler(probe.device, shutil.which("g++"))
-    yield checks.temporary(Path(tempfile.gettempdir()), probe.device)
+    yield checks.check_blas(probe.device, probe.blas, probe.gflops, probe.blas_hint)
+    yield checks.check_compiler(probe.device, shutil.which("g++"))
+    yield checks.check_temporary(Path(tempfile.gettempdir()), probe.device)
     sizes = {name: size for name, size in probe.sizes.items() if isinstance(size, int)}
-    yield checks.memory(probe.limit_bytes, sizes)
+    yield checks.check_memory(probe.limit_bytes, sizes)
     return probe.sizes
 
 
-def _of_models(
+def _check_models(
     catalog: Catalog, sizes: Mapping[str, int | str | None], settings: Settings
 ) -> Iterator[Finding]:
     from gateway.engine import hub as sources
@@ -140,7 +140,7 @@ def _of_models(
     yield Finding("models", "ok", f"{whole} of {len(catalog)} are on disk.")
     refusal = _refusal(missing[0], hub) if missing and hub.may_download else None
     ids = [spec.id for spec in missing]
-    yield checks.hub(ids, may_download=hub.may_download, refusal=refusal)
+    yield checks.check_hub(ids, may_download=hub.may_download, refusal=refusal)
 
 
 def _refusal(spec: ModelSpec, hub: "Hub") -> str | None:

@@ -36,7 +36,7 @@ def models(
 
 
 def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
-    """Tell whether a model is here, wholly or in part, and how much of it."""
+    """Return whether a model is on disk, wholly or in part, and its size there."""
     from gateway.engine import hub as sources
 
     try:

@@ -49,7 +49,7 @@ def pull(
 
 @contextmanager
 def _progress(name: str, total: int, fetched: Callable[[], int]) -> Iterator[None]:
-    """Show on a terminal's stderr how much is fetched of `total` bytes; anywhere else, nothing."""
+    """Show the download on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

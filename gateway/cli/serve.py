@@ -1,4 +1,4 @@
-"""serve: the gateway itself, from settings to the last byte of the drain."""
+"""`mlx-gateway serve`: the gateway itself, from settings to the last byte of the drain."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway import __version__, logs
-from gateway.cli._greeting import greeting, places
+from gateway.cli._greeting import find_places, write_greeting
 from gateway.errors import GatewayError, RegistryInvalid
 from gateway.registry import read_models
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logs.get("serve")
 
 BACKLOG = 2048
-SHUTDOWN_S = 10  # for models to be let go, after the drain, when nobody waits any more
+SHUTDOWN_S = 10  # to close the models, after the drain
 
 
 def serve(
@@ -35,11 +35,11 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks one.")] = None,
 ) -> None:
     """Serve the models of models.yaml."""
-    # A hangup that comes now would end us: it waits until it can be heard.
+    # A SIGHUP would end the process until there is a handler: it stays pending till then.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings({"models": models, "host": host, "port": port})
     logs.configure(settings.log_level, settings.log_format)
-    faulthandler.enable()  # a crash of native code tells where
+    faulthandler.enable()  # a crash of native code prints its traceback
     reading = read_models(settings.models, variables())
     if reading.problems:
         raise RegistryInvalid(list(reading.problems))
@@ -54,15 +54,15 @@ def serve(
     if backend.BLAS.hint is not None:
         log.warning("slow_blas", hint=backend.BLAS.hint)
     engines = mlx_engines(settings)
-    # What was imported stays: the garbage collector need not look at a hundred thousand objects
-    # again and again, in the middle of requests.
+    # Imported modules stay: the garbage collector need not traverse their hundred thousand objects
+    # again and again in the middle of requests.
     gc.collect()
     gc.freeze()
     asyncio.run(run(Gateway(settings, reading.catalog, engines), settings))
 
 
 async def run(gateway: "Gateway", settings: Settings) -> None:
-    """Serve until a signal says stop, then drain."""
+    """Serve until SIGTERM or SIGINT, then drain."""
     from hypercorn.asyncio import serve as hypercorn_serve
     from hypercorn.config import Config
     from hypercorn.utils import LifespanTimeoutError
@@ -83,7 +83,7 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
     async def until_drained() -> None:
         await stop.wait()
         log.info("draining")
-        reloading.cancel()  # nobody comes for what it would load
+        reloading.cancel()  # no request would use what it loads
         await gateway.drain()
 
     config = Config()
@@ -101,26 +101,26 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
     config.errorlog = None
     scheme = "https" if settings.tls_cert else "http"
     try:
-        with listening(settings.binds, scheme=scheme) as config.bind:
+        with listen(settings.binds, scheme=scheme) as config.bind:
             greeter = asyncio.create_task(_greet(gateway, settings, config.bind), name="greeting")
             await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)  # type: ignore[arg-type]
             greeter.cancel()
-    except LifespanTimeoutError as error:  # a call is stuck, and nothing else can end it
+    except LifespanTimeoutError as error:  # a call is stuck, and only exit ends it
         log.critical("stuck", error=str(error))
         faulthandler.dump_traceback()
         os._exit(os.EX_SOFTWARE)  # as for any stall
 
 
 async def _greet(gateway: "Gateway", settings: Settings, opened: Sequence[str]) -> None:
-    """Tell a terminal where we are, and what to ask, once all is at hand."""
+    """Print the greeting on a terminal once the preloaded models are ready."""
     if logs.is_console(settings.log_format):
-        where = places(opened)  # now: Hypercorn closes them when told to stop
+        where = find_places(opened)  # before the wait, in which Hypercorn may close them
         await gateway.is_preloaded.wait()
-        print(f"\n{greeting(where, gateway.loaded(), settings)}", file=sys.stderr, flush=True)
+        print(f"\n{write_greeting(where, gateway.loaded(), settings)}", file=sys.stderr, flush=True)
 
 
 async def _reload_at(hangup: asyncio.Event, gateway: "Gateway") -> None:
-    """Read models.yaml again at each SIGHUP; one that is wrong is logged, and changes nothing."""
+    """Reload models.yaml at each SIGHUP; a wrong file is logged and changes nothing."""
     while True:
         await hangup.wait()
         hangup.clear()
@@ -128,20 +128,20 @@ async def _reload_at(hangup: asyncio.Event, gateway: "Gateway") -> None:
             await gateway.reload()
         except GatewayError:  # the gateway has logged it
             pass
-        except Exception:  # whatever it was, the next one is heard
+        except Exception:  # the next SIGHUP is still handled
             log.exception("reload_failed")
 
 
 def _stop(stop: asyncio.Event) -> None:
-    """Drain at the first signal; at the second, exit now."""
+    """Start the drain at the first signal; exit at once at the second."""
     if stop.is_set():
         os._exit(1)
     stop.set()
 
 
 @contextlib.contextmanager
-def listening(binds: Sequence[str], *, scheme: str) -> Iterator[list[str]]:
-    """Open every bind, for Hypercorn to be given; sockets made in the file system go at the end."""
+def listen(binds: Sequence[str], *, scheme: str) -> Iterator[list[str]]:
+    """Listen on every bind; yield the binds for Hypercorn. Unix sockets are removed at exit."""
     with contextlib.ExitStack() as stack:
         opened = []
         for bind in binds:
@@ -158,7 +158,7 @@ def listening(binds: Sequence[str], *, scheme: str) -> Iterator[list[str]]:
 
 
 def _tcp_listener(bind: str, scheme: str) -> socket.socket:
-    """Listen on a host and port, and log which port 0 became."""
+    """Listen on a host and port, and log the port, which may have been 0."""
     host, _, port = bind.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -174,9 +174,9 @@ def _tcp_listener(bind: str, scheme: str) -> socket.socket:
 
 @contextlib.contextmanager
 def _unix_listener(path: Path) -> Iterator[socket.socket]:
-    """Listen on a path; its file is removed at the end, unless it is another's by then.
+    """Listen on a path, and remove its file at exit unless another process has replaced it.
 
-    A socket that a process left behind is replaced; one that somebody listens on is not.
+    A socket that a process left behind is replaced; one that a process listens on is an error.
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -193,15 +193,15 @@ def _unix_listener(path: Path) -> Iterator[socket.socket]:
         yield listener
     finally:
         with contextlib.suppress(OSError):
-            now = path.stat()  # the number of a file that is gone is soon another's
+            now = path.stat()  # inode numbers are reused, so compare the time too
             if os.path.samestat(now, made) and now.st_mtime_ns == made.st_mtime_ns:
                 path.unlink()
 
 
 def _is_answered(path: Path) -> bool:
-    """Return True if somebody listens on a socket's path."""
+    """Return True if a process listens on a socket's path."""
     with socket.socket(socket.AF_UNIX) as client:
-        client.setblocking(False)  # a queue of callers that is full is answered too
+        client.setblocking(False)  # a full backlog counts as answered
         try:
             client.connect(str(path))
         except ConnectionRefusedError:

@@ -32,13 +32,13 @@ class Finding:
 class Tolerance:
     """How much numbers may differ by rounding alone.
 
-    `logits`: the root mean square of a position's differences, in standard deviations. `apart`: the
-    length of two vectors' difference, as a share of the first's length. `tie_nats`: how much
-    likelier a token may be than the one chosen instead of it.
+    `logits`: the root mean square of a position's differences, in standard deviations.
+    `distance`: the length of two vectors' difference, as a share of the first's length.
+    `tie_nats`: how much likelier a token may be than the one chosen instead of it.
     """
 
     logits: float
-    apart: float
+    distance: float
     tie_nats: float
 
 
@@ -50,27 +50,29 @@ def tolerance(device: str, dtype: str, logits: float) -> Tolerance:
     two follow from `logits`: a difference of two logits is off by √2 times as much as one logit.
     """
     if (device, dtype) == ("cpu", "float32"):
-        return Tolerance(logits, apart=1e-3, tie_nats=1e-3)
-    return Tolerance(logits, apart=logits, tie_nats=math.sqrt(2) * STD_NATS * logits)
+        return Tolerance(logits, distance=1e-3, tie_nats=1e-3)
+    return Tolerance(logits, distance=logits, tie_nats=math.sqrt(2) * STD_NATS * logits)
 
 
-def judge_vectors(apart: float, texts: int, allowed: Tolerance) -> Finding:
+def judge_vectors(distance: float, texts: int, allowed: Tolerance) -> Finding:
     """Compare vectors with those of sentence-transformers."""
-    return _of_vectors("vectors", apart, texts, allowed, "those of sentence-transformers")
+    return _judge_distance("vectors", distance, texts, allowed, "those of sentence-transformers")
 
 
-def judge_texts_together(apart: float, texts: int, allowed: Tolerance) -> Finding:
+def judge_texts_together(distance: float, texts: int, allowed: Tolerance) -> Finding:
     """Compare the vectors of a batch with those of the same texts alone."""
-    return _of_vectors("batch", apart, texts, allowed, "the same texts alone")
+    return _judge_distance("batch", distance, texts, allowed, "the same texts alone")
 
 
-def _of_vectors(check: str, apart: float, texts: int, allowed: Tolerance, others: str) -> Finding:
-    is_close = apart <= allowed.apart  # False for NaN
+def _judge_distance(
+    check: str, distance: float, texts: int, allowed: Tolerance, others: str
+) -> Finding:
+    is_close = distance <= allowed.distance  # False for NaN
     return Finding(
         check,
         "ok" if is_close else "fail",
-        f"{texts} vectors are {apart:.1g} away from {others}; {allowed.apart:g} is allowed.",
-        {"texts": texts, "apart": apart, "allowed": allowed.apart},
+        f"{texts} vectors are {distance:.1g} away from {others}; {allowed.distance:g} is allowed.",
+        {"texts": texts, "apart": distance, "allowed": allowed.distance},
     )
 
 
@@ -111,16 +113,16 @@ class Parting:
     nats: float
 
 
-def find_parting(alone: Sequence[TokenLogprob], beside: Sequence[TokenLogprob]) -> Parting | None:
+def find_parting(alone: Sequence[TokenLogprob], batched: Sequence[TokenLogprob]) -> Parting | None:
     """Return where two answers part; None if they are the same."""
-    for i, (mine, theirs) in enumerate(zip(alone, beside, strict=False)):
+    for i, (mine, theirs) in enumerate(zip(alone, batched, strict=False)):
         if mine.chosen.bytes != theirs.chosen.bytes:
             likely = {each.bytes: each.logprob for each in mine.top}
             other = likely.get(theirs.chosen.bytes, -math.inf)
             return Parting(i, mine.chosen.logprob - other)
-    if len(alone) == len(beside):
+    if len(alone) == len(batched):
         return None
-    return Parting(min(len(alone), len(beside)), math.inf)
+    return Parting(min(len(alone), len(batched)), math.inf)
 
 
 def judge_greedy(

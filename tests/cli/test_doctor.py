@@ -129,62 +129,64 @@ def test_a_model_beyond_the_memory_that_is_set_is_a_warning(here: Path) -> None:
 
 def test_a_slow_cpu_is_told_what_to_install() -> None:
     """A GPU needs neither OpenBLAS nor g++."""
-    slow = checks.blas("cpu", "reference BLAS", 2.5, "Install it.")
+    slow = checks.check_blas("cpu", "reference BLAS", 2.5, "Install it.")
     assert slow == checks.Finding("blas", "warn", "Install it.")
-    assert checks.blas("metal", "mlx's own", 2e3, "Install it.").state == "ok"
-    assert "apt-get install g++" in checks.compiler("cpu", None).said
-    assert checks.compiler("cpu", "/usr/bin/g++").state == "ok"
-    assert checks.compiler("cuda", None).state == "ok"
+    assert checks.check_blas("metal", "mlx's own", 2e3, "Install it.").state == "ok"
+    assert "apt-get install g++" in checks.check_compiler("cpu", None).said
+    assert checks.check_compiler("cpu", "/usr/bin/g++").state == "ok"
+    assert checks.check_compiler("cuda", None).state == "ok"
 
 
 def test_two_builds_of_mlx_are_one_too_many() -> None:
     """Their files lie in the same places."""
-    found = checks.packages(["mlx", "mlx-cpu", "mlx-cuda-12", "mlx-lm", "numpy"])
+    found = checks.check_packages(["mlx", "mlx-cpu", "mlx-cuda-12", "mlx-lm", "numpy"])
     assert found.state == "warn"
     assert found.said.startswith("mlx-cpu and mlx-cuda-12 are both installed.")
-    assert checks.packages(["mlx", "mlx-cuda-12", "mlx-lm"]).state == "ok"
-    assert checks.packages(["mlx", "mlx-metal"]).state == "ok"
+    assert checks.check_packages(["mlx", "mlx-cuda-12", "mlx-lm"]).state == "ok"
+    assert checks.check_packages(["mlx", "mlx-metal"]).state == "ok"
 
 
 def test_a_model_beyond_memory_is_named() -> None:
     """The largest."""
     sizes = {"small": 1 * GB, "large": 5 * GB}
-    assert checks.memory(5 * GB, sizes).state == "ok"
-    assert checks.memory(4 * GB, sizes).said.startswith("large would hold 5.0 GB, and models may")
-    assert checks.memory(4 * GB, {}).state == "ok"
+    assert checks.check_memory(5 * GB, sizes).state == "ok"
+    assert checks.check_memory(4 * GB, sizes).said.startswith(
+        "large would hold 5.0 GB, and models may"
+    )
+    assert checks.check_memory(4 * GB, {}).state == "ok"
 
 
 def test_binds_of_every_kind_are_tried(tmp_path: Path) -> None:
     """A folder that is not there, an address of another machine, a name of none."""
-    assert checks.port(f"unix:{tmp_path}/gw.sock").state == "ok"
-    assert checks.port(f"unix:{tmp_path}/none/gw.sock").state == "fail"
-    assert checks.port("fd://3").state == "ok"
-    assert "GATEWAY_HOST" in checks.port("192.0.2.1:0").said
-    assert checks.port("nobody.invalid:0").state == "fail"
+    assert checks.check_port(f"unix:{tmp_path}/gw.sock").state == "ok"
+    assert checks.check_port(f"unix:{tmp_path}/none/gw.sock").state == "fail"
+    assert checks.check_port("fd://3").state == "ok"
+    assert "GATEWAY_HOST" in checks.check_port("192.0.2.1:0").said
+    assert checks.check_port("nobody.invalid:0").state == "fail"
 
 
 def test_a_shared_folder_for_compiled_code_is_a_warning(tmp_path: Path) -> None:
     """What lies there is run; a GPU compiles elsewhere."""
     tmp_path.chmod(0o1777)
-    assert checks.temporary(tmp_path, "cpu").state == "warn"
-    assert checks.temporary(tmp_path, "metal").state == "ok"
+    assert checks.check_temporary(tmp_path, "cpu").state == "warn"
+    assert checks.check_temporary(tmp_path, "metal").state == "ok"
     tmp_path.chmod(0o700)
-    assert checks.temporary(tmp_path, "cpu").state == "ok"
-    assert checks.temporary(tmp_path / "none", "cpu").state == "fail"
+    assert checks.check_temporary(tmp_path, "cpu").state == "ok"
+    assert checks.check_temporary(tmp_path / "none", "cpu").state == "fail"
 
 
 def test_few_open_files_are_few_clients() -> None:
     """macOS begins with 256."""
-    assert checks.files(256).state == "warn"
-    assert checks.files(65_536).state == "ok"
+    assert checks.check_files(256).state == "warn"
+    assert checks.check_files(65_536).state == "ok"
 
 
 def test_models_that_are_not_here_are_told_how_to_come() -> None:
     """By the first request, or by hand."""
-    assert checks.hub([], may_download=False, refusal=None).state == "ok"
-    found = checks.hub(["a", "b"], may_download=True, refusal=None)
+    assert checks.check_hub([], may_download=False, refusal=None).state == "ok"
+    found = checks.check_hub(["a", "b"], may_download=True, refusal=None)
     said = "a and 1 more: fetched at the first request, or by `mlx-gateway pull a`."
     assert found == checks.Finding("hub", "ok", said)
-    found = checks.hub(["a"], may_download=False, refusal=None)
+    found = checks.check_hub(["a"], may_download=False, refusal=None)
     assert found.state == "warn"
     assert "GATEWAY_AUTO_PULL is off" in found.said

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli._greeting import Place, greeting
+from gateway.cli._greeting import Place, write_greeting
 from gateway.registry import ModelSpec, load_catalog
 from tests.checkpoints import write_chat
 from tests.processes import ROOT, command, environment
@@ -161,7 +161,7 @@ def shipped() -> list[ModelSpec]:
 
 def test_the_greeting_asks_the_chat_model_on_board() -> None:
     """Of all that are in the shipped models.yaml."""
-    said = greeting([Place("127.0.0.1", 8000)], shipped(), settings())
+    said = write_greeting([Place("127.0.0.1", 8000)], shipped(), settings())
     body = '{"model": "smollm2-135m", "messages": [{"role": "user", "content": '
     assert f"curl http://127.0.0.1:8000/v1/chat/completions -d '{body}" in said
 
@@ -177,7 +177,7 @@ def test_the_greeting_asks_the_chat_model_on_board() -> None:
 )
 def test_the_greeting_names_an_address_that_answers(host: str, shown: str) -> None:
     """Not the one that stands for all of them; and a Host that is let in."""
-    said = greeting([Place(host, 80)], shipped(), settings(allow_unauthenticated=True))
+    said = write_greeting([Place(host, 80)], shipped(), settings(allow_unauthenticated=True))
     assert f"curl {shown}" in said
 
 
@@ -185,9 +185,9 @@ def test_the_greeting_without_a_chat_model_asks_for_an_embedding() -> None:
     """And without any model it says so."""
     (embedder, *_) = (spec for spec in shipped() if spec.kind == "embedding")
     place = Place("127.0.0.1", 1)
-    assert "/v1/embeddings -d" in greeting([place], [embedder], settings())
-    assert "curl" not in greeting([place], [], settings())
-    assert "curl" not in greeting([], [embedder], settings())
+    assert "/v1/embeddings -d" in write_greeting([place], [embedder], settings())
+    assert "curl" not in write_greeting([place], [], settings())
+    assert "curl" not in write_greeting([], [embedder], settings())
 
 
 @needs_curl

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from gateway.cli.serve import listening
+from gateway.cli.serve import listen
 from tests.checkpoints import write_chat
 from tests.processes import command, environment, started
 
@@ -192,7 +192,7 @@ async def test_a_socket_that_is_listened_on_is_not_taken(tmp_path: Path) -> None
 def test_a_socket_that_is_another_s_by_now_is_left(tmp_path: Path) -> None:
     """Somebody removed ours and made their own."""
     path = tmp_path / "gw.sock"
-    with listening([f"unix:{path}"], scheme="http") as (bind,):
+    with listen([f"unix:{path}"], scheme="http") as (bind,):
         os.close(int(bind.removeprefix("fd://")))
         path.unlink()
         with socket.socket(socket.AF_UNIX) as other:

@@ -10,7 +10,7 @@ from gateway.doctor.findings import Parting, Tolerance, find_parting, tolerance
 from gateway.engine.generation.self_test import BOUNDS
 from gateway.jobs import Likelihood, TokenLogprob, Verdict
 
-EXACT = Tolerance(logits=1e-2, apart=1e-3, tie_nats=1e-3)
+EXACT = Tolerance(logits=1e-2, distance=1e-3, tie_nats=1e-3)
 
 
 def token(text: str, logprob: float = -0.1, **others: float) -> TokenLogprob:
@@ -28,7 +28,7 @@ def test_float32_on_a_cpu_is_held_to_next_to_nothing() -> None:
     }
     assert [round(each, 2) for each in ties.values()] == [0.05, 0.15, 0.49]
     assert tolerance("cpu", "bfloat16", 0.1) == tolerance("cuda", "bfloat16", 0.1)
-    assert tolerance("metal", "float16", 3e-2).apart == 3e-2
+    assert tolerance("metal", "float16", 3e-2).distance == 3e-2
 
 
 def test_vectors_at_the_bound_pass_and_beyond_it_fail() -> None:

@@ -24,7 +24,7 @@ from tests.doctor.engines import Embedder, Writer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MB = 1 << 20
-EXACT = Tolerance(logits=1e-2, apart=1e-3, tie_nats=1e-3)
+EXACT = Tolerance(logits=1e-2, distance=1e-3, tie_nats=1e-3)
 
 
 def steady() -> int:
