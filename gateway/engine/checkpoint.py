@@ -41,9 +41,7 @@ class Tensor:
 
 
 class Listing(Protocol):
-    """What a model's files say before the weights are read; the same for a folder and a
-    GGUF file.
-    """
+    """What a model's files say of it before its weights are read: a folder or a GGUF file."""
 
     def failed(self, reason: str) -> ModelLoadFailed:
         """Return the error that says why this model cannot be loaded."""
@@ -238,9 +236,7 @@ def read_in_slices(
 
 
 def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
-    """Turn a loader in steps, whose last step yields the engine, into one that returns the
-    engine.
-    """
+    """Turn a loader in steps, the last of which yields the engine, into one that returns it."""
 
     def load(*args: P.args, **kwargs: P.kwargs) -> T:
         return next(engine for engine in steps(*args, **kwargs) if engine is not None)
@@ -249,9 +245,7 @@ def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
 
 
 def slices(arrays: Iterable[mx.array], most_bytes: int) -> Iterator[list[mx.array]]:
-    """Cut arrays, in their order, into lists of at most so many bytes; a larger array is a list
-    alone.
-    """
+    """Cut arrays, in order, into lists of at most so many bytes; a larger array is alone."""
     some: list[mx.array] = []
     room = most_bytes
     for array in arrays:

@@ -67,9 +67,7 @@ class HubFile:
 
 
 def room_needed(files: Iterable[HubFile], blobs: Path) -> int:
-    """Count the bytes still to be fetched of the large files; parts already fetched are
-    subtracted.
-    """
+    """Count the bytes of large files still to be fetched, less what is partly there."""
     large = [file for file in files if file.sha256]
     return sum(max(0, file.size - _fetch_url(file, blobs)) for file in large)
 
@@ -208,9 +206,7 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if a folder has a configuration and every file of its weights. A file
-    always has.
-    """
+    """Return True for a file, and for a folder with a configuration and all its weights."""
     if is_gguf(folder.name):
         return folder.is_file()
     if not (folder / "config.json").is_file():

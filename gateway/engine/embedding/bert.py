@@ -150,8 +150,9 @@ class Config:
 
 
 def modern_name(name: str) -> str:
-    """Return the current name of a weight: checkpoints from before 2019, such as bert-base-uncased,
-    have older ones.
+    """Return the current name of a weight.
+
+    Checkpoints from before 2019, such as bert-base-uncased, have older ones.
     """
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if name.endswith(f"LayerNorm{old}"):

@@ -42,9 +42,7 @@ class Decoder:
             raise checkpoint.failed(f"its hidden states have shape {probed}")
 
     def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
-        """Yield the hidden states. `mask` is not needed: a causal model's tokens do not see later
-        ones.
-        """
+        """Yield the hidden states. `mask` is not needed: no token sees those after it."""
         yield self._hidden(tokens)
 
     def parameters(self) -> list[mx.array]:

@@ -72,9 +72,7 @@ def _runs(lengths: Sequence[int], cost: int) -> list[int]:
 def in_step(
     passes: Sequence[Iterator[mx.array]], streams: Sequence[mx.Stream]
 ) -> Iterator[list[mx.array]]:
-    """Advance all passes, which have equally many layers, by one layer at a time, each on its
-    stream.
-    """
+    """Advance all passes, equal in layers, by one layer at a time, each on its stream."""
     while True:
         states: list[mx.array] = []
         for one, stream in zip(passes, cycle(streams), strict=False):
@@ -148,9 +146,7 @@ class EmbeddingEngine:
         return self.tokenizer.encode(texts)
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise as far as `truncate` keeps; more ids than `max_tokens` only show that there were
-        more.
-        """
+        """Tokenise as far as `truncate` keeps. More ids than `max_tokens` mean a longer text."""
         return self.tokenizer.encode_start(texts, self.max_tokens)
 
     def truncate(self, tokens: Sequence[int]) -> list[int]:

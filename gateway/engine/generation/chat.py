@@ -91,7 +91,7 @@ class ChatTokenizer:
         self._reasoning = reasoning
         words = [*reasoning.marks, *(tools.words if tools else ())]
         self._marks = Marks(self.backend.get_added_tokens_decoder(), words)
-        if self._is_harmony:  # a message's end is not the answer's
+        if self._is_harmony:  # the end of a message does not end the answer
             self.eos_ids = (self.eos_ids | self._ids(STOPS)) - self._ids(("<|end|>", "<|eom|>"))
 
     @property
@@ -202,7 +202,9 @@ class ChatTokenizer:
         Most templates read `enable_thinking`; Granite's and DeepSeek's read `thinking`; gpt-oss has
         three levels of thinking and cannot turn it off.
         """
-        if self._wrapper._chat_template is not None:  # a program, which takes its own words alone
+        if (
+            self._wrapper._chat_template is not None
+        ):  # a program, which takes only its own arguments
             return arguments
         asked = arguments.get("enable_thinking")
         if self._is_harmony:
@@ -214,7 +216,7 @@ class ChatTokenizer:
             return arguments
         if asked is not None:
             return {"thinking": asked, **arguments}
-        # mlx-lm says so of the families that it knows.
+        # mlx-lm's wrapper has this for the families that it knows.
         return {"enable_thinking": True, **arguments} if self._reasoning.starts else arguments
 
     @property
@@ -247,7 +249,7 @@ class ChatTokenizer:
         """Return what tracks, by its tokens, whether a sequence is thinking."""
         spell, pattern = self._spell, self._marks.pattern
         if self._is_harmony:
-            # A call ends the answer, too, where it may be one.
+            # A call ends the answer too, if calls are allowed.
             may_call = job.calling is not None and not job.calling.forced
             return Thinking(
                 spell,
@@ -397,7 +399,7 @@ def chat_tokenizer(
     """
     if chat_template is not None:
         wrapper.chat_template = chat_template
-        wrapper._chat_template = None  # a program of mlx-lm's, which would come before it
+        wrapper._chat_template = None  # a program of mlx-lm's, which would take precedence
     if not (wrapper.has_chat_template or chat_template):
         raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
     template = ChatTemplate(wrapper, sandbox)

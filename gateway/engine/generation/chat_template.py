@@ -97,9 +97,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the arguments with which mlx-lm 0.32 and transformers 5.23 call
-        `render_jinja_template`.
-        """
+        """Return the arguments of mlx-lm 0.32 and transformers 5.23 to `render_jinja_template`."""
         wrapper = self._wrapper
         given = dict(arguments)
         if wrapper._thinking_kwarg != "enable_thinking" and "enable_thinking" in given:

@@ -83,9 +83,7 @@ class DecodeBatch:
         _launch([layer.state for layer in self.cache])
 
     def take(self, index: int) -> "DecodeBatch":
-        """Return a copy of one sequence with its next token. It stays here too until it is
-        dropped.
-        """
+        """Return a copy of one sequence with its next token; it stays here until dropped."""
         row = self.rows[index]
         # Other sequences' logprobs would be taken for newer ones once this one is back.
         scores = [
@@ -130,9 +128,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """The next token of a sequence, on the host; `is_finite` is False if its logits were no
-    numbers.
-    """
+    """The next token of a sequence, on the host; `is_finite` if its logits were numbers."""
 
     row: Sequence
     token: int

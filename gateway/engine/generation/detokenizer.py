@@ -40,9 +40,7 @@ class Vocabulary:
         self.bytes = lru_cache(maxsize=65_536)(self._bytes)
 
     def encode(self, text: str, plain_from: int) -> list[int]:
-        """Return the ids of a text. From the character `plain_from` on, control tokens count as
-        letters.
-        """
+        """Return a text's ids. From the character `plain_from` on, control tokens are letters."""
         # As a batch: only tokenizers' batch calls release the GIL.
         (encoded,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
         added = self.tokenizer.get_added_tokens_decoder()
@@ -53,9 +51,7 @@ class Vocabulary:
         return ids
 
     def _letters(self, content: str) -> list[int]:
-        """Return the ids that spell a control token letter by letter: the pipeline without added
-        tokens.
-        """
+        """Return the ids that spell a control token, from the pipeline without added tokens."""
         tokenizer = self.tokenizer
         text = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
         split = tokenizer.pre_tokenizer
@@ -136,9 +132,7 @@ class Detokenizer:
         )
 
     def _restart(self) -> str:
-        """Return the text of the tokens held back, with a new stream: the old one is of no use any
-        more.
-        """
+        """Begin a new stream; return the text of the tokens held back."""
         self._stream = self._new_stream()
         return self._flush_held()
 

@@ -445,9 +445,7 @@ class GenerationEngine:
         return DecodeBatch(rows, cache, choice.tokens, finite, scores, doubts)
 
     def _redraw_unsure(self, running: DecodeBatch) -> bool:
-        """Draw again where the window lacked tokens that the filters keep; return whether
-        any was.
-        """
+        """Draw again where the window was too small; return whether any was."""
         has_mended = False
         while running.doubts:
             doubt = running.doubts.pop()

@@ -40,9 +40,7 @@ class Marks:
         self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def spelled(self, token: int) -> str | None:
-        """Return a mark as it is spelled in the text of an answer; None for a token that is
-        text.
-        """
+        """Return a mark as spelled in the text of an answer; None for a token that is text."""
         return self._spelled.get(token)
 
     def pattern(self, mark: str) -> str:

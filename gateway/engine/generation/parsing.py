@@ -176,9 +176,7 @@ class Parser:
         return marks
 
     def _to_parts(self, held: str, *, is_call: bool = False) -> list[OutputPart]:
-        """Return text as parts of the current kind; a call that could not be read shows its tokens
-        too.
-        """
+        """Return text as parts of the current kind; a call that was not read shows its tokens."""
         text = spell_out(held) if is_call else strip_marks(held)
         if self._is_fresh and not is_call:
             text = text.lstrip()

@@ -182,9 +182,7 @@ class Prefill:
         return min(budget, self._most_scored) if row.scores_prompt else budget
 
     def _count_known(self, row: Sequence) -> int:
-        """Count the tokens of a sequence that need not be read: none if its prompt is to be
-        scored.
-        """
+        """Count the tokens that need not be read: none if the prompt is to be scored."""
         if row.scores_prompt:
             return 0
         return self._prefixes.count_known(row.context[:-1])
@@ -243,14 +241,14 @@ class Prefill:
             caches.append(cache or make_prompt_cache(self._model))
             prompts.append(prompt[known:])
         model = Scorer(self._model, rows) if rows[0].scores_prompt else self._model
-        batch = (
+        lm_batch = (
             Alone(model, caches[0])
             if self.is_plain
             else PromptProcessingBatch(
                 model, [row.id for row in rows], caches, prefill_step_size=max(budget, 1)
             )
         )
-        return PrefillBatch(rows, batch, prompts, [row.cached_tokens for row in rows])
+        return PrefillBatch(rows, lm_batch, prompts, [row.cached_tokens for row in rows])
 
     def _chunk_end(self, batch: PrefillBatch, budget: int) -> int:
         """Return how far to read now: to the end of a block where prefixes are kept only there."""
@@ -266,8 +264,6 @@ class Prefill:
 
 
 def _alike(one: Sequence, other: Sequence) -> bool:
-    """Return True if two sequences may share a batch: both scored or neither, and to the
-    same end.
-    """
+    """Return True if two sequences may share a batch: equally scored, to the same end."""
     ends = [row.job.max_tokens == 0 for row in (one, other)]
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]

@@ -77,9 +77,7 @@ def _complete(sampling: Sampling, own: Mapping[str, float]) -> Sampling:
 
 
 def _sampling_of_choice(sampling: Sampling, index: int) -> Sampling:
-    """Return the sampling of choice `index`: the first has the caller's seed, the others one of
-    their own.
-    """
+    """Return the sampling of choice `index`: only the first has the caller's own seed."""
     if sampling.seed is None or index == 0:
         return sampling
     return replace(sampling, seed=sampling.seed + index)

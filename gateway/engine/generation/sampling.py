@@ -37,9 +37,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Adjustments:
-    """The changes that one sequence makes to some of its logits: each token's bias and
-    penalties.
-    """
+    """One sequence's changes to some of its logits: each token's bias and penalties."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int]) -> None:
         self._sampling = sampling
@@ -261,9 +259,7 @@ def _draw_from_all(
 def _draw_in_window(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float], window: int
 ) -> tuple[mx.array, mx.array]:
-    """Draw from the `window` likeliest tokens; return, too, which rows' windows hold all that is
-    kept.
-    """
+    """Draw from the `window` likeliest tokens; return also which windows hold all that is kept."""
     asked = [sampler.sampling for sampler in samplers]
     ids = _likeliest(logits, window)
     values = mx.take_along_axis(logits, ids, axis=-1)

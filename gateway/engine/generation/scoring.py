@@ -74,9 +74,7 @@ class Scorer:
         counts: abc.Sequence[int],
         wanted: abc.Sequence[int],
     ) -> None:
-        """Append the scores to the sequences: `counts` tokens each, one sequence after the
-        other.
-        """
+        """Append the scores to the sequences, `counts` tokens each, in order."""
         scores = score(logits, mx.array(targets), range(len(targets)), max(wanted))
         chosen: Any = scores.chosen.tolist()
         ids: Any = scores.ids.tolist()

@@ -22,9 +22,7 @@ from gateway.jobs import (
 
 @dataclass(slots=True)
 class OutputProcessor:
-    """Turns the tokens of a sequence into parts: detokenises, parses, and scans for stop
-    strings.
-    """
+    """Turns a sequence's tokens into parts: detokenises, parses, scans for stop strings."""
 
     decoder: Detokenizer
     parser: AnswerParser
@@ -66,9 +64,7 @@ class OutputProcessor:
         return [*parts, OutputPart(text=rest)]
 
     def take_logprobs(self, *, is_last: bool) -> abc.Sequence[TokenLogprob]:
-        """Return the logprobs of tokens whose text is out. Those of a stop string are never
-        returned.
-        """
+        """Return the logprobs of tokens whose text is out, never those of a stop string."""
         every = is_last and not self.stops.is_stopped
         ready = [(start, each) for start, each in self._pending if every or start < self._shown]
         self._pending = self._pending[len(ready) :]
@@ -112,9 +108,7 @@ def _cut_text(logprob: TokenLogprob, length: int) -> TokenLogprob:
 
 
 class Sequence:
-    """One answer of the engine, made from its `SequenceParams`. Its tokens are appended in
-    order.
-    """
+    """One answer being written, made from its `SequenceParams`."""
 
     def __init__(
         self,
@@ -172,9 +166,7 @@ class Sequence:
         return SequenceDelta(self.id, finish_reason="length", cached_tokens=cached, prompt=prompt)
 
     def _echo(self) -> EchoedPrompt | None:
-        """Return the prompt if it is to be echoed. Raises ValueError for logprobs that are not
-        numbers.
-        """
+        """Return the prompt if it is echoed. Raises ValueError for logprobs that are NaN."""
         if self.job.echoed is None:
             return None
         if any(math.isnan(each.chosen.logprob) for each in self.prompt_logprobs):
@@ -255,9 +247,7 @@ class Sequence:
     def to_deltas(
         self, ended: FinishReason | None, scores: TokenScores | None
     ) -> list[SequenceDelta]:
-        """Return the deltas that the newest token makes certain; the last one has the finish
-        reason.
-        """
+        """Return the deltas that the newest token makes certain; the last has the finish reason."""
         if self._matcher is not None and self._matcher.error is not None:
             return [SequenceDelta(self.id, error=f"its grammar broke: {self._matcher.error}")]
         token = self.tokens[-1]

@@ -86,9 +86,7 @@ class GgufCheckpoint:
         return listed
 
     def widen_types(self) -> Widened | None:
-        """Return the cost of the types that no device can hold quantised; None if there are
-        none.
-        """
+        """Return the cost of types that no device can hold quantised; None if there are none."""
         grown = [
             name
             for name in self.places

@@ -20,9 +20,7 @@ GROUP: Final = 32  # the smallest that MLX packs
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Decoded blocks. `codes` are (blocks, groups, weights of a group), `scale` and `bias` (blocks,
-    groups).
-    """
+    """Decoded blocks: `codes`, (blocks, groups, weights), `scale` and `bias`, (blocks, groups)."""
 
     codes: npt.NDArray[Any]
     scale: Floats

@@ -255,9 +255,7 @@ class _Schemas:
     refusals: dict[str, BadRequest] = field(default_factory=dict)
 
     def __call__(self, schema: schemas.Schema) -> CompiledGrammar:
-        """Compile a form, after those of its patterns that only decoding would show to be too
-        large.
-        """
+        """Compile a form, after those of its patterns that decoding may find to be too large."""
         for large in repeats_much(schema):
             self._alone(large)
         return self._alone(schema)
@@ -276,9 +274,7 @@ class _Schemas:
 
 
 def _check_lark(source: str, bounds: Bounds) -> None:
-    """Raise BadRequest for what a grammar could produce and the answer's text would not show, or
-    what we would ignore.
-    """
+    """Raise BadRequest for what the answer's text would not show, or what we would ignore."""
     if open_at := next(filter(is_open, LARK_TEXT.finditer(source)), None):
         raise _refusal(f"The grammar has a text or a regex without an end: {open_at[0][:64]}")
     if found := _LARK_SPECIAL.search(without_texts(source)):

@@ -148,9 +148,7 @@ class _Resource:
 
 @dataclass(slots=True)
 class _Document:
-    """A schema's resources, its references with the resource that each stands in, and its
-    subschemas.
-    """
+    """A schema's resources, references (with the resource of each) and subschemas."""
 
     root: Node
     by_uri: dict[str, _Resource | None] = field(default_factory=dict)
@@ -158,9 +156,7 @@ class _Document:
     seen: set[int] = field(default_factory=set)
 
     def pointer(self, ref: str, source: _Resource) -> str:
-        """Return the target of a reference by pointer, anchor or address; itself if it
-        leads out.
-        """
+        """Return the target of a reference: a pointer, anchor or address; itself if outside."""
         address, _, fragment = ref.partition("#")
         resource = self.by_uri.get(urljoin(source.uri, address)) if address else source
         if resource is None:

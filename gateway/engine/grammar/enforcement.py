@@ -35,9 +35,7 @@ class Held:
 
 @dataclass(slots=True)
 class _Holder:
-    """One pass over a schema. `tighten` closes an alternative of a `oneOf`, if any may be
-    closed.
-    """
+    """One pass over a schema. `tighten` closes alternatives of a `oneOf`, if any may be."""
 
     root: Schema
     tighten: Tighten | None
@@ -158,9 +156,7 @@ class _Holder:
         return found
 
     def _counted(self, node: Node, place: str) -> Node:
-        """Bound the number of properties as llguidance can: if none that is declared is
-        optional.
-        """
+        """Bound the number of properties as llguidance can: if no declared one is optional."""
         least, most = node.get("minProperties", 0), node.get("maxProperties")
         required = node.get("required", ())
         optional = [name for name in node.get("properties", {}) if name not in required]
@@ -190,9 +186,7 @@ class _Holder:
 
 
 def find_live(root: Schema) -> set[int]:
-    """Return the ids of the subschemas that an answer may be held to: some definitions are
-    unused.
-    """
+    """Return the ids of subschemas that can apply to an answer: some definitions never do."""
     todo, found = [root], set[int]()
     while todo:
         node = todo.pop()

@@ -25,9 +25,7 @@ _BOUNDS: Final = (
 def suspects(
     schema: Schema, found: str, compiled: Callable[[Schema], object], until: float
 ) -> Leaves:
-    """Guess, from the compiler's message, which keywords it could not take; in time, or too
-    many.
-    """
+    """Guess which keywords the compiler could not take; past the deadline, too many."""
     leaves = set[tuple[int, str]]()
     if "egex" in found or "look" in found or "expressions" in found:
         broken: dict[str, bool] = {}

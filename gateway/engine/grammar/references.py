@@ -30,9 +30,7 @@ class Target:
 
 
 def check_path(root: Schema, most: int = MAX_PATH) -> None:
-    """Raise BadRequest for a schema that leads through more than `most` subschemas, each entered
-    once.
-    """
+    """Raise BadRequest for a path through more than `most` subschemas, each entered once."""
     if isinstance(root, dict) and (found := longest_path(root)) > most:
         raise refusal(
             f"The JSON Schema leads through {found} subschemas, one inside the other or by `$ref`; "

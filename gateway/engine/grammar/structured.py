@@ -101,9 +101,7 @@ class Structured:
         return replace(grammar, unenforced=tuple(unenforced))
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar. Slow, and safe on any thread. Raises BadRequest saying what is
-        wrong.
-        """
+        """Compile a grammar. Slow, safe on any thread. Raises BadRequest saying what is wrong."""
         if self._tokenizer is None:
             raise BadRequest(
                 "This model's answers cannot be held to a schema, a grammar or a required tool: "
