@@ -16,7 +16,7 @@ from gateway.wire import embeddings as wire
 
 async def answer(service: Service, request: Request) -> Response:
     """Answer with a vector for every input."""
-    with service.arrivals.expected() as arrival:
+    with service.arrivals.expect() as arrival:
         return await _answer(service, request, arrival)
 
 

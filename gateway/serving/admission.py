@@ -1,6 +1,6 @@
-"""Who may wait for a model: so many requests and so many tokens, each until its deadline.
+"""Bounds on the requests and tokens that wait for a model, each until its deadline.
 
-And who is on the way: requests being read or tokenised, so that a burst can be waited for.
+Also the arrivals: requests being read or tokenised, so that a batcher can wait for a burst.
 """
 
 import asyncio
@@ -15,26 +15,26 @@ from gateway.jobs import Caller, Stage
 
 
 class Arrival:
-    """One request on its way, until it waits in a queue, or is answered without."""
+    """A request on its way, until it is queued or answered without."""
 
     def __init__(self, arrivals: "Arrivals") -> None:
         self._arrivals = arrivals
 
     def over(self) -> None:
-        """Note that it has arrived, or never will. The second call does nothing."""
+        """Note that it has arrived, or never will. A second call does nothing."""
         self._arrivals._over(self)
 
 
 class Arrivals:
-    """Those on their way, in the order they came."""
+    """Requests that are on their way, in order of arrival."""
 
     def __init__(self) -> None:
         self._since: dict[Arrival, float] = {}
         self._changed = asyncio.Event()
 
     @contextlib.contextmanager
-    def expected(self) -> Iterator[Arrival]:
-        """Announce a request while entered, unless it is over sooner."""
+    def expect(self) -> Iterator[Arrival]:
+        """Count a request as on its way while entered, unless it is over sooner."""
         arrival = Arrival(self)
         self._since[arrival] = metrics.now()
         try:
@@ -44,24 +44,26 @@ class Arrivals:
 
     @property
     def count(self) -> int:
-        """Count those on their way."""
+        """Return how many requests are on their way."""
         return len(self._since)
 
     @property
     def newest_age_s(self) -> float | None:
-        """Tell how long ago the newest of them came; None when there is none."""
+        """Return the seconds since the newest of them came, or None if there is none."""
         newest = next(reversed(self._since.values()), None)
         return None if newest is None else metrics.now() - newest
 
-    async def looked(self) -> None:
-        """Let those be counted whose bytes are here already, unread: a socket, its reader and the
-        request take a round of the loop each. A burst of ten was cut in two a quarter of the time.
+    async def yield_to_loop(self) -> None:
+        """Yield three times, so that requests whose bytes have arrived are counted.
+
+        Socket, reader and handler each need one iteration of the loop. Without this, a burst of
+        ten was cut in two a quarter of the time.
         """
         for _ in range(3):
             await asyncio.sleep(0)
 
-    async def changed(self, timeout_s: float) -> None:
-        """Wait until another one is over, at most so long."""
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Wait until another one is over, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -79,17 +81,17 @@ NO_BOUND: Final = 2**62
 
 
 def retry_after_s(waiting: float, finished: float, seconds: float) -> float:
-    """Tell a caller who is refused when to come back: when what waits will have been served.
+    """Return the seconds that a queue needs to drain, between LEAST_RETRY_S and MOST_RETRY_S.
 
-    `finished` of it were, in the last `seconds`. One more is taken to be about to finish: so a
-    queue of which nothing is known yet says soon, and one that nothing leaves says ever later.
+    `finished` of it were served in the last `seconds`. One more counts as about to finish, so
+    that the time of a new queue is short, and that of one that is stuck grows.
     """
     drained_s = waiting * seconds / (finished + 1)
     return min(MOST_RETRY_S, max(LEAST_RETRY_S, drained_s))
 
 
 class Bounded:
-    """How much is held of what is bounded, and how fast it has been let go of late."""
+    """An amount that is bounded, and the recent rate at which it is released."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = metrics.now) -> None:
         self.held = 0
@@ -99,21 +101,21 @@ class Bounded:
         self._since = 0.0
 
     def has_room(self, amount: int) -> bool:
-        """Tell whether so much more may be held; anything may alone."""
+        """Return True if `amount` more may be held. If nothing is held, any amount may."""
         return self.held == 0 or self.held + amount <= self.limit
 
     def hold(self, amount: int) -> None:
-        """Hold so much more. Time in which nothing was held says nothing of how fast it goes."""
+        """Hold `amount` more. Time in which nothing was held does not count for the rate."""
         if self.held == 0:
             self.begin()
         self.held += amount
 
     def begin(self) -> None:
-        """Measure from now on."""
+        """Start measuring the rate."""
         self._since, self._finished = self._clock(), 0.0
 
     def let_go(self, amount: int) -> None:
-        """Let go of so much; what went long ago is forgotten by halves."""
+        """Release `amount`. Older releases count by half and less."""
         self.held -= amount
         self._finished += amount
         if (age_s := self._clock() - self._since) > WINDOW_S:
@@ -121,12 +123,12 @@ class Bounded:
             self._finished /= 2
 
     def retry_after_s(self) -> float:
-        """Tell how long all that is held will take to go, in seconds, within bounds."""
+        """Return the seconds until all that is held will be released, within bounds."""
         return retry_after_s(self.held, self._finished, self._clock() - self._since)
 
 
 class Noun(StrEnum):
-    """What is bounded: it is told so to who is refused."""
+    """What is bounded, as the error message names it."""
 
     REQUESTS = "requests"
     CHOICES = "choices"
@@ -141,8 +143,8 @@ _GAUGES = {
 
 
 class Admission:
-    """Counts what a model's requests hold of one thing, waiting and running, and refuses those
-    beyond `limit` of it. A request that is alone may hold any amount.
+    """A bound on one thing that a model's requests hold, waiting and running. Requests beyond
+    `limit` are refused, but one that is alone may hold any amount.
     """
 
     def __init__(self, model: str, noun: Noun, limit: int) -> None:
@@ -152,13 +154,13 @@ class Admission:
         self._gauge = metrics.of(_GAUGES[noun], model)
 
     @contextlib.contextmanager
-    def admitted(
+    def admit(
         self, amount: int = 1, retry_after_s: float | None = None, *, is_more: bool = False
     ) -> Iterator[None]:
-        """Hold so much while entered; raises Overloaded where there is no room.
+        """Hold `amount` while entered. Raises Overloaded if there is no room.
 
-        Who is refused is to come back when all that is held will have gone, or in
-        `retry_after_s`. A request that holds some already and wants more leaves others half.
+        `Retry-After` is the time the queue needs to drain, unless `retry_after_s` is given. A
+        request that holds some already (`is_more`) leaves half of the limit to others.
         """
         bounded = self._bounded
         is_greedy = is_more and 2 * (bounded.held + amount) > bounded.limit
@@ -179,7 +181,7 @@ class Admission:
 
     @property
     def limit(self) -> int:
-        """Return how much may be held. A lower one holds for those to come."""
+        """Return how much may be held. A lower limit applies to new requests."""
         return self._bounded.limit
 
     @limit.setter
@@ -187,26 +189,26 @@ class Admission:
         self._bounded.limit = limit
 
     def begin(self) -> None:
-        """Measure how fast they go from now on: until now they could not."""
+        """Start measuring the rate, as nothing could be released until now."""
         self._bounded.begin()
 
 
 @contextlib.asynccontextmanager
 async def until_deadline(caller: Caller) -> AsyncIterator[None]:
-    """End what is inside at the caller's deadline; raises DeadlineExceeded then."""
+    """Cancel the body at the caller's deadline and raise DeadlineExceeded."""
     limit = asyncio.timeout(caller.deadline - metrics.now())
     try:
         async with limit:
             yield
     except TimeoutError:
-        if not limit.expired():  # another's, a disk's say
+        if not limit.expired():  # of something else, such as a disk
             raise
         raise DeadlineExceeded(caller.allowed_s) from None
 
 
 @contextlib.asynccontextmanager
 async def waiting_for_load(caller: Caller) -> AsyncIterator[None]:
-    """Wait for a model to be loaded, inside, until the caller's deadline."""
+    """Time the body as loading, and cancel it at the caller's deadline."""
     started = metrics.now()
     caller.timings.stage = Stage.LOAD
     try:

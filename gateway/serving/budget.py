@@ -1,4 +1,4 @@
-"""How many bytes models and their rows may hold, who holds them, and who gives way."""
+"""The bytes that models and their rows may hold, and those they do."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 class Budget:
     """Bytes to share out: a model's weights have one share, its rows another.
 
-    It is counted here and refused elsewhere: who wants more than `free_bytes` waits for a `listen`
-    to tell of more, or asks `Room.clear` to make room.
+    Bytes are counted here and refused elsewhere: who needs more than `free_bytes` waits for a call
+    of its listener, or asks `Room.clear` to make room.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -18,47 +18,47 @@ class Budget:
 
     @property
     def free_bytes(self) -> int:
-        """Count what nobody holds; below 0 when models turned out larger than they seemed."""
+        """Return the bytes not held; below 0 if models turned out larger than they seemed."""
         return self.limit_bytes - self._held_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """Count what a new row may take: what is free, and not for a model that waits for it."""
+        """Return the bytes that a new row may take: free, and not claimed for a waiting model."""
         return self.free_bytes - self.claimed_bytes
 
     def claim(self, nbytes: int) -> None:
-        """Keep so many of the free bytes, those to come too, for a model that waits."""
+        """Reserve bytes, free now or later, for a model that waits."""
         was, self.claimed_bytes = self.claimed_bytes, nbytes
         if nbytes < was:
             self.announce()
 
     def share(self) -> "Share":
-        """Give a share, which holds nothing yet."""
+        """Return a new share, which holds nothing yet."""
         return Share(self)
 
     def listen(
         self, changed: Callable[[], None], wanted: Callable[[], None] = lambda: None
     ) -> None:
-        """Have `changed` called whenever bytes come back, or might: somebody has become idle; and
-        `wanted` when those that only save time, kept prefixes, are to be given back.
+        """Call `changed` whenever bytes come back, or might because a model became idle, and
+        `wanted` when kept prefixes, which only save time, are to be freed.
         """
         self._listeners[changed] = wanted
 
     def ignore(self, changed: Callable[[], None]) -> None:
-        """Call it, and what came with it, no more."""
+        """Remove a listener, and its `wanted`."""
         del self._listeners[changed]
 
     def announce(self) -> None:
-        """Tell those who wait to look again."""
+        """Call every listener, to look again."""
         for changed in tuple(self._listeners):
             changed()
 
     def recall(self) -> None:
-        """Ask for what is kept to save time alone."""
+        """Ask for what is kept only to save time."""
         for wanted in tuple(self._listeners.values()):
             wanted()
 
-    def _moved(self, by: int) -> None:
+    def _change(self, by: int) -> None:
         self._held_bytes += by
         if by < 0:
             self.announce()
@@ -72,9 +72,9 @@ class Share:
         self.nbytes = 0
 
     def state(self, nbytes: int) -> None:
-        """Hold so many bytes from now on, free or not: they may be in memory already."""
+        """Hold `nbytes` from now on, free or not: they may be in memory already."""
         change, self.nbytes = nbytes - self.nbytes, nbytes
-        self._budget._moved(change)
+        self._budget._change(change)
 
     def release(self) -> None:
         """Hold nothing any more."""

@@ -39,7 +39,7 @@ class FairQueue:
         self._now = 0.0
 
     def choose(self, waiting: Iterable[str]) -> int:
-        """Give the place of the kind that is next; of equals the first to wait."""
+        """Return the place of the kind that is next; of equals the first to wait."""
         starts = [self._start(kind) for kind in waiting]
         return starts.index(min(starts))
 
@@ -52,7 +52,7 @@ class FairQueue:
         self._clocks[kind] = self._after(kind, seconds)
 
     def is_up(self, kind: str, seconds: float, waiting: Iterable[str]) -> bool:
-        """Tell whether one of those that wait is due before a turn goes on that began last.
+        """Return True if one of those that wait is due before a turn goes on that began last.
 
         Another's wish for the same kind of work ends it too.
         """
@@ -111,22 +111,22 @@ class _Work:
             self.result = self.function(*self.args)
         except StopIteration as error:  # the one exception that no future takes
             self.fail(RuntimeError(f"{self.function} raised {error!r}"))
-        except Exception as error:  # whoever waits decides what it means
+        except Exception as error:  # the caller decides what it means
             self.fail(error)
         else:
             self._settle(self.over.set_result, None)
 
     def fail(self, error: Exception) -> None:
-        """Tell whoever waits that there is no result."""
+        """Fail the waiting caller, as there is no result."""
         self._settle(self.over.set_exception, error)
 
     def take(self) -> Any:
-        """Give the result, and keep it no longer."""
+        """Return the result, and drop it here."""
         result, self.result = self.result, None
         return result
 
     def drop(self) -> None:
-        """Let go of the result, here and now."""
+        """Drop the result on this thread."""
         self.result = None
 
     def _settle(self, settle: Callable[[Any], None], outcome: object) -> None:
@@ -174,12 +174,12 @@ class Lane:
 
     @property
     def is_alive(self) -> bool:
-        """Tell whether the thread can still do work."""
+        """Return True if the thread can still work."""
         return self._is_open and not self.has_died
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether a turn would begin at once."""
+        """Return True if a turn would begin at once."""
         return not self._is_held
 
     @contextlib.asynccontextmanager
@@ -217,7 +217,7 @@ class Lane:
             raise
 
     def _hand_on(self) -> None:
-        """Give the lane, which nobody holds now, to whoever is next."""
+        """Pass the free lane to the next in line."""
         # Whoever is being cancelled stands in line until they next run.
         self._line = [each for each in self._line if not each.gained.done()]
         if not self._line:
@@ -245,7 +245,7 @@ class Lane:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([work.over])
             if not work.over.cancelled():
-                work.over.exception()  # nobody is left to hear of it
+                work.over.exception()  # retrieved, as no caller is left
             self._work.put(_Work(beat, work.drop, ()))
             raise
         self._learn(beat.shape, metrics.now() - asked)
@@ -290,7 +290,7 @@ class Lane:
         await self._gain("close")
         self._is_open = False
         self._work.put(None)
-        self._hand_on()  # whoever waits is refused
+        self._hand_on()  # those in line are refused
         await self._has_ended.wait()  # on no other thread: one that joins cannot be left behind
         self._thread.join()
 
@@ -330,12 +330,12 @@ class Turn:
 
     @property
     def is_contended(self) -> bool:
-        """Tell whether anybody waits. Safe on any thread."""
+        """Return True if another turn waits. Safe on any thread."""
         return bool(self._lane._line)
 
     @property
     def is_up(self) -> bool:
-        """Tell whether another's turn is due: work in steps asks between them. Safe on any
+        """Return True if another's turn is due: work in steps asks between them. Safe on any
         thread.
         """
         lane = self._lane

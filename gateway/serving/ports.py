@@ -22,23 +22,23 @@ class EmbeddingEngine(Protocol):
 
     @property
     def dimensions(self) -> int:
-        """Give the length of a vector."""
+        """Return the length of a vector."""
 
     @property
     def max_tokens(self) -> int:
-        """Give the longest input the model can read, special tokens included."""
+        """Return the longest input the model can read, special tokens included."""
 
     @property
     def vocab_size(self) -> int:
-        """Count the token ids the model knows."""
+        """Return the number of token ids the model knows."""
 
     @property
     def prompts(self) -> Mapping[str, str]:
-        """Give the texts to put before an input, by prompt name."""
+        """Return the texts to put before an input, by prompt name."""
 
     @property
     def default_prompt_name(self) -> str | None:
-        """Give the prompt used when the caller names none."""
+        """Return the prompt used when the caller names none."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise, special tokens included. Safe on any thread."""
@@ -53,13 +53,13 @@ class EmbeddingEngine(Protocol):
         """Keep the first `dimensions` of each vector, normalised again if the model does."""
 
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
-        """Give (rows, dimensions) float32. On the lane only."""
+        """Return (rows, dimensions) float32. On the lane only."""
 
     def nbytes(self) -> int:
-        """Count the bytes held on the device."""
+        """Return the bytes held on the device."""
 
     def close(self) -> None:
-        """Let go of every array. On the lane only."""
+        """Free every array. On the lane only."""
 
 
 class GenerationEngine(Protocol):
@@ -67,11 +67,11 @@ class GenerationEngine(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Give the most tokens a prompt and its answer may have together."""
+        """Return the most tokens a prompt and its answer may have together."""
 
     @property
     def rows(self) -> int:
-        """Count the rows inside, reading or running. Safe on any thread."""
+        """Return the number of rows inside, reading or running. Safe on any thread."""
 
     def plan(self, job: GenerateJob) -> list[SequenceParams]:
         """Render, encode and measure: one row a choice. Safe on any thread.
@@ -127,7 +127,7 @@ class GenerationEngine(Protocol):
         """
 
     def resume(self, row: int) -> None:
-        """Let a row go on that was parked or preempted. On the lane only."""
+        """Resume a row that was parked or preempted. On the lane only."""
 
     def cap_tokens(self, row: int, max_tokens: int) -> list[SequenceDelta]:
         """Let a row say no more than so many tokens, wherever it is.
@@ -136,28 +136,28 @@ class GenerationEngine(Protocol):
         """
 
     def forget(self) -> None:
-        """Let go of what is kept of prompts. On the lane only."""
+        """Free the kept prefixes. On the lane only."""
 
     @property
     def kept_bytes(self) -> int:
-        """Count the bytes kept of prompts that others may begin with."""
+        """Return the bytes kept of prompts that others may begin with."""
 
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
         """Read at most about `token_budget` padded prompt tokens. On the lane only."""
 
     def decode(self) -> list[SequenceDelta]:
-        """Give every running row its next token. On the lane only."""
+        """Decode the next token of every running row. On the lane only."""
 
     @property
     def last_pass(self) -> Pass:
-        """Tell what the last call of `prefill` or `decode` did. On the lane only."""
+        """Return what the last call of `prefill` or `decode` did. On the lane only."""
 
     def settle(self) -> None:
         """Wait until the device has done what was begun. On the lane only."""
 
     @property
     def kv_cost(self) -> KvCost:
-        """Tell what a row's KV costs; that of nothing where it is not known."""
+        """Return what a row's KV costs; an empty cost if unknown."""
 
     @property
     def reading(self) -> frozenset[int]:
@@ -165,14 +165,14 @@ class GenerationEngine(Protocol):
 
     @property
     def is_prefilling(self) -> bool:
-        """Tell whether a row still has prompt to read."""
+        """Return True if a row still has prompt to read."""
 
     @property
     def is_decoding(self) -> bool:
-        """Tell whether a row is running."""
+        """Return True if a row is running."""
 
     def nbytes(self) -> int:
-        """Count the bytes held on the device: weights, KV and prefixes."""
+        """Return the bytes held on the device: weights, KV and prefixes."""
 
     def close(self) -> None:
-        """Let go of every array. On the lane only."""
+        """Free every array. On the lane only."""

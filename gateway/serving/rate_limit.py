@@ -15,12 +15,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def refilled(left: float, limit: int, seconds: float) -> float:
-    """Give what is left after some seconds more, at `limit` a minute."""
+    """Return what is left after some seconds more, at `limit` a minute."""
     return min(limit, left + limit * seconds / MINUTE_S)
 
 
 def seconds_until(wanted: float, left: float, limit: int) -> float:
-    """Give the seconds until that much is left; 0 when it is."""
+    """Return the seconds until that much is left; 0 when it is."""
     return max(0.0, wanted - left) * MINUTE_S / limit
 
 
@@ -37,7 +37,7 @@ class Bucket:
 
     @property
     def left(self) -> float:
-        """Give what is left now; below 0 what is owed."""
+        """Return what is left now; below 0 what is owed."""
         now = metrics.now()
         self._left, self._at = refilled(self._left, self.limit, now - self._at), now
         return self._left
@@ -47,11 +47,11 @@ class Bucket:
         self._left = self.left - amount
 
     def wait_s(self) -> float:
-        """Give the seconds until one more can be let in; 0 for now."""
+        """Return the seconds until one more can be let in; 0 for now."""
         return seconds_until(1.0, self.left, self.limit)
 
     def reset_s(self) -> float:
-        """Give the seconds until it is full again."""
+        """Return the seconds until it is full again."""
         return seconds_until(self.limit, self.left, self.limit)
 
 
@@ -64,7 +64,7 @@ class Allowance:
 
     @property
     def is_unlimited(self) -> bool:
-        """Tell whether there is nothing to count."""
+        """Return True if there is no limit to count for."""
         return self.requests is None and self.tokens is None
 
 
@@ -76,7 +76,7 @@ class Accounts:
     _accounts: dict[str | None, dict[Kind, Bucket]] = field(default_factory=dict)
 
     def of(self, key_id: str | None) -> dict[Kind, Bucket]:
-        """Give a caller's buckets: those that have a limit."""
+        """Return a caller's buckets: those that have a limit."""
         if key_id not in self._accounts:
             limits: dict[Kind, int | None] = {
                 "requests": self.allowance.requests,

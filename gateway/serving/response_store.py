@@ -38,7 +38,7 @@ class StoredResponse:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of its JSON. What it shares with another response is counted in both."""
+        """Return the bytes of its JSON. What it shares with another response is counted in both."""
         return len(self.body) + sum(len(item.body) for item in self.items)
 
 
@@ -97,7 +97,7 @@ class ResponseStore:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of what is kept, of every owner."""
+        """Return the bytes of what is kept, of every owner."""
         return sum(shelf.nbytes for shelf in self._shelves.values())
 
     def __len__(self) -> int:

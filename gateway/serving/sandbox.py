@@ -40,9 +40,9 @@ GRACE_S: Final = 1.0
 class Sandbox:
     """A context manager: its processes end with it. Calls are for worker threads, from any number.
 
-    `command` is given the number of a socket; what it must do is told in engine/sandboxed.py.
+    `command` is given the number of a socket; its protocol is in engine/sandboxed.py.
     Calls are made one after another, but one that takes longer than `quick_s` goes on by itself,
-    while another process serves the rest. Only one may: a second one is told that it is busy.
+    while another process serves the rest. Only one may: a second one fails as busy.
     Work that was killed is remembered by its key, and not done again.
     """
 
@@ -266,7 +266,7 @@ class _Process:
         self._missing, self._is_head = size, is_head
 
     def cause(self) -> str:
-        """Tell what ended it."""
+        """Return what ended it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         code = self._process.returncode

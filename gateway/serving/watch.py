@@ -35,7 +35,7 @@ class StallLimits:
     load_s: float
 
     def is_over(self, beat: Beat | None, seconds: float) -> bool:
-        """Tell whether a beat that has not changed for so long is a stall; no work is none.
+        """Return True if a beat that has not changed for so long is a stall; no work is none.
 
         A call whose like took long before, a large batch on a slow device, may do so again.
         """
@@ -90,7 +90,7 @@ class Watch:
 
     @property
     def status(self) -> Status:
-        """Tell how the lane is: a dead one is known of at once, a stalled one after its limit."""
+        """Return how the lane is: a dead one is noticed at once, a stalled one after its limit."""
         return "dead" if self._lane.has_died else self._status
 
     def _live(self) -> None:

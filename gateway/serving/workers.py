@@ -1,4 +1,4 @@
-"""Tasks that must not end: whatever goes wrong in one is told, and it is begun again."""
+"""Tasks that must not end: an error in one is logged, and it is started again."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -35,14 +35,14 @@ def test_more_than_the_limit_is_refused_until_one_leaves(noun: Noun) -> None:
     admission = Admission("m", noun, 100)
     with ExitStack() as places:
         for amount in (60, 40):
-            places.enter_context(admission.admitted(amount))
-        with pytest.raises(Overloaded, match=f"100 {noun}") as refusal, admission.admitted():
+            places.enter_context(admission.admit(amount))
+        with pytest.raises(Overloaded, match=f"100 {noun}") as refusal, admission.admit():
             pass
-        with pytest.raises(Overloaded) as told, admission.admitted(retry_after_s=7):
+        with pytest.raises(Overloaded) as told, admission.admit(retry_after_s=7):
             pass
     assert refusal.value.headers["retry-after"] == "1"
     assert told.value.headers["retry-after"] == "7"
-    with admission.admitted(100):
+    with admission.admit(100):
         pass
 
 
@@ -50,7 +50,7 @@ def test_one_request_larger_than_the_bound_is_admitted_alone() -> None:
     """Else it could never be; beside another it has to wait."""
     admission = Admission("m", Noun.TOKENS, 100)
     for first, second in ((1000, 1), (1, 1000)):
-        with admission.admitted(first), pytest.raises(Overloaded), admission.admitted(second):
+        with admission.admit(first), pytest.raises(Overloaded), admission.admit(second):
             pass
 
 
@@ -105,7 +105,7 @@ async def test_a_caller_who_leaves_gives_its_place_back(noun: Noun, gauge: Gauge
     admissions = [Admission("admission-test", noun, 10) for _ in range(2)]
 
     async def wait(admission: Admission) -> None:
-        with admission.admitted(10):
+        with admission.admit(10):
             await asyncio.sleep(60)
 
     waiting = [asyncio.create_task(wait(each)) for each in admissions]
@@ -116,7 +116,7 @@ async def test_a_caller_who_leaves_gives_its_place_back(noun: Noun, gauge: Gauge
         gone.cancel()
         await asyncio.wait([gone])
     assert held.get() == 0
-    with admissions[0].admitted(10):
+    with admissions[0].admit(10):
         pass
 
 

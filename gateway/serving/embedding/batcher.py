@@ -14,10 +14,10 @@ from gateway.serving.embedding.policy import (
     EmbeddingCache,
     EmbeddingLimits,
     Known,
-    fitted,
+    add_prompts,
+    fit_to_context,
     known_ids,
     patience,
-    prompted,
     take_batch,
     window,
 )
@@ -28,7 +28,7 @@ from gateway.serving.tokenize import Tokeniser, TokenPool
 from gateway.serving.workers import unending
 
 
-class EmbedTicket:
+class EmbedRequest:
     """One request's inputs, taken shortest first, so that each batch pads little."""
 
     def __init__(self, rows: Sequence[TokenIds], timings: Timings) -> None:
@@ -46,33 +46,33 @@ class EmbedTicket:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether it is answered, refused, or its caller gone."""
+        """Return True if it is answered or refused, or its caller has left."""
         return self.answered.done()
 
     @property
     def is_waiting(self) -> bool:
-        """Tell whether inputs of it wait for a batch."""
+        """Return True if some of its inputs wait for a batch."""
         return not self.is_over and self._taken < len(self._order)
 
     @property
     def waiting(self) -> int:
-        """Count the inputs that wait."""
+        """Return the number of inputs that wait."""
         return len(self._order) - self._taken
 
     def lengths(self, most: int) -> list[int]:
-        """Give the tokens of the next inputs, at most so many."""
+        """Return the lengths in tokens of the next inputs, at most `most`."""
         return [len(self._rows[i]) for i in self._order[self._taken : self._taken + most]]
 
     def take(self, count: int) -> "list[Input]":
-        """Give the next inputs to a batch."""
+        """Return the next inputs, for a batch."""
         taken = self._order[self._taken : self._taken + count]
         self._taken += count
         return [Input(self, index, self._rows[index]) for index in taken]
 
-    def passed(self, seconds: float, turn: Turn) -> None:
-        """Count a pass that had inputs of it, and, once a turn, the wait for the lane before.
+    def note_pass(self, seconds: float, turn: Turn) -> None:
+        """Add the seconds of a pass and, once a turn, of the wait for the lane before it.
 
-        The turn may have been asked for before the ticket came.
+        The turn may have been asked for before the request came.
         """
         self._inferred_s += seconds
         if turn is not self._turn:
@@ -88,13 +88,13 @@ class EmbedTicket:
         if self._left == 0 and not self.is_over:
             self.answered.set_result(self._vectors)
 
-    def over(self) -> None:
-        """Note where it stands, for when its caller has left, and be in no further pass."""
+    def close(self) -> None:
+        """Record the stage it reached, and join no further pass."""
         self._timings.stage = Stage.INFERENCE if self._taken else Stage.QUEUE
         self.answered.cancel()
 
-    def told(self) -> None:
-        """Write down where the time went since it arrived: what was no pass was the queue."""
+    def write_timings(self) -> None:
+        """Record the time in each stage: what was neither lane nor pass was queue."""
         waited = metrics.now() - self.arrived
         add = self._timings.add
         add(Stage.QUEUE, max(0.0, waited - self._inferred_s - self._lane_s))
@@ -102,7 +102,7 @@ class EmbedTicket:
         add(Stage.INFERENCE, self._inferred_s)
 
     def refuse(self, error: GatewayError) -> None:
-        """End it with an error, unless it is over."""
+        """End it with an error unless it is over."""
         if not self.is_over:
             self.answered.set_exception(error)
 
@@ -110,10 +110,10 @@ class EmbedTicket:
 class Input:
     """One input inside a batch."""
 
-    __slots__ = ("index", "ticket", "tokens")
+    __slots__ = ("index", "request", "tokens")
 
-    def __init__(self, ticket: EmbedTicket, index: int, tokens: TokenIds) -> None:
-        self.ticket = ticket
+    def __init__(self, request: EmbedRequest, index: int, tokens: TokenIds) -> None:
+        self.request = request
         self.index = index
         self.tokens = tokens
 
@@ -142,29 +142,29 @@ class EmbeddingBatcher:
         self._arrivals = arrivals or Arrivals()
         self._pace = Pace(limits.pass_limit_s)
         self._cache = EmbeddingCache(name, limits.cache_size)
-        self._waiting: list[EmbedTicket] = []
+        self._waiting: list[EmbedRequest] = []
         self._tokens = Admission(name, Noun.TOKENS, limits.queue_max_tokens)
         self._arrived = asyncio.Event()
 
     @property
     def engine(self) -> EmbeddingEngine:
-        """Give the engine, for what it says of the model."""
+        """Return the engine, for its facts about the model."""
         return self._engine
 
     @property
     def tickets(self) -> int:
-        """Count the requests with inputs that wait."""
-        return sum(ticket.is_waiting for ticket in self._waiting)
+        """Return the number of requests with inputs that wait."""
+        return sum(request.is_waiting for request in self._waiting)
 
     def adopt(self, limits: EmbeddingLimits) -> None:
-        """Take over other limits, as it runs."""
+        """Apply other limits, also to what runs."""
         self._limits = limits
         self._pace.limit_s = limits.pass_limit_s
         self._tokens.limit = limits.queue_max_tokens
         self._cache.resize(limits.cache_size)
 
     async def embed(self, job: EmbedJob, arrival: Arrival | None = None) -> Embedded:
-        """Give a vector for every input, in order. `arrival` is over when the inputs wait.
+        """Return a vector for every input, in order. `arrival` ends once the inputs are queued.
 
         Raises Overloaded when too much waits, ContextLengthExceeded for an over-long
         input, DeadlineExceeded, and EngineFailed when the model gave no number.
@@ -174,11 +174,11 @@ class EmbeddingBatcher:
         async with until_deadline(job.caller):
             if arrival is not None:
                 return await self._embed(job, arrival)
-            with self._arrivals.expected() as arrival:
+            with self._arrivals.expect() as arrival:
                 return await self._embed(job, arrival)
 
     async def _embed(self, job: EmbedJob, arrival: Arrival) -> Embedded:
-        texts = prompted(self._engine, self._name, job)
+        texts = add_prompts(self._engine, self._name, job)
         known = [self._cache.get(text, truncate=job.truncate) for text in texts]
         known = known or [None] * len(job.token_rows)
         if missing := [index for index, each in enumerate(known) if each is None]:
@@ -203,27 +203,27 @@ class EmbeddingBatcher:
 
     async def _fresh(self, job: EmbedJob, texts: Sequence[str], arrival: Arrival) -> list[Known]:
         """Embed texts, or the job's token ids where there are none."""
-        rows = await self._tokenised(job, texts)
-        rows, cut = fitted(self._engine, rows, truncate=job.truncate)
-        with self._tokens.admitted(sum(map(len, rows))):
-            vectors = await self._queued(EmbedTicket(rows, job.caller.timings), arrival)
+        rows = await self._tokenise(job, texts)
+        rows, cut = fit_to_context(self._engine, rows, truncate=job.truncate)
+        with self._tokens.admit(sum(map(len, rows))):
+            vectors = await self._queue(EmbedRequest(rows, job.caller.timings), arrival)
         return [
             Known(vector, len(row), index in cut)
             for index, (row, vector) in enumerate(zip(rows, vectors, strict=True))
         ]
 
-    async def _queued(self, ticket: EmbedTicket, arrival: Arrival) -> Vectors:
-        self._waiting.append(ticket)
+    async def _queue(self, request: EmbedRequest, arrival: Arrival) -> Vectors:
+        self._waiting.append(request)
         self._arrived.set()
         arrival.over()
         try:
-            vectors = await ticket.answered
+            vectors = await request.answered
         finally:
-            ticket.over()
-        ticket.told()
+            request.close()
+        request.write_timings()
         return vectors
 
-    async def _tokenised(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
+    async def _tokenise(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
         if not texts:
             return known_ids(self._engine, self._name, job.token_rows)
         started = metrics.now()
@@ -244,21 +244,21 @@ class EmbeddingBatcher:
                     while self._has_work() and turn.is_contended and not turn.is_up:
                         await self._pass(turn)
 
-    def _failed(self, error: Exception) -> None:
-        self.end(_told(self._name, error))
+    def _end_failed(self, error: Exception) -> None:
+        self.end(_as_gateway_error(self._name, error))
 
     def _has_work(self) -> bool:
-        self._waiting = [ticket for ticket in self._waiting if ticket.is_waiting]
+        self._waiting = [request for request in self._waiting if request.is_waiting]
         return bool(self._waiting)
 
     async def _collect(self) -> None:
-        """Give a burst time to arrive, if the lane is idle; else what waits is the batch."""
+        """Wait for a burst to arrive if the lane is idle; otherwise what waits is the batch."""
         is_first = True
-        await self._arrivals.looked()
+        await self._arrivals.yield_to_loop()
         while self._lane.is_idle and self._has_work():
             arrivals, limits = self._arrivals, self._limits
             more_s = patience(
-                sum(ticket.waiting for ticket in self._waiting),
+                sum(request.waiting for request in self._waiting),
                 metrics.now() - self._waiting[0].arrived,
                 window(len(self._waiting) + arrivals.count, limits),
                 limits,
@@ -269,20 +269,20 @@ class EmbeddingBatcher:
                     metrics.of(metrics.FAST_PATH, self._name).inc()
                 return
             is_first = False
-            await arrivals.changed(more_s)
+            await arrivals.wait_for_change(more_s)
 
     async def _pass(self, turn: Turn) -> None:
-        """Choose only now, holding the lane: whatever waits is the batch."""
+        """Choose the batch once the lane is held, from all that waits."""
         if not (batch := self._take()):
             return
         started = metrics.now()
         try:
-            await self._together(turn, batch)
+            await self._run(turn, batch)
         except asyncio.CancelledError:
-            _refuse(batch, _unloaded(self._name))
+            _refuse(batch, _unloaded_error(self._name))
             raise
         except Exception as error:
-            _refuse(batch, _told(self._name, error))
+            _refuse(batch, _as_gateway_error(self._name, error))
             raise
         self._record(batch, turn, started)
 
@@ -290,14 +290,14 @@ class EmbeddingBatcher:
         self._has_work()
         most = self._limits.max_batch_size
         giving = self._waiting[:most]
-        lengths = [ticket.lengths(most) for ticket in giving]
+        lengths = [request.lengths(most) for request in giving]
         tokens = min(self._limits.max_batch_tokens, self._pace.tokens)
         counts = take_batch(lengths, most, tokens)
         pairs = zip(giving, counts, strict=True)
-        chosen = [each for ticket, count in pairs for each in ticket.take(count)]
+        chosen = [each for request, count in pairs for each in request.take(count)]
         return sorted(chosen, key=lambda each: len(each.tokens))
 
-    async def _together(self, turn: Turn, batch: list[Input]) -> None:
+    async def _run(self, turn: Turn, batch: list[Input]) -> None:
         turn.announce((self._name, len(batch).bit_length(), len(batch[-1].tokens).bit_length()))
         try:
             _answer(batch, await turn(self._engine.embed, [each.tokens for each in batch]))
@@ -314,12 +314,12 @@ class EmbeddingBatcher:
                     continue
                 except Exception as alone:
                     error = alone
-            _refuse([each], _told(self._name, error))
+            _refuse([each], _as_gateway_error(self._name, error))
 
     def _record(self, batch: Sequence[Input], turn: Turn, started: float) -> None:
         seconds = metrics.now() - started
-        for ticket in {each.ticket for each in batch}:
-            ticket.passed(seconds, turn)
+        for request in {each.request for each in batch}:
+            request.note_pass(seconds, turn)
         padded = len(batch) * max(1, len(batch[-1].tokens))
         self._pace.note(padded, seconds)
         metrics.of(metrics.BATCH_ROWS, self._name).observe(len(batch))
@@ -337,36 +337,36 @@ class EmbeddingBatcher:
 
     def end(self, error: GatewayError) -> None:
         """Refuse every request that is not answered."""
-        for ticket in self._waiting:
-            ticket.refuse(error)
+        for request in self._waiting:
+            request.refuse(error)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["EmbeddingBatcher"]:
         """Serve the queue while entered; what still waits at the end is refused."""
-        worker = asyncio.create_task(unending(f"embed {self._name}", self._work, self._failed))
+        worker = asyncio.create_task(unending(f"embed {self._name}", self._work, self._end_failed))
         try:
             yield self
         finally:
             worker.cancel()
             await asyncio.wait([worker])
-            self.end(_unloaded(self._name))
+            self.end(_unloaded_error(self._name))
 
 
 def _answer(batch: Sequence[Input], vectors: Vectors) -> None:
     if len(vectors) != len(batch):
         raise ValueError(f"{len(vectors)} vectors were given for {len(batch)} inputs")
     for each, vector in zip(batch, vectors, strict=True):
-        each.ticket.answer(each.index, vector)
+        each.request.answer(each.index, vector)
 
 
 def _refuse(batch: Sequence[Input], error: GatewayError) -> None:
     for each in batch:
-        each.ticket.refuse(error)
+        each.request.refuse(error)
 
 
-def _unloaded(model: str) -> GatewayError:
+def _unloaded_error(model: str) -> GatewayError:
     return Unavailable(f"The model `{model}` was unloaded meanwhile.", retry_after_s=1)
 
 
-def _told(model: str, error: Exception) -> GatewayError:
+def _as_gateway_error(model: str, error: Exception) -> GatewayError:
     return error if isinstance(error, GatewayError) else EngineFailed(model, str(error))

@@ -126,13 +126,13 @@ class EmbeddingCache:
         self._missed = metrics.of(metrics.EMBEDDING_CACHE, model, "miss")
 
     def resize(self, size: int) -> None:
-        """Keep at most so many from now on."""
+        """Keep at most `size` from now on."""
         self._size = size
         while len(self._known) > size:
             self._known.popitem(last=False)
 
     def get(self, text: str, *, truncate: bool) -> Known | None:
-        """Give what is known of a text; one that was cut only to who lets it be cut."""
+        """Return what is known of a text. One that was cut counts only if `truncate`."""
         if not self._size:
             return None
         known = self._known.get(text)
@@ -144,7 +144,7 @@ class EmbeddingCache:
         return known
 
     def put(self, text: str, known: Known) -> None:
-        """Keep a text's vector; the least recently used one makes room."""
+        """Keep a text's vector, dropping the least recently used one if full."""
         if not self._size:
             return
         # A copy of its own: the vector is a view of its whole request's.
@@ -154,7 +154,7 @@ class EmbeddingCache:
             self._known.popitem(last=False)
 
 
-def prompted(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
+def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
     """Put the prompt that the job names, or the model's own, before each text.
 
     Raises BadRequest for one that the model does not have.
@@ -171,7 +171,7 @@ def prompted(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
 
 
 def known_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> list[TokenIds]:
-    """Refuse ids outside the vocabulary: MLX would read past its table unasked."""
+    """Raise BadRequest for ids outside the vocabulary: MLX would read past its table."""
     size = engine.vocab_size
     for row in rows:
         if not all(0 <= token < size for token in row):
@@ -181,12 +181,12 @@ def known_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> 
     return list(rows)
 
 
-def fitted(
+def fit_to_context(
     engine: EmbeddingEngine, rows: list[TokenIds], *, truncate: bool
 ) -> tuple[list[TokenIds], set[int]]:
-    """Cut what is over-long, if it may be, and tell which rows were.
+    """Cut over-long rows if `truncate`, and return the rows and which were cut.
 
-    Raises ContextLengthExceeded where it may not.
+    Raises ContextLengthExceeded otherwise.
     """
     limit = engine.max_tokens
     over = [index for index, row in enumerate(rows) if len(row) > limit]

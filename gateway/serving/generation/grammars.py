@@ -100,7 +100,7 @@ class GrammarCache(Generic[T]):
         return len(self._entries)
 
     async def get(self, grammar: Grammar, *, param: str = "response_format") -> T:
-        """Give the compiled grammar.
+        """Return the compiled grammar.
 
         Raises BadRequest, with `param`, when it cannot be compiled or takes too long, and
         Overloaded when other grammars took all the time there was.

@@ -50,7 +50,7 @@ class Layout:
         return bool(self.together or self.apart)
 
     def nbytes(self, costs: RowCosts) -> int:
-        """Count the bytes: what is held of rows that are being read is padded by a chunk at most,
+        """Return the bytes: what is held of rows that are being read is padded by a chunk at most,
         and windows hold a chunk more than they keep.
         """
         if not self:
@@ -83,11 +83,11 @@ class RowMemory:
 
     @property
     def must_forget(self) -> bool:
-        """Tell whether prefixes are kept in memory that others need, or that nobody may use."""
+        """Return True if kept prefixes hold memory that others need, or beyond the budget."""
         return self.kept > 0 and (self._is_recalled or self._budget.free_bytes < 0)
 
     def adopt(self, chunk_tokens: int) -> None:
-        """Count prompts as read in such chunks from now on."""
+        """Count prompts as read in chunks of this size from now on."""
         self._costs = replace(self._costs, chunk_tokens=chunk_tokens)
 
     def check(self, model: str, row: SequenceParams) -> None:
@@ -120,7 +120,7 @@ class RowMemory:
         return min(whole, max(used + 1, min(wanted, self.longest)))
 
     def fits(self, layout: Layout, *, grown: bool = False) -> bool:
-        """Tell whether there is memory for these rows, if they are all there are. Those that have
+        """Return True if there is memory for these rows, if they are all there are. Those that have
         only `grown` may take what a model waits for; new ones may not.
         """
         budget = self._budget
@@ -133,8 +133,8 @@ class RowMemory:
             self._share.state(rows + self.kept)
 
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
-        """Let idle models go, if these rows fit then. It is pressing when no row runs, whose end
-        would give memory back. While a model waits for bytes, rows wait for those of rows.
+        """Evict idle models, if these rows fit then. It is pressing if no row runs whose end would
+        free memory. While a model waits for bytes, rows wait for those of rows.
         """
         free = self._budget.free_bytes
         if not self._budget.claimed_bytes and (lacking := self._lacking(layout, free)) > 0:
@@ -151,8 +151,8 @@ class RowMemory:
 
     @contextlib.contextmanager
     def watch(self, news: Callable[[], None]) -> Iterator[None]:
-        """Have a function called, while entered, whenever there may be bytes for those who wait,
-        and when what is kept is to go.
+        """Call `news` while entered, whenever there may be bytes for waiting rows, and when kept
+        prefixes have to be freed.
         """
 
         def recalled() -> None:
@@ -171,7 +171,7 @@ class RowMemory:
         self._share.release()
 
     def _lacking(self, layout: Layout, available: int) -> int:
-        """Count the bytes that rows lack, beyond the available, if they are all there are."""
+        """Return the bytes that rows lack, beyond the available, if they are all there are."""
         if not self._costs.kv:
             return 0
         needed = layout.nbytes(self._costs) - self._costs.included + self.kept

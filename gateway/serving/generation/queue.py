@@ -57,8 +57,8 @@ class JobQueue:
         tokens = sum(len(each.prompt) for each in sequences)
         is_more = self._jobs[request] > 0
         with contextlib.ExitStack() as held:
-            held.enter_context(self._tokens.admitted(tokens))
-            held.enter_context(self._choices.admitted(len(sequences), is_more=is_more))
+            held.enter_context(self._tokens.admit(tokens))
+            held.enter_context(self._choices.admit(len(sequences), is_more=is_more))
             self._jobs[request] += 1
             try:
                 yield

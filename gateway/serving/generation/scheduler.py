@@ -290,7 +290,7 @@ class Scheduler:
         return since + self.limits.memory_wait_s
 
     def _free_bound(self) -> int:
-        """Count the bound rows that may run beside those that do, or will in a moment."""
+        """Return how many more bound rows may run, or have their turn in a moment."""
         return self.limits.structured_rows - len(self._active(bound=True)) - len(self._held)
 
     def _turns(self) -> "_Turns":

@@ -15,7 +15,7 @@ log = logs.get("generation")
 
 
 @dataclass(slots=True)
-class _Said:
+class _Choice:
     """A choice so far: its text, the name and arguments of each call, and whether it was cut."""
 
     text: list[str] = field(default_factory=list)
@@ -41,14 +41,14 @@ class Verdicts:
         self._engine = engine
         self._pool = pool
         self._job = job
-        self._choices: dict[int, _Said] = {}
+        self._choices: dict[int, _Choice] = {}
         self.unenforced = unenforced
 
     def add(self, delta: Delta) -> None:
         """Take what is new in a choice."""
         if not self.unenforced:
             return
-        choice = self._choices.setdefault(delta.index, _Said())
+        choice = self._choices.setdefault(delta.index, _Choice())
         choice.text.append(delta.text)
         choice.is_cut = delta.finish_reason == "length"
         if delta.call is not None:
@@ -80,8 +80,8 @@ class Verdicts:
         metrics.of(metrics.CHECKED_ANSWERS, self._name, outcome).inc()
         return verdict
 
-    def _schemas(self, choice: _Said) -> list[tuple[str, str]]:
-        """List what is to be judged with the schemas to judge it by."""
+    def _schemas(self, choice: _Choice) -> list[tuple[str, str]]:
+        """Return pairs of a schema and the answer to judge by it."""
         functions = {} if self._job.calling is None else {
             each.name: each for each in self._job.calling.functions
         }  # fmt: skip

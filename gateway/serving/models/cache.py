@@ -216,7 +216,7 @@ class ModelCache(Generic[M]):
             return contextlib.nullcontext()
         caller.timings.model = spec.id
         is_loaded = self.states().get(spec.id) == "loaded"
-        return self._admission(spec).admitted(retry_after_s=None if is_loaded else LOAD_RETRY_S)
+        return self._admission(spec).admit(retry_after_s=None if is_loaded else LOAD_RETRY_S)
 
     def _entry(self, spec: ModelSpec) -> Entry[M]:
         """Return the one copy of the model that is open to new callers, or begin to load it."""

@@ -73,7 +73,7 @@ async def test_a_request_that_is_still_being_read_is_waited_for() -> None:
     """The window is for a burst of which only the first has arrived."""
     engine, arrivals = ScriptedEmbedder(), Arrivals()
     async with batching(engine, arrivals, batch_window_s=5) as batcher:
-        with arrivals.expected() as second, arrivals.expected():
+        with arrivals.expect() as second, arrivals.expect():
             first = asyncio.create_task(batcher.embed(embed_job("a")))
             await asyncio.sleep(0.05)
             assert engine.batches == []
@@ -111,7 +111,7 @@ async def test_one_who_never_arrives_is_waited_for_no_longer_than_the_window() -
     """A slow client's body must not hold everybody up."""
     engine, arrivals = ScriptedEmbedder(), Arrivals()
     async with batching(engine, arrivals) as batcher:
-        with arrivals.expected():
+        with arrivals.expect():
             async with asyncio.timeout(5):
                 await batcher.embed(embed_job("a"))
                 await batcher.embed(embed_job("a"))
