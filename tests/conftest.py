@@ -1,8 +1,18 @@
 """What every test may ask for."""
 
+import gc
+
 import pytest
 
 import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported from every collection of garbage: walking it takes longer than
+    many a test.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.fakes import ScriptedEngines
 from tests.serving_app import served, settings
 
 pytestmark = pytest.mark.anyio
-REQUESTS = {endpoint.request for endpoint in ENDPOINTS if endpoint.request is not None}
+REQUESTS = dict.fromkeys(each.request for each in ENDPOINTS if each.request is not None)
 USER = [{"role": "user", "content": "hi"}]
 ASKED: dict[str, dict[str, Any]] = {
     "/embeddings": {"model": "embed", "input": "hi"},
