@@ -15,7 +15,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def anyio_backend() -> str:
     """Async tests run on asyncio, as the gateway does."""
     return "asyncio"

@@ -1,7 +1,6 @@
 """Functions whose parameters no grammar holds whole, over a socket, on real MLX."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -38,12 +37,16 @@ def nested(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
 WIDE = [function("look", word=LOOKING), function("grow", word=LARGE), function("plain")]
 
 
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
-    """Serve a tiny chat model."""
-    write_chat(tmp_path / "tiny")
-    models = catalog(tmp_path, {"tiny": {"kind": "chat", "source": "path:tiny"}})
-    async with served(models, MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))) as found:
+@pytest.fixture(scope="module")
+async def client(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """Serve a tiny chat model, to all of them."""
+    folder = tmp_path_factory.mktemp("served")
+    write_chat(folder / "tiny")
+    models = catalog(folder, {"tiny": {"kind": "chat", "source": "path:tiny"}})
+    hub = Hub(endpoint="http://127.0.0.1:9")
+    async with served(models, MlxEngines("cpu", None, hub, compile_timeout_s=60)) as found:
         yield found
 
 

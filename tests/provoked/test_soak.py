@@ -182,7 +182,7 @@ async def soaked(served: Served, *, measuring_s: float, seconds: float) -> Cours
 async def test_a_short_while_leaves_nothing(tmp_path: Path) -> None:
     """Every answer right; no row, ticket, lease or task left."""
     with started(SERVE, tmp_path, **SETTINGS) as served:
-        course = await soaked(served, measuring_s=0.5, seconds=1.5)
+        course = await soaked(served, measuring_s=0.3, seconds=0.9)
     assert sum(len(minute.seconds) for minute in course.minutes) > 50
 
 

@@ -365,7 +365,12 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
     before = counted.get()
     jobs = [generate_job(letter * 150, max_tokens=max_tokens) for letter in "ab"]
     async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
-        answers = await asyncio.wait_for(asyncio.gather(*(said(batcher, job) for job in jobs)), 10)
+        engine.gate.close()
+        asked = [asyncio.create_task(said(batcher, job)) for job in jobs]
+        while engine.rows + batcher.tickets < 2:
+            await asyncio.sleep(0.001)
+        engine.gate.open()
+        answers = await asyncio.wait_for(asyncio.gather(*asked), 10)
     assert [text(answer) for answer in answers] == ["a" * 150, "b" * 150]
     assert [answer[-1].finish_reason for answer in answers] == ["stop", "stop"]
     assert max(engine.steps) == 2
