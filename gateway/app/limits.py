@@ -1,4 +1,4 @@
-"""What bounds a model: the settings, with what models.yaml says of it in their place."""
+"""What bounds a model: the settings, with its own keys of models.yaml in their place."""
 
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.embedding.policy import EmbeddingLimits, Windows

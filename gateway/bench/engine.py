@@ -13,6 +13,7 @@ from typing import Protocol
 
 from gateway.api.generation import template_args
 from gateway.app.engines import mlx_engines
+from gateway.app.limits import settings_of
 from gateway.bench.workloads import Ask, Wording, Workload
 from gateway.errors import EngineFailed
 from gateway.jobs import Caller, Compiled, Grammar, Sampling, SequenceParams
@@ -171,7 +172,7 @@ async def open_reference(
             reference: Reference = EmbeddingReference(engine, wording, truncate=truncate)
         else:
             engine = next(filter(None, await engines.generation(spec, files)))
-            chunk = spec.batching.prefill_chunk_tokens or settings.prefill_chunk_tokens
+            chunk = settings_of(spec, settings).prefill_chunk_tokens
             reference = GenerationReference(engine, workload, resolved, prefill_chunk_tokens=chunk)
         stack.callback(engine.close)
         yield reference

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from gateway.api.generation import template_args
 from gateway.app.engines import MlxEngines
-from gateway.app.limits import budget_bytes
+from gateway.app.limits import budget_bytes, settings_of
 from gateway.bench.engine import EmbeddingReference, GenerationReference
 from gateway.bench.kinds import Kind
 from gateway.bench.workloads import Texts, Wording
@@ -98,7 +98,7 @@ def _load_chat(
     resolved = Resolved(spec)
     engine = next(filter(None, asyncio.run(engines.generation(spec, files))))
     assert isinstance(engine, GenerationEngine)
-    chunk = spec.batching.prefill_chunk_tokens or settings.prefill_chunk_tokens
+    chunk = settings_of(spec, settings).prefill_chunk_tokens
     reference = GenerationReference(
         engine, wording.workload(Kind.CHAT), resolved, prefill_chunk_tokens=chunk
     )

@@ -20,7 +20,7 @@ from gateway.registry.sources import PackageSource, PathSource, package_folder
 from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Structured, names_in
 from gateway.registry.variables import ModelVariables
 from gateway.registry.yaml_lines import Document, Where, read_yaml
-from gateway.settings import VARIABLES
+from gateway.settings import PREFIX, VARIABLES
 
 VERSION = 1
 
@@ -123,10 +123,11 @@ class _Reader:
     def __init__(self, document: Document, folder: Path, variables: Mapping[str, str]) -> None:
         self._document = document
         self._folder = folder
+        taken = VARIABLES | document.variables
         self._variables = {
             name: text
             for name, text in variables.items()
-            if text and name not in VARIABLES and name not in document.variables
+            if text and name.startswith(PREFIX) and name not in taken
         }
         self._set: dict[Where, str] = {}
         """The variable of each value that one has set, by rule."""

@@ -1,4 +1,4 @@
-"""Where a model's files come from, as models.yaml says it: hub, folder or installed package.
+"""Where a model's files come from, as models.yaml writes it: hub, folder or installed package.
 
 A model is a folder of files, or one file whose name ends in .gguf. Sources are only read here, and
 packages found without importing them; nothing is downloaded.

@@ -147,7 +147,10 @@ class Sampling(Section):
         default=None, ge=0, le=1, description="Floor relative to the best token."
     )
     repetition_penalty: float | None = Field(
-        default=None, gt=0, le=10, description="Above 1, what was read or said is said less."
+        default=None,
+        gt=0,
+        le=10,
+        description="Above 1, tokens that were read or written become less likely.",
     )
     max_tokens: int | None = Field(default=None, ge=1, description="Longest answer, tokens.")
 

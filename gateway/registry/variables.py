@@ -26,7 +26,7 @@ Path = tuple[str, ...]
 
 
 class ModelVariables:
-    """The variables of one model's keys; `entry` is what the file says of the model."""
+    """The variables of one model's keys; `entry` is the model's mapping in the file."""
 
     def __init__(self, model: str, entry: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         self.model = model
@@ -78,7 +78,9 @@ class ModelVariables:
                 clash = f"{name} is a setting of the gateway and would be {_shown(path)} here too"
                 yield f"{clash}; choose another id"
         for other in others:
-            for name in (*self.paths, *other.paths):
+            # Of names that begin differently none is the same.
+            begin_alike = self._stem.startswith(other._stem) or other._stem.startswith(self._stem)
+            for name in (*self.paths, *other.paths) if begin_alike else ():
                 if (own := self.path(name)) and (path := other.path(name)):
                     clash = (
                         f"{name} would be {_shown(own)} here and {_shown(path)} of {other.model}"

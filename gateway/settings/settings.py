@@ -62,7 +62,7 @@ class Settings(BaseSettings):
 
     models: HomePath = Field(
         default_factory=default_models_file,
-        description="The file that says which models there are.",
+        description="The file that lists the models.",
         json_schema_extra={"default_text": "`models.yaml` here, else the packaged one"},
     )
 
@@ -100,7 +100,7 @@ class Settings(BaseSettings):
         default=(), description="Browser origins that may call; `*` is all."
     )
 
-    # What it says
+    # What it logs
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
         Field(default="info", description="Least serious event that is logged.")
     )
@@ -312,8 +312,8 @@ class Settings(BaseSettings):
 
     # ── Limits of requests, deadlines, stalls ─────────────────────────────────────────────────────
 
-    # One body is parsed in one go, in which nobody else has a turn: at this size 0.03 seconds for
-    # text, and 0.7 for short names, on a slow core. It holds a million characters
+    # A body is parsed in one go, while all other requests wait: at this size 0.03 seconds for text,
+    # and 0.7 for short names, on a slow core. It holds a million characters
     # (`max_input_chars`) however they are escaped, which is twelve bytes each at most, and 300,000
     # tokens of 2,048 texts (OpenAI's bounds of a request of embeddings) at fifty bytes a token.
     max_body_bytes: int = Field(
