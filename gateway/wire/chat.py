@@ -25,7 +25,6 @@ from gateway.wire.generation import (
     ChoiceLogprobs,
     CompletionUsage,
     Effort,
-    FormedRequest,
     MaxTokens,
     SchemaVerdict,
     ServiceTier,
@@ -34,13 +33,12 @@ from gateway.wire.generation import (
     logprobs_dict,
     usage_dict,
 )
+from gateway.wire.legacy import AskedTools, FunctionChoice, GuidedRequest, read_functions
 from gateway.wire.messages import (
     AnyTool,
     Choice,
-    FunctionName,
     FunctionParam,
     Message,
-    NamedTool,
     ToolParam,
     continued,
     read_tools,
@@ -52,7 +50,7 @@ from gateway.wire.validation import check_length
 _TEXT = "This gateway writes text."
 
 
-class ChatRequest(FormedRequest):
+class ChatRequest(GuidedRequest):
     """What OpenAI's endpoint takes, with vLLM's structured fields besides."""
 
     harmless = frozenset(
@@ -84,7 +82,7 @@ class ChatRequest(FormedRequest):
     tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
     functions: Annotated[list[FunctionParam], FAST, Field(default_factory=list, max_length=128)]
-    function_call: Literal["none", "auto"] | FunctionName | None = None
+    function_call: FunctionChoice | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
     continue_final_message: bool = False
@@ -117,10 +115,7 @@ class ChatRequest(FormedRequest):
 
     @model_validator(mode="after")
     def _calls_have_one_name(self) -> "ChatRequest":
-        if self.functions and (self.tools or self.tool_choice is not None):
-            raise BadRequest("Send 'tools' or 'functions', not both.", param="functions")
-        if isinstance(self.function_call, FunctionName) and not self.functions:
-            raise BadRequest("'function_call' needs 'functions'.", param="function_call")
+        self.asked_tools()
         return self
 
     def skipped(self) -> Sequence[str]:
@@ -129,20 +124,18 @@ class ChatRequest(FormedRequest):
 
     @property
     def is_legacy(self) -> bool:
-        """Tell whether calls are asked for, and told, under their older name."""
+        """Return True if calls are to be written under their older name."""
         return bool(self.functions)
 
+    def asked_tools(self) -> AskedTools:
+        """Return the tools that the request describes, by either name."""
+        asked = AskedTools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return read_functions(asked, self.functions, self.function_call)
+
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
-        """Give the tools as the template reads them, and what may be called."""
-        if not self.is_legacy:
-            return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
-        choice: Choice | None = None
-        if isinstance(self.function_call, FunctionName):
-            choice = NamedTool(type="function", function=self.function_call)
-        elif self.function_call is not None:
-            choice = self.function_call
-        tools = [ToolParam(function=function) for function in self.functions]
-        return read_tools(tools, choice, parallel=False)
+        """Return the tools as templates read them, and which may be called."""
+        asked = self.asked_tools()
+        return read_tools(asked.tools, asked.choice, parallel=asked.parallel)
 
     def template_args(self) -> dict[str, Any]:
         """Give what the request says of thinking, in the words of chat templates."""
@@ -168,7 +161,7 @@ def to_job(
     """Translate; what the request leaves out comes from the model's defaults."""
     messages = to_template(request.messages)
     check_length(messages, max_chars, param="messages")
-    check_length(request.tools or request.functions, max_chars, param="tools")
+    check_length(request.asked_tools().tools, max_chars, param="tools")
     tools, calling = request.calling()
     grammar_param, grammar = request.form()
     if request.continues and (grammar is not None or (calling is not None and calling.forced)):

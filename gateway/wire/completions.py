@@ -24,12 +24,12 @@ from gateway.jobs import (
 from gateway.wire.bounds import Label
 from gateway.wire.generation import (
     CompletionUsage,
-    FormedRequest,
     MaxTokensOrZero,
     ServiceTier,
     StreamOptions,
     usage_dict,
 )
+from gateway.wire.legacy import GuidedRequest
 from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, read_inputs
 
 MAX_CHOICES = 4096
@@ -41,7 +41,7 @@ _INVALID = (
 )
 
 
-class CompletionRequest(FormedRequest):
+class CompletionRequest(GuidedRequest):
     """What OpenAI's endpoint takes. `prompt` is always an array, of texts or of token ids."""
 
     harmless = frozenset(

@@ -223,42 +223,33 @@ def json_schema(
 
 
 class FormedRequest(SampledRequest):
-    """A request whose answer may be held to a form, in any of the ways to say so."""
+    """A request whose answer may be held to a form."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: SchemaOrText | None = None
-    guided_regex: Regex | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: GrammarText | None = None
 
     def form(self) -> tuple[str, Grammar | None]:
-        """Give the one grammar that is asked for, and the field that asks; two are refused."""
-        asked: list[tuple[str, Grammar]] = []
+        """Return the one form that is asked for, and the field that asks. Two are refused."""
+        forms = self.forms()
+        if len(forms) > 1:
+            raise BadRequest(
+                f"'{forms[0][0]}' and '{forms[1][0]}' each ask for a form of their own: send one.",
+                param=forms[1][0],
+            )
+        return forms[0] if forms else ("response_format", None)
+
+    def forms(self) -> list[tuple[str, Grammar]]:
+        """Return every form that is asked for, each with the field that asks."""
+        forms: list[tuple[str, Grammar]] = []
         if self.response_format is not None and self.response_format.type != "text":
             wanted = self.response_format.json_schema
             schema, strict = (wanted.schema_, bool(wanted.strict)) if wanted else (None, False)
             name = "response_format"
-            asked.append((name, json_schema(schema, param=name, strict=strict)))
+            forms.append((name, json_schema(schema, param=name, strict=strict)))
         if self.structured_outputs is not None:
             name = "structured_outputs"
-            asked += [(name, grammar) for grammar in self.structured_outputs.grammars(name)]
-        asked += self._guided()
-        if len(asked) > 1:
-            raise BadRequest(
-                f"'{asked[0][0]}' and '{asked[1][0]}' each ask for a form of their own: send one.",
-                param=asked[1][0],
-            )
-        return asked[0] if asked else ("response_format", None)
-
-    def _guided(self) -> list[tuple[str, Grammar]]:
-        """Read vLLM's older names as its newer form."""
-        asked = []
-        for name in ("json", "regex", "choice", "grammar"):
-            if (given := getattr(self, f"guided_{name}")) is not None:
-                older = StructuredOutputs.model_validate({name: given})
-                asked += [(f"guided_{name}", each) for each in older.grammars(f"guided_{name}")]
-        return asked
+            forms += [(name, grammar) for grammar in self.structured_outputs.grammars(name)]
+        return forms
 
 
 def held_to_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
