@@ -1,4 +1,4 @@
-"""`mlx-gateway config`: every setting as it stands, and where it came from."""
+"""`mlx-gateway config`: every setting and variable in force, and where it came from."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from gateway.registry import Reading, read_models
 from gateway.settings import VARIABLES, explain, load_settings, origin, strays, variables
 
 _SECRET = frozenset({"KEY", "TOKEN", "SECRET", "PASSWORD"})
-"""Words of a variable's name that hide its value, where the file asks for it as ${…}."""
+"""Words of a variable's name that hide its value; `token_ids` is a key of models, and no secret."""
 
 
 def config(
@@ -31,9 +31,10 @@ def config(
 
 
 def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
-    """List the variables that are set of those that models.yaml and its models' keys have."""
+    """Yield the variables of models.yaml that are set: those of models' keys, and any ${…}."""
     for name in sorted(reading.variables & variables().keys() - VARIABLES):
         value, source = origin(name)
         if value is not None:
-            is_secret = name in reading.asked and not _SECRET.isdisjoint(name.upper().split("_"))
+            words = name.upper().removesuffix("_TOKEN_IDS").split("_")
+            is_secret = not _SECRET.isdisjoint(words)
             yield name, "**********" if is_secret else value, source

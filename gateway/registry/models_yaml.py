@@ -17,7 +17,7 @@ from gateway.errors import RegistryInvalid
 from gateway.registry.catalog import Catalog
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import PackageSource, PathSource, package_folder
-from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Structured, names_in
+from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Structured, split_names
 from gateway.registry.variables import ModelVariables
 from gateway.registry.yaml_lines import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
@@ -111,7 +111,7 @@ class Claim:
         return is_weaker and (self.standing is Standing.DEFAULT or other.standing is Standing.SET)
 
 
-def settle(claims: Sequence[Claim]) -> tuple[Claim, list[Claim], list[Claim]]:
+def settle_claims(claims: Sequence[Claim]) -> tuple[Claim, list[Claim], list[Claim]]:
     """Return the claim that has a name, those that give way to it and those that clash with it."""
     best = max(claims, key=lambda claim: claim.standing)  # of equals, the first
     others = [claim for claim in claims if claim is not best]
@@ -156,7 +156,7 @@ class _Reader:
         for spec in specs:
             self._check_source(spec)
             self._note_idle_keys(spec)
-        return [_without(spec, given_up) for spec in specs]
+        return [_drop_aliases(spec, given_up) for spec in specs]
 
     def _set_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries with the values that the variables of their keys give."""
@@ -248,14 +248,14 @@ class _Reader:
         """
         given_up = set()
         for name, claims in self._list_claims(models).items():
-            best, yielding, clashing = settle(claims)
+            best, yielding, clashing = settle_claims(claims)
             for claim in yielding:
                 given_up.add((claim.model, name))
                 default = "default " if claim.standing is Standing.DEFAULT else ""
                 note = f"its {default}alias {name!r} gives way: that {best.described}"
                 self.notes.append((claim.line, f"{claim.model}: {note}"))
             for claim in clashing:
-                problem = f"the alias {name!r} {best.described} already{_by(claim.variable)}"
+                problem = f"the alias {name!r} {best.described} already{_set_by(claim.variable)}"
                 self.problems.append((claim.line, f"{claim.model}: {problem}"))
         return given_up
 
@@ -320,10 +320,10 @@ class _Reader:
         """Add a problem at its line, with the variable that has set the value, if one has."""
         places = (where[:depth] for depth in range(len(where), 0, -1))
         variable = next((self._set[place] for place in places if place in self._set), None)
-        self.problems.append((self._document.line(where), f"{message}{_by(variable)}"))
+        self.problems.append((self._document.line(where), f"{message}{_set_by(variable)}"))
 
 
-def _by(variable: str | None) -> str:
+def _set_by(variable: str | None) -> str:
     return f" (set by {variable})" if variable else ""
 
 
@@ -340,12 +340,12 @@ def _written_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
     for place, each in enumerate(written if isinstance(written, list) else [written]):
         inside: Where = (place,) if isinstance(written, list) else ()
         if isinstance(each, str):
-            yield from ((inside, name, True) for name in names_in(each))
+            yield from ((inside, name, True) for name in split_names(each))
         elif isinstance(each, dict) and isinstance(each.get("name"), str):
             yield inside, each["name"], False
 
 
-def _without(spec: ModelSpec, given_up: Collection[tuple[str, str]]) -> ModelSpec:
+def _drop_aliases(spec: ModelSpec, given_up: Collection[tuple[str, str]]) -> ModelSpec:
     kept = tuple(alias for alias in spec.aliases if (spec.id, alias.name) not in given_up)
     return spec.model_copy(update={"aliases": kept}) if kept != spec.aliases else spec
 

@@ -174,13 +174,13 @@ def _template(value: object, info: ValidationInfo) -> object:
         raise ValueError(f"{path} is not UTF-8 text") from None
 
 
-def batching_section(value: object) -> object:
+def read_batching(value: object) -> object:
     """Read a mode on its own as the section that it stands for."""
     value = _mode(value)
     return {"mode": value} if isinstance(value, str) else value
 
 
-def names_in(text: str) -> list[str]:
+def split_names(text: str) -> list[str]:
     """Split `a, b` into names."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -194,7 +194,7 @@ def _aliases(value: object) -> object:
     aliases: list[object] = []
     for each in value:
         if isinstance(each, str):
-            aliases += [{"name": name} for name in names_in(each)]
+            aliases += [{"name": name} for name in split_names(each)]
         else:
             aliases.append(each)
     return aliases
@@ -377,7 +377,7 @@ class ChatSpec(_Spec):
     )
     batching: Annotated[
         ChatBatching,
-        BeforeValidator(batching_section, json_schema_input_type=ChatBatching | Modes),
+        BeforeValidator(read_batching, json_schema_input_type=ChatBatching | Modes),
     ] = Field(
         default_factory=ChatBatching,
         description="Overrides of the gateway's settings; `force` and `off` stand for `{mode: …}`.",

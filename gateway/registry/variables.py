@@ -17,8 +17,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from gateway.registry.specs import SPECS, batching_section
-from gateway.registry.yaml_lines import plain_value
+from gateway.registry.specs import SPECS, read_batching
+from gateway.registry.yaml_lines import read_plain_value
 from gateway.settings import PREFIX, VARIABLES
 
 Path = tuple[str, ...]
@@ -63,7 +63,7 @@ class ModelVariables:
             if len(path) == 1:
                 entry[key] = _aliases(entry.get(key), value) if key == "aliases" else value
                 continue
-            section = batching_section(entry.get(key)) if key == "batching" else entry.get(key)
+            section = read_batching(entry.get(key)) if key == "batching" else entry.get(key)
             if section is None or isinstance(section, dict):  # else it is reported as it is
                 entry[key] = {**(section or {}), path[1]: value}
         return entry, found
@@ -75,7 +75,7 @@ class ModelVariables:
         """
         for name in sorted(VARIABLES):
             if path := self.path(name):
-                clash = f"{name} is a setting of the gateway and would be {_shown(path)} here too"
+                clash = f"{name} is a setting of the gateway and would be {_quote(path)} here too"
                 yield f"{clash}; choose another id"
         for other in others:
             # Of names that begin differently none is the same.
@@ -83,21 +83,21 @@ class ModelVariables:
             for name in (*self.paths, *other.paths) if begin_alike else ():
                 if (own := self.path(name)) and (path := other.path(name)):
                     clash = (
-                        f"{name} would be {_shown(own)} here and {_shown(path)} of {other.model}"
+                        f"{name} would be {_quote(own)} here and {_quote(path)} of {other.model}"
                     )
                     yield f"{clash}; choose another id for one of them"
                     break
         for mapping, written in self._free_keys():
             for name, keys in written.items():
                 if len(keys) > 1:
-                    both = " and ".join(_shown((mapping, key)) for key in keys)
+                    both = " and ".join(_quote((mapping, key)) for key in keys)
                     clash = f"{self._stem}{_in_capitals(mapping)}_{name} would be {both}"
                     yield f"{clash}; choose another name for one of them"
 
     def _value(self, path: Path, text: str) -> Any:
         """Read a text as YAML reads one without quotes, or keep it if the key takes text."""
         kind = self._types.get(path) or get_args(self._types[path[:1]])[1]
-        value = plain_value(text)
+        value = read_plain_value(text)
         takes_text = str in get_args(kind) or path == ("aliases",)
         return text if kind is str or (takes_text and value is not None) else value
 
@@ -133,5 +133,5 @@ def _in_capitals(text: str) -> str:
     return re.sub(r"[\W_]+", "_", text).upper()
 
 
-def _shown(path: Path) -> str:
+def _quote(path: Path) -> str:
     return f"`{'.'.join(path)}`"

@@ -143,7 +143,7 @@ def _plain_tag(loader: _Loader, text: str) -> str:
     return resolve(yaml.ScalarNode, text, (True, False))
 
 
-def plain_value(text: str) -> object:
+def read_plain_value(text: str) -> object:
     """Read a text as YAML reads a plain scalar: a number, a boolean, null, else the text."""
     loader = _Loader("")
     tag = _plain_tag(loader, text)

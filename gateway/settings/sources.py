@@ -70,7 +70,7 @@ def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | No
             lines.append(message)
             continue
         field = Settings.model_fields[name]
-        text, source = provenance(name, given, env_file)
+        text, source = find_source(name, given, env_file)
         shown = "…" if "SecretStr" in str(field.annotation) else text
         where = " (.env)" if source == ".env" else ""
         given_as = f"--{name} {shown}" if source == "flag" else f"{variable(name)}={shown}"
@@ -78,7 +78,7 @@ def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | No
     return lines
 
 
-def provenance(
+def find_source(
     name: str, given: Mapping[str, Any], env_file: Path | None
 ) -> tuple[str | None, Origin]:
     """Return the text that a setting was given and where it came from; no text for a default."""
@@ -120,7 +120,7 @@ def explain(
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     dumped = settings.model_dump(mode="json")
     return [
-        Knob(name, variable(name), _text(value), provenance(name, given, env_file)[1])
+        Knob(name, variable(name), _text(value), find_source(name, given, env_file)[1])
         for name, value in dumped.items()
     ]
 

@@ -119,10 +119,12 @@ def test_config_prints_the_variables_of_models_keys(
     (here / ".env").write_text("GATEWAY_M_MAX_CONTEXT=64\nGATEWAY_M_TOP_K=5\n")
     monkeypatch.setenv("GATEWAY_M_SAMPLING_MAX_TOKENS", "7")
     monkeypatch.setenv("GATEWAY_M_CHAT_TEMPLATE_KWARGS_LANG", "en")
+    monkeypatch.setenv("GATEWAY_M_CHAT_TEMPLATE_KWARGS_API_KEY", "hunter2")
     monkeypatch.setenv("GATEWAY_M_THINKNG", "true")
     assert run("config") == 0
     out, err = capsys.readouterr()
     assert [line for line in out.splitlines() if line.startswith("GATEWAY_M_")] == [
+        "GATEWAY_M_CHAT_TEMPLATE_KWARGS_API_KEY\t**********\tenvironment",
         "GATEWAY_M_CHAT_TEMPLATE_KWARGS_LANG\ten\tenvironment",
         "GATEWAY_M_MAX_CONTEXT\t64\t.env",
         "GATEWAY_M_SAMPLING_MAX_TOKENS\t7\tenvironment",
@@ -130,6 +132,16 @@ def test_config_prints_the_variables_of_models_keys(
     nothing = "is set, and nothing reads it; did you mean"
     assert f"note: GATEWAY_M_TOP_K {nothing} GATEWAY_M_SAMPLING_TOP_K?" in err
     assert f"note: GATEWAY_M_THINKNG {nothing} GATEWAY_M_THINKING?" in err
+
+
+def test_config_prints_what_is_called_token_and_is_no_secret(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key of embedding models has that name."""
+    (here / "models.yaml").write_text(GOOD.replace("chat", "embedding"))
+    monkeypatch.setenv("GATEWAY_M_TOKEN_IDS", "accept")
+    assert run("config") == 0
+    assert "GATEWAY_M_TOKEN_IDS\taccept\tenvironment" in capsys.readouterr().out
 
 
 def test_config_works_while_the_file_does_not(
