@@ -264,11 +264,13 @@ class StateMachine(RuleBasedStateMachine):
         self.operators.append(self.runner.get_loop().create_task(run()))
         self.settle()
 
-    @rule(name=NAMES)
-    def lease(self, name: str) -> None:
+    @rule(name=NAMES, seconds=st.sampled_from([0.0, 4.0, 90.0]))
+    def lease(self, name: str, seconds: float) -> None:
+        """Ask for a model, and often wait until it is served, or longer than it may idle."""
         release = asyncio.Event()
         task = self.runner.get_loop().create_task(self.use(name, release))
         self.asking.append((name, task, release))
+        self.runner.run(asyncio.sleep(seconds))
         self.settle()
 
     @precondition(lambda self: self.asking)
@@ -350,7 +352,8 @@ class StateMachine(RuleBasedStateMachine):
 
     @invariant()
     def one_copy_of_a_model_is_open(self) -> None:
-        names = [entry.spec.id for entry in self.models.entries if entry.is_open]
+        open_states = (State.LOADING, State.READY, State.YIELDING)
+        names = [each.spec.id for each in self.models.entries if each.state in open_states]
         assert len(names) == len(set(names))
 
     def teardown(self) -> None:
