@@ -1,6 +1,5 @@
 """Every metric, declared once. The floors above count; the engine never does."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 M = TypeVar("M", Counter, Gauge, Histogram)
-now = time.perf_counter
 
 
 @cache

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 GATEWAY = Path(__file__).parents[1] / "gateway"
-GROUND = {"jobs", "errors", "metrics", "logs"}
+GROUND = {"jobs", "errors", "metrics", "logs", "clock"}
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": {"bench", "doctor", "app", "engine", "registry", "settings", *GROUND},

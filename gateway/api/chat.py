@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from gateway import metrics
+from gateway import clock
 from gateway.api.generation import (
     added,
     counted,
@@ -95,10 +95,10 @@ async def _whole(exchange: _Exchange) -> bytes:
                 choices[place], verdicts[place] = choice, verdict
     if "x-gateway-unenforced" in headers:
         headers |= judged(verdicts)
-    started = metrics.now()
+    started = clock.now()
     logprobs = 0 if job.logprobs is None else usage.completion_tokens * (1 + job.logprobs)
     body = await written(lambda: orjson.dumps(writer.completion(choices, usage)), logprobs)
-    job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+    job.caller.timings.add(Stage.SERIALISE, clock.now() - started)
     return body
 
 

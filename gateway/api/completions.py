@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from gateway import metrics
+from gateway import clock
 from gateway.api.generation import counted, defaults
 from gateway.api.middleware import timings_field
 from gateway.api.requests import Service, noted, written
@@ -71,13 +71,13 @@ async def _whole(exchange: _Exchange) -> bytes:
             usage = summed(usage, each)
             if isinstance(each, Delta):
                 choices[each.index].add(each)
-    started = metrics.now()
+    started = clock.now()
     each_token = 0 if jobs[0].logprobs is None else 1 + jobs[0].logprobs
     tokens = usage.prompt_tokens + usage.completion_tokens  # an echo has the prompt's too
     body = await written(
         lambda: orjson.dumps(writer.completion(choices, usage)), tokens * each_token
     )
-    jobs[0].caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+    jobs[0].caller.timings.add(Stage.SERIALISE, clock.now() - started)
     return body
 
 

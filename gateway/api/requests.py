@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from gateway import logs, metrics
+from gateway import clock, logs
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge, SlowBody, TooLarge, Unavailable
 from gateway.jobs import Caller, Stage, Tier
 from gateway.registry import Catalog, Changes, ChatSpec, EmbeddingSpec, ModelSpec, Resolved
@@ -117,7 +117,7 @@ class Service:
         allowed_s = self._allowed_s(request)
         return Caller(
             request_id=request.scope["gateway.request_id"],
-            deadline=metrics.now() + allowed_s,
+            deadline=clock.now() + allowed_s,
             allowed_s=allowed_s,
             tier=tier,
             key_id=request.scope.get("gateway.key_id"),
@@ -168,9 +168,9 @@ class Service:
 @contextlib.contextmanager
 def timed(request: Request, stage: Stage) -> Iterator[None]:
     """Count what is inside as a stage of the request."""
-    started = metrics.now()
+    started = clock.now()
     yield
-    request.scope["gateway.timings"].add(stage, metrics.now() - started)
+    request.scope["gateway.timings"].add(stage, clock.now() - started)
 
 
 def _wrong_kind(name: str, kind: str, wanted: str) -> BadRequest:

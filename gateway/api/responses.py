@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from gateway import logs, metrics
+from gateway import clock, logs
 from gateway.api.generation import (
     added,
     counted,
@@ -221,9 +221,9 @@ async def _whole(exchange: _Exchange, headers: dict[str, str]) -> bytes:
         writer.add(delta)
     writer.end(usage, int(time.time()))
     _keep(exchange)
-    started = metrics.now()
+    started = clock.now()
     body = orjson.dumps(exchange.writer.to_dict())
-    exchange.job.caller.timings.add(Stage.SERIALISE, metrics.now() - started)
+    exchange.job.caller.timings.add(Stage.SERIALISE, clock.now() - started)
     return body
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from gateway import logs, metrics
+from gateway import clock, logs
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.errors import Unavailable
 from gateway.jobs import KvCost, Verdict
@@ -146,9 +146,9 @@ class SelfTest:
         async with self._lane.turn("load") as run:
             if self._steps is None:
                 self._steps = self._engine.self_test()
-            began = metrics.now()
+            began = clock.now()
             verdict = await run(next, self._steps)
-            return verdict, metrics.now() - began
+            return verdict, clock.now() - began
 
     async def _finish(self, batcher: GenerationBatcher) -> None:
         """Run the steps that are left; the verdict so far holds until the test is whole.

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from enum import StrEnum
 from typing import Final
 
-from gateway import metrics
+from gateway import clock, metrics
 from gateway.errors import DeadlineExceeded, Overloaded
 from gateway.jobs import Caller, Stage
 
@@ -36,7 +36,7 @@ class Arrivals:
     def expect(self) -> Iterator[Arrival]:
         """Count a request as on its way while entered, unless it is over sooner."""
         arrival = Arrival(self)
-        self._since[arrival] = metrics.now()
+        self._since[arrival] = clock.now()
         try:
             yield arrival
         finally:
@@ -51,7 +51,7 @@ class Arrivals:
     def newest_age_s(self) -> float | None:
         """Return the seconds since the newest of them came, or None if there is none."""
         newest = next(reversed(self._since.values()), None)
-        return None if newest is None else metrics.now() - newest
+        return None if newest is None else clock.now() - newest
 
     async def yield_to_loop(self) -> None:
         """Yield three times, so that requests whose bytes have arrived are counted.
@@ -93,7 +93,7 @@ def retry_after_s(waiting: float, finished: float, seconds: float) -> float:
 class Bounded:
     """An amount that is bounded, and the recent rate at which it is released."""
 
-    def __init__(self, limit: int, clock: Callable[[], float] = metrics.now) -> None:
+    def __init__(self, limit: int, clock: Callable[[], float] = clock.now) -> None:
         self.held = 0
         self.limit = limit
         self._clock = clock
@@ -196,7 +196,7 @@ class Admission:
 @contextlib.asynccontextmanager
 async def until_deadline(caller: Caller) -> AsyncIterator[None]:
     """Cancel the body at the caller's deadline and raise DeadlineExceeded."""
-    limit = asyncio.timeout(caller.deadline - metrics.now())
+    limit = asyncio.timeout(caller.deadline - clock.now())
     try:
         async with limit:
             yield
@@ -209,10 +209,10 @@ async def until_deadline(caller: Caller) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def waiting_for_load(caller: Caller) -> AsyncIterator[None]:
     """Time the body as loading, and cancel it at the caller's deadline."""
-    started = metrics.now()
+    started = clock.now()
     caller.timings.stage = Stage.LOAD
     try:
         async with until_deadline(caller):
             yield
     finally:
-        caller.timings.add(Stage.LOAD, metrics.now() - started)
+        caller.timings.add(Stage.LOAD, clock.now() - started)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
 
-from gateway import logs, metrics
+from gateway import clock, logs, metrics
 from gateway.errors import Unavailable
 
 
@@ -186,14 +186,14 @@ class Lane:
     async def turn(self, kind: str) -> AsyncIterator["Turn"]:
         """Wait in line, then hold the lane; `kind` names the work for shares and metrics."""
         self._check()
-        asked = metrics.now()
+        asked = clock.now()
         await self._gain(kind)
-        gained = metrics.now()
+        gained = clock.now()
         try:
             self._check()
             yield Turn(self, kind, gained, gained - asked)
         finally:
-            seconds = metrics.now() - gained
+            seconds = clock.now() - gained
             self._shares.end(kind, seconds)
             self._hand_on()
             metrics.of(metrics.LANE_WAIT, kind).observe(gained - asked)
@@ -234,7 +234,7 @@ class Lane:
     async def _run(self, beat: Beat, function: Callable[..., Any], *args: Any) -> Any:
         self._check()
         work = _Work(beat, function, args)
-        asked = metrics.now()
+        asked = clock.now()
         self._work.put(work)
         try:
             await asyncio.shield(work.over)
@@ -248,7 +248,7 @@ class Lane:
                 work.over.exception()  # retrieved, as no caller is left
             self._work.put(_Work(beat, work.drop, ()))
             raise
-        self._learn(beat.shape, metrics.now() - asked)
+        self._learn(beat.shape, clock.now() - asked)
         return work.take()
 
     def _learn(self, shape: Hashable, seconds: float) -> None:
@@ -339,4 +339,4 @@ class Turn:
         thread.
         """
         lane = self._lane
-        return bool(lane._line) and lane._is_up(self._kind, metrics.now() - self.gained)
+        return bool(lane._line) and lane._is_up(self._kind, clock.now() - self.gained)

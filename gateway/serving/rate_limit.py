@@ -7,7 +7,7 @@ overdrawn one waits until it is paid back, so that the mean keeps to the limit.
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
-from gateway import metrics
+from gateway import clock
 
 MINUTE_S = 60.0
 Kind: TypeAlias = Literal["requests", "tokens"]
@@ -30,7 +30,7 @@ class Bucket:
 
     limit: int
     _left: float = field(init=False)
-    _at: float = field(init=False, default_factory=metrics.now)
+    _at: float = field(init=False, default_factory=clock.now)
 
     def __post_init__(self) -> None:
         self._left = float(self.limit)
@@ -38,7 +38,7 @@ class Bucket:
     @property
     def left(self) -> float:
         """Return what is left now; below 0 what is owed."""
-        now = metrics.now()
+        now = clock.now()
         self._left, self._at = refilled(self._left, self.limit, now - self._at), now
         return self._left
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from gateway import logs, metrics
+from gateway import clock, logs
 from gateway.serving.lane import Beat, Lane
 
 log = logs.get("watch")
@@ -94,9 +94,9 @@ class Watch:
         return "dead" if self._lane.has_died else self._status
 
     def _live(self) -> None:
-        looked = metrics.now()
+        looked = clock.now()
         while not self._is_over.wait(self._between_s):
-            now = metrics.now()
+            now = clock.now()
             # Time in which nobody looked, as while the machine slept, does not count.
             self._look(min(now - looked, 2 * self._between_s))
             looked = now

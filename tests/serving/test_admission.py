@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 from prometheus_client import Gauge
 
-from gateway import metrics
+from gateway import clock, metrics
 from gateway.errors import DeadlineExceeded, Overloaded
 from gateway.jobs import Caller
 from gateway.serving.admission import Admission, Bounded, Noun, retry_after_s, until_deadline
@@ -123,11 +123,11 @@ async def test_a_caller_who_leaves_gives_its_place_back(noun: Noun, gauge: Gauge
 @pytest.mark.anyio
 async def test_only_the_deadline_is_told_as_one() -> None:
     """What times out inside, a disk say, is an error like any other."""
-    caller = Caller(request_id="r", deadline=metrics.now() + 60, allowed_s=60)
+    caller = Caller(request_id="r", deadline=clock.now() + 60, allowed_s=60)
     with pytest.raises(TimeoutError, match="a disk"):
         async with until_deadline(caller):
             raise TimeoutError("a disk")
-    hurried = Caller(request_id="r", deadline=metrics.now() + 0.01, allowed_s=0.01)
+    hurried = Caller(request_id="r", deadline=clock.now() + 0.01, allowed_s=0.01)
     with pytest.raises(DeadlineExceeded):
         async with until_deadline(hurried):
             await asyncio.sleep(60)

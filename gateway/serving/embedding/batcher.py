@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
-from gateway import logs, metrics
+from gateway import clock, logs, metrics
 from gateway.errors import EngineFailed, GatewayError, Unavailable
 from gateway.jobs import Embedded, EmbedJob, Stage, Timings, TokenIds, Vectors
 from gateway.serving.admission import Admission, Arrival, Arrivals, Noun, until_deadline
@@ -32,7 +32,7 @@ class EmbedRequest:
     """One request's inputs, taken shortest first, so that each batch pads little."""
 
     def __init__(self, rows: Sequence[TokenIds], timings: Timings) -> None:
-        self.arrived = metrics.now()
+        self.arrived = clock.now()
         self.answered: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
         self._rows = rows
         self._timings = timings
@@ -95,7 +95,7 @@ class EmbedRequest:
 
     def write_timings(self) -> None:
         """Record the time in each stage: what was neither lane nor pass was queue."""
-        waited = metrics.now() - self.arrived
+        waited = clock.now() - self.arrived
         add = self._timings.add
         add(Stage.QUEUE, max(0.0, waited - self._inferred_s - self._lane_s))
         add(Stage.LANE, self._lane_s)
@@ -226,10 +226,10 @@ class EmbeddingBatcher:
     async def _tokenise(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
         if not texts:
             return known_ids(self._engine, self._name, job.token_rows)
-        started = metrics.now()
+        started = clock.now()
         tokeniser = self._truncating if job.truncate else self._tokeniser
         rows = await tokeniser.tokenise(texts)
-        job.caller.timings.add(Stage.TOKENISE, metrics.now() - started)
+        job.caller.timings.add(Stage.TOKENISE, clock.now() - started)
         return rows
 
     async def _work(self) -> None:
@@ -259,7 +259,7 @@ class EmbeddingBatcher:
             arrivals, limits = self._arrivals, self._limits
             more_s = patience(
                 sum(request.waiting for request in self._waiting),
-                metrics.now() - self._waiting[0].arrived,
+                clock.now() - self._waiting[0].arrived,
                 window(len(self._waiting) + arrivals.count, limits),
                 limits,
                 newest_age_s=arrivals.newest_age_s,
@@ -275,7 +275,7 @@ class EmbeddingBatcher:
         """Choose the batch once the lane is held, from all that waits."""
         if not (batch := self._take()):
             return
-        started = metrics.now()
+        started = clock.now()
         try:
             await self._run(turn, batch)
         except asyncio.CancelledError:
@@ -317,7 +317,7 @@ class EmbeddingBatcher:
             _refuse([each], _as_gateway_error(self._name, error))
 
     def _record(self, batch: Sequence[Input], turn: Turn, started: float) -> None:
-        seconds = metrics.now() - started
+        seconds = clock.now() - started
         for request in {each.request for each in batch}:
             request.note_pass(seconds, turn)
         padded = len(batch) * max(1, len(batch[-1].tokens))

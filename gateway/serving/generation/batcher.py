@@ -13,7 +13,7 @@ from collections.abc import (
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gateway import logs, metrics
+from gateway import clock, logs, metrics
 from gateway.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -181,7 +181,7 @@ class GenerationBatcher:
                 self._memory.check(self._name, row)
             rows = await self._compile(job, planned)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
-            mine = rank(metrics.now(), job.caller.tier, self._limits.tier_head_start_s)
+            mine = rank(clock.now(), job.caller.tier, self._limits.tier_head_start_s)
             sequences = [
                 Sequence(
                     row,
@@ -276,10 +276,10 @@ class GenerationBatcher:
             return error.tokens
 
     async def _plan(self, job: GenerateJob) -> abc.Sequence[SequenceParams]:
-        started = metrics.now()
+        started = clock.now()
         async with until_deadline(job.caller):
             rows = await self._pool.run(self._engine.plan, job, kind=prompt_kind(job))
-        job.caller.timings.add(Stage.TOKENISE, metrics.now() - started)
+        job.caller.timings.add(Stage.TOKENISE, clock.now() - started)
         return rows
 
     def _warn_of_text_calls(self, row: SequenceParams) -> bool:
@@ -294,10 +294,10 @@ class GenerationBatcher:
     ) -> abc.Sequence[SequenceParams]:
         if (grammar := rows[0].grammar) is None:
             return rows
-        started, job.caller.timings.stage = metrics.now(), Stage.COMPILE
+        started, job.caller.timings.stage = clock.now(), Stage.COMPILE
         async with until_deadline(job.caller):
             compiled = await self._grammars.get(grammar, param=_param(job))
-        job.caller.timings.add(Stage.COMPILE, metrics.now() - started)
+        job.caller.timings.add(Stage.COMPILE, clock.now() - started)
         return [replace(row, compiled=compiled) for row in rows]
 
     async def _deltas(
@@ -371,7 +371,7 @@ class GenerationBatcher:
 
     def _lets_prefill_go_first(self) -> bool:
         """Return True if the running rows wait for those being read, and note since when."""
-        scheduler, now = self._scheduler, metrics.now()
+        scheduler, now = self._scheduler, clock.now()
         if scheduler.must_move or not self._engine.is_prefilling:
             return False
         self._decode_waits_since = self._decode_waits_since or now

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from gateway import metrics
+from gateway import clock, metrics
 from gateway.errors import BadRequest, Overloaded
 from gateway.jobs import Grammar
 
@@ -135,7 +135,7 @@ class GrammarCache(Generic[T]):
             raise Overloaded(
                 "Other grammars are being compiled; ask again.", retry_after_s=self._timeout_s
             ) from None
-        started = metrics.now()
+        started = clock.now()
         work = asyncio.ensure_future(self._run(self._compile, grammar))
         work.add_done_callback(self._release)
         try:
@@ -150,9 +150,7 @@ class GrammarCache(Generic[T]):
                 code="invalid_json_schema" if grammar.kind == "json_schema" else "invalid_grammar",
             ) from None
         finally:
-            metrics.of(metrics.GRAMMAR_COMPILE_SECONDS, self._model).observe(
-                metrics.now() - started
-            )
+            metrics.of(metrics.GRAMMAR_COMPILE_SECONDS, self._model).observe(clock.now() - started)
 
     def _release(self, work: "asyncio.Future[T]") -> None:
         self._turns.release()
@@ -163,14 +161,14 @@ class GrammarCache(Generic[T]):
         error = None if entry.task.cancelled() else entry.task.exception()
         if error is None and not entry.task.cancelled():
             return
-        entry.failed_at = metrics.now()
+        entry.failed_at = clock.now()
         if isinstance(error, BadRequest):
             self._count("refused")
         elif self._entries.get(grammar) is entry:
             del self._entries[grammar]  # not the grammar's fault, so not remembered
 
     def _is_stale(self, entry: _Entry[T]) -> bool:
-        return entry.failed_at is not None and metrics.now() - entry.failed_at > ERRORS_LAST_S
+        return entry.failed_at is not None and clock.now() - entry.failed_at > ERRORS_LAST_S
 
     def _count(self, outcome: str) -> None:
         metrics.of(metrics.GRAMMARS, self._model, outcome).inc()

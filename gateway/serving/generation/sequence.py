@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVarTuple
 
-from gateway import metrics
+from gateway import clock, metrics
 from gateway.errors import EngineFailed, GatewayError
 from gateway.jobs import Delta, SequenceDelta, SequenceParams, Stage, Timings
 from gateway.serving.generation.memory import MARGIN
@@ -37,7 +37,7 @@ class Sequence:
     turn_began: int = 0  # at so many tokens, where rows take turns
     stuck_since: float | None = None  # when memory that only others hold was first missed
     # When it came, joined, or had its first token.
-    since: float = field(default_factory=metrics.now)
+    since: float = field(default_factory=clock.now)
 
     @property
     def stage(self) -> Stage:
@@ -92,7 +92,7 @@ class Sequence:
 
     def join(self, turn: Turn) -> None:
         """Note that it joins in this turn."""
-        now = metrics.now()
+        now = clock.now()
         waited_s = now - self.since
         lane_s = max(0.0, min(turn.waited_s, turn.gained - self.since))
         if self.timings is not None:
@@ -127,12 +127,12 @@ class Sequence:
 
     def _time(self, timings: Timings, model: str) -> None:
         if timings.first_token is None:
-            now = timings.first_token = metrics.now()
+            now = timings.first_token = clock.now()
             timings.add(Stage.PREFILL, now - self.since)
             metrics.of(metrics.FIRST_TOKEN_SECONDS, model).observe(now - timings.started)
             self.since = now
         if self.is_over:
-            seconds = metrics.now() - self.since
+            seconds = clock.now() - self.since
             timings.add(Stage.DECODE, seconds)
             if self.tokens > 1:
                 each_s = seconds / (self.tokens - 1)

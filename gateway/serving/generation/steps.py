@@ -4,7 +4,7 @@ import threading
 from collections import abc
 from collections.abc import Callable
 
-from gateway import logs, metrics
+from gateway import clock, logs
 from gateway.errors import EngineFailed
 from gateway.jobs import Pass, SequenceDelta
 from gateway.serving.generation.sequence import SchedulerOutput, Sequence
@@ -58,9 +58,9 @@ class Steps:
         engine = self._engine
         self._apply(plan)
         while engine.is_prefilling:
-            started = metrics.now()
+            started = clock.now()
             deltas = engine.prefill(min(self.chunk_tokens, self.pace.tokens))
-            self.pace.note(engine.last_pass.padded_tokens, metrics.now() - started)
+            self.pace.note(engine.last_pass.padded_tokens, clock.now() - started)
             self._report(plan, turn, "prefill", deltas, started)
             if self._news.is_set() or turn.is_up or not turn.is_contended:
                 break
@@ -73,7 +73,7 @@ class Steps:
         for _ in range(STEPS_PER_TURN):
             if not engine.is_decoding:
                 break
-            started = metrics.now()
+            started = clock.now()
             deltas = engine.decode()
             self._report(plan, turn, "decode", deltas, started)
             if self._news.is_set() or turn.is_up:
@@ -136,7 +136,7 @@ class Steps:
         turn.beat()
         for fault in self._engine.take_faults():
             plan.post(self._on_fault, fault)
-        plan.post(self._deliver, self._engine.last_pass, kind, deltas, metrics.now() - started)
+        plan.post(self._deliver, self._engine.last_pass, kind, deltas, clock.now() - started)
 
     def _settle(self, plan: SchedulerOutput, turn: Turn) -> None:
         """Wait for what the device has begun: it must not run in another turn."""

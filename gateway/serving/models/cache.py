@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from gateway import logs, metrics
+from gateway import clock, logs, metrics
 from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, Unavailable
 from gateway.jobs import Caller
 from gateway.registry import Catalog, ModelSpec, load_alike
@@ -185,7 +185,7 @@ class ModelCache(Generic[M]):
         entry = entries[-1]
         if not entry.is_loaded:
             return Status("loading")
-        used_s_ago = 0 if entry.leases else metrics.now() - entry.last_used
+        used_s_ago = 0 if entry.leases else clock.now() - entry.last_used
         return Status("loaded", entry.nbytes, int(time.time() - used_s_ago))
 
     def _staying(self) -> list[Entry[M]]:
@@ -235,7 +235,7 @@ class ModelCache(Generic[M]):
     async def _enter(self, spec: ModelSpec, caller: Caller | None) -> Entry[M]:
         """Begin a lease as soon as the model is ready."""
         while True:
-            began = metrics.now()
+            began = clock.now()
             entry = self._entry(spec)
             if entry.state is State.READY:
                 entry.enter()
@@ -257,7 +257,7 @@ class ModelCache(Generic[M]):
     async def _wait(self, entry: Entry[M], waiting: asyncio.Future[bool], began: float) -> bool:
         """Wait for a load, at most `load_wait_s` beyond the time that it waits for others."""
         while not waiting.done():
-            left_s = max(began, entry.resumed) + self._load_wait_s - metrics.now()
+            left_s = max(began, entry.resumed) + self._load_wait_s - clock.now()
             if entry.waits_for_others:
                 left_s = max(self._load_wait_s, LEAST_LOOK_S)
             if left_s <= 0:
@@ -288,7 +288,7 @@ class ModelCache(Generic[M]):
 
     async def _keep(self, entry: Entry[M]) -> None:
         """Run one model's whole life: fetch, wait for room, load, serve, free."""
-        started, spec = metrics.now(), entry.spec
+        started, spec = clock.now(), entry.spec
         try:
             prepared = await self._loader.prepared(spec)
             if entry.state is State.LEAVING:
@@ -301,7 +301,7 @@ class ModelCache(Generic[M]):
                 share.state(loaded.nbytes)
                 if entry.spec is not spec:  # the catalog was read again meanwhile
                     loaded.adopt(entry.spec)
-                with self._serve(entry, loaded, metrics.now() - started):
+                with self._serve(entry, loaded, clock.now() - started):
                     await entry.left.wait()
             log.info("model_evicted", model=spec.id)
         except Abandoned:
@@ -323,7 +323,7 @@ class ModelCache(Generic[M]):
     def _serve(self, entry: Entry[M], loaded: Loaded[M], seconds: float) -> Iterator[None]:
         """Let waiting callers in, and count the model as loaded while entered."""
         model = entry.spec.id
-        entry.last_used = metrics.now()
+        entry.last_used = clock.now()
         entry.model, entry.adopt = loaded.model, loaded.adopt
         if entry.state is State.LOADING:
             entry.to(State.READY)

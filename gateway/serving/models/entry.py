@@ -7,7 +7,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
-from gateway import metrics
+from gateway import clock
 from gateway.errors import GatewayError, InsufficientMemory, ModelLoadFailed, ModelUnavailable
 from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
@@ -34,7 +34,7 @@ class Failures:
                 return
         # Without its traceback, whose frames hold what was read of the model.
         self._errors[model] = fresh(error)
-        self._until[model] = metrics.now() + seconds
+        self._until[model] = clock.now() + seconds
 
     def forget(self, model: str) -> None:
         """Forget a model's failure: it is loaded, or is to be tried again."""
@@ -46,7 +46,7 @@ class Failures:
 
     def check(self, model: str) -> None:
         """Raise the error of this model's last load, if it was recent."""
-        if (error := self._errors.get(model)) is not None and metrics.now() < self._until[model]:
+        if (error := self._errors.get(model)) is not None and clock.now() < self._until[model]:
             raise fresh(error) from None
 
     def of(self, model: str) -> GatewayError | None:
@@ -182,7 +182,7 @@ class Entry(Generic[M]):
     def leave(self) -> None:
         """End a lease."""
         self.leases -= 1
-        self.last_used = metrics.now()
+        self.last_used = clock.now()
 
     def wait(self) -> asyncio.Future[bool]:
         """Return a future: True once it holds a lease, False if another entry must be asked.

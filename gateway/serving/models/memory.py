@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Generic, TypeVar
 
-from gateway import metrics
+from gateway import clock
 from gateway.errors import GatewayError, InsufficientMemory, NoRoom
 from gateway.serving.budget import Budget, Share
 from gateway.serving.models.entry import Entry, State
@@ -102,7 +102,7 @@ class Room(Generic[M]):
         old = {
             each: resident
             for each, resident in idle.items()
-            if is_pressing or resident.last_used + RECENT_S <= metrics.now()
+            if is_pressing or resident.last_used + RECENT_S <= clock.now()
         }
         if lacking <= sum(each.nbytes for each in old.values()):
             for each in pick(old, places=0, nbytes=lacking):
@@ -128,7 +128,7 @@ class Room(Generic[M]):
         if mine.state is State.LEAVING:
             raise Abandoned
         refusals, _ = self._refusals.get(mine.spec.id, (0, 0.0))
-        self._refusals[mine.spec.id] = (refusals + 1, metrics.now())
+        self._refusals[mine.spec.id] = (refusals + 1, clock.now())
         raise NoRoom(mine.spec.id, self._users(mine))
 
     def _users(self, mine: Entry[M]) -> list[str]:
@@ -136,12 +136,12 @@ class Room(Generic[M]):
 
     def _patience_s(self, mine: Entry[M]) -> float:
         refusals, last = self._refusals.get(mine.spec.id, (0, 0.0))
-        return patience_s(self._wait_s, refusals, metrics.now() - last)
+        return patience_s(self._wait_s, refusals, clock.now() - last)
 
     def _settle(self) -> None:
         """Make a plan for this moment, and carry it out."""
         self._refuse_the_impossible()
-        now = metrics.now()
+        now = clock.now()
         plan = make_plan(
             {each: self._resident(each) for each in self._queue},
             max_models=self._max_models,
@@ -173,7 +173,7 @@ class Room(Generic[M]):
             is_pinned=self._is_pinned(each),
             is_asked=each.asked > 0,
             is_yielding=each.state is State.YIELDING,
-            may_yield=each.spared_until <= metrics.now(),
+            may_yield=each.spared_until <= clock.now(),
         )
 
     def _standing(self, each: Entry[M]) -> Standing:
@@ -197,13 +197,13 @@ class Room(Generic[M]):
         assert mine.needed_bytes is not None
         mine.share = self._budget.share()
         mine.share.state(mine.needed_bytes)
-        mine.resumed = metrics.now()
+        mine.resumed = clock.now()
         self._refusals.pop(mine.spec.id, None)
         _settle_admission(mine)
 
     def _hold_back(self, plan: Plan[Entry[M]], *, is_in_vain: bool) -> None:
         """Make new callers wait for the yielding models, and let in those of the others."""
-        now = metrics.now()
+        now = clock.now()
         for each in self._queue:
             if each in plan.yielding and each.state is State.READY:
                 each.to(State.YIELDING)
@@ -215,7 +215,7 @@ class Room(Generic[M]):
 
     def _hold_rows(self, nbytes: int, *, is_in_vain: bool) -> None:
         """Reserve bytes that a model waits for from new rows, for at most `wait_s`."""
-        now = metrics.now()
+        now = clock.now()
         if nbytes and self._rows_held_since is None:
             self._rows_held_since = now
         since = self._rows_held_since
@@ -229,7 +229,7 @@ class Room(Generic[M]):
 
     def _look_again(self, times: Sequence[float]) -> None:
         """Plan again at the first of these times that is still to come."""
-        now = metrics.now()
+        now = clock.now()
         if not (coming := [each for each in times if each > now]):
             return
         loop = asyncio.get_running_loop()

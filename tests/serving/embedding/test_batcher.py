@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway import metrics
+from gateway import clock, metrics
 from gateway.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -164,7 +164,7 @@ async def test_where_the_time_went_is_written_down() -> None:
     timings = job.caller.timings
     assert set(timings.seconds) == {Stage.TOKENISE, Stage.QUEUE, Stage.LANE, Stage.INFERENCE}
     assert all(seconds >= 0 for seconds in timings.seconds.values())
-    assert sum(timings.seconds.values()) <= metrics.now() - timings.started
+    assert sum(timings.seconds.values()) <= clock.now() - timings.started
     assert (timings.model, timings.tokens_in) == ("m", 2)
 
 
@@ -186,7 +186,7 @@ async def test_a_wait_for_the_lane_is_counted_once_however_many_passes_follow() 
                 await asyncio.gather(asked, *others)
     seconds = job.caller.timings.seconds
     assert seconds[Stage.LANE] >= 0.04
-    assert sum(seconds.values()) <= metrics.now() - job.caller.timings.started
+    assert sum(seconds.values()) <= clock.now() - job.caller.timings.started
 
 
 async def _a_turn(lane: Lane) -> None:
@@ -365,7 +365,7 @@ async def test_a_deadline_ends_the_wait() -> None:
     async with batching(engine) as batcher:
         engine.gate.close()
         with pytest.raises(DeadlineExceeded):
-            await batcher.embed(embed_job("a", deadline=metrics.now() + 0.05))
+            await batcher.embed(embed_job("a", deadline=clock.now() + 0.05))
         engine.gate.open()
 
 

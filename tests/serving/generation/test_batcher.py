@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from gateway import metrics
+from gateway import clock
 from gateway.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -242,7 +242,7 @@ async def test_a_deadline_ends_an_answer_under_way() -> None:
     async with batching(engine) as batcher:
         engine.gate.close()
         with pytest.raises(DeadlineExceeded):
-            await deltas(batcher, generate_job("a" * 9, deadline=metrics.now() + 0.1))
+            await deltas(batcher, generate_job("a" * 9, deadline=clock.now() + 0.1))
         engine.gate.open()
         await until(lambda: engine.left)
 

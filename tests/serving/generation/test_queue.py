@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway import metrics
+from gateway import clock
 from gateway.errors import DeadlineExceeded, Overloaded
 from gateway.jobs import Sampling, SequenceParams
 from gateway.serving.generation.policy import GenerationLimits
@@ -72,7 +72,7 @@ async def test_a_job_waits_no_longer_than_its_deadline() -> None:
     """Then it is an error of its own."""
     queue = JobQueue("m", LIMITS)
     async with queue.place(caller(), JOB):
-        late = replace(caller(), deadline=metrics.now())
+        late = replace(caller(), deadline=clock.now())
         with pytest.raises(DeadlineExceeded):
             async with queue.place(late, JOB, lambda: None):
                 pass

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway import metrics
+from gateway import clock
 from gateway.errors import (
     GatewayError,
     InsufficientMemory,
@@ -182,7 +182,7 @@ def test_nobody_is_refused_a_loaded_model_for_another_s_sake(
 ) -> None:
     """Whoever else asks, hangs up or is refused; every waiter ends, and bytes balance to zero."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        monkeypatch.setattr(metrics, "now", runner.get_loop().time)
+        monkeypatch.setattr(clock, "now", runner.get_loop().time)
         world = World(random.Random(seed))
         runner.run(world.live())
     assert world.refused_healthy == []
