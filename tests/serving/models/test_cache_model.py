@@ -202,7 +202,7 @@ class StateMachine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner(loop_factory=VirtualLoop)
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(metrics, "now", self.runner.get_loop().time)
+        self.patch.setattr(clock, "now", self.runner.get_loop().time)
         self.budget = Budget(LIMIT)
         self.catalog = Catalog(spec(name) for name in SIZES)
         self.failing: set[str] = set()
