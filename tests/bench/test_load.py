@@ -295,12 +295,12 @@ async def test_connections_are_new_after_the_engine_held_the_loop() -> None:
     """The server has closed the idle ones meanwhile, and nobody saw it."""
     answer = http({"data": [{"embedding": [1.0]}]})
     workloads = {Kind.EMBEDDINGS: Workload("vectors", lambda n: embeddings("any", [str(n)]))}
-    with impatient(answer, keep_alive_s=0.1) as url:
+    with impatient(answer, keep_alive_s=0.5) as url:
         async with Peer(url) as peer:
             lines = [
                 line
                 async for line in measure_rounds(
-                    peer, workloads, [2, 2], warmup_s=0, duration_s=0.4, reference=BusyEngine()
+                    peer, workloads, [2, 2], warmup_s=0, duration_s=1, reference=BusyEngine()
                 )
             ]
     assert [dict(line.figures.errors) for line in lines] == [{}, {}]

@@ -5,8 +5,7 @@ import threading
 import mlx.core as mx
 import pytest
 
-from gateway.engine import blas
-from gateway.engine import device as backend
+from gateway.engine import blas, device
 from gateway.engine.device import Device, choose_device, configure, pick_dtype
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="OpenBLAS is interposed on Linux only")
@@ -20,8 +19,8 @@ def run(code: str) -> str:
 @linux
 def test_the_finding_names_the_package_when_openblas_is_missing() -> None:
     """Without OpenBLAS the finding says what to install and why; with it there is no hint."""
-    if backend.BLAS.loaded:
-        assert backend.BLAS.hint is None
+    if device.BLAS.loaded:
+        assert device.BLAS.hint is None
     finding = run(
         "import ctypes\n"
         "real = ctypes.CDLL.__init__\n"
@@ -29,8 +28,8 @@ def test_the_finding_names_the_package_when_openblas_is_missing() -> None:
         "    if name and 'openblas' in str(name): raise OSError\n"
         "    real(self, name, *rest, **options)\n"
         "ctypes.CDLL.__init__ = absent\n"
-        "from gateway.engine import backend\n"
-        "print(backend.BLAS)"
+        "from gateway.engine import device\n"
+        "print(device.BLAS)"
     )
     assert "loaded=False" in finding
     assert "libopenblas0" in finding
@@ -38,10 +37,10 @@ def test_the_finding_names_the_package_when_openblas_is_missing() -> None:
 
 
 @linux
-@pytest.mark.skipif(not backend.BLAS.loaded, reason="no OpenBLAS here")
+@pytest.mark.skipif(not device.BLAS.loaded, reason="no OpenBLAS here")
 def test_importing_mlx_first_is_told() -> None:
     """OpenBLAS loaded after mlx changes nothing, so the finding does not claim it."""
-    finding = run("import mlx.core\nfrom gateway.engine import backend\nprint(backend.BLAS)")
+    finding = run("import mlx.core\nfrom gateway.engine import device\nprint(device.BLAS)")
     assert "loaded=False" in finding
     assert "too late" in finding
 
@@ -49,7 +48,11 @@ def test_importing_mlx_first_is_told() -> None:
 @linux
 def test_importing_any_engine_module_loads_blas_before_mlx() -> None:
     """The package's own __init__ sees to the order, whichever module is asked for first."""
-    out = run("from gateway.engine import pooling, backend\nprint('too late' in str(backend.BLAS))")
+    out = run(
+        "from gateway.engine.embedding import pooling\n"
+        "from gateway.engine import device\n"
+        "print('too late' in str(device.BLAS))"
+    )
     assert out.strip() == "False"
 
 
@@ -105,13 +108,13 @@ def test_configure_makes_the_cpu_the_default() -> None:
 
 def test_streams_are_made_once_for_each_thread() -> None:
     """A stream works only on the thread that made it, and each costs a thread of mlx."""
-    mine = backend.cpu_streams(2)
-    assert backend.cpu_streams(2) == mine
-    assert backend.cpu_streams(1) == mine[:1]
+    mine = device.cpu_streams(2)
+    assert device.cpu_streams(2) == mine
+    assert device.cpu_streams(1) == mine[:1]
     theirs: list[mx.Stream] = []
 
     def work() -> None:
-        theirs.extend(backend.cpu_streams(1))
+        theirs.extend(device.cpu_streams(1))
         with mx.stream(theirs[0]):
             mx.eval(mx.ones(3) + 1)
         mx.clear_streams()
@@ -124,15 +127,15 @@ def test_streams_are_made_once_for_each_thread() -> None:
 
 def test_blas_threads_come_back_after_single_threaded_work() -> None:
     """Also when the work raises."""
-    before = backend.cpu_threads()
+    before = device.cpu_threads()
     inside: list[int] = []
 
     def fail() -> None:
-        with backend.single_threaded_blas():
-            inside.append(backend.cpu_threads())
+        with device.single_threaded_blas():
+            inside.append(device.cpu_threads())
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert inside == [1 if backend.BLAS.loaded else before]
-    assert backend.cpu_threads() == before
+    assert inside == [1 if device.BLAS.loaded else before]
+    assert device.cpu_threads() == before

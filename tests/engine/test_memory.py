@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from gateway.engine import device as backend
+from gateway.engine import device
 from gateway.engine.device import (
     Device,
     Limits,
@@ -122,11 +122,11 @@ def test_buffers_go_back_when_nothing_is_in_flight() -> None:
 
 def test_one_place_alone_gives_buffers_back_and_one_wires_memory() -> None:
     """A call of MLX's own elsewhere would not wait for what is in flight."""
-    engine = Path(backend.__file__).parent
+    engine = Path(device.__file__).parent
     texts = {file.name: file.read_text(encoding="utf-8") for file in engine.rglob("*.py")}
     assert [name for name, text in texts.items() if "mx.clear_cache" in text] == []
-    assert [name for name, text in texts.items() if "mlx.clear_cache" in text] == ["memory.py"]
-    assert [name for name, text in texts.items() if "set_wired_limit(" in text] == ["backend.py"]
+    assert [name for name, text in texts.items() if "mlx.clear_cache" in text] == ["device.py"]
+    assert [name for name, text in texts.items() if "set_wired_limit(" in text] == ["device.py"]
 
 
 def test_the_limit_on_freed_memory_holds_on_a_cpu(request: pytest.FixtureRequest) -> None:
