@@ -5,7 +5,7 @@ Errors are raised where they are seen, and become JSON in one place (api/middlew
 
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import ClassVar
+from typing import ClassVar, Literal, Self
 
 from typing_extensions import TypedDict
 
@@ -15,6 +15,10 @@ SHOWN_CHARS = 256
 def shorten(given: str) -> str:
     """Shorten text of a caller to SHOWN_CHARS, for a message that repeats it."""
     return given if len(given) <= SHOWN_CHARS else f"{given[:SHOWN_CHARS]}…"
+
+
+# What of a job an error is about. Each endpoint has a name of its own for it, which wire knows.
+Part = Literal["prompt", "prompt_name", "template_args", "tools", "answer_form", "min_tokens"]
 
 
 class ErrorDetails(TypedDict):
@@ -44,6 +48,7 @@ class GatewayError(Exception):
         message: str,
         *,
         param: str | None = None,
+        part: Part | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
         should_retry: bool | None = None,
@@ -51,6 +56,7 @@ class GatewayError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+        self.part = part
         self.code = code if code is not None else type(self).code
         self.retry_after_s = retry_after_s
         self.should_retry = should_retry
@@ -64,6 +70,12 @@ class GatewayError(Exception):
         if self.should_retry is not None:
             headers["x-should-retry"] = "true" if self.should_retry else "false"
         return headers
+
+    def named(self, param: str, code: str | None = None) -> Self:
+        """Return a copy that is about this field of a request, with this code if it has none."""
+        copy = type(self).__new__(type(self), *self.args)
+        vars(copy).update(vars(self), param=param, code=self.code or code)
+        return copy
 
     def body(self) -> ErrorBody:
         """Return OpenAI's error envelope."""
@@ -89,14 +101,14 @@ class ContextLengthExceeded(BadRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(self, limit: int, got: int, *, param: str, noun: str = "messages") -> None:
+    def __init__(self, limit: int, got: int, *, noun: str = "messages") -> None:
         self.tokens = got
         # litellm looks for OpenAI's sentence, langchain for the code inside the message.
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, your {noun} "
             f"resulted in {got} tokens. Please reduce the length of the {noun}. "
             f"({type(self).code})",
-            param=param,
+            part="prompt",
         )
 
 

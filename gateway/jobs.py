@@ -207,7 +207,7 @@ class GenerateJob:
     chat template reads; `prompt`, text or token ids, takes no template. `logprobs` asks for each
     token's logprob and that many of the likeliest alternatives; None for none at all. With `echo`
     the prompt is returned, with its own logprobs if any are asked for; `max_tokens` may then be 0.
-    `grammar_param` is the field that asked for the grammar. With `continues` the last message is
+    With `continues` the last message is
     the beginning of the answer.
     """
 
@@ -222,7 +222,6 @@ class GenerateJob:
     calling: Calling | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
-    grammar_param: str = "response_format"
     logprobs: int | None = None
     continues: bool = False
     echo: bool = False

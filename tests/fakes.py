@@ -143,10 +143,10 @@ class ScriptedWriter:
         noun = "messages" if job.prompt is None else "prompt"
         text = job.messages[-1]["content"] if job.prompt is None else _text(job.prompt)
         if text == "refuse me":
-            raise BadRequest("The template refuses.", param=noun)
+            raise BadRequest("The template refuses.", part="prompt")
         room = self.max_context - len(text)
         if room < (job.max_tokens != 0):
-            raise ContextLengthExceeded(self.max_context, len(text), param=noun)
+            raise ContextLengthExceeded(self.max_context, len(text), noun=noun)
         wanted = room if job.max_tokens is None else min(job.max_tokens, room)
         row = SequenceParams(
             prompt=[ord(c) for c in text],
@@ -163,7 +163,7 @@ class ScriptedWriter:
 
     def compile(self, grammar: Grammar) -> Compiled:
         if "bad" in grammar.source:
-            raise BadRequest("The grammar is bad.", param="response_format")
+            raise BadRequest("The grammar is bad.", part="answer_form")
         if "many unenforced" in grammar.source:
             return replace(grammar, unenforced=tuple(f"#/{i}/{'x' * 99}" for i in range(20)))
         if "uniqueItems" in grammar.source:

@@ -40,6 +40,7 @@ class _Exchange:
     """One request as understood, and what its answer is headed with."""
 
     service: Service
+    asked: wire.ChatRequest
     spec: ChatSpec
     job: GenerateJob
     writer: ChatCompletionWriter
@@ -72,7 +73,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
         is_legacy=asked.is_legacy,
     )
     headers = noted(read.ignored)
-    exchange = _Exchange(service, spec, job, writer, headers)
+    exchange = _Exchange(service, asked, spec, job, writer, headers)
     if not asked.stream:
         body = await while_connected(request.receive, _whole(exchange))
         return Response(body, media_type="application/json", headers=headers)
@@ -112,7 +113,7 @@ async def _generate(
 ) -> tuple[Usage, list[bool | None]]:
     """Write every choice; return what that took, and which fit their schema."""
     async with (
-        exchange.service.writer(exchange.spec, job.caller) as batcher,
+        exchange.service.writer(exchange.spec, job.caller, exchange.asked) as batcher,
         batcher.generate(job) as generation,
         aclosing(generation.deltas) as deltas,
     ):
@@ -127,7 +128,7 @@ async def _generate(
 async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
     job, writer = exchange.job, exchange.writer
     async with (
-        exchange.service.writer(exchange.spec, job.caller) as batcher,
+        exchange.service.writer(exchange.spec, job.caller, exchange.asked) as batcher,
         batcher.generate(job) as generation,
         aclosing(generation.deltas) as deltas,
     ):

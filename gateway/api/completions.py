@@ -27,6 +27,7 @@ class _Exchange:
     """One request as understood, and its answer as it grows."""
 
     service: Service
+    asked: wire.CompletionRequest
     spec: ChatSpec
     jobs: Sequence[GenerateJob]
     writer: wire.CompletionWriter
@@ -50,7 +51,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
         model=asked.model,
         fingerprint=service.fingerprint(spec),
     )
-    exchange = _Exchange(service, spec, jobs, writer, wire.choices(asked))
+    exchange = _Exchange(service, asked, spec, jobs, writer, wire.choices(asked))
     headers = noted(read.ignored)
     if not asked.stream:
         body = await while_connected(request.receive, _whole(exchange))
@@ -64,7 +65,7 @@ async def _whole(exchange: _Exchange) -> bytes:
     jobs, writer, choices = exchange.jobs, exchange.writer, exchange.choices
     usage = Usage(0)
     async with (
-        exchange.service.writer(exchange.spec, jobs[0].caller) as batcher,
+        exchange.service.writer(exchange.spec, jobs[0].caller, exchange.asked) as batcher,
         aclosing(batcher.generate_many(jobs)) as news,
     ):
         async for each in news:
@@ -85,7 +86,7 @@ async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[by
     jobs, writer = exchange.jobs, exchange.writer
     usage = Usage(0)
     async with (
-        exchange.service.writer(exchange.spec, jobs[0].caller) as batcher,
+        exchange.service.writer(exchange.spec, jobs[0].caller, exchange.asked) as batcher,
         aclosing(batcher.generate_many(jobs)) as news,
     ):
         async for each in news:

@@ -36,7 +36,7 @@ async def _answer(service: Service, request: Request, arrival: Arrival) -> Respo
 
     read, (spec, job) = await service.read(request, wire.EmbeddingsRequest, translate)
     asked = read.request
-    embedded = await while_connected(request.receive, _embed(service, spec, job, arrival))
+    embedded = await while_connected(request.receive, _embed(service, spec, job, asked, arrival))
     headers = noted(read.ignored)
     if embedded.truncated:
         headers["x-gateway-truncated"] = str(embedded.truncated)
@@ -56,9 +56,13 @@ async def _written(embedded: Embedded, asked: wire.EmbeddingsRequest) -> bytes:
 
 
 async def _embed(
-    service: Service, spec: EmbeddingSpec, job: EmbedJob, arrival: Arrival
+    service: Service,
+    spec: EmbeddingSpec,
+    job: EmbedJob,
+    asked: wire.EmbeddingsRequest,
+    arrival: Arrival,
 ) -> Embedded:
-    async with service.embedder(spec, job.caller) as batcher:
+    async with service.embedder(spec, job.caller, asked) as batcher:
         check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
         return await batcher.embed(job, arrival)
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import chain
@@ -138,17 +137,23 @@ class Service:
             )
         return min(asked, most)
 
-    def embedder(
-        self, spec: EmbeddingSpec, caller: Caller
-    ) -> AbstractAsyncContextManager[EmbeddingBatcher]:
-        """Lease an embedding model."""
-        return cast(AbstractAsyncContextManager[EmbeddingBatcher], self.models.lease(spec, caller))
+    @contextlib.asynccontextmanager
+    async def embedder(
+        self, spec: EmbeddingSpec, caller: Caller, asked: WireRequest
+    ) -> AsyncIterator[EmbeddingBatcher]:
+        """Lease an embedding model. What it refuses inside is named as the request's fields are."""
+        with _naming(asked):
+            async with self.models.lease(spec, caller) as model:
+                yield cast(EmbeddingBatcher, model)
 
-    def writer(
-        self, spec: ChatSpec, caller: Caller
-    ) -> AbstractAsyncContextManager[GenerationBatcher]:
-        """Lease a chat model."""
-        return cast(AbstractAsyncContextManager[GenerationBatcher], self.models.lease(spec, caller))
+    @contextlib.asynccontextmanager
+    async def writer(
+        self, spec: ChatSpec, caller: Caller, asked: WireRequest
+    ) -> AsyncIterator[GenerationBatcher]:
+        """Lease a chat model. What it refuses inside is named as the request's fields are."""
+        with _naming(asked):
+            async with self.models.lease(spec, caller) as model:
+                yield cast(GenerationBatcher, model)
 
     def embedding_spec(self, name: str) -> tuple[Resolved, EmbeddingSpec]:
         """Find an embedding model; a chat model is refused by name."""
@@ -163,6 +168,17 @@ class Service:
         if not isinstance(resolved.spec, ChatSpec):
             raise _wrong_kind(name, "embedding", "chat completions")
         return resolved, resolved.spec
+
+
+@contextlib.contextmanager
+def _naming(asked: WireRequest) -> Iterator[None]:
+    """Have errors of the floors below name the fields of a request."""
+    try:
+        yield
+    except GatewayError as error:
+        if (named := asked.locate(error)) is error:
+            raise
+        raise named from error
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -50,6 +50,7 @@ class _Exchange:
     """
 
     service: Service
+    asked: wire.ResponsesRequest
     spec: ChatSpec
     job: GenerateJob
     writer: ResponseWriter
@@ -164,9 +165,8 @@ def _exchange(service: Service, asked: wire.ResponsesRequest, request: Request) 
         created=int(time.time()),
         is_kept=is_kept,
     )
-    return _Exchange(
-        service, spec, job, ResponseWriter(described, unpack(asked.tools).places), context
-    )
+    writer = ResponseWriter(described, unpack(asked.tools).places)
+    return _Exchange(service, asked, spec, job, writer, context)
 
 
 def _conversation(
@@ -203,19 +203,19 @@ def _keep(exchange: _Exchange) -> None:
 
 
 async def _counted(exchange: _Exchange) -> int:
-    with _in_our_words():
-        async with exchange.service.writer(exchange.spec, exchange.job.caller) as batcher:
-            return await batcher.count_tokens(exchange.job)
+    async with exchange.service.writer(
+        exchange.spec, exchange.job.caller, exchange.asked
+    ) as batcher:
+        return await batcher.count_tokens(exchange.job)
 
 
 async def _whole(exchange: _Exchange, headers: dict[str, str]) -> bytes:
     job, writer = exchange.job, exchange.writer
-    with _in_our_words():
-        deltas, usage = await _gathered(exchange, headers)
-        if headers.get("x-gateway-schema-valid") == "false" and may_write_again(job):
-            with contextlib.suppress(GatewayError):  # no time, no room: the first stands
-                deltas, more = await _gathered(exchange, headers)
-                usage = added(usage, more)
+    deltas, usage = await _gathered(exchange, headers)
+    if headers.get("x-gateway-schema-valid") == "false" and may_write_again(job):
+        with contextlib.suppress(GatewayError):  # no time, no room: the first stands
+            deltas, more = await _gathered(exchange, headers)
+            usage = added(usage, more)
     writer.begin()
     for delta in deltas:
         writer.add(delta)
@@ -230,7 +230,7 @@ async def _whole(exchange: _Exchange, headers: dict[str, str]) -> bytes:
 async def _gathered(exchange: _Exchange, headers: dict[str, str]) -> tuple[list[Delta], Usage]:
     """Have the answer written once, and judged where its grammar could not hold all of it."""
     async with (
-        exchange.service.writer(exchange.spec, exchange.job.caller) as batcher,
+        exchange.service.writer(exchange.spec, exchange.job.caller, exchange.asked) as batcher,
         batcher.generate(exchange.job) as generation,
         aclosing(generation.deltas) as deltas,
     ):
@@ -268,25 +268,24 @@ async def _events(
     first delta. The answer is kept before the last of them is sent.
     """
     job, writer = exchange.job, exchange.writer
-    with _in_our_words():
-        async with (
-            exchange.service.writer(exchange.spec, job.caller) as batcher,
-            batcher.generate(job) as generation,
-            aclosing(generation.deltas) as deltas,
-        ):
-            headers |= unread(generation) | unenforced(generation)  # not sent yet
-            yield None
-            writer.describe(generation.sampling)
-            usage = generation.usage
-            is_first = True
-            async for delta in deltas:
-                if is_first:
-                    is_first = False
-                    for event in writer.begin():
-                        yield event
-                usage = counted(usage, delta)
-                for event in writer.add(delta):
+    async with (
+        exchange.service.writer(exchange.spec, job.caller, exchange.asked) as batcher,
+        batcher.generate(job) as generation,
+        aclosing(generation.deltas) as deltas,
+    ):
+        headers |= unread(generation) | unenforced(generation)  # not sent yet
+        yield None
+        writer.describe(generation.sampling)
+        usage = generation.usage
+        is_first = True
+        async for delta in deltas:
+            if is_first:
+                is_first = False
+                for event in writer.begin():
                     yield event
+            usage = counted(usage, delta)
+            for event in writer.add(delta):
+                yield event
     if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
         writer.judge(verdict)
     closing = writer.end(usage, int(time.time()))
@@ -303,17 +302,3 @@ def _owner(request: Request) -> str | None:
 def named(event: ResponseEvent) -> bytes:
     """Write an event with its type as the frame's name."""
     return b"event: " + event["type"].encode() + b"\n" + frame(orjson.dumps(event))
-
-
-@contextlib.contextmanager
-def _in_our_words() -> Iterator[None]:
-    """Name the fields as this endpoint does in what the floors below refuse."""
-    try:
-        yield
-    except GatewayError as error:
-        if error.param == "messages":
-            error.param = "input"
-        elif error.param == "response_format":
-            error.param = "text.format.schema"
-            error.code = error.code or "invalid_json_schema"
-        raise

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
+from gateway.errors import Part as ErrorPart
 from gateway.jobs import (
     CallDelta,
     Caller,
@@ -118,6 +119,18 @@ class ChatRequest(GuidedRequest):
         self.asked_tools()
         return self
 
+    def param_of(self, part: ErrorPart) -> str:
+        """Return the field that a part of the job came from."""
+        match part:
+            case "prompt":
+                return "messages"
+            case "template_args":
+                return "chat_template_kwargs"
+            case "answer_form":
+                param, grammar = self.form()
+                return "tools" if grammar is None and self.asked_tools().tools else param
+        return part
+
     def skipped(self) -> Sequence[str]:
         """Name the tools that are not served."""
         return skipped(self.tools)
@@ -163,11 +176,11 @@ def to_job(
     check_length(messages, max_chars, param="messages")
     check_length(request.asked_tools().tools, max_chars, param="tools")
     tools, calling = request.calling()
-    grammar_param, grammar = request.form()
+    form_param, grammar = request.form()
     if request.continues and (grammar is not None or (calling is not None and calling.forced)):
         raise BadRequest(
             "An answer that is continued can't be held to a form, nor to a call.",
-            param="tool_choice" if grammar is None else grammar_param,
+            param="tool_choice" if grammar is None else form_param,
         )
     if schema_in_prompt:
         grammar = held_to_prompt(grammar, messages[-1]["content"])
@@ -182,7 +195,6 @@ def to_job(
         calling=calling,
         template_args={**template_args, **request.template_args()},
         grammar=grammar,
-        grammar_param=grammar_param,
         continues=request.continues,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )

@@ -10,6 +10,7 @@ from pydantic import Field, WithJsonSchema, field_validator
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
+from gateway.errors import Part as ErrorPart
 from gateway.jobs import (
     Caller,
     Delta,
@@ -71,6 +72,10 @@ class CompletionRequest(GuidedRequest):
     stream_options: StreamOptions = StreamOptions()
     service_tier: ServiceTier = "auto"
 
+    def param_of(self, part: ErrorPart) -> str:
+        """Return the field that a part of the job came from."""
+        return self.form()[0] if part == "answer_form" else part
+
     @field_validator("prompt")
     @classmethod
     def _some_prompts(cls, given: object) -> object:
@@ -92,7 +97,7 @@ def to_jobs(
     Raises BadRequest for combinations that cannot be served.
     """
     _check(request, bounds)
-    grammar_param, grammar = request.form()
+    _, grammar = request.form()
     if (
         grammar is not None and grammar.kind == "json_schema"
     ):  # answers to bare prompts come without a verdict
@@ -108,7 +113,6 @@ def to_jobs(
             stop=request.stop,
             n=request.n,
             grammar=grammar,
-            grammar_param=grammar_param,
             logprobs=request.logprobs,
             # A text that is only repeated needs no engine.
             echo=request.echo and (request.logprobs is not None or not isinstance(prompt, str)),

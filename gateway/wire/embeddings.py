@@ -10,6 +10,7 @@ from pydantic import Field, WithJsonSchema, field_validator
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
+from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, Embedded, EmbedJob, TokenIds
 from gateway.wire.bounds import Label
 from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, Request, read_inputs
@@ -34,6 +35,10 @@ class EmbeddingsRequest(Request):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     truncate: bool | None = None
     prompt_name: Label | None = None
+
+    def param_of(self, part: ErrorPart) -> str:
+        """Return the field that a part of the job came from."""
+        return "input" if part == "prompt" else part
 
     @field_validator("input")
     @classmethod

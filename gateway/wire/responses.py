@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import Field, WithJsonSchema, model_validator
 from typing_extensions import TypeAliasType, TypedDict
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, GatewayError
+from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, GenerateJob, Grammar, Sampling
 from gateway.wire.bounds import FAST, Label, Schema
 from gateway.wire.generation import (
@@ -166,6 +167,28 @@ class ResponsesRequest(SampledRequest):
     service_tier: ServiceTier = "auto"
     stream: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+    def param_of(self, part: ErrorPart) -> str:
+        """Return the field that a part of the job came from."""
+        match part:
+            case "prompt":
+                return "input"
+            case "template_args":
+                return "chat_template_kwargs"
+            case "answer_form":
+                has_form = self.text.format is not None and self.text.format.type != "text"
+                return "tools" if self.tools and not has_form else "text.format.schema"
+        return part
+
+    def locate(self, error: GatewayError) -> GatewayError:
+        """Return an error of the floors below as one about a field of this request.
+
+        One about the form of the text always has a code.
+        """
+        if error.part is None:
+            return error
+        param = self.param_of(error.part)
+        return error.named(param, "invalid_json_schema" if param == "text.format.schema" else None)
 
     def skipped(self) -> Sequence[str]:
         """Name the tools that are not served."""

@@ -10,7 +10,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from gateway.errors import BadRequest, UnknownParameter, UnsupportedParameter, shorten
+from gateway.errors import BadRequest, GatewayError, UnknownParameter, UnsupportedParameter, shorten
+from gateway.errors import Part as ErrorPart
 from gateway.wire.bounds import DEFAULT, NAME_CHARS, Bounds, parse
 
 
@@ -36,6 +37,14 @@ class Request(BaseModel):
         """Return the names of the fields that are served."""
         names = [info.alias or name for name, info in cls.model_fields.items()]
         return [name for name in names if name not in cls.harmless]
+
+    def param_of(self, part: ErrorPart) -> str:
+        """Return the field that a part of the job came from."""
+        return part
+
+    def locate(self, error: GatewayError) -> GatewayError:
+        """Return an error of the floors below as one about a field of this request."""
+        return error if error.part is None else error.named(self.param_of(error.part))
 
     def asked(self) -> dict[str, Any]:
         """Give what the model is to read, for those who want it logged."""

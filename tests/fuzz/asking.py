@@ -36,7 +36,7 @@ class CarefulWriter(ScriptedWriter):
     def plan(self, job: GenerateJob) -> list[SequenceParams]:
         ids = () if job.prompt is None or isinstance(job.prompt, str) else job.prompt
         if any(token >= 0x110000 for token in ids):
-            raise BadRequest("There is no such token.", param="prompt")
+            raise BadRequest("There is no such token.", part="prompt")
         return super().plan(job)
 
 

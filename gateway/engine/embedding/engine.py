@@ -231,15 +231,15 @@ class EmbeddingEngine:
         """Raise for rows that would read outside the tables: mlx does not check bounds."""
         longest = max(map(len, rows))
         if longest > self.max_tokens:
-            raise ContextLengthExceeded(self.max_tokens, longest, param="input", noun="input")
+            raise ContextLengthExceeded(self.max_tokens, longest, noun="input")
         for index, row in enumerate(rows):
             if not row:
-                raise BadRequest(f"Input {index} has no tokens for `{self.name}`.", param="input")
+                raise BadRequest(f"Input {index} has no tokens for `{self.name}`.", part="prompt")
             if min(row) < 0 or max(row) >= self._encoder.vocabulary:
                 raise BadRequest(
                     f"Input {index} has token ids outside the vocabulary of `{self.name}` "
                     f"(0 to {self._encoder.vocabulary - 1}).",
-                    param="input",
+                    part="prompt",
                 )
 
     def _check_finite(self, vectors: Vectors) -> None:

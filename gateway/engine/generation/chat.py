@@ -147,9 +147,7 @@ class ChatTokenizer:
         turns = [*earlier, {**last, "content": word}]
         text = self._apply(replace(job, messages=turns), is_asking=False)
         if text.count(word) != 1:
-            raise BadRequest(
-                "The model's chat template cannot continue an answer.", param="messages"
-            )
+            raise BadRequest("The model's chat template cannot continue an answer.", part="prompt")
         before = text[: text.index(word)]
         return Prompt(self.vocabulary.encode(before + last["content"], len(before)))
 
@@ -184,9 +182,7 @@ class ChatTokenizer:
     def _apply(self, job: GenerateJob, *, is_asking: bool) -> str:
         """Render the model's template."""
         if taken := RESERVED & job.template_args.keys():
-            raise BadRequest(
-                f"'{min(taken)}' is not for a request to set.", param="chat_template_kwargs"
-            )
+            raise BadRequest(f"'{min(taken)}' is not for a request to set.", part="template_args")
         new_id = self._tools.new_id if self._tools else openai_id
         arguments = self._thinking_arguments({**self._template_args, **job.template_args})
         return self._template.render(

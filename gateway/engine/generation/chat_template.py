@@ -53,7 +53,7 @@ class ChatTemplate:
         verb = "refuses" if outcome == "refused" else "could not render"
         raise BadRequest(
             f"The model's chat template {verb} these messages: {str(value)[:500]}",
-            param="messages",
+            part="prompt",
         )
 
     def check(self, name: str, arguments: Mapping[str, Any]) -> None:

@@ -30,22 +30,22 @@ def prepare_sequences(
     noun = "prompt" if is_bare else "messages"
     room = max_context - len(prompt)
     if room < (job.max_tokens != 0):
-        raise ContextLengthExceeded(max_context, len(prompt), param=noun, noun=noun)
+        raise ContextLengthExceeded(max_context, len(prompt), noun=noun)
     if not prompt:
-        raise BadRequest("The prompt is empty.", param=noun)
+        raise BadRequest("The prompt is empty.", part="prompt")
     if not all(0 <= token < vocab_size for token in prompt):
-        raise BadRequest(f"Token ids are 0 to {vocab_size - 1}.", param=noun)
+        raise BadRequest(f"Token ids are 0 to {vocab_size - 1}.", part="prompt")
     most = room if job.max_tokens is None else min(job.max_tokens, room)
     if job.sampling.min_tokens > most:
         raise BadRequest(
-            f"Invalid 'min_tokens': the answer may have {most} tokens at most.", param="min_tokens"
+            f"Invalid 'min_tokens': the answer may have {most} tokens at most.", part="min_tokens"
         )
     sampling = _complete(job.sampling, own)
     grammar = structured.grammar(job)
     if job.continues and grammar is not None:
         raise BadRequest(
             "An answer that is continued cannot be held to a form, nor to a strict tool.",
-            param=noun,
+            part="prompt",
         )
     row = SequenceParams(
         prompt=prompt,

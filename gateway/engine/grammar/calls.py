@@ -92,9 +92,9 @@ def answer_grammar(
     if answer is not None:
         if form is None or answer.kind != "json_schema":
             raise BadRequest(
-                "This model's form of calls cannot be held beside a form of answers: send "
-                "'tools' or 'response_format', or a 'tool_choice'.",
-                param="response_format",
+                "This model's form of calls cannot be held beside a form of answers: ask for tools "
+                "or for a form, or for one of the two by a choice of tool.",
+                part="answer_form",
             )
         schema = held(_ANSWER, json.loads(answer.source), "", strict=answer.strict)
         start = f"start: {_ANSWER} | call+\n{_ANSWER}: {_json(schema)}"

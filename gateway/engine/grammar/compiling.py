@@ -242,7 +242,7 @@ def text_of(grammar: Grammar, bounds: Bounds) -> str:
 
 
 def _refusal(message: str, code: str = "invalid_grammar") -> BadRequest:
-    return BadRequest(message, param="response_format", code=code)
+    return BadRequest(message, part="answer_form", code=code)
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ def of_function(function: str, error: BadRequest) -> BadRequest:
     if not function:
         return error
     message = f"The parameters of '{function}': {error.message}"
-    return BadRequest(message, param="tools", code=error.code)
+    return BadRequest(message, part="tools", code=error.code)
 
 
 def check_strict(form: Held) -> None:

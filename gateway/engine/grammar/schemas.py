@@ -28,7 +28,7 @@ NOTES: Final = _TO_READ | {"$defs", "definitions", "deprecated", "readOnly", "wr
 
 def refusal(message: str) -> BadRequest:
     """Return the error for a schema that cannot be honoured."""
-    return BadRequest(message, param="response_format", code="invalid_json_schema")
+    return BadRequest(message, part="answer_form", code="invalid_json_schema")
 
 
 def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:

@@ -106,7 +106,7 @@ class Structured:
             raise BadRequest(
                 "This model's answers cannot be held to a schema, a grammar or a required tool: "
                 f"its tokenizer cannot serve grammars: {self._problem}",
-                param="response_format",
+                part="answer_form",
                 code="grammar_not_supported",
             )
         return compile_grammar(

@@ -60,7 +60,7 @@ def check_survived(outcome: str, value: Any, code: str) -> None:
     if outcome in ("died", "large"):
         noun = "JSON Schema" if code == "invalid_json_schema" else "grammar"
         raise DiedCompiling(
-            f"The {noun} cannot be compiled: {value}.", param="response_format", code=code
+            f"The {noun} cannot be compiled: {value}.", part="answer_form", code=code
         )
     if outcome == "late":
         raise TimeoutError

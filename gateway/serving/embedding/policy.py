@@ -165,7 +165,7 @@ def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]
     if name not in engine.prompts:
         known = ", ".join(sorted(engine.prompts)) or "none"
         raise BadRequest(
-            f"The model `{model}` has no prompt `{name}`; it has: {known}.", param="prompt_name"
+            f"The model `{model}` has no prompt `{name}`; it has: {known}.", part="prompt_name"
         )
     return [engine.prompts[name] + text for text in job.texts]
 
@@ -176,7 +176,7 @@ def known_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> 
     for row in rows:
         if not all(0 <= token < size for token in row):
             raise BadRequest(
-                f"Token ids of the model `{model}` are 0 to {size - 1}.", param="input"
+                f"Token ids of the model `{model}` are 0 to {size - 1}.", part="prompt"
             )
     return list(rows)
 
@@ -191,7 +191,7 @@ def fit_to_context(
     limit = engine.max_tokens
     over = [index for index, row in enumerate(rows) if len(row) > limit]
     if over and not truncate:
-        raise ContextLengthExceeded(limit, len(rows[over[0]]), param="input", noun="input")
+        raise ContextLengthExceeded(limit, len(rows[over[0]]), noun="input")
     for index in over:
         rows[index] = engine.truncate(rows[index])
     return rows, set(over)

@@ -296,7 +296,7 @@ class GenerationBatcher:
             return rows
         started, job.caller.timings.stage = clock.now(), Stage.COMPILE
         async with until_deadline(job.caller):
-            compiled = await self._grammars.get(grammar, param=_param(job))
+            compiled = await self._grammars.get(grammar)
         job.caller.timings.add(Stage.COMPILE, clock.now() - started)
         return [replace(row, compiled=compiled) for row in rows]
 
@@ -462,11 +462,6 @@ class GenerationBatcher:
                 Unavailable(f"The model `{self._name}` was unloaded meanwhile.", retry_after_s=1)
             )
             self._memory.release()
-
-
-def _param(job: GenerateJob) -> str:
-    """Return the field that asked for the grammar."""
-    return "tools" if job.calling is not None and job.grammar is None else job.grammar_param
 
 
 def _find_unenforced(row: SequenceParams) -> abc.Sequence[str]:

@@ -99,11 +99,11 @@ class GrammarCache(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    async def get(self, grammar: Grammar, *, param: str = "response_format") -> T:
+    async def get(self, grammar: Grammar) -> T:
         """Return the compiled grammar.
 
-        Raises BadRequest, with `param`, when it cannot be compiled or takes too long, and
-        Overloaded when other grammars took all the time there was.
+        Raises BadRequest when it cannot be compiled or takes too long, and Overloaded when other
+        grammars took all the time there was.
         """
         entry = self._entries.get(grammar)
         if entry is not None and self._is_stale(entry):
@@ -114,10 +114,7 @@ class GrammarCache(Generic[T]):
         else:
             self._count("hit" if entry.task.done() else "joined")
         self._entries.move_to_end(grammar)
-        try:
-            return await asyncio.shield(entry.task)
-        except BadRequest as error:
-            raise BadRequest(error.message, param=param, code=error.code) from error
+        return await asyncio.shield(entry.task)
 
     def _begin(self, grammar: Grammar) -> _Entry[T]:
         entry = _Entry(asyncio.create_task(self._made(grammar), name="grammar"))
@@ -147,6 +144,7 @@ class GrammarCache(Generic[T]):
             self._count("timeout")
             raise BadRequest(
                 f"The grammar was not compiled within {self._timeout_s:g} seconds: simplify it.",
+                part="answer_form",
                 code="invalid_json_schema" if grammar.kind == "json_schema" else "invalid_grammar",
             ) from None
         finally:

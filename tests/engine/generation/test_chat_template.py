@@ -167,7 +167,7 @@ def test_messages_that_make_a_template_cost_too_much_are_refused(
     chat = family(tmp_path, template=mild, sandbox=box)
     with pytest.raises(BadRequest, match=f"could not render these messages: .*{why}") as caught:
         chat.prompt(_job("x"))
-    assert caught.value.param == "messages"
+    assert caught.value.part == "prompt"
     assert chat._template.render([{"role": "user", "content": "y"}], [], {}) == "fine"
 
 

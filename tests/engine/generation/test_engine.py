@@ -419,7 +419,7 @@ def test_a_request_cannot_set_what_is_not_the_templates(
     """A template of the caller's own would run as a program, and might never end."""
     with pytest.raises(BadRequest, match=name) as caught:
         engine.plan(job("x", template_args={name: "{{ 'a' * 10**10 }}"}))
-    assert caught.value.param == "chat_template_kwargs"
+    assert caught.value.part == "template_args"
 
 
 def test_whatever_a_template_raises_is_a_bad_request(folder: Path) -> None:

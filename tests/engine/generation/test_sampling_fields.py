@@ -72,7 +72,7 @@ def test_more_tokens_at_least_than_at_most_is_refused(engine: GenerationEngine) 
     """The message has the bound."""
     with pytest.raises(BadRequest, match="24 tokens at most") as refused:
         engine.plan(job("x", Sampling(min_tokens=25)))
-    assert refused.value.param == "min_tokens"
+    assert refused.value.part == "min_tokens"
     with pytest.raises(BadRequest, match="min_tokens"):
         engine.plan(job("x", Sampling(min_tokens=10**9), max_tokens=None))
 

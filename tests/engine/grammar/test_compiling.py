@@ -257,7 +257,7 @@ def test_what_no_grammar_holds_is_named_and_a_strict_schema_refused(
     place, _, keyword = pointer.rpartition("/")
     assert f"`{keyword}` at {place} " in caught.value.message
     assert caught.value.code == "invalid_json_schema"
-    assert caught.value.param == "response_format"
+    assert caught.value.part == "answer_form"
 
 
 def test_definitions_that_nothing_leads_to_ask_for_nothing() -> None:
@@ -298,7 +298,7 @@ def test_what_is_no_schema_or_has_no_answer_is_refused(
     assert named in caught.value.message
     assert "coerce_one_of" not in caught.value.message
     assert caught.value.code == "invalid_json_schema"
-    assert caught.value.param == "response_format"
+    assert caught.value.part == "answer_form"
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ def test_of_many_broken_patterns_only_some_are_tried_by_themselves() -> None:
     def compile_form(schema: object) -> None:
         tried.append(schema)
         if "(?=" in json.dumps(schema):
-            raise BadRequest("regex parse error: look-around", param="response_format")
+            raise BadRequest("regex parse error: look-around", part="answer_form")
 
     form, _ = form_that_compiles(read, Shape(), compile_form)
     assert len(form.unenforced) == 300

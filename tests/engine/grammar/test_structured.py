@@ -180,7 +180,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(engine: GenerationEngine) ->
     broken = Function("f", {"type": "nonsense"})
     with pytest.raises(BadRequest, match="'f'") as caught:
         engine.plan(job("x", calling=Calling(functions=[broken], forced=True)))
-    assert caught.value.param == "tools"
+    assert caught.value.part == "tools"
 
 
 WEATHER = Function(

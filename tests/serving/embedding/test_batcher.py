@@ -225,7 +225,7 @@ async def test_a_tokenizer_that_fails_on_one_text_fails_its_request_alone() -> N
         def encode(self, texts: Sequence[str]) -> list[list[int]]:
             self.gate.pass_through()
             if any("!" in text for text in texts):
-                raise BadRequest("No shouting.", param="input")
+                raise BadRequest("No shouting.", part="prompt")
             return super().encode(texts)
 
     engine = Fussy(max_tokens=5000)  # for texts so long that they are tokenised on a thread

@@ -31,7 +31,7 @@ class Compiler:
         self.asked.append(grammar.source)
         assert grammar.source in self.passing or self.gate.wait(10)
         if grammar.source == "bad":
-            raise BadRequest("no such thing", param="response_format", code="invalid_grammar")
+            raise BadRequest("no such thing", part="answer_form", code="invalid_grammar")
         if grammar.source == "bug":
             raise ZeroDivisionError
         return grammar.source.upper()
@@ -99,12 +99,12 @@ async def test_the_least_recently_used_leaves(compiler: Compiler, pool: TokenPoo
 async def test_refusals_are_remembered_for_a_while(
     compiler: Compiler, pool: TokenPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each asker hears it with the field of their own request."""
+    """Each asker hears it; wire gives it the field of their own request."""
     cache = GrammarCache("refusing", compiler, pool.run)
-    for param in ("response_format", "tools[0].function.parameters"):
+    for _ in range(2):
         with pytest.raises(BadRequest, match="no such thing") as caught:
-            await cache.get(regex("bad"), param=param)
-        assert (caught.value.param, caught.value.code) == (param, "invalid_grammar")
+            await cache.get(regex("bad"))
+        assert (caught.value.part, caught.value.code) == ("answer_form", "invalid_grammar")
     assert compiler.asked == ["bad"]
     monkeypatch.setattr(grammars, "ERRORS_LAST_S", -1.0)
     with pytest.raises(BadRequest):
