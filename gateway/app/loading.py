@@ -19,7 +19,7 @@ from gateway.serving.budget import Budget
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.grammars import GrammarCache
-from gateway.serving.generation.memory import RowCosts, RowMemory
+from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import Loaded, Prepared
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
@@ -212,7 +212,7 @@ class Opener:
                 included,
                 most=lambda: self._budget.limit_bytes - nbytes - self._pinned_bytes(spec.id),
                 answer_tokens=settings.kv_answer_tokens,
-                chunk_tokens=limits.prefill_chunk_tokens,
+                chunk_tokens=longest_chunk(limits.prefill_chunk_tokens),
             )
             memory = RowMemory(self._budget, costs, self._clear)
             test = SelfTest(

@@ -250,7 +250,10 @@ class Settings(BaseSettings):
         default=512,
         ge=16,
         le=65_536,
-        description="Prompt tokens read in one turn: rows times longest.",
+        description=(
+            "Prompt tokens read in one turn: rows times longest. The end of a prompt is read with "
+            "its last chunk, if it is at most a quarter of one."
+        ),
     )
     prefix_cache_bytes: int = Field(
         default=1024 * 1024 * 1024,

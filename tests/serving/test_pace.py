@@ -28,6 +28,7 @@ def test_a_small_quick_pass_tells_nothing_of_large_ones() -> None:
 def test_a_small_slow_pass_halves_at_most() -> None:
     """A kernel was compiled, or the machine was busy."""
     assert allowed_tokens(2000, 8, 0.5, 0.25) == 1000
+    assert allowed_tokens(512, 255, 0.25, 0.25) == 256, "and it was half of what it might have been"
 
 
 def test_a_pass_is_never_cut_to_nothing() -> None:

@@ -254,7 +254,8 @@ class Prefill:
         """Return how far to read now: to the end of a block where prefixes are kept only there."""
         chunk = max(1, budget // len(batch.rows))
         end = min(batch.read + chunk, batch.length)
-        if batch.length - end <= chunk // REST_SHARE:
+        is_scored = batch.rows[0].scores_prompt  # its logits have a bound that holds
+        if batch.length - end <= chunk // REST_SHARE and not is_scored:
             end = batch.length
         if not self._prefixes.needs_block_ends or len(batch.rows) > 1:
             return end

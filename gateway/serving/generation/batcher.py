@@ -36,7 +36,7 @@ from gateway.jobs import (
 from gateway.serving.admission import until_deadline
 from gateway.serving.budget import Budget
 from gateway.serving.generation.grammars import GrammarCache
-from gateway.serving.generation.memory import RowCosts, RowMemory
+from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
 from gateway.serving.generation.queue import JobQueue
 from gateway.serving.generation.scheduler import Scheduler
@@ -51,7 +51,7 @@ from gateway.serving.workers import unending
 log = logs.get("generation")
 
 JOBS_AT_ONCE = 16  # of one request: a long list of prompts is admitted in slices
-PREFILL_FIRST_PASSES = 2  # while more rows are being read than run, at the longest
+PREFILL_FIRST_PASSES = 2  # that a prompt takes at most; it is waited for as long as they may take
 RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
 
 
@@ -157,7 +157,7 @@ class GenerationBatcher:
         self._queue.adopt(limits)
         self._steps.chunk_tokens = limits.prefill_chunk_tokens
         self._steps.pace.limit_s = limits.pass_limit_s
-        self._memory.adopt(limits.prefill_chunk_tokens)
+        self._memory.adopt(longest_chunk(limits.prefill_chunk_tokens))
         self._stir()
 
     @contextlib.asynccontextmanager
@@ -377,7 +377,8 @@ class GenerationBatcher:
         self._decode_waits_since = self._decode_waits_since or now
         waited_s = now - self._decode_waits_since
         bound_s = PREFILL_FIRST_PASSES * self._limits.pass_limit_s
-        return prefill_goes_first(scheduler.reading, scheduler.decoding, waited_s, bound_s)
+        soon = scheduler.count_soon_decoding(PREFILL_FIRST_PASSES * self._steps.pass_tokens)
+        return prefill_goes_first(soon, scheduler.decoding, waited_s, bound_s)
 
     async def _turn(self, kind: str, work: Callable[[SchedulerOutput, Turn], None]) -> bool:
         """Take a turn. Return False if the lane is closed."""

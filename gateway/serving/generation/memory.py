@@ -61,6 +61,13 @@ class Layout:
         return rectangle + sum(kv.of(each + KV_STEP, chunk) for each in self.apart) + kv.of(chunk)
 
 
+def longest_chunk(chunk_tokens: int) -> int:
+    """Return the most tokens of a chunk: a prompt's end is read with its last one, if it is at most
+    a quarter of it.
+    """
+    return chunk_tokens + chunk_tokens // 4
+
+
 class RowMemory:
     """One model's rows' share of the budget. `clear` lets idle models go for so many bytes, those
     used a moment ago only if it is pressing.

@@ -38,13 +38,14 @@ def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
     return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
 
 
-def prefill_goes_first(reading: int, decoding: int, waited_s: float, bound_s: float) -> bool:
-    """Return True if the rows that decode wait for those whose prompts are being read.
+def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
+    """Return True if the rows that decode wait for those that will `soon`, once they are read.
 
     A decode step of a few rows costs nearly as much as one of all of them, so a burst is read
-    before it is answered: while more rows are being read than run, for `bound_s` between two steps.
+    before it is answered: while more will join than run, for `bound_s` between two steps. A long
+    prompt joins too late to be worth a pause; one that is only scored, or is held, never does.
     """
-    return reading > decoding and waited_s < bound_s
+    return soon > decoding and waited_s < bound_s
 
 
 class Verdict(Enum):

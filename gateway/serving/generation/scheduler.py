@@ -49,10 +49,15 @@ class Scheduler:
         """Return how many have their KV and wait for their turn."""
         return sum(each.row not in self._reading for each in self._held)
 
-    @property
-    def reading(self) -> int:
-        """Return how many prompts are being read."""
-        return len(self._reading)
+    def count_soon_decoding(self, most_tokens: int) -> int:
+        """Return how many are being read that will decode then, of at most so long a prompt."""
+        return sum(
+            each.row in self._reading
+            and each.will_decode
+            and not each.is_held
+            and len(each.params.prompt) <= most_tokens
+            for each in self
+        )
 
     @property
     def decoding(self) -> int:

@@ -51,6 +51,11 @@ class Steps:
         self._on_fault = on_fault
         self._stuck: dict[int, int] = {}  # how often rows that could not leave have tried
 
+    @property
+    def pass_tokens(self) -> int:
+        """Return how many prompt tokens the next pass may read."""
+        return min(self.chunk_tokens, self.pace.tokens)
+
     def prefill(self, plan: SchedulerOutput, turn: Turn) -> None:
         """Read a chunk of the prompts, or more while others wait for the lane and this turn
         lasts.
@@ -59,7 +64,7 @@ class Steps:
         self._apply(plan)
         while engine.is_prefilling:
             started = clock.now()
-            deltas = engine.prefill(min(self.chunk_tokens, self.pace.tokens))
+            deltas = engine.prefill(self.pass_tokens)
             self.pace.note(engine.last_pass.padded_tokens, clock.now() - started)
             self._report(plan, turn, "prefill", deltas, started)
             if self._news.is_set() or turn.is_up or not turn.is_contended:

@@ -127,17 +127,20 @@ class OneByOne(ScriptedWriter):
         return super().decode()
 
 
-async def steps_of_a_burst(pass_limit_s: float) -> list[int]:
+async def steps_of_a_burst(
+    pass_limit_s: float, prompt: str = "x" * 12, max_tokens: int | None = None
+) -> list[int]:
     """Let eight requests come while a ninth is being answered: rows a step, until all run."""
-    engine = OneByOne()
+    engine = OneByOne(max_context=2000)
     async with batching(engine, pass_limit_s=pass_limit_s) as batcher:
         engine.gate.close()
         first = asyncio.create_task(text(batcher, generate_job("a" * 30)))
         await asyncio.to_thread(engine.gate.reached.wait, 5)
-        burst = [asyncio.create_task(text(batcher, generate_job("x" * 12))) for _ in range(8)]
+        jobs = [generate_job(prompt, max_tokens=max_tokens) for _ in range(8)]
+        burst = [asyncio.create_task(text(batcher, job)) for job in jobs]
         await until(lambda: batcher.tickets == 8)
         engine.gate.open()
-        assert await asyncio.gather(first, *burst) == ["a" * 30, *["x" * 12] * 8]
+        assert await asyncio.gather(first, *burst) == ["a" * 30, *[prompt[:max_tokens]] * 8]
     return engine.steps[: engine.steps.index(9)]
 
 
@@ -147,10 +150,36 @@ async def test_a_burst_is_mostly_read_before_its_first_steps() -> None:
     assert sum(1 < rows < 5 for rows in steps) <= 1
 
 
-async def test_rows_that_run_wait_for_a_burst_no_longer_than_two_passes() -> None:
+@pytest.mark.parametrize("pass_limit_s", [0, PASS_S / 2])
+async def test_rows_that_run_wait_for_a_burst_no_longer_than_two_limits(
+    pass_limit_s: float,
+) -> None:
     """Else a queue of prompts would stop every answer under way."""
-    steps = await steps_of_a_burst(pass_limit_s=0)
+    steps = await steps_of_a_burst(pass_limit_s=pass_limit_s)
     assert sum(1 < rows < 5 for rows in steps) > 1
+
+
+async def test_a_long_prompt_is_not_waited_for() -> None:
+    """It takes many passes, and those who have their answers under way would see each."""
+    steps = await steps_of_a_burst(pass_limit_s=5, prompt="x" * 1200, max_tokens=12)
+    assert sum(1 < rows < 5 for rows in steps) > 1
+
+
+async def test_a_prompt_that_is_only_scored_is_not_waited_for() -> None:
+    """It never shares a step."""
+    engine = OneByOne()
+    async with batching(engine, pass_limit_s=5) as batcher:
+        engine.gate.close()
+        first = asyncio.create_task(text(batcher, generate_job("a" * 60)))
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        jobs = [generate_job("x" * 12, max_tokens=0) for _ in range(8)]
+        burst = [asyncio.create_task(text(batcher, job)) for job in jobs]
+        await until(lambda: batcher.tickets == 8)
+        engine.gate.open()
+        await asyncio.gather(*burst)
+        meanwhile = len(engine.steps)
+        await first
+    assert meanwhile >= 5
 
 
 async def test_no_more_rows_run_than_the_limit() -> None:

@@ -13,7 +13,7 @@ def test_a_tier_is_worth_a_head_start_and_no_more() -> None:
 
 def test_a_burst_is_read_before_it_is_answered_and_for_so_long() -> None:
     """A step costs nearly as much for a few rows as for many; those that run wait for a bound."""
-    assert prefill_goes_first(reading=31, decoding=1, waited_s=0.2, bound_s=0.5)
-    assert not prefill_goes_first(reading=31, decoding=1, waited_s=0.5, bound_s=0.5)
-    assert not prefill_goes_first(reading=16, decoding=16, waited_s=0, bound_s=0.5)
-    assert not prefill_goes_first(reading=1, decoding=1, waited_s=0, bound_s=0.5), "a long prompt"
+    assert prefill_goes_first(soon=31, decoding=1, waited_s=0.2, bound_s=0.5)
+    assert not prefill_goes_first(soon=31, decoding=1, waited_s=0.5, bound_s=0.5)
+    assert not prefill_goes_first(soon=16, decoding=16, waited_s=0, bound_s=0.5)
+    assert not prefill_goes_first(soon=1, decoding=1, waited_s=0, bound_s=0.5), "a long prompt"
