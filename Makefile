@@ -17,7 +17,7 @@ serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 
 # Neither process fills a core by itself. A module's tests stay together, for what they share, until
 # one process has none left and takes some of the other's. Graphiti's tests are `make compat-ci`'s.
-test: setup-dev ## Run every test (five minutes)
+test: setup-dev ## Run the tests, but Graphiti's (make compat)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore compat_tests/graphiti
 
 doctor: setup ## Try the engine on this machine (a minute)

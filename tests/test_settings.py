@@ -196,6 +196,14 @@ def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_a_letter_left_out_is_nearer_than_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway with GATEWAY_API_KEY is open to all."""
+    monkeypatch.setenv("GATEWAY_API_KEY", "secret")
+    assert strays() == [
+        "GATEWAY_API_KEY is set, and nothing reads it; did you mean GATEWAY_API_KEYS?"
+    ]
+
+
 def test_a_section_that_was_left_out_is_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name with words missing means the shortest that has them."""
     known = {"GATEWAY_M_TTL_S", "GATEWAY_M_SAMPLING_TOP_K", "GATEWAY_M_SAMPLING_OTHER_TOP_K"}

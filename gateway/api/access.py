@@ -156,7 +156,7 @@ class _Meter:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.read()
-            message["headers"] = [*message["headers"], *_told(self._buckets)]
+            message["headers"] = [*message["headers"], *_rate_headers(self._buckets)]
         await self._send(message)
 
     def read(self) -> None:
@@ -180,19 +180,19 @@ def admit(buckets: Mapping[Kind, Bucket]) -> None:
         buckets["requests"].take(1)
 
 
-def _told(buckets: Mapping[Kind, Bucket]) -> list[tuple[bytes, bytes]]:
-    told = []
+def _rate_headers(buckets: Mapping[Kind, Bucket]) -> list[tuple[bytes, bytes]]:
+    headers = []
     for kind, bucket in buckets.items():
         values = {
             "limit": str(bucket.limit),
             "remaining": str(max(0, math.floor(bucket.left))),
             "reset": duration(bucket.reset_s()),
         }
-        told += [
+        headers += [
             (f"x-ratelimit-{name}-{kind}".encode(), value.encode())
             for name, value in values.items()
         ]
-    return told
+    return headers
 
 
 def duration(seconds: float) -> str:

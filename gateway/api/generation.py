@@ -46,14 +46,14 @@ def counted(usage: Usage, delta: Delta) -> Usage:
 
 
 def defaults(spec: ChatSpec) -> Sampling:
-    """Give what models.yaml says of sampling, and OpenAI's defaults, which nobody has set."""
+    """Return the sampling that models.yaml sets, and OpenAI's defaults marked as unset."""
     given = spec.sampling.model_dump(exclude={"max_tokens"})
     unset = frozenset(name for name, value in given.items() if value is None)
     return Sampling(**{name: given[name] for name in given.keys() - unset}, unset=unset)
 
 
 def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
-    """Give what the template is told: thinking by alias, else by model, else its own default."""
+    """Return the template's arguments: thinking by alias, else by model, else its own default."""
     asked = resolved.alias.thinking if resolved.alias else None
     thinking = spec.thinking if asked is None else asked
     args: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}

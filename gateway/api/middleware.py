@@ -39,7 +39,7 @@ def error_response(error: GatewayError) -> Response:
 
 
 def shutting_down() -> Unavailable:
-    """Return the refusal of whoever comes, or is still inside, when the gateway stops."""
+    """Return the error for requests that arrive, or are unfinished, when the gateway stops."""
     return Unavailable("The gateway is shutting down.", retry_after_s=1)
 
 
@@ -83,10 +83,10 @@ class Door:
 
 
 def milliseconds(timings: Timings) -> dict[str, float]:
-    """Give each stage's milliseconds so far, in the order they came, and the total."""
-    told = {str(stage): round(1000 * s, 2) for stage, s in timings.seconds.items()}
-    told["total"] = round(1000 * (clock.now() - timings.started), 2)
-    return told
+    """Return each stage's milliseconds so far, in the order they came, and the total."""
+    stages = {str(stage): round(1000 * s, 2) for stage, s in timings.seconds.items()}
+    stages["total"] = round(1000 * (clock.now() - timings.started), 2)
+    return stages
 
 
 def server_timing(timings: Timings) -> str:

@@ -205,8 +205,8 @@ def noted(ignored: Sequence[str]) -> dict[str, str]:
 
 def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
     """Write some of the names, in characters that headers allow."""
-    told = [quote(name[:64], safe="[]") for name in names[:MOST_NAMED]]
-    return {header: ",".join(told)} if told else {}
+    shown = [quote(name[:64], safe="[]") for name in names[:MOST_NAMED]]
+    return {header: ",".join(shown)} if shown else {}
 
 
 # What is refused for its size is read on, and thrown away, up to so many times the limit: a

@@ -69,7 +69,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
         _framed(exchange, headers),
         headers,
         request.receive,
-        told=lambda error: b"".join(map(named, [*writer.begin(), *writer.fail(error)])),
+        write_error=lambda error: b"".join(map(named, [*writer.begin(), *writer.fail(error)])),
     )
     return await stream.primed(service.rules.stream_open_after_s)
 

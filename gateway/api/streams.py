@@ -84,7 +84,7 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.wait([task])
 
 
-def _told(error: GatewayError) -> bytes:
+def _frame_error(error: GatewayError) -> bytes:
     return frame(orjson.dumps(error.body()))
 
 
@@ -93,7 +93,7 @@ class EventStream:
 
     The 200 waits until the request is accepted, and then for the first event, for at most
     `open_after_s`: an error before it is a real status (raised by `primed`), one after it an error
-    event. `told` writes the latter. The events are made as fast as they can be and wait here, so
+    event, which `write_error` writes. The events are made as fast as they can be and wait here, so
     that a slow reader holds memory, as much as the answer is long, but neither a row nor a lease.
     Whatever ends the answer closes the generator.
     """
@@ -104,10 +104,10 @@ class EventStream:
         headers: dict[str, str],
         receive: Receive,
         *,
-        told: Callable[[GatewayError], bytes] = _told,
+        write_error: Callable[[GatewayError], bytes] = _frame_error,
     ) -> None:
         self._headers = headers
-        self._told = told
+        self._write_error = write_error
         self._made: deque[bytes] = deque()
         self._sent = 0
         self._accepted = asyncio.Event()
@@ -175,7 +175,7 @@ class EventStream:
         finally:
             heart.cancel()
         if (failure := self._failure()) is not None:
-            await send(_body(self._told(failure), more=True))
+            await send(_body(self._write_error(failure), more=True))
         await send(_body(b"", more=False))
 
     async def _beat(self) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gateway.bench.load import Line, Peer
     from gateway.bench.workloads import Wording, Workload
 
-NO_CLIENT = "mlx-gateway bench needs aiohttp: pip install 'mlx-gateway[bench]'"
+NO_CLIENT = "mlx-gateway bench needs aiohttp, of the extra `bench`: pip install aiohttp"
 KEYS = ["GATEWAY_BENCH_API_KEY", "OPENAI_API_KEY"]
 
 

@@ -11,8 +11,10 @@ from gateway.cli._table import show
 from gateway.registry import Reading, read_models
 from gateway.settings import VARIABLES, explain, load_settings, origin, strays, variables
 
-_SECRET = frozenset({"KEY", "TOKEN", "SECRET", "PASSWORD"})
-"""Words of a variable's name that hide its value; `token_ids` is a key of models, and no secret."""
+_SECRET = frozenset({"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASS", "CREDENTIAL"})
+"""Words of a variable's name that hide its value, in the plural too but for TOKENS, a number."""
+_CHOICES = frozenset({"accept", "reject"})
+"""What a model's key `token_ids` may be, which is no secret."""
 
 
 def config(
@@ -35,6 +37,10 @@ def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
     for name in sorted(reading.variables & variables().keys() - VARIABLES):
         value, source = origin(name)
         if value is not None:
-            words = name.upper().removesuffix("_TOKEN_IDS").split("_")
-            is_secret = not _SECRET.isdisjoint(words)
+            is_choice = name.endswith("_TOKEN_IDS") and value in _CHOICES
+            is_secret = not is_choice and any(map(_is_secret, name.upper().split("_")))
             yield name, "**********" if is_secret else value, source
+
+
+def _is_secret(word: str) -> bool:
+    return word in _SECRET or (word != "TOKENS" and word.removesuffix("S") in _SECRET)

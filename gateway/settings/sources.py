@@ -153,7 +153,11 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
 
 
 def _nearest(name: str, valid: Collection[str]) -> str | None:
-    """Return the shortest valid name that only adds words to this one, else the most similar."""
+    """Return the name that this one misspells by a letter; else the shortest that only adds words,
+    else the most similar.
+    """
+    if typo := difflib.get_close_matches(name, valid, n=1, cutoff=0.95):
+        return typo[0]
     gaps = [place for place, letter in enumerate(name) if letter == "_"]
     longer = [
         each

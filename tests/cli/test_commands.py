@@ -144,6 +144,19 @@ def test_config_prints_what_is_called_token_and_is_no_secret(
     assert "GATEWAY_M_TOKEN_IDS\taccept\tenvironment" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["APIKEY", "API_KEYS", "PASS", "AUTH_TOKEN_IDS"])
+def test_config_hides_secrets_in_keys_that_are_free(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Whatever an entry of the file calls them."""
+    (here / "models.yaml").write_text(GOOD)
+    monkeypatch.setenv(f"GATEWAY_M_CHAT_TEMPLATE_KWARGS_{name}", "s3cret")
+    assert run("config") == 0
+    out = capsys.readouterr().out
+    assert f"GATEWAY_M_CHAT_TEMPLATE_KWARGS_{name}\t**********" in out
+    assert "s3cret" not in out
+
+
 def test_config_works_while_the_file_does_not(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
