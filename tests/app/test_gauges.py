@@ -49,6 +49,7 @@ async def test_who_runs_and_who_waits_is_told_and_comes_back_to_zero(tmp_path: P
         before = await until(client, **NOBODY)
         engines.writer.gate.close()
         asked = [chat(client, text) for text in ("one", "two", "three")]
+        await asyncio.to_thread(engines.writer.gate.reached.wait, 20)
         asked.append(embed(client, "four", "five"))
         busy = await until(client, rows=1, tickets=3, leases=4, requests=4)
         assert busy.tasks > before.tasks

@@ -13,7 +13,7 @@ import pytest
 from gateway.app.loading import Size
 from gateway.jobs import GenerateJob, KvCost, SequenceDelta, SequenceParams
 from gateway.registry import ChatSpec, ModelSpec
-from gateway.serving.generation.memory import Layout, RowCosts
+from gateway.serving.generation.memory import Layout, RowCosts, longest_chunk
 from gateway.serving.ports import GenerationEngine
 from tests.fakes import Gate, ScriptedEmbedder, ScriptedEngines, ScriptedWriter
 from tests.serving_app import catalog, served
@@ -21,7 +21,7 @@ from tests.serving_app import catalog, served
 pytestmark = pytest.mark.anyio
 MODEL = 10_000  # bytes of each; a token of a chat model takes one
 LONG = 500
-COSTS = RowCosts(KvCost(1), chunk_tokens=512)
+COSTS = RowCosts(KvCost(1), chunk_tokens=longest_chunk(512))
 SMALL = Layout([2 + 9]).nbytes(COSTS)  # bytes of a row that may say nine tokens
 ROW = Layout([2 + 256]).nbytes(COSTS)  # of one that may say LONG, when it joins
 CHATS: dict[str, dict[str, Any]] = {
