@@ -43,7 +43,7 @@ class Timings:
     """Where one request's time went, in seconds, written by the code that spends it.
 
     An embedding is inferred, an answer prefilled (until its first token, at `first_token`) and
-    decoded. `started` and `first_token` are readings of the monotonic clock. `beside` are the
+    decoded. `started` and `first_token` are readings of the monotonic clock. `parallel` are the
     timings of other jobs of the same request. `stage` is what is being done for it, or was when it
     was given up; None before and after. `preemptions` counts how often its sequence gave up its
     memory and was read again.
@@ -57,12 +57,12 @@ class Timings:
     tokens_in: int = 0
     tokens_out: int = 0
     preemptions: int = 0
-    beside: list["Timings"] = field(default_factory=list)
+    parallel: list["Timings"] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
         """Count all the request's tokens so far, prompt and completion."""
-        return self.tokens_in + self.tokens_out + sum(each.tokens for each in self.beside)
+        return self.tokens_in + self.tokens_out + sum(each.tokens for each in self.parallel)
 
     def add(self, stage: Stage, seconds: float) -> None:
         """Add seconds spent in a stage."""

@@ -32,7 +32,7 @@ from gateway.jobs import GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
 from gateway.wire import chat as wire
 from gateway.wire.chat import ChatChoiceWriter, ChatCompletionWriter
-from gateway.wire.generation import tier
+from gateway.wire.generation import read_tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
         resolved, spec = service.chat_spec(asked.model)
         return spec, wire.to_job(
             asked,
-            service.caller(request, tier(asked.service_tier)),
+            service.caller(request, read_tier(asked.service_tier)),
             defaults(spec),
             max_tokens=spec.sampling.max_tokens,
             template_args=template_args(resolved, spec),

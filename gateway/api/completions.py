@@ -19,7 +19,7 @@ from gateway.api.streams import ACCEPTED, DONE, EventStream, frame, while_connec
 from gateway.jobs import Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
 from gateway.wire import completions as wire
-from gateway.wire.generation import tier
+from gateway.wire.generation import read_tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 
     def translate(asked: wire.CompletionRequest) -> tuple[ChatSpec, Sequence[GenerateJob]]:
         _, spec = service.chat_spec(asked.model)
-        caller = service.caller(request, tier(asked.service_tier))
+        caller = service.caller(request, read_tier(asked.service_tier))
         return spec, wire.to_jobs(asked, caller, defaults(spec), bounds=rules.chars)
 
     read, (spec, jobs) = await service.read(request, wire.CompletionRequest, translate)
@@ -51,7 +51,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
         model=asked.model,
         fingerprint=service.fingerprint(spec),
     )
-    exchange = _Exchange(service, asked, spec, jobs, writer, wire.choices(asked))
+    exchange = _Exchange(service, asked, spec, jobs, writer, wire.choice_writers(asked))
     headers = noted(read.ignored)
     if not asked.stream:
         body = await while_connected(request.receive, _whole(exchange))

@@ -48,7 +48,7 @@ async def _answer(service: Service, request: Request, arrival: Arrival) -> Respo
 async def _written(embedded: Embedded, asked: wire.EmbeddingsRequest) -> bytes:
     """Write the answer piece by piece, with a turn for everybody else after a large one."""
     pieces = []
-    for piece in wire.written(embedded, asked.model, asked.encoding_format):
+    for piece in wire.write_pieces(embedded, asked.model, asked.encoding_format):
         pieces.append(piece)
         if len(piece) > wire.PIECE_FLOATS:
             await asyncio.sleep(0)

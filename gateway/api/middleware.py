@@ -113,7 +113,7 @@ def count_leaver(timings: Timings) -> None:
     """Count a client who left before its answer was made, once, by what was being done for it: for
     the first of its jobs, where it had several under way.
     """
-    stages = (each.stage for each in (timings, *timings.beside) if each.stage is not None)
+    stages = (each.stage for each in (timings, *timings.parallel) if each.stage is not None)
     if timings.model is not None and (stage := next(stages, None)) is not None:
         metrics.of(metrics.CANCELLED, timings.model, stage).inc()
 

@@ -133,7 +133,7 @@ def fields_table(endpoints: Iterable[Endpoint]) -> str:
         if endpoint.request is not None:
             first.setdefault(endpoint.request, endpoint)
     for request, endpoint in first.items():
-        columns = (request.honoured(), sorted(request.harmless), list(request.refused))
+        columns = (request.served_fields(), sorted(request.harmless), list(request.refused))
         listed = [" ".join(f"`{name}`" for name in names) for names in columns]
         rows.append(f"| `{endpoint.method} {endpoint.path}` | {' | '.join(listed)} |")
     return "\n".join(rows)

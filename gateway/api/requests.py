@@ -25,7 +25,7 @@ from gateway.serving.models.cache import ModelCache
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, TokenPool
 from gateway.wire.bounds import Bounds
-from gateway.wire.validation import CharBounds, Read, read_request
+from gateway.wire.validation import CharBounds, Parsed, read_request
 from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("service")
@@ -85,20 +85,20 @@ class Service:
         translate: Callable[[R], T],
         *,
         is_large: Callable[[R], bool] = lambda _: False,
-    ) -> tuple[Read[R], T]:
+    ) -> tuple[Parsed[R], T]:
         """Read and check a request's body, and translate it: off the loop if it is large, or stands
         for something that is.
         """
         body = await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
 
-        def parse() -> Read[R]:
+        def parse() -> Parsed[R]:
             rules = self.rules
             read = read_request(body, shape, strict=rules.strict_fields, bounds=rules.bounds)
             if rules.log_prompts:
-                log.info("prompt", **read.request.asked())
+                log.info("prompt", **read.request.prompt_fields())
             return read
 
-        def understand() -> tuple[Read[R], T]:
+        def understand() -> tuple[Parsed[R], T]:
             read = parse()
             return read, translate(read.request)
 

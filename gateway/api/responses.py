@@ -32,11 +32,11 @@ from gateway.registry import ChatSpec
 from gateway.serving.response_store import StoredItem, StoredResponse
 from gateway.wire import responses as wire
 from gateway.wire import responses_items
-from gateway.wire.generation import tier
+from gateway.wire.generation import read_tier
 from gateway.wire.responses_items import Item
 from gateway.wire.responses_stream import ResponseEvent, ResponseWriter
 from gateway.wire.responses_tools import unpack
-from gateway.wire.validation import Read
+from gateway.wire.validation import Parsed
 
 log = logs.get("responses")
 
@@ -132,18 +132,18 @@ def _find(service: Service, owner: str | None, response_id: str, param: str) -> 
 
 async def _read(
     service: Service, request: Request
-) -> tuple[Read[wire.ResponsesRequest], _Exchange]:
+) -> tuple[Parsed[wire.ResponsesRequest], _Exchange]:
     return await service.read(
         request,
         wire.ResponsesRequest,
         lambda asked: _exchange(service, asked, request),
-        is_large=lambda asked: asked.goes_on,
+        is_large=lambda asked: asked.has_references,
     )
 
 
 def _exchange(service: Service, asked: wire.ResponsesRequest, request: Request) -> _Exchange:
     resolved, spec = service.chat_spec(asked.model)
-    caller = service.caller(request, tier(asked.service_tier))
+    caller = service.caller(request, read_tier(asked.service_tier))
     earlier, items = _conversation(service, asked, caller)
     job = wire.to_job(
         asked,
@@ -156,16 +156,16 @@ def _exchange(service: Service, asked: wire.ResponsesRequest, request: Request) 
     )
     context: Sequence[StoredItem] | None = None
     if is_kept := asked.store and service.responses.is_on:
-        written = responses_items.written(items, (item.id for item in earlier))
+        written = responses_items.dump_items(items, (item.id for item in earlier))
         context = (*earlier, *(StoredItem(*pair) for pair in written))
-    described = wire.described(
+    response = wire.new_response(
         asked,
         job,
         response_id=f"resp_{secrets.token_hex(24)}",
         created=int(time.time()),
         is_kept=is_kept,
     )
-    writer = ResponseWriter(described, unpack(asked.tools).places)
+    writer = ResponseWriter(response, unpack(asked.tools).qualified_names)
     return _Exchange(service, asked, spec, job, writer, context)
 
 
@@ -189,7 +189,7 @@ def _conversation(
     earlier: Sequence[StoredItem] = ()
     if (name := asked.previous_response_id) is not None:
         earlier = _find(service, caller.key_id, name, "previous_response_id").items
-    return earlier, responses_items.resolved(asked.input, find)
+    return earlier, responses_items.resolve_references(asked.input, find)
 
 
 def _keep(exchange: _Exchange) -> None:
@@ -235,14 +235,14 @@ async def _gathered(exchange: _Exchange, headers: dict[str, str]) -> tuple[list[
         aclosing(generation.deltas) as deltas,
     ):
         headers |= unread(generation) | unenforced(generation)
-        exchange.writer.describe(generation.sampling)
+        exchange.writer.set_sampling(generation.sampling)
         usage, made = generation.usage, []
         async for delta in deltas:
             usage = counted(usage, delta)
             made.append(delta)
     if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
         headers |= judged([verdict["schema_valid"]])
-        exchange.writer.judge(verdict)
+        exchange.writer.set_verdict(verdict)
     return made, usage
 
 
@@ -275,7 +275,7 @@ async def _events(
     ):
         headers |= unread(generation) | unenforced(generation)  # not sent yet
         yield None
-        writer.describe(generation.sampling)
+        writer.set_sampling(generation.sampling)
         usage = generation.usage
         is_first = True
         async for delta in deltas:
@@ -287,7 +287,7 @@ async def _events(
             for event in writer.add(delta):
                 yield event
     if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
-        writer.judge(verdict)
+        writer.set_verdict(verdict)
     closing = writer.end(usage, int(time.time()))
     _keep(exchange)
     for event in closing:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: request → GenerateJob; deltas → the answer, whole or in chunks."""
+"""POST /v1/chat/completions: request → GenerateJob; deltas → a completion or its chunks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from gateway.jobs import (
     Usage,
 )
 from gateway.jobs import FinishReason as Finish
-from gateway.wire.bounds import FAST, FEW, Label
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.generation import (
     ChoiceLogprobs,
     CompletionUsage,
@@ -30,21 +30,21 @@ from gateway.wire.generation import (
     SchemaVerdict,
     ServiceTier,
     StreamOptions,
-    held_to_prompt,
     logprobs_dict,
+    schema_from_prompt,
     usage_dict,
 )
-from gateway.wire.legacy import AskedTools, FunctionChoice, GuidedRequest, read_functions
+from gateway.wire.legacy import FunctionChoice, GuidedRequest, RequestedTools, read_functions
 from gateway.wire.messages import (
     AnyTool,
-    Choice,
     FunctionParam,
     Message,
+    ToolChoice,
     ToolParam,
-    continued,
+    is_continuation,
     read_tools,
-    skipped,
     to_template,
+    unserved_tools,
 )
 from gateway.wire.validation import check_length
 
@@ -70,7 +70,7 @@ class ChatRequest(GuidedRequest):
     example: ClassVar = {"messages": [{"role": "user", "content": "Hello!"}]}
 
     model: Annotated[Label, Field(min_length=1)]
-    messages: Annotated[list[Message], FAST, FEW, Field(min_length=1)]
+    messages: Annotated[list[Message], FAIL_FAST, ITEM_LIMIT, Field(min_length=1)]
     max_tokens: MaxTokens = None
     max_completion_tokens: MaxTokens = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
@@ -79,10 +79,14 @@ class ChatRequest(GuidedRequest):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     service_tier: ServiceTier = "auto"
-    tools: Annotated[list[AnyTool[ToolParam]], FAST, Field(default_factory=list, max_length=128)]
-    tool_choice: Choice | None = None
+    tools: Annotated[
+        list[AnyTool[ToolParam]], FAIL_FAST, Field(default_factory=list, max_length=128)
+    ]
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    functions: Annotated[list[FunctionParam], FAST, Field(default_factory=list, max_length=128)]
+    functions: Annotated[
+        list[FunctionParam], FAIL_FAST, Field(default_factory=list, max_length=128)
+    ]
     function_call: FunctionChoice | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
@@ -90,7 +94,7 @@ class ChatRequest(GuidedRequest):
     add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
-    def _an_answer_is_begun_or_continued(self) -> "ChatRequest":
+    def _check_continuation(self) -> "ChatRequest":
         if self.continue_final_message and self.add_generation_prompt:
             raise BadRequest(
                 "'continue_final_message' needs 'add_generation_prompt' to be false.",
@@ -105,18 +109,18 @@ class ChatRequest(GuidedRequest):
 
     @property
     def continues(self) -> bool:
-        """Return True if the last message is the beginning of the answer."""
-        return continued(self.messages, asked=self.continue_final_message)
+        """Return True if the answer continues the last message."""
+        return is_continuation(self.messages, requested=self.continue_final_message)
 
     @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> "ChatRequest":
+    def _check_top_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         return self
 
     @model_validator(mode="after")
-    def _calls_have_one_name(self) -> "ChatRequest":
-        self.asked_tools()
+    def _check_tools(self) -> "ChatRequest":
+        self.requested_tools()
         return self
 
     def param_of(self, part: ErrorPart) -> str:
@@ -128,30 +132,29 @@ class ChatRequest(GuidedRequest):
                 return "chat_template_kwargs"
             case "answer_form":
                 param, grammar = self.form()
-                return "tools" if grammar is None and self.asked_tools().tools else param
+                return "tools" if grammar is None and self.requested_tools().tools else param
         return part
 
-    def skipped(self) -> Sequence[str]:
-        """Name the tools that are not served."""
-        return skipped(self.tools)
+    def unserved_tools(self) -> Sequence[str]:
+        return unserved_tools(self.tools)
 
     @property
     def is_legacy(self) -> bool:
-        """Return True if calls are to be written under their older name."""
+        """Return True if calls are written as `function_call`, their older form."""
         return bool(self.functions)
 
-    def asked_tools(self) -> AskedTools:
-        """Return the tools that the request describes, by either name."""
-        asked = AskedTools(self.tools, self.tool_choice, self.parallel_tool_calls)
-        return read_functions(asked, self.functions, self.function_call)
+    def requested_tools(self) -> RequestedTools:
+        """Return the tools of `tools` or of `functions`."""
+        requested = RequestedTools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return read_functions(requested, self.functions, self.function_call)
 
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
-        """Return the tools as templates read them, and which may be called."""
-        asked = self.asked_tools()
-        return read_tools(asked.tools, asked.choice, parallel=asked.parallel)
+        """Return the tools as templates read them, and which of them may be called."""
+        requested = self.requested_tools()
+        return read_tools(requested.tools, requested.choice, parallel=requested.parallel)
 
     def template_args(self) -> dict[str, Any]:
-        """Give what the request says of thinking, in the words of chat templates."""
+        """Return the chat template's arguments: thinking by effort, then the request's own."""
         args: dict[str, Any] = {}
         is_one_token = (self.max_completion_tokens or self.max_tokens) == 1
         if self.reasoning_effort in ("none", "minimal") or (self.logprobs and is_one_token):
@@ -171,10 +174,10 @@ def to_job(
     max_chars: int,
     schema_in_prompt: bool = False,
 ) -> GenerateJob:
-    """Translate; what the request leaves out comes from the model's defaults."""
+    """Return the job of a request; fields left out come from the model's defaults."""
     messages = to_template(request.messages)
     check_length(messages, max_chars, param="messages")
-    check_length(request.asked_tools().tools, max_chars, param="tools")
+    check_length(request.requested_tools().tools, max_chars, param="tools")
     tools, calling = request.calling()
     form_param, grammar = request.form()
     if request.continues and (grammar is not None or (calling is not None and calling.forced)):
@@ -183,7 +186,7 @@ def to_job(
             param="tool_choice" if grammar is None else form_param,
         )
     if schema_in_prompt:
-        grammar = held_to_prompt(grammar, messages[-1]["content"])
+        grammar = schema_from_prompt(grammar, messages[-1]["content"])
     return GenerateJob(
         caller=caller,
         messages=messages,
@@ -301,9 +304,9 @@ class ChatCompletionChunk(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletionWriter:
-    """Writes an answer, with what every piece of it repeats.
+    """Writes completions and chunks, all with the same id, time, model and fingerprint.
 
-    Where a request `is_legacy`, calls are written under their older name, `function_call`.
+    If `is_legacy`, calls are written as `function_call`.
     """
 
     id: str
@@ -313,68 +316,68 @@ class ChatCompletionWriter:
     is_legacy: bool = False
 
     def completion(self, choices: Sequence["ChatChoiceWriter"], usage: Usage) -> ChatCompletion:
-        """Return the whole answer.
+        """Return the whole completion.
 
-        Each choice is JSON already, made by itself: orjson lets no other thread run meanwhile.
+        Each choice is dumped by itself: orjson holds the GIL during each dump.
         """
-        written = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in choices]
+        choices_json = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in choices]
         return {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
-            "choices": cast(list[ChatChoice], written),
+            "choices": cast(list[ChatChoice], choices_json),
             "usage": usage_dict(usage),
         }
 
     def role(self, index: int) -> ChatCompletionChunk:
-        """Return a choice's first chunk: the only one with a role."""
-        return self._chunk([_piece(index, {"role": "assistant", "content": ""})])
+        """Return a choice's first chunk, the only one with a role."""
+        return self._chunk([_chunk_choice(index, {"role": "assistant", "content": ""})])
 
     def chunks(
         self, delta: Delta, verdict: SchemaVerdict | None = None
     ) -> list[ChatCompletionChunk]:
-        """Return the chunks of a delta: text, reasoning, a call, the end with its verdict."""
+        """Return a delta's chunks: reasoning, text, a call, and the end with its verdict."""
         logprobs = logprobs_dict(delta.logprobs) if delta.logprobs else None
         index = delta.index
-        pieces = []
+        parts = []
         if delta.reasoning:
-            pieces.append(_piece(index, {"reasoning_content": delta.reasoning}))
+            parts.append(_chunk_choice(index, {"reasoning_content": delta.reasoning}))
         if delta.text or logprobs is not None:
-            pieces.append(_piece(index, {"content": delta.text}, logprobs))
+            parts.append(_chunk_choice(index, {"content": delta.text}, logprobs))
         if delta.call is not None:
-            pieces += [_piece(index, each) for each in self._call(delta.call)]
-        chunks = [self._chunk([piece]) for piece in pieces]
+            parts += [_chunk_choice(index, each) for each in self._call(delta.call)]
+        chunks = [self._chunk([part]) for part in parts]
         if delta.finish_reason is not None:
             reason = _finish_reason(delta.finish_reason, is_legacy=self.is_legacy)
-            end = self._chunk([_piece(index, {}, finish_reason=reason)])
+            end = self._chunk([_chunk_choice(index, {}, finish_reason=reason)])
             if verdict is not None:
                 end["gateway"] = verdict
             chunks.append(end)
         return chunks
 
     def usage(self, usage: Usage, timings: Mapping[str, float]) -> ChatCompletionChunk:
-        """Return the chunk that `include_usage` asks for: no choices, and the last."""
+        """Return the last chunk of a stream with `include_usage`; it has no choices."""
         chunk = self._chunk([])
         chunk["usage"] = usage_dict(usage)
         chunk["timings"] = timings
         return chunk
 
     def _call(self, call: CallDelta) -> list[ChoiceDelta]:
-        """Return a call's opening, with id and name, and its arguments: two pieces."""
-        pieces: list[ChatToolCallDelta] = []
+        """Return the deltas of a call: one with its id and name, one with arguments."""
+        parts: list[ChatToolCallDelta] = []
         if call.name is not None:
             assert call.id is not None
             function: FunctionCallDelta = {"name": call.name, "arguments": ""}
-            pieces.append(
+            parts.append(
                 {"index": call.index, "id": call.id, "type": "function", "function": function}
             )
         if call.arguments:
-            pieces.append({"index": call.index, "function": {"arguments": call.arguments}})
+            parts.append({"index": call.index, "function": {"arguments": call.arguments}})
         if self.is_legacy:
-            return [{"function_call": piece["function"]} for piece in pieces]
-        return [{"tool_calls": [piece]} for piece in pieces]
+            return [{"function_call": part["function"]} for part in parts]
+        return [{"tool_calls": [part]} for part in parts]
 
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
         return {
@@ -387,7 +390,7 @@ class ChatCompletionWriter:
         }
 
 
-def _piece(
+def _chunk_choice(
     index: int,
     delta: ChoiceDelta,
     logprobs: ChoiceLogprobs | None = None,
@@ -397,7 +400,7 @@ def _piece(
 
 
 class ChatChoiceWriter:
-    """Gathers one choice of an answer."""
+    """Builds one choice from its deltas."""
 
     def __init__(self, index: int, *, has_logprobs: bool, is_legacy: bool) -> None:
         self._index = index
@@ -410,7 +413,6 @@ class ChatChoiceWriter:
         self._finish_reason: Finish | None = None
 
     def add(self, delta: Delta) -> None:
-        """Take the next delta."""
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
         self._logprobs += delta.logprobs
@@ -425,7 +427,7 @@ class ChatChoiceWriter:
             function["arguments"] += new.arguments
 
     def to_dict(self) -> ChatChoice:
-        """Return the whole choice, which has ended."""
+        """Return the choice, which has to be finished."""
         assert self._finish_reason is not None
         return {
             "index": self._index,

@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts → GenerateJobs; their deltas → choices, whole or in chunks."""
+"""POST /v1/completions: prompts → GenerateJobs; deltas → a completion or its chunks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +34,6 @@ from gateway.wire.legacy import GuidedRequest
 from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, read_inputs
 
 MAX_CHOICES = 4096
-
-
 _INVALID = (
     "it should be a text, token ids, or an array of texts or of arrays of token ids: "
     f"1 to {MAX_INPUTS} prompts, none of them empty"
@@ -78,9 +76,9 @@ class CompletionRequest(GuidedRequest):
 
     @field_validator("prompt")
     @classmethod
-    def _some_prompts(cls, given: object) -> object:
+    def _read_prompt(cls, value: object) -> object:
         try:
-            return read_inputs(given)
+            return read_inputs(value)
         except ValueError as error:
             raise ValueError(f"{_INVALID}; {error}") from None
 
@@ -92,20 +90,18 @@ def to_jobs(
     *,
     bounds: CharBounds,
 ) -> list[GenerateJob]:
-    """Translate: one job a prompt, each with `n` choices.
+    """Return one job for each prompt, each with `n` choices.
 
     Raises BadRequest for combinations that cannot be served.
     """
     _check(request, bounds)
     _, grammar = request.form()
-    if (
-        grammar is not None and grammar.kind == "json_schema"
-    ):  # answers to bare prompts come without a verdict
-        grammar = replace(grammar, strict=True)
-    caller.timings.beside = [Timings() for _ in request.prompt[1:]]
+    if grammar is not None and grammar.kind == "json_schema":
+        grammar = replace(grammar, strict=True)  # this endpoint's answers have no verdict
+    caller.timings.parallel = [Timings() for _ in request.prompt[1:]]
     return [
         GenerateJob(
-            # They run side by side, and what is timed is the first.
+            # The jobs run in parallel; the request's timings are those of the first.
             caller=replace(caller, timings=timings),
             prompt=prompt,
             sampling=request.sampling(defaults),
@@ -114,11 +110,11 @@ def to_jobs(
             n=request.n,
             grammar=grammar,
             logprobs=request.logprobs,
-            # A text that is only repeated needs no engine.
+            # Echoing a text without logprobs needs no engine.
             echo=request.echo and (request.logprobs is not None or not isinstance(prompt, str)),
         )
         for prompt, timings in zip(
-            request.prompt, [caller.timings, *caller.timings.beside], strict=True
+            request.prompt, [caller.timings, *caller.timings.parallel], strict=True
         )
     ]
 
@@ -145,20 +141,20 @@ def _check(request: CompletionRequest, bounds: CharBounds) -> None:
     bounds.check(texts, param="prompt", noun="A prompt")
 
 
-def choices(request: CompletionRequest) -> list["TextChoiceWriter"]:
-    """Return the choices to be written: those of the first prompt, those of the second, …"""
+def choice_writers(request: CompletionRequest) -> list["TextChoiceWriter"]:
+    """Return a writer for each choice: those of the first prompt, those of the second, …"""
     return [
         TextChoiceWriter(
             index,
-            echoed=_echoed(request, index // request.n),
+            echo=_echo(request, index // request.n),
             with_logprobs=request.logprobs is not None,
         )
         for index in range(len(request.prompt) * request.n)
     ]
 
 
-def _echoed(request: CompletionRequest, index: int) -> str:
-    """Return the text that a choice begins with, as far as it is known: token ids have none yet."""
+def _echo(request: CompletionRequest, index: int) -> str:
+    """Return the prompt that a choice repeats, if any; that of token ids comes with a delta."""
     prompt = request.prompt[index]
     return prompt if request.echo and isinstance(prompt, str) else ""
 
@@ -199,7 +195,7 @@ class Completion(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class CompletionWriter:
-    """Writes an answer, with what every piece of it repeats."""
+    """Writes completions and chunks, all with the same id, time, model and fingerprint."""
 
     id: str
     created: int
@@ -207,17 +203,16 @@ class CompletionWriter:
     fingerprint: str
 
     def completion(self, choices: Sequence["TextChoiceWriter"], usage: Usage) -> Completion:
-        """Return the whole answer.
+        """Return the whole completion.
 
-        Each choice is JSON already, made by itself: orjson lets no other thread run meanwhile.
+        Each choice is dumped by itself: orjson holds the GIL during each dump.
         """
-        written = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in choices]
-        completion = self.chunk(cast(list[TextChoice], written))
+        choices_json = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in choices]
+        completion = self.chunk(cast(list[TextChoice], choices_json))
         completion["usage"] = usage_dict(usage)
         return completion
 
     def chunk(self, choices: list[TextChoice]) -> Completion:
-        """Return what is new in some choices."""
         return {
             "id": self.id,
             "object": "text_completion",
@@ -228,7 +223,7 @@ class CompletionWriter:
         }
 
     def usage(self, usage: Usage, timings: Mapping[str, float]) -> Completion:
-        """Return the chunk that `include_usage` asks for: no choices, and the last."""
+        """Return the last chunk of a stream with `include_usage`; it has no choices."""
         chunk = self.chunk([])
         chunk["usage"] = usage_dict(usage)
         chunk["timings"] = timings
@@ -236,26 +231,26 @@ class CompletionWriter:
 
 
 class TextChoiceWriter:
-    """Writes one choice as it grows. An echoed prompt is the beginning of its text."""
+    """Builds one choice from its deltas. Its text begins with the prompt, if that is echoed."""
 
-    def __init__(self, index: int, *, echoed: str, with_logprobs: bool) -> None:
+    def __init__(self, index: int, *, echo: str, with_logprobs: bool) -> None:
         self._index = index
         self._texts: list[str] = []
-        self._echoed = echoed
-        self._offset = len(echoed)
+        self._echo = echo
+        self._offset = len(echo)
         self._with_logprobs = with_logprobs
         self._logprobs = _no_logprobs()
         self._finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> TextChoice:
-        """Take the next delta, and return what it adds."""
-        echoed, self._echoed = self._echoed, ""
+        """Add a delta, and return the chunk's choice."""
+        echo, self._echo = self._echo, ""
         new = _no_logprobs()
         if delta.prompt is not None:
-            echoed = echoed or "".join(delta.prompt.texts)
+            echo = echo or "".join(delta.prompt.texts)
             new = _prompt_logprobs(delta.prompt)
-            self._offset = len(echoed)
-        text = echoed + delta.text
+            self._offset = len(echo)
+        text = echo + delta.text
         self._texts.append(text)
         _extend(new, self._token_logprobs(delta.logprobs))
         _extend(self._logprobs, new)
@@ -263,7 +258,6 @@ class TextChoiceWriter:
         return self._choice(text, new)
 
     def to_dict(self) -> TextChoice:
-        """Return the choice with all its text."""
         return self._choice("".join(self._texts), self._logprobs)
 
     def _choice(self, text: str, logprobs: TextLogprobs) -> TextChoice:
@@ -279,19 +273,19 @@ class TextChoiceWriter:
         for token in tokens:
             new["tokens"].append(token.chosen.token)
             new["token_logprobs"].append(token.chosen.logprob)
-            new["top_logprobs"].append(_by_text(token))
+            new["top_logprobs"].append(_logprobs_by_text(token))
             new["text_offset"].append(self._offset)
             self._offset += len(token.chosen.token)
         return new
 
 
 def _prompt_logprobs(prompt: EchoedPrompt) -> TextLogprobs:
-    """Return a prompt's tokens. The first follows nothing, so its logprob is null."""
+    """Return the logprobs of a prompt's tokens; the first token has none."""
     starts = accumulate(map(len, prompt.texts), initial=0)
     return {
         "tokens": list(prompt.texts),
         "token_logprobs": [None, *(token.chosen.logprob for token in prompt.logprobs)],
-        "top_logprobs": [None, *map(_by_text, prompt.logprobs)],
+        "top_logprobs": [None, *map(_logprobs_by_text, prompt.logprobs)],
         "text_offset": list(starts)[:-1],
     }
 
@@ -307,9 +301,9 @@ def _extend(logprobs: TextLogprobs, new: TextLogprobs) -> None:
     logprobs["text_offset"] += new["text_offset"]
 
 
-def _by_text(token: TokenLogprob) -> dict[str, float]:
-    """Return logprobs by text, likeliest first: of tokens with the same text that of the likelier,
-    but the chosen token's always.
+def _logprobs_by_text(token: TokenLogprob) -> dict[str, float]:
+    """Return logprobs by text, likeliest first. Of tokens with the same text the chosen one's
+    counts, else the likeliest one's.
     """
     by_text = {token.chosen.token: token.chosen.logprob}
     for likelihood in reversed(token.top):

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: request → EmbedJob, Embedded → JSON bytes."""
+"""POST /v1/embeddings: request → EmbedJob; vectors → JSON."""
 
 import base64
 from collections.abc import Iterator
@@ -42,9 +42,9 @@ class EmbeddingsRequest(Request):
 
     @field_validator("input")
     @classmethod
-    def _some_inputs(cls, given: object) -> object:
+    def _read_input(cls, value: object) -> object:
         try:
-            return read_inputs(given)
+            return read_inputs(value)
         except ValueError as error:
             raise ValueError(f"{_INVALID}; {error}") from None
 
@@ -59,7 +59,7 @@ def to_job(
     prompt_name: str | None,
     bounds: CharBounds,
 ) -> EmbedJob:
-    """Translate; raises BadRequest for token ids where the model takes none."""
+    """Return the job of a request. Raises BadRequest for token ids if the model takes none."""
     texts: list[str] = []
     token_rows: list[TokenIds] = []
     if isinstance(request.input[0], str):
@@ -108,8 +108,8 @@ class Embeddings(TypedDict):
     usage: EmbeddingUsage
 
 
-def written(answer: Embedded, model: str, encoding: str) -> Iterator[bytes]:
-    """Yield the answer in pieces, each a few milliseconds' work at most.
+def write_pieces(answer: Embedded, model: str, encoding: str) -> Iterator[bytes]:
+    """Yield the answer's JSON in pieces, each written within a few milliseconds.
 
     base64 is little-endian float32, which is what OpenAI's SDKs read.
     """

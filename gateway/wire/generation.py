@@ -1,4 +1,4 @@
-"""What the generating endpoints share: sampling fields, forms of answers, usage, logprobs."""
+"""Shared by the endpoints that generate text: sampling, structured output, usage, logprobs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,10 +18,11 @@ from typing_extensions import TypedDict
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar, Sampling, Tier, TokenLogprob, Usage
 from gateway.wire.bounds import (
-    FAST,
+    FAIL_FAST,
     NAME_CHARS,
-    Choices,
+    ChoiceTexts,
     GrammarText,
+    Name,
     Regex,
     Schema,
     SchemaOrText,
@@ -34,30 +35,30 @@ _TEXT = {"type": "string", "maxLength": NAME_CHARS}
 _STOP = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOPS}]}
 
 
-def _whole(given: object) -> object:
-    """Read 12.0 as 12, as JSON has it, and -1 as no bound, as other servers have it."""
-    if isinstance(given, float) and given.is_integer():
-        given = int(given)
-    return None if type(given) is int and given == -1 else given
+def _read_token_limit(value: object) -> object:
+    """Read 12.0 as 12, which JSON does not distinguish, and -1 as no limit, as other servers do."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return None if type(value) is int and value == -1 else value
 
 
 MaxTokens = Annotated[
     Annotated[int, Field(ge=1)] | None,
-    BeforeValidator(_whole),
+    BeforeValidator(_read_token_limit),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"enum": [-1, None]}]}),
 ]
-MaxTokensOrZero = Annotated[  # to score a prompt, and write nothing
+MaxTokensOrZero = Annotated[  # 0 scores a prompt without generating
     Annotated[int, Field(ge=0)] | None,
-    BeforeValidator(_whole),
+    BeforeValidator(_read_token_limit),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"enum": [-1, None]}]}),
 ]
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"]
-MOST_BIASED = 1024  # tokens: OpenAI takes 300
+MAX_BIASED_TOKENS = 1024  # OpenAI takes 300
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class SampledRequest(Request):
-    """OpenAI's sampling fields, with vLLM's besides."""
+    """OpenAI's sampling fields, and vLLM's."""
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -68,7 +69,7 @@ class SampledRequest(Request):
     ignore_eos: bool = False
     stop_token_ids: Annotated[
         list[Annotated[int, Field(ge=0, lt=2**31)]],
-        FAST,
+        FAIL_FAST,
         Field(default_factory=list, max_length=256),
     ]
     stop: Annotated[Any, WithJsonSchema(_STOP)] = ()
@@ -81,46 +82,48 @@ class SampledRequest(Request):
             default_factory=dict,
             json_schema_extra={
                 "propertyNames": {"pattern": "^[0-9]{1,19}$"},
-                "maxProperties": MOST_BIASED,
+                "maxProperties": MAX_BIASED_TOKENS,
             },
         ),
     ]
 
     @field_validator("stop")
     @classmethod
-    def _not_too_much(cls, given: object) -> tuple[str, ...]:
-        stops = [given] if isinstance(given, str) else given
+    def _read_stop(cls, value: object) -> tuple[str, ...]:
+        stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or len(stops) > MAX_STOPS:
             raise ValueError(f"it should be a string or an array of at most {MAX_STOPS} strings")
         if not all(isinstance(stop, str) and len(stop) <= NAME_CHARS for stop in stops):
             raise ValueError(
                 f"a stop sequence should be a string of at most {NAME_CHARS} characters"
             )
-        return tuple(stop for stop in stops if stop)  # an empty one asks for nothing
+        return tuple(stop for stop in stops if stop)  # an empty one has no effect
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _not_too_many(cls, given: object) -> object:
-        if isinstance(given, dict) and len(given) > MOST_BIASED:
-            raise ValueError(f"it should name at most {MOST_BIASED} tokens, but names {len(given)}")
-        return given
+    def _check_bias_count(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
+            raise ValueError(
+                f"it should name at most {MAX_BIASED_TOKENS} tokens, but names {len(value)}"
+            )
+        return value
 
     @field_validator("logit_bias")
     @classmethod
-    def _token_ids(cls, given: dict[str, float]) -> dict[str, float]:
-        if not all(token.isascii() and token.isdigit() and len(token) < 20 for token in given):
+    def _check_bias_keys(cls, value: dict[str, float]) -> dict[str, float]:
+        if not all(token.isascii() and token.isdigit() and len(token) < 20 for token in value):
             raise ValueError("its keys should be token ids")
-        return given
+        return value
 
     def sampling(self, defaults: Sampling) -> Sampling:
-        """Give what was asked; what was left out comes from the model's defaults."""
-        fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        asked = {name: value for name in fields if (value := getattr(self, name)) is not None}
-        if self.top_k == -1:  # vLLM's way to ask for all
-            asked["top_k"] = 0
+        """Return the request's sampling; fields left out come from the model's defaults."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.top_k == -1:  # vLLM's value for all tokens
+            fields["top_k"] = 0
         return replace(
             defaults,
-            **asked,
+            **fields,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
@@ -128,22 +131,21 @@ class SampledRequest(Request):
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             stop_token_ids=frozenset(self.stop_token_ids),
-            unset=defaults.unset - asked.keys(),
+            unset=defaults.unset - fields.keys(),
         )
 
 
-def tier(asked: str) -> Tier:
-    """Read `service_tier`; OpenAI's other names for the default are the default."""
+def read_tier(name: str) -> Tier:
+    """Read `service_tier`; OpenAI's tiers that this gateway lacks are the default."""
     names = [tier.value for tier in Tier]
-    return Tier(asked) if asked in names else Tier.DEFAULT
+    return Tier(name) if name in names else Tier.DEFAULT
 
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 
 class Form(Part):
-    """A form of answers: a key that nobody knows may mean another form, so it is refused."""
+    """A form of answer. Unknown keys are refused: they might ask for another form."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -166,7 +168,7 @@ class ResponseFormat(Form):
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _schema_is_there(self) -> "ResponseFormat":
+    def _check_schema(self) -> "ResponseFormat":
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("type 'json_schema' needs a 'json_schema'")
         return self
@@ -178,39 +180,39 @@ class StructuredOutputs(Form):
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: Regex | None = None
-    choice: Choices | None = None
+    choice: ChoiceTexts | None = None
     grammar: GrammarText | None = None
 
     @model_validator(mode="after")
-    def _asks_for_something(self) -> "StructuredOutputs":
-        asked = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
-        if not any(given is not None for given in asked):
+    def _check_not_empty(self) -> "StructuredOutputs":
+        fields = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
+        if not any(value is not None for value in fields):
             raise ValueError("it should have one of json, json_object, regex, choice, grammar")
         return self
 
     def grammars(self, param: str) -> list[Grammar]:
-        """List what was asked for."""
-        asked = []
+        """Return a grammar for each field that is set; an error names `param`."""
+        grammars = []
         if self.json_ is not None:
-            asked.append(json_schema(self.json_, param=param))
+            grammars.append(json_schema(self.json_, param=param))
         if self.json_object:
-            asked.append(ANY_OBJECT)
+            grammars.append(ANY_OBJECT)
         if self.regex is not None:
-            asked.append(Grammar("regex", self.regex))
+            grammars.append(Grammar("regex", self.regex))
         if self.choice is not None:
-            asked.append(Grammar("choice", orjson.dumps(self.choice).decode()))
+            grammars.append(Grammar("choice", orjson.dumps(self.choice).decode()))
         if self.grammar is not None:
-            asked.append(Grammar("grammar", self.grammar))
-        return asked
+            grammars.append(Grammar("grammar", self.grammar))
+        return grammars
 
 
 def json_schema(
     schema: dict[str, Any] | str | None, *, param: str, strict: bool = False
 ) -> Grammar:
-    """Give the grammar of a schema, or of any object where there is none.
+    """Return the grammar of a schema, or of any object if it is None.
 
-    The order of keys is kept: it is the order in which they are written. A `strict` schema is
-    held to whole, or refused.
+    The order of keys is kept: the model writes them in that order. A `strict` schema is enforced
+    completely or refused.
     """
     if schema is None:
         return ANY_OBJECT
@@ -222,14 +224,14 @@ def json_schema(
     return Grammar("json_schema", orjson.dumps(schema).decode(), strict=strict)
 
 
-class FormedRequest(SampledRequest):
-    """A request whose answer may be held to a form."""
+class StructuredRequest(SampledRequest):
+    """A request whose answer may be structured: JSON of a schema, a pattern, a grammar."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def form(self) -> tuple[str, Grammar | None]:
-        """Return the one form that is asked for, and the field that asks. Two are refused."""
+        """Return the requested grammar, if any, and its field. Raises BadRequest for two."""
         forms = self.forms()
         if len(forms) > 1:
             raise BadRequest(
@@ -239,11 +241,13 @@ class FormedRequest(SampledRequest):
         return forms[0] if forms else ("response_format", None)
 
     def forms(self) -> list[tuple[str, Grammar]]:
-        """Return every form that is asked for, each with the field that asks."""
+        """Return each requested grammar with its field."""
         forms: list[tuple[str, Grammar]] = []
         if self.response_format is not None and self.response_format.type != "text":
-            wanted = self.response_format.json_schema
-            schema, strict = (wanted.schema_, bool(wanted.strict)) if wanted else (None, False)
+            json_schema_ = self.response_format.json_schema
+            schema, strict = (
+                (json_schema_.schema_, bool(json_schema_.strict)) if json_schema_ else (None, False)
+            )
             name = "response_format"
             forms.append((name, json_schema(schema, param=name, strict=strict)))
         if self.structured_outputs is not None:
@@ -252,12 +256,12 @@ class FormedRequest(SampledRequest):
         return forms
 
 
-def held_to_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
-    """Hold an answer of any JSON object to the schema that its prompt ends with, if it does.
+def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
+    """Return the grammar of the schema that a prompt ends with, if any JSON object is allowed.
 
-    So do clients ask servers without `json_schema`. A small model answers such a prompt with
-    anything, or with the schema itself; for a large one this would be a guess, so it is a
-    model's setting.
+    Clients of servers without `json_schema` send schemas this way. A small model answers such a
+    prompt with anything, or with the schema itself; a large one needs no such guess, so it is a
+    setting of the model.
     """
     if grammar != ANY_OBJECT:
         return grammar
@@ -331,12 +335,12 @@ class SchemaVerdict(TypedDict):
 
 
 def logprobs_dict(logprobs: Sequence[TokenLogprob]) -> ChoiceLogprobs:
-    """Return logprobs with both lists that OpenAI's have."""
+    """Return the tokens' logprobs in OpenAI's shape."""
     return {"content": [token_dict(each) for each in logprobs], "refusal": None}
 
 
 def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
-    """Return one token's logprob and its place's likeliest, likeliest first."""
+    """Return a token's logprob and those of the likeliest at its place, likeliest first."""
     tokens: list[TopLogprob] = [
         {"token": each.token, "logprob": each.logprob, "bytes": list(each.bytes)}
         for each in (logprob.chosen, *logprob.top)
@@ -346,7 +350,6 @@ def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
 
 
 def usage_dict(usage: Usage) -> CompletionUsage:
-    """Return usage with the details that clients look for."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

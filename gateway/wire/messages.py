@@ -1,4 +1,4 @@
-"""Chat messages and tools: OpenAI's many forms → the plain ones that chat templates read."""
+"""Chat messages and tools: OpenAI's forms → those that chat templates read."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,8 @@ from pydantic import Discriminator, Field, Tag
 
 from gateway import jobs
 from gateway.errors import BadRequest
-from gateway.wire.bounds import FAST, FEW, Label, Schema, parse
-from gateway.wire.generation import Name
-from gateway.wire.validation import Part, missing
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, Name, Schema, parse
+from gateway.wire.validation import Part, missing_parameter
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
@@ -50,18 +49,18 @@ class Message(Part):
     harmless = frozenset({"annotations", "reasoning", "reasoning_content", "refusal"})
 
     role: Role
-    content: str | Annotated[list[ContentPart], FAST, FEW] | None = None
+    content: str | Annotated[list[ContentPart], FAIL_FAST, ITEM_LIMIT] | None = None
     name: Label | None = None
-    tool_calls: Annotated[list[ToolCall], FAST, FEW] | None = None
+    tool_calls: Annotated[list[ToolCall], FAIL_FAST, ITEM_LIMIT] | None = None
     tool_call_id: Label | None = None
     prefix: bool | None = None
 
 
-def continued(messages: Sequence[Message], *, asked: bool) -> bool:
-    """Return True if the last message is the beginning of the answer, as `asked` or by its
-    `prefix`, which is Mistral's and DeepSeek's way.
+def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
+    """Return True if the answer continues the last message, as `requested` or by its `prefix`,
+    which is Mistral's and DeepSeek's field.
 
-    Raises BadRequest where it cannot be.
+    Raises BadRequest if that message cannot be continued.
     """
     *earlier, last = messages
     for i, message in enumerate(earlier):
@@ -70,7 +69,7 @@ def continued(messages: Sequence[Message], *, asked: bool) -> bool:
             raise BadRequest(
                 f"Invalid '{place}': only the last message can begin the answer.", param=place
             )
-    if not (asked or last.prefix):
+    if not (requested or last.prefix):
         return False
     place = f"messages[{len(earlier)}]"
     if last.role != "assistant" or last.tool_calls or not _text(last.content, place):
@@ -83,21 +82,21 @@ def continued(messages: Sequence[Message], *, asked: bool) -> bool:
 
 
 def to_template(messages: list[Message]) -> list[dict[str, Any]]:
-    """Give the turns as templates expect them.
+    """Return the turns as templates expect them.
 
-    `developer` is `system`; all system turns become one, first; user turns that follow one
-    another become one: many templates refuse anything else. There is always a turn, if only an
-    empty one. Raises BadRequest for content that is not text.
+    `developer` becomes `system`; all system turns are joined into the first turn, and consecutive
+    user turns into one: many templates refuse anything else. The result is never empty. Raises
+    BadRequest for content that is not text.
     """
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
     merged: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     others = (turn for turn in turns if turn["role"] != "system")
-    for role, together in groupby(others, key=itemgetter("role")):
+    for role, turns_of_role in groupby(others, key=itemgetter("role")):
         if role != "user":
-            merged += together
+            merged += turns_of_role
             continue
-        first, *rest = together
+        first, *rest = turns_of_role
         if rest:
             first["content"] = "\n\n".join(turn["content"] for turn in (first, *rest))
         merged.append(first)
@@ -107,7 +106,7 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
 def _turn(message: Message, place: str) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     if message.role == "user" and message.content is None:
-        raise missing(f"{place}.content")
+        raise missing_parameter(f"{place}.content")
     turn: dict[str, Any] = {"role": role, "content": _text(message.content, place)}
     if message.name is not None:
         turn["name"] = message.name
@@ -118,7 +117,7 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": _function(call.function, place),
+                "function": _template_function(call.function, place),
             }
             for call in message.tool_calls
         ]
@@ -138,13 +137,13 @@ def _text(content: str | list[ContentPart] | None, place: str) -> str:
             )
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
-            raise missing(f"{place}.content[{i}].{part.type}")
+            raise missing_parameter(f"{place}.content[{i}].{part.type}")
         texts.append(text)
     return "".join(texts)
 
 
-def _function(function: Function, place: str) -> dict[str, Any]:
-    """Templates write arguments out themselves, so they want the value, not its JSON."""
+def _template_function(function: Function, place: str) -> dict[str, Any]:
+    """Return a call with its arguments parsed: templates write them as JSON themselves."""
     try:
         arguments = parse((function.arguments or "{}").encode())
     except ValueError:
@@ -176,22 +175,22 @@ class OtherTool(Part):
 
     @property
     def model_extra(self) -> None:
-        """Return nothing: what it holds is skipped with it."""
+        """Return None: its fields are not listed as unknown."""
 
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
 
 
-def kind_of(given: object) -> str:
-    """Return the tag of a tool's type. A tool without a type, or an odd one, is a function."""
-    kind = given.get("type", "function") if isinstance(given, dict) else "function"
+def tool_tag(tool: object) -> str:
+    """Return the tag of a tool. One whose type is missing or no string counts as a function."""
+    kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
     return OTHER if isinstance(kind, str) and kind != "function" else FUNCTION
 
 
 T = TypeVar("T")
-# The tags are no identifiers: nothing in a request is called so.
+# The tags are no identifiers, so no field's path has them.
 FUNCTION, OTHER = "function tool", "other tool"
 AnyTool = Annotated[
-    Annotated[T, Tag(FUNCTION)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(kind_of)
+    Annotated[T, Tag(FUNCTION)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(tool_tag)
 ]
 
 
@@ -212,7 +211,7 @@ class AllowedTools(Part):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], FAST, Field(min_length=1, max_length=128)]
+    tools: Annotated[list[NamedTool], FAIL_FAST, Field(min_length=1, max_length=128)]
 
 
 class AllowedChoice(Part):
@@ -222,75 +221,78 @@ class AllowedChoice(Part):
     allowed_tools: AllowedTools
 
 
-Choice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice
 
 
-def skipped(tools: Sequence[object]) -> list[str]:
-    """Name the tools that are not served, by their types."""
+def unserved_tools(tools: Sequence[object]) -> list[str]:
+    """Return the tools that are not served, each as `tools.` and its type."""
     return [f"tools.{tool.type}" for tool in tools if isinstance(tool, OtherTool)]
 
 
 def read_tools(
-    given: Sequence[ToolParam | OtherTool], choice: Choice | None, *, parallel: bool
+    tools: Sequence[ToolParam | OtherTool], choice: ToolChoice | None, *, parallel: bool
 ) -> tuple[Sequence[Mapping[str, Any]], jobs.Calling | None]:
-    """Give what the template is shown of the tools, and which may or must be called.
+    """Return the tools as templates read them, and which of them may or must be called.
 
-    Raises BadRequest for a choice that names no tool, for two tools of one name, and where no tool
-    is a function.
+    Raises BadRequest for a choice that names no tool, for two tools of one name, and if no tool is
+    a function.
     """
-    tools = [tool for tool in given if isinstance(tool, ToolParam)]
-    if given and not tools:
-        others = ", ".join(sorted({f"'{tool.type[:64]}'" for tool in given}))
+    functions = [tool for tool in tools if isinstance(tool, ToolParam)]
+    if tools and not functions:
+        others = ", ".join(sorted({f"'{tool.type[:64]}'" for tool in tools}))
         raise BadRequest(
             f"Invalid 'tools[0].type': functions are the only tools served, not {others}.",
             param="tools[0].type",
             code="unsupported_value",
         )
-    names = [tool.function.name for tool in tools]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise BadRequest(f"Two tools are named '{min(twice)}'.", param="tools")
-    allowed, forced = _meant(names, choice)
+    names = [tool.function.name for tool in functions]
+    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+        raise BadRequest(f"Two tools are named '{min(duplicates)}'.", param="tools")
+    allowed, forced = _select_tools(names, choice)
     if not allowed:
         return (), None
-    functions = [
+    shown = [tool for tool in functions if tool.function.name in allowed]
+    callable_functions = [
         jobs.Function(
             tool.function.name,
             tool.function.parameters or {"type": "object", "properties": {}},
             strict=bool(tool.function.strict),
         )
-        for tool in tools
-        if tool.function.name in allowed
+        for tool in shown
     ]
-    one = isinstance(choice, NamedTool)
-    calling = jobs.Calling(functions=functions, forced=forced, parallel=parallel and not one)
-    return [_shown(tool) for tool in tools if tool.function.name in allowed], calling
+    calling = jobs.Calling(
+        functions=callable_functions,
+        forced=forced,
+        parallel=parallel and not isinstance(choice, NamedTool),
+    )
+    return [_template_tool(tool) for tool in shown], calling
 
 
-def _meant(names: Sequence[str], choice: Choice | None) -> tuple[Sequence[str], bool]:
-    """Give the names that may be called, and whether one of them must be."""
+def _select_tools(names: Sequence[str], choice: ToolChoice | None) -> tuple[Sequence[str], bool]:
+    """Return the names that may be called, and whether one of them must be."""
     match choice:
         case None | "auto":
             return names, False
         case "none":
             return (), False
         case "required":
-            wanted, forced = list(names), True
+            selected, forced = list(names), True
         case NamedTool():
-            wanted, forced = [choice.function.name], True
+            selected, forced = [choice.function.name], True
         case AllowedChoice():
-            wanted = [tool.function.name for tool in choice.allowed_tools.tools]
+            selected = [tool.function.name for tool in choice.allowed_tools.tools]
             forced = choice.allowed_tools.mode == "required"
-    if not wanted:
+    if not selected:
         raise BadRequest("'tool_choice' asks for a call, but there are no 'tools'.", param="tools")
-    if unknown := [name for name in wanted if name not in names]:
+    if unknown := [name for name in selected if name not in names]:
         raise BadRequest(
             f"Invalid 'tool_choice': there is no tool named '{unknown[0]}'.", param="tool_choice"
         )
-    return wanted, forced
+    return selected, forced
 
 
-def _shown(tool: ToolParam) -> dict[str, Any]:
-    """Give a tool in the form that chat templates were trained on."""
+def _template_tool(tool: ToolParam) -> dict[str, Any]:
+    """Return a tool in the form that models were trained on."""
     function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
     function.setdefault("parameters", {"type": "object", "properties": {}})
     return {"type": "function", "function": function}

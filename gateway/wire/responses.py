@@ -1,4 +1,4 @@
-"""POST /v1/responses: request → GenerateJob, and what the answer says of its request."""
+"""POST /v1/responses: request → GenerateJob, and the shape of the answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -9,19 +9,18 @@ from typing_extensions import TypeAliasType, TypedDict
 from gateway.errors import BadRequest, GatewayError
 from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, GenerateJob, Grammar, Sampling
-from gateway.wire.bounds import FAST, Label, Schema
+from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
 from gateway.wire.generation import (
     ANY_OBJECT,
     ChatTokenLogprob,
     Effort,
     MaxTokens,
-    Name,
     SampledRequest,
     SchemaVerdict,
     ServiceTier,
     json_schema,
 )
-from gateway.wire.messages import OtherTool, read_tools, skipped, to_template
+from gateway.wire.messages import OtherTool, read_tools, to_template, unserved_tools
 from gateway.wire.responses_items import Item, Items, to_messages
 from gateway.wire.responses_tools import (
     MAX_TOOLS,
@@ -35,7 +34,7 @@ from gateway.wire.responses_tools import (
 from gateway.wire.validation import Part
 
 LOGPROBS = "message.output_text.logprobs"
-# What a client may ask to be told; only the first is ever there to tell.
+# The values of `include`; only the first has an effect.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -47,7 +46,7 @@ Includable = Literal[
     "code_interpreter_call.outputs",
 ]
 
-_MOVED = "In the Responses API it is '{}'."
+_RENAMED = "In the Responses API it is '{}'."
 
 
 class TextFormat(Part):
@@ -60,13 +59,13 @@ class TextFormat(Part):
     description: str | None = None
 
     @model_validator(mode="after")
-    def _schema_is_there(self) -> "TextFormat":
+    def _check_schema(self) -> "TextFormat":
         if self.type == "json_schema" and (self.schema_ is None or self.name is None):
             raise ValueError("type 'json_schema' needs a 'name' and a 'schema'")
         return self
 
     def grammar(self) -> Grammar | None:
-        """Give what the answer must match, if anything."""
+        """Return the grammar of the format, if it has one."""
         if self.type == "json_schema":
             param = "text.format.schema"
             return json_schema(self.schema_, param=param, strict=bool(self.strict))
@@ -87,7 +86,7 @@ class Reasoning(Part):
     summary: Label | None = None
 
 
-_NAMED = {
+_FUNCTION = {
     "type": "object",
     "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
     "required": ["type", "name"],
@@ -95,13 +94,13 @@ _NAMED = {
 _CHOICE = {
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
-        _NAMED,
+        _FUNCTION,
         {
             "type": "object",
             "properties": {
                 "type": {"const": "allowed_tools"},
                 "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "items": _NAMED, "minItems": 1},
+                "tools": {"type": "array", "items": _FUNCTION, "minItems": 1},
             },
             "required": ["type", "mode", "tools"],
         },
@@ -126,18 +125,18 @@ class ResponsesRequest(SampledRequest):
         "background": "A response is answered while its client waits.",
         "prompt": "This gateway keeps no prompt templates.",
         "moderation": "This gateway does not moderate.",
-        "messages": _MOVED.format("input"),
-        "max_tokens": _MOVED.format("max_output_tokens"),
-        "max_completion_tokens": _MOVED.format("max_output_tokens"),
-        "response_format": _MOVED.format("text.format"),
-        "structured_outputs": _MOVED.format("text.format"),
-        "guided_json": _MOVED.format("text.format"),
-        "guided_regex": _MOVED.format("text.format"),
-        "guided_choice": _MOVED.format("text.format"),
-        "guided_grammar": _MOVED.format("text.format"),
-        "reasoning_effort": _MOVED.format("reasoning.effort"),
-        "functions": _MOVED.format("tools"),
-        "function_call": _MOVED.format("tool_choice"),
+        "messages": _RENAMED.format("input"),
+        "max_tokens": _RENAMED.format("max_output_tokens"),
+        "max_completion_tokens": _RENAMED.format("max_output_tokens"),
+        "response_format": _RENAMED.format("text.format"),
+        "structured_outputs": _RENAMED.format("text.format"),
+        "guided_json": _RENAMED.format("text.format"),
+        "guided_regex": _RENAMED.format("text.format"),
+        "guided_choice": _RENAMED.format("text.format"),
+        "guided_grammar": _RENAMED.format("text.format"),
+        "reasoning_effort": _RENAMED.format("reasoning.effort"),
+        "functions": _RENAMED.format("tools"),
+        "function_call": _RENAMED.format("tool_choice"),
         "logprobs": f"Say 'include': ['{LOGPROBS}'] instead.",
         "n": "A response is one answer.",
     }
@@ -156,11 +155,11 @@ class ResponsesRequest(SampledRequest):
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     text: TextConfig = TextConfig()
-    tools: Annotated[list[Tool], FAST, Field(default_factory=list, max_length=MAX_TOOLS)]
+    tools: Annotated[list[Tool], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)]
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
-    include: Annotated[list[Includable], FAST, Field(default_factory=list, max_length=64)]
+    include: Annotated[list[Includable], FAIL_FAST, Field(default_factory=list, max_length=64)]
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: Annotated[dict[str, Any], Field(default_factory=dict)]
@@ -181,34 +180,33 @@ class ResponsesRequest(SampledRequest):
         return part
 
     def locate(self, error: GatewayError) -> GatewayError:
-        """Return an error of the floors below as one about a field of this request.
+        """Return an error about a part of the job as one about a field of this request.
 
-        One about the form of the text always has a code.
+        One about `text.format.schema` always has a code.
         """
         if error.part is None:
             return error
         param = self.param_of(error.part)
         return error.named(param, "invalid_json_schema" if param == "text.format.schema" else None)
 
-    def skipped(self) -> Sequence[str]:
-        """Name the tools that are not served."""
+    def unserved_tools(self) -> Sequence[str]:
         inner = [tool.tools if isinstance(tool, Namespace) else [tool] for tool in self.tools]
-        return skipped([tool for tools in inner for tool in tools])
+        return unserved_tools([tool for tools in inner for tool in tools])
 
     @property
-    def goes_on(self) -> bool:
-        """Return True if it stands for more than it says: for a response, or items of some."""
+    def has_references(self) -> bool:
+        """Return True if it refers to an earlier response, or to items of some."""
         return self.previous_response_id is not None or any(
             item.is_reference for item in self.input
         )
 
     @property
     def logprobs(self) -> int | None:
-        """Count the likeliest tokens to tell beside each; None for no logprobs at all."""
+        """Return how many of the likeliest tokens to list at each place; None for no logprobs."""
         return self.top_logprobs if LOGPROBS in self.include or self.top_logprobs else None
 
     def template_args(self) -> dict[str, Any]:
-        """Give what the request says of thinking, in the words of chat templates."""
+        """Return the chat template's arguments: thinking by effort, then the request's own."""
         args: dict[str, Any] = {}
         effort = self.reasoning.effort
         is_one_token = self.max_output_tokens == 1
@@ -229,9 +227,9 @@ def to_job(
     template_args: Mapping[str, Any],
     max_chars: int,
 ) -> GenerateJob:
-    """Translate; what the request leaves out comes from the model's defaults.
+    """Return the job of a request; fields left out come from the model's defaults.
 
-    `items` is the whole conversation, of which the request's own input is the end.
+    `items` is the whole conversation; the request's own input is the end of it.
     """
     earlier = len(items) - len(request.input)
     toolset = unpack(request.tools)
@@ -253,10 +251,7 @@ def to_job(
         stop=request.stop,
         tools=tools,
         calling=calling,
-        template_args={
-            **template_args,
-            **request.template_args(),
-        },
+        template_args={**template_args, **request.template_args()},
         grammar=request.text.format.grammar() if request.text.format is not None else None,
         logprobs=request.logprobs,
     )
@@ -415,10 +410,10 @@ class DeletedResponse(TypedDict):
     deleted: Literal[True]
 
 
-def described(
+def new_response(
     request: ResponsesRequest, job: GenerateJob, *, response_id: str, created: int, is_kept: bool
 ) -> Response:
-    """Return all of the answer that is known before its first token."""
+    """Return a response in progress, before its first token."""
     text_format = request.text.format or TextFormat(type="text")
     response: Response = {
         "id": response_id,

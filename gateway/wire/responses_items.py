@@ -1,4 +1,4 @@
-"""What a Responses request reads: its input items → chat messages, and → items to be kept."""
+"""The input items of a Responses request: read, converted to chat messages, written for storage."""
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,10 +10,10 @@ from pydantic import BeforeValidator, Field, field_validator
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest, ResponseNotFound
-from gateway.wire.bounds import FAST, FEW, Label, parse
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, parse
 from gateway.wire.messages import Function, Message, ToolCall
-from gateway.wire.responses_tools import Place
-from gateway.wire.validation import Part, missing
+from gateway.wire.responses_tools import QualifiedName
+from gateway.wire.validation import Part, missing_parameter
 
 _PREFIXES = {
     "message": "msg",
@@ -36,15 +36,15 @@ class InputPart(Part):
     refusal: str | None = None
 
 
-def _as_parts(given: object) -> object:
-    if given is None:
+def _as_parts(value: object) -> object:
+    if value is None:
         return []
-    return [{"type": "input_text", "text": given}] if isinstance(given, str) else given
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
 Parts = Annotated[
     list[InputPart],
-    FAST,
+    FAIL_FAST,
     BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart] | None),
 ]
 
@@ -68,67 +68,67 @@ class Item(Part):
 
     @field_validator("type")
     @classmethod
-    def _kind_is_served(cls, given: str) -> str:
-        if given not in KINDS:
-            raise ValueError(f"items of type '{given}' are not served")
-        return given
+    def _check_type(cls, value: str) -> str:
+        if value not in KINDS:
+            raise ValueError(f"items of type '{value}' are not served")
+        return value
 
     @property
     def is_reference(self) -> bool:
-        """Return True if the item stands for another; its type may be left out then."""
+        """Return True if the item refers to another by id; its type is optional then."""
         return self.type == REFERENCE or self.model_fields_set <= {"id"}
 
 
-def _as_items(given: object) -> object:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+def _as_items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 Items = Annotated[
     list[Item],
-    FAST,
-    FEW,
+    FAIL_FAST,
+    ITEM_LIMIT,
     BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
     Field(min_length=1),
 ]
 
 
-def resolved(items: Sequence[Item], find: Callable[[str], bytes | None]) -> list[Item]:
-    """Return the items with each reference replaced by the item it names.
+def resolve_references(items: Sequence[Item], find: Callable[[str], bytes | None]) -> list[Item]:
+    """Return the items with each reference replaced by the item with its id.
 
-    Raises BadRequest for a reference without an id, ResponseNotFound for one that finds nothing.
+    Raises BadRequest for a reference without an id, ResponseNotFound for an unknown id.
     """
-    whole = []
+    resolved = []
     for i, item in enumerate(items):
         if item.is_reference:
-            name = _given(item.id, f"input[{i}].id")
-            if (found := find(name)) is None:
+            item_id = _require(item.id, f"input[{i}].id")
+            if (body := find(item_id)) is None:
                 raise ResponseNotFound(
-                    f"Item with id '{name}' not found.",
+                    f"Item with id '{item_id}' not found.",
                     param=f"input[{i}].id",
                     code="item_not_found",
                 )
-            item = read_item(found)
-        whole.append(item)
-    return whole
+            item = read_item(body)
+        resolved.append(item)
+    return resolved
 
 
 def read_item(body: bytes) -> Item:
-    """Read an item that was written before, by `written` or as part of an answer."""
+    """Read an item of the store: one of `dump_items`, or of an earlier answer."""
     return Item.model_validate_json(body)
 
 
-def written(items: Sequence[Item], taken: Iterable[str]) -> list[tuple[str, bytes]]:
+def dump_items(items: Sequence[Item], used_ids: Iterable[str]) -> list[tuple[str, bytes]]:
     """Return each item's id and its JSON.
 
-    An item gets an id here where the client gave none, or one that an earlier item or one of
-    `taken` has: a page begins behind the item that its id names.
+    An item gets a new id if it has none, or one that is used already: ids have to be unique, as
+    pages start after an id.
     """
-    seen, pairs = set(taken), []
+    seen_ids, pairs = set(used_ids), []
     for item in items:
         item_id = item.id
-        if not item_id or item_id in seen:
+        if not item_id or item_id in seen_ids:
             item_id = f"{_PREFIXES[item.type]}_{secrets.token_hex(16)}"
-        seen.add(item_id)
+        seen_ids.add(item_id)
         fields = item.model_dump(exclude_unset=True, exclude={"id"})
         pairs.append((item_id, orjson.dumps({"id": item_id, "type": item.type, **fields})))
     return pairs
@@ -151,24 +151,24 @@ class InputItems(TypedDict):
     has_more: bool
 
 
-def page(items: Sequence[tuple[str, bytes]], asked: Mapping[str, str]) -> InputItems:
-    """Return one page of items, oldest last, as OpenAI lists them.
+def page(items: Sequence[tuple[str, bytes]], query: Mapping[str, str]) -> InputItems:
+    """Return one page of items, newest first by default.
 
-    `asked` may have `limit` (1 to 100, 20 by default), `order` (asc or desc) and `after`, the id of
-    the item that the page begins behind. Raises BadRequest for anything else in these.
+    The query parameters are `limit` (1 to 100, 20 by default), `order` (asc or desc) and `after`,
+    the id of the last item before the page. Raises BadRequest for other values.
     """
-    limit, order = asked.get("limit", "20"), asked.get("order", "desc")
+    limit, order = query.get("limit", "20"), query.get("order", "desc")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= 100):
         raise BadRequest("Invalid 'limit': it should be 1 to 100.", param="limit")
     if order not in ("asc", "desc"):
         raise BadRequest("Invalid 'order': it should be 'asc' or 'desc'.", param="order")
     ordered = list(items) if order == "asc" else list(reversed(items))
     start = 0
-    if "after" in asked:
+    if "after" in query:
         ids = [item_id for item_id, _ in ordered]
-        if asked["after"] not in ids:
+        if query["after"] not in ids:
             raise BadRequest("Invalid 'after': there is no such item.", param="after")
-        start = ids.index(asked["after"]) + 1
+        start = ids.index(query["after"]) + 1
     shown = ordered[start : start + int(limit)]
     return {
         "object": "list",
@@ -184,37 +184,37 @@ def to_messages(
     items: Sequence[Item],
     *,
     earlier: int = 0,
-    names: Mapping[Place, str] = MappingProxyType({}),
+    names: Mapping[QualifiedName, str] = MappingProxyType({}),
 ) -> list[Message]:
-    """Give the conversation as chat messages, instructions first.
+    """Return the conversation as chat messages, instructions first.
 
-    The first `earlier` items are an earlier request's. `names` are those by which the model knows
-    functions, where they are not their own. Calls join the assistant's turn they
-    follow; earlier reasoning is left out, as templates leave it out. Raises BadRequest for what is
-    missing or is not text.
+    The first `earlier` items are those of an earlier response: errors count the others from 0.
+    `names` has the names under which the model knows functions. Calls are added to the assistant's
+    turn before them; earlier reasoning is left out, as templates leave it out. Raises BadRequest
+    for missing fields and for content that is not text.
     """
     messages = [Message(role="system", content=instructions)] if instructions else []
-    called: dict[str, str] = {}
+    call_names: dict[str, str] = {}
     for i, item in enumerate(items, -earlier):
         place = f"input[{i}]"
         match item.type:
             case "message":
-                role: Any = _given(item.role, f"{place}.role")
+                role: Any = _require(item.role, f"{place}.role")
                 if role == "user" and "content" not in item.model_fields_set:
-                    _given(None, f"{place}.content")
+                    _require(None, f"{place}.content")
                 messages.append(Message(role=role, content=_text(item.content, place)))
             case "function_call":
                 call = _call(item, place, names)
-                called[call.id or ""] = call.function.name
-                _join(messages, call)
+                call_names[call.id or ""] = call.function.name
+                _append_call(messages, call)
             case "function_call_output":
-                call_id = _given(item.call_id, f"{place}.call_id")
+                call_id = _require(item.call_id, f"{place}.call_id")
                 messages.append(
                     Message(
                         role="tool",
                         content=_text(item.output, place, "output"),
                         tool_call_id=call_id,
-                        name=called.get(call_id, item.name),
+                        name=call_names.get(call_id, item.name),
                     )
                 )
     if not messages:
@@ -222,9 +222,9 @@ def to_messages(
     return messages
 
 
-def _call(item: Item, place: str, names: Mapping[Place, str]) -> ToolCall:
-    call_id = _given(item.call_id, f"{place}.call_id")
-    own = _given(item.name, f"{place}.name")
+def _call(item: Item, place: str, names: Mapping[QualifiedName, str]) -> ToolCall:
+    call_id = _require(item.call_id, f"{place}.call_id")
+    own = _require(item.name, f"{place}.name")
     name = names.get((item.namespace, own), own)
     arguments = item.arguments or "{}"
     try:
@@ -237,7 +237,7 @@ def _call(item: Item, place: str, names: Mapping[Place, str]) -> ToolCall:
     return ToolCall(id=call_id, function=Function(name=name, arguments=arguments))
 
 
-def _join(messages: list[Message], call: ToolCall) -> None:
+def _append_call(messages: list[Message], call: ToolCall) -> None:
     if not messages or messages[-1].role != "assistant":
         messages.append(Message(role="assistant", tool_calls=[call]))
     elif (calls := messages[-1].tool_calls) is not None:
@@ -246,9 +246,9 @@ def _join(messages: list[Message], call: ToolCall) -> None:
         messages[-1] = messages[-1].model_copy(update={"tool_calls": [call]})
 
 
-def _given(value: str | None, param: str) -> str:
+def _require(value: str | None, param: str) -> str:
     if not value:
-        raise missing(param)
+        raise missing_parameter(param)
     return value
 
 
@@ -264,6 +264,6 @@ def _text(parts: list[InputPart], place: str, name: str = "content") -> str:
         field = "refusal" if part.type == "refusal" else "text"
         text = part.refusal if field == "refusal" else part.text
         if text is None:
-            raise missing(f"{place}.{name}[{i}].{field}")
+            raise missing_parameter(f"{place}.{name}[{i}].{field}")
         texts.append(text)
     return "".join(texts)

@@ -1,4 +1,4 @@
-"""What a Responses answer writes: deltas → output items, and the events in which they grow."""
+"""The answer of a Responses request: deltas → output items, and the events that carry them."""
 
 import secrets
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ from gateway.wire.responses import (
     Response,
     ResponseUsage,
 )
-from gateway.wire.responses_tools import Place
+from gateway.wire.responses_tools import QualifiedName
 
 
 class ResponseStatusEvent(TypedDict):
@@ -49,24 +49,24 @@ class OutputItemEvent(TypedDict):
     item: OutputItem
 
 
-class _OfItem(TypedDict):
+class _ItemFields(TypedDict):
     sequence_number: int
     item_id: str
     output_index: int
 
 
-class _OfPart(_OfItem):
+class _PartFields(_ItemFields):
     content_index: int
 
 
-class ContentPartEvent(_OfPart):
+class ContentPartEvent(_PartFields):
     """The one part of a message or of a reasoning item, when it begins, and when it ends."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     part: OutputText | ReasoningText
 
 
-class OutputTextDelta(_OfPart):
+class OutputTextDelta(_PartFields):
     """New text of a message."""
 
     type: Literal["response.output_text.delta"]
@@ -74,7 +74,7 @@ class OutputTextDelta(_OfPart):
     logprobs: list[ChatTokenLogprob]
 
 
-class OutputTextDone(_OfPart):
+class OutputTextDone(_PartFields):
     """The whole text of a message."""
 
     type: Literal["response.output_text.done"]
@@ -82,28 +82,28 @@ class OutputTextDone(_OfPart):
     logprobs: list[ChatTokenLogprob]
 
 
-class ReasoningTextDelta(_OfPart):
+class ReasoningTextDelta(_PartFields):
     """New reasoning."""
 
     type: Literal["response.reasoning_text.delta"]
     delta: str
 
 
-class ReasoningTextDone(_OfPart):
+class ReasoningTextDone(_PartFields):
     """All reasoning of an item."""
 
     type: Literal["response.reasoning_text.done"]
     text: str
 
 
-class ArgumentsDelta(_OfItem):
+class ArgumentsDelta(_ItemFields):
     """A piece of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
     delta: str
 
 
-class ArgumentsDone(_OfItem):
+class ArgumentsDone(_ItemFields):
     """All arguments of a call, as JSON inside a string."""
 
     type: Literal["response.function_call_arguments.done"]
@@ -137,7 +137,7 @@ ResponseEvent = TypeAliasType(
 
 
 class _ItemWriter(ABC):
-    """A piece of the output: opened, grown and closed. Its events are numbered as they are made."""
+    """Writes one item of the output. `numbers`, shared by all items, numbers the events."""
 
     prefix: str
 
@@ -149,18 +149,18 @@ class _ItemWriter(ABC):
 
     @abstractmethod
     def open(self) -> list[ResponseEvent]:
-        """Return what follows its `output_item.added`."""
+        """Return the events that follow its `output_item.added`."""
 
     @abstractmethod
     def close(self) -> list[ResponseEvent]:
-        """Return what comes before its `output_item.done`."""
+        """Return the events that precede its `output_item.done`."""
 
     @abstractmethod
     def to_dict(self, status: ItemStatus) -> OutputItem:
         """Return the item as it is now."""
 
-    def _place(self) -> _OfItem:
-        """Return what every event of the item has; each call gives it the next number."""
+    def _item_fields(self) -> _ItemFields:
+        """Return the fields of every event of the item, with the next sequence number."""
         return {
             "sequence_number": next(self._numbers),
             "item_id": self.id,
@@ -169,7 +169,7 @@ class _ItemWriter(ABC):
 
 
 class _PartWriter(_ItemWriter):
-    """An item with one part: text."""
+    """Writes an item with one part, of text."""
 
     is_open = False
 
@@ -177,14 +177,14 @@ class _PartWriter(_ItemWriter):
     def _part(self) -> OutputText | ReasoningText:
         """Return the part as it is now."""
 
-    def _part_place(self) -> _OfPart:
-        return {**self._place(), "content_index": 0}
+    def _part_fields(self) -> _PartFields:
+        return {**self._item_fields(), "content_index": 0}
 
     def open(self) -> list[ResponseEvent]:
         self.is_open = True
         added: ContentPartEvent = {
             "type": "response.content_part.added",
-            **self._part_place(),
+            **self._part_fields(),
             "part": self._part(),
         }
         return [added]
@@ -192,7 +192,7 @@ class _PartWriter(_ItemWriter):
     def close(self) -> list[ResponseEvent]:
         done: ContentPartEvent = {
             "type": "response.content_part.done",
-            **self._part_place(),
+            **self._part_fields(),
             "part": self._part(),
         }
         return [done]
@@ -210,7 +210,7 @@ class _MessageWriter(_PartWriter):
         self._logprobs += logprobs
         return {
             "type": "response.output_text.delta",
-            **self._part_place(),
+            **self._part_fields(),
             "delta": text,
             "logprobs": logprobs,
         }
@@ -219,7 +219,7 @@ class _MessageWriter(_PartWriter):
         part = self._part()
         done: OutputTextDone = {
             "type": "response.output_text.done",
-            **self._part_place(),
+            **self._part_fields(),
             "text": part["text"],
             "logprobs": part["logprobs"],
         }
@@ -248,12 +248,12 @@ class _ReasoningWriter(_PartWriter):
 
     def add(self, text: str) -> ReasoningTextDelta:
         self._texts.append(text)
-        return {"type": "response.reasoning_text.delta", **self._part_place(), "delta": text}
+        return {"type": "response.reasoning_text.delta", **self._part_fields(), "delta": text}
 
     def close(self) -> list[ResponseEvent]:
         done: ReasoningTextDone = {
             "type": "response.reasoning_text.done",
-            **self._part_place(),
+            **self._part_fields(),
             "text": "".join(self._texts),
         }
         return [done, *super().close()]
@@ -274,17 +274,19 @@ class _ReasoningWriter(_PartWriter):
 class _CallWriter(_ItemWriter):
     prefix = "fc"
 
-    def __init__(self, numbers: Iterator[int], index: int, call: CallDelta, place: Place) -> None:
+    def __init__(
+        self, numbers: Iterator[int], index: int, call: CallDelta, qualified_name: QualifiedName
+    ) -> None:
         super().__init__(numbers, index)
         self.call_index = call.index
         self._call_id = call.id or f"call_{secrets.token_hex(16)}"
-        self._namespace, self._name = place
+        self._namespace, self._name = qualified_name
 
     def add(self, arguments: str) -> ArgumentsDelta:
         self._texts.append(arguments)
         return {
             "type": "response.function_call_arguments.delta",
-            **self._place(),
+            **self._item_fields(),
             "delta": arguments,
         }
 
@@ -294,7 +296,7 @@ class _CallWriter(_ItemWriter):
     def close(self) -> list[ResponseEvent]:
         done: ArgumentsDone = {
             "type": "response.function_call_arguments.done",
-            **self._place(),
+            **self._item_fields(),
             "name": self._name,
             "arguments": "".join(self._texts),
         }
@@ -316,17 +318,19 @@ class _CallWriter(_ItemWriter):
 
 
 class ResponseWriter:
-    """Writes a response as it grows. Each method returns the events to send, in order.
+    """Builds a response from deltas; `begin`, `add`, `end` and `fail` return the events to send.
 
-    The whole response at the end is what the events added up to: a stream and an unstreamed answer
-    are one. `places` are where functions stand that the model knows by another name.
+    An unstreamed answer is the response at the end, so it equals what a stream's events add up to.
+    `qualified_names` maps the function names that the model knows to those of the request.
     """
 
     def __init__(
-        self, described: Response, places: Mapping[str, Place] = MappingProxyType({})
+        self,
+        response: Response,
+        qualified_names: Mapping[str, QualifiedName] = MappingProxyType({}),
     ) -> None:
-        self._response: Response = {**described}
-        self._places = places
+        self._response: Response = {**response}
+        self._qualified_names = qualified_names
         self._numbers = count()
         self._done: list[OutputItem] = []
         self._open: _ItemWriter | None = None
@@ -337,16 +341,15 @@ class ResponseWriter:
         """Return the first events: the request was accepted."""
         return [self._event("response.created"), self._event("response.in_progress")]
 
-    def describe(self, sampling: Sampling) -> None:
-        """Take in how the answer is sampled, which the model's own files may have a say in."""
+    def set_sampling(self, sampling: Sampling) -> None:
+        """Set the sampling that is in effect: the model's own files may set defaults."""
         self._response |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
 
-    def judge(self, verdict: SchemaVerdict) -> None:
-        """Take in whether the answer fits its schema, where no grammar held all of that."""
+    def set_verdict(self, verdict: SchemaVerdict) -> None:
+        """Set whether the answer fits its schema, if a grammar enforced only part of that."""
         self._response |= {"gateway": verdict}
 
     def add(self, delta: Delta) -> list[ResponseEvent]:
-        """Take the next delta."""
         events: list[ResponseEvent] = []
         if delta.reasoning:
             reasoning = self._open
@@ -363,9 +366,9 @@ class ResponseWriter:
             call = self._open
             if not (isinstance(call, _CallWriter) and call.call_index == delta.call.index):
                 name = delta.call.name or ""
-                place = self._places.get(name, (None, name))
+                qualified_name = self._qualified_names.get(name, (None, name))
                 events += self._close("completed")
-                call = _CallWriter(self._numbers, len(self._done), delta.call, place)
+                call = _CallWriter(self._numbers, len(self._done), delta.call, qualified_name)
                 events += self._begin(call)
             if delta.call.arguments:
                 events.append(call.add(delta.call.arguments))
@@ -373,7 +376,10 @@ class ResponseWriter:
         return events
 
     def end(self, usage: Usage, at: int) -> list[ResponseEvent]:
-        """Close it: completed, or incomplete where `max_output_tokens` cut it. `at`, Unix time."""
+        """Complete the response, or mark it incomplete if `max_output_tokens` cut it.
+
+        `at` is the Unix time.
+        """
         is_cut = self._finish == "length"
         events: list[ResponseEvent] = []
         if self._logprobs and isinstance(self._open, _MessageWriter):  # of tokens without text
@@ -390,13 +396,13 @@ class ResponseWriter:
         return [*events, self._event("response.incomplete" if is_cut else "response.completed")]
 
     def fail(self, error: GatewayError) -> list[ResponseEvent]:
-        """Close it as failed, after it had begun."""
-        code = {Overloaded: "rate_limit_exceeded", BadRequest: "invalid_prompt"}
-        name = next((code[kind] for kind in code if isinstance(error, kind)), "server_error")
+        """Mark a response that has begun as failed."""
+        codes = {Overloaded: "rate_limit_exceeded", BadRequest: "invalid_prompt"}
+        code = next((codes[kind] for kind in codes if isinstance(error, kind)), "server_error")
         details = error.body()["error"]
         self._response |= {
             "status": "failed",
-            "error": {"code": name, "message": error.message},
+            "error": {"code": code, "message": error.message},
         }
         event: ErrorEvent = {
             "type": "error",
@@ -408,12 +414,11 @@ class ResponseWriter:
         return [event, self._event("response.failed")]
 
     def to_dict(self) -> Response:
-        """Return the response as it is now."""
-        growing = [self._open.to_dict("incomplete")] if self._open is not None else []
-        return {**self._response, "output": [*self._done, *growing]}
+        unfinished = [self._open.to_dict("incomplete")] if self._open is not None else []
+        return {**self._response, "output": [*self._done, *unfinished]}
 
     def _write(self, text: str) -> list[ResponseEvent]:
-        """Add text to a message, a new one where none is open."""
+        """Add text to the open message, or to a new one."""
         events: list[ResponseEvent] = []
         message = self._open
         if not isinstance(message, _MessageWriter):

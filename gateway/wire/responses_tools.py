@@ -9,21 +9,20 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
-from gateway.wire.bounds import FAST, NAME_CHARS, Schema
-from gateway.wire.generation import Name
+from gateway.wire.bounds import FAIL_FAST, NAME_CHARS, Name, Schema
 from gateway.wire.messages import (
     FUNCTION,
     OTHER,
     AllowedChoice,
     AllowedTools,
     AnyTool,
-    Choice,
     FunctionName,
     FunctionParam,
     NamedTool,
     OtherTool,
+    ToolChoice,
     ToolParam,
-    kind_of,
+    tool_tag,
 )
 from gateway.wire.validation import Part
 
@@ -58,8 +57,8 @@ class FunctionTool(Part):
     parameters: Schema | None = None
     strict: bool | None = None
 
-    def nested(self, name: str) -> ToolParam:
-        """Return it as chat completions have it, under a name of its own."""
+    def to_tool_param(self, name: str) -> ToolParam:
+        """Return the function in the form of chat completions, under the name for the model."""
         return ToolParam(
             function=FunctionParam(
                 name=name,
@@ -70,7 +69,6 @@ class FunctionTool(Part):
         )
 
     def to_dict(self) -> ResponseFunctionTool:
-        """Return it as the answer repeats it."""
         return {
             "type": "function",
             "name": self.name,
@@ -86,10 +84,9 @@ class Namespace(Part):
     type: Literal["namespace"]
     name: Name
     description: str | None = None
-    tools: Annotated[list[AnyTool[FunctionTool]], FAST, Field(max_length=MAX_TOOLS)]
+    tools: Annotated[list[AnyTool[FunctionTool]], FAIL_FAST, Field(max_length=MAX_TOOLS)]
 
     def to_dict(self) -> ResponseNamespace:
-        """Return it as the answer repeats it."""
         functions = [tool.to_dict() for tool in self.tools if isinstance(tool, FunctionTool)]
         return {
             "type": "namespace",
@@ -104,47 +101,47 @@ Tool = Annotated[
     | Annotated[Namespace, Tag("namespace tool")]
     | Annotated[OtherTool, Tag(OTHER)],
     Discriminator(
-        lambda given: (
+        lambda value: (
             "namespace tool"
-            if isinstance(given, dict) and given.get("type") == "namespace"
-            else kind_of(given)
+            if isinstance(value, dict) and value.get("type") == "namespace"
+            else tool_tag(value)
         )
     ),
 ]
-Place = tuple[str | None, str]  # a function's namespace, if any, and its name in it
+QualifiedName = tuple[str | None, str]  # a function's namespace, if any, and its name in it
 
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """What the model is shown of a request's tools.
+    """A request's tools as the model knows them.
 
-    `names` maps each function's place to the name that the model knows it by: its own, or where
-    two namespaces share that, both names joined.
+    `names` maps each function to its name for the model: its own or, if several functions share
+    that, its namespace and its own joined.
     """
 
     functions: Sequence[ToolParam | OtherTool]
-    names: Mapping[Place, str]
+    names: Mapping[QualifiedName, str]
 
     @property
-    def places(self) -> Mapping[str, Place]:
-        """Map the names that the model knows to where the functions stand."""
-        return {name: place for place, name in self.names.items()}
+    def qualified_names(self) -> Mapping[str, QualifiedName]:
+        """Map the names for the model to the functions' own."""
+        return {name: qualified_name for qualified_name, name in self.names.items()}
 
 
 def unpack(tools: Sequence[Tool]) -> Toolset:
-    """Return the functions of all namespaces beside those without."""
-    found = list(_functions(tools))
-    uses = Counter(tool.name for _, tool in found if isinstance(tool, FunctionTool))
-    names: dict[Place, str] = {}
+    """Return the functions of all namespaces, and those without one."""
+    pairs = list(_functions(tools))
+    uses = Counter(tool.name for _, tool in pairs if isinstance(tool, FunctionTool))
+    names: dict[QualifiedName, str] = {}
     functions: list[ToolParam | OtherTool] = []
-    for namespace, tool in found:
+    for namespace, tool in pairs:
         if isinstance(tool, OtherTool):
             functions.append(tool)
             continue
         is_shared = namespace is not None and uses[tool.name] > 1
         name = f"{namespace}__{tool.name}"[:64] if is_shared else tool.name
         names[namespace, tool.name] = name
-        functions.append(tool.nested(name))
+        functions.append(tool.to_tool_param(name))
     return Toolset(functions, names)
 
 
@@ -157,22 +154,22 @@ def _functions(tools: Sequence[Tool]) -> Iterator[tuple[str | None, FunctionTool
             yield None, tool
 
 
-def read_choice(given: Any) -> Choice | None:
+def read_choice(value: Any) -> ToolChoice | None:
     """Read OpenAI's flat form of a choice. Raises BadRequest for tools that are not functions."""
-    match given:
+    match value:
         case "none" | "auto" | "required":
-            return given  # type: ignore[no-any-return]
+            return value  # type: ignore[no-any-return]
         case {"type": "function", "name": str(name)} if len(name) <= NAME_CHARS:
-            return _named(name)
+            return _named_tool(name)
         case {
             "type": "allowed_tools",
             "mode": "auto" | "required" as mode,
             "tools": [*tools],
         } if len(tools) <= MAX_TOOLS:
             names = [read_choice(tool) for tool in tools]
-            named = [name for name in names if isinstance(name, NamedTool)]
-            if named and len(named) == len(names):
-                allowed = AllowedTools(mode=mode, tools=named)
+            functions = [name for name in names if isinstance(name, NamedTool)]
+            if functions and len(functions) == len(names):
+                allowed = AllowedTools(mode=mode, tools=functions)
                 return AllowedChoice(type="allowed_tools", allowed_tools=allowed)
     raise BadRequest(
         "Invalid 'tool_choice': it should be 'none', 'auto', 'required', a function's name as "
@@ -182,5 +179,5 @@ def read_choice(given: Any) -> Choice | None:
     )
 
 
-def _named(name: str) -> NamedTool:
+def _named_tool(name: str) -> NamedTool:
     return NamedTool(type="function", function=FunctionName(name=name))

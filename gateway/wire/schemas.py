@@ -1,4 +1,4 @@
-"""JSON Schemas of what is taken and given, made from the shapes that read it, for /openapi.json."""
+"""JSON Schemas of requests and answers for /openapi.json, made from their models and TypedDicts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,53 +20,53 @@ def schemas(
     *,
     strict: bool,
 ) -> Schemas:
-    """Return the schemas of requests and answers, and of what they hold, by name.
+    """Return the schemas of requests and answers, and of the types inside them, by name.
 
-    `answers` are TypedDicts and unions of them. `names` are those of the models there are, by kind;
-    `strict` is whether fields that are not known are refused.
+    `answers` are TypedDicts and unions of them. `names` are the models' names by kind. If `strict`,
+    unknown fields are refused.
     """
-    taken = _made(requests)
-    for schema in taken.values():
+    request_schemas = _schemas_of(requests)
+    for schema in request_schemas.values():
         _allow_nulls(schema)
     for request in requests:
-        schema = taken[request.__name__]
+        schema = request_schemas[request.__name__]
         schema["properties"] |= dict(_unserved(request))
         schema["properties"]["model"]["examples"] = list(names[request.kind])
         schema["additionalProperties"] = _NULL if strict else True
-    return taken | _made(answers)
+    return request_schemas | _schemas_of(answers)
 
 
-def _made(shapes: Sequence[Any]) -> Schemas:
-    _, made = TypeAdapter.json_schemas(
+def _schemas_of(shapes: Sequence[Any]) -> Schemas:
+    _, generated = TypeAdapter.json_schemas(
         [(place, "validation", TypeAdapter(shape)) for place, shape in enumerate(shapes)],
         ref_template="#/components/schemas/{model}",
     )
-    found: Schemas = made["$defs"]
-    return found
+    definitions: Schemas = generated["$defs"]
+    return definitions
 
 
 def _allow_nulls(schema: Schema) -> None:
-    """Say of every field that may be left out that it may be null: it is the same. So it is of
-    one that nobody knows, where those are refused.
+    """Mark every optional field nullable, and unknown ones where they are refused: the API treats
+    null as absent.
     """
     if schema.get("additionalProperties") is False:
         schema["additionalProperties"] = _NULL
     for name, field in schema.get("properties", {}).items():
         if field.get("default") in (None, []):
-            field.pop("default", None)  # which only says that it may be left out
+            field.pop("default", None)  # it only marks the field as optional
         if name not in schema.get("required", ()):
-            options = field.pop("anyOf", None) or [_taken(field)]
+            options = field.pop("anyOf", None) or [_pop_constraints(field)]
             field["anyOf"] = options if _NULL in options else [*options, _NULL]
 
 
-def _taken(field: Schema) -> Schema:
-    """Take out of a field's schema what says which values it has; what tells of it stays."""
-    telling = ("title", "description", "default")
-    return {key: field.pop(key) for key in list(field) if key not in telling}
+def _pop_constraints(field: Schema) -> Schema:
+    """Remove and return a field's constraints; its annotations stay."""
+    annotations = ("title", "description", "default")
+    return {key: field.pop(key) for key in list(field) if key not in annotations}
 
 
 def _unserved(request: type[Request]) -> Iterator[tuple[str, Schema]]:
-    """Describe the fields that are known and not served."""
+    """Yield the fields that are known and not served, each with its schema."""
     for name in sorted(request.harmless):
         yield name, {"description": "Accepted, without effect.", "maxLength": NAME_CHARS}
     for name, reason in request.refused.items():

@@ -16,13 +16,12 @@ from gateway.wire.bounds import DEFAULT, NAME_CHARS, Bounds, parse
 
 
 class Request(BaseModel):
-    """What a client sends. Values are never coerced: "1" is no number.
+    """The body of a request. Values are never coerced: "1" is not a number.
 
-    Unknown fields are kept aside: they are ignored, and the answer says so. Of the fields that are
-    known and not served, `harmless` ones don't change the answer and are accepted; `refused` ones
-    would, each with what the client should know. A refused field is let through with one of
-    `neutral`'s values, which ask for nothing. `example` is the rest of a least request to a model
-    of `kind`.
+    Unknown fields are ignored, and a header names them. Of the known fields that are not served,
+    `harmless` ones do not change the answer and are accepted. `refused` ones would: each maps to
+    the reason in its 400, unless it has one of its `neutral` values. `example` is a minimal request
+    to a model of `kind`, without the model.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -33,7 +32,7 @@ class Request(BaseModel):
     example: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
-    def honoured(cls) -> list[str]:
+    def served_fields(cls) -> list[str]:
         """Return the names of the fields that are served."""
         names = [info.alias or name for name, info in cls.model_fields.items()]
         return [name for name in names if name not in cls.harmless]
@@ -43,22 +42,22 @@ class Request(BaseModel):
         return part
 
     def locate(self, error: GatewayError) -> GatewayError:
-        """Return an error of the floors below as one about a field of this request."""
+        """Return an error about a part of the job as one about a field of this request."""
         return error if error.part is None else error.named(self.param_of(error.part))
 
-    def asked(self) -> dict[str, Any]:
-        """Give what the model is to read, for those who want it logged."""
+    def prompt_fields(self) -> dict[str, Any]:
+        """Return the fields with the model's input, for the log of prompts."""
         prompts = {"input", "instructions", "messages", "prompt"}
         return self.model_dump(include=prompts, exclude_none=True)
 
-    def skipped(self) -> Sequence[str]:
-        """Name what was understood and is not served, yet changes nothing that is."""
+    def unserved_tools(self) -> Sequence[str]:
+        """Return the names of the tools that are skipped, as the header lists them."""
         return ()
 
 
 class Part(BaseModel):
-    """A piece of a request. What it has beyond our fields and the harmless ones is ignored, and the
-    answer says so.
+    """An object inside a request. Fields other than its own and the harmless ones are ignored, and
+    a header names them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -66,22 +65,20 @@ class Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, given: object) -> object:
-        if isinstance(given, dict):
-            return {name: value for name, value in given.items() if value is not None}
-        return given
+    def _drop_nulls(cls, fields: object) -> object:
+        if isinstance(fields, dict):
+            return {name: value for name, value in fields.items() if value is not None}
+        return fields
 
 
 R = TypeVar("R", bound=Request)
-
-
-MOST_NAMED = 64  # of what nobody knows in a request's parts
-MOST_FIELDS = 1024  # beside each other, at the top
+MAX_IGNORED_NAMES = 64  # of unknown fields inside a request's parts
+MAX_FIELDS = 1024  # at the top level
 
 
 @dataclass(frozen=True, slots=True)
-class Read(Generic[R]):
-    """A request as understood, and the names of the fields that were not."""
+class Parsed(Generic[R]):
+    """A request, and the names of its fields and tools that are ignored."""
 
     request: R
     ignored: tuple[str, ...]
@@ -93,52 +90,55 @@ def read_request(
     *,
     strict: bool,
     bounds: Bounds = DEFAULT,
-) -> Read[R]:
-    """Parse and check a body. A null is as good as absent.
+) -> Parsed[R]:
+    """Parse and check a body. A field that is null counts as absent.
 
-    Raises BadRequest with `param` for what is malformed, UnsupportedParameter for what is known
-    and refused, and, when `strict`, UnknownParameter for the rest.
+    Raises BadRequest with `param` for a malformed field, UnsupportedParameter for a refused one
+    and, if `strict`, UnknownParameter for an ignored one.
     """
-    given = {
-        name: value for name, value in _parse(body, bounds.max_depth).items() if value is not None
-    }
-    if len(given) > MOST_FIELDS:
-        raise BadRequest(f"Your request has more than {MOST_FIELDS} fields.")
+    body_fields = _parse(body, bounds.max_depth)
+    fields = {name: value for name, value in body_fields.items() if value is not None}
+    if len(fields) > MAX_FIELDS:
+        raise BadRequest(f"Your request has more than {MAX_FIELDS} fields.")
     for name, reason in shape.refused.items():
-        if name in given and not _is_any(given[name], shape.neutral.get(name, ())):
+        if name in fields and not _is_one_of(fields[name], shape.neutral.get(name, ())):
             raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
-    for name in shape.harmless:  # those that are texts name something
-        if isinstance(text := given.get(name), str) and len(text) > NAME_CHARS:
-            raise _too_long(name, NAME_CHARS, len(text))
+    for name in shape.harmless:  # a string among them is a name or an id
+        if isinstance(text := fields.get(name), str) and len(text) > NAME_CHARS:
+            raise _string_too_long(name, NAME_CHARS, len(text))
     try:
-        request = shape.model_validate(given, context=bounds)
+        request = shape.model_validate(fields, context=bounds)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False)) from None
+        raise _bad_request(error.errors(include_url=False)) from None
     known = shape.harmless | shape.refused.keys()
     outer = sorted((request.model_extra or {}).keys() - known)
-    ignored = (*outer, *request.skipped(), *islice(_unknown(request, ""), MOST_NAMED))
+    ignored = (
+        *outer,
+        *request.unserved_tools(),
+        *islice(_unknown_fields(request, ""), MAX_IGNORED_NAMES),
+    )
     if ignored and strict:
         raise UnknownParameter(
             f"Unrecognized request argument: {shorten(ignored[0])}", param=shorten(ignored[0])
         )
-    return Read(request, ignored)
+    return Parsed(request, ignored)
 
 
-def _unknown(part: BaseModel, place: str) -> Iterator[str]:
-    """Name the fields of a request's parts that nobody knows, by their places."""
-    for name, shown_as in _with_parts(type(part)):
+def _unknown_fields(part: BaseModel, place: str) -> Iterator[str]:
+    """Yield the paths of unknown fields in a request's parts."""
+    for name, alias in _part_fields(type(part)):
         value = getattr(part, name)
         if isinstance(value, Part):
-            yield from _unknown_of(value, f"{place}{shown_as}")
+            yield from _unknown_fields_of(value, f"{place}{alias}")
         elif isinstance(value, list):
             for i, each in enumerate(value):
                 if isinstance(each, Part):
-                    yield from _unknown_of(each, f"{place}{shown_as}[{i}]")
+                    yield from _unknown_fields_of(each, f"{place}{alias}[{i}]")
 
 
 @cache
-def _with_parts(shape: type[BaseModel]) -> tuple[tuple[str, str], ...]:
-    """Return the fields of a shape that may hold parts, each with the name that clients use."""
+def _part_fields(shape: type[BaseModel]) -> tuple[tuple[str, str], ...]:
+    """Return the fields of a model that may hold parts, each with the name that clients use."""
     return tuple(
         (name, field.alias or name)
         for name, field in shape.model_fields.items()
@@ -152,14 +152,14 @@ def _may_hold_parts(annotation: Any) -> bool:
     return any(map(_may_hold_parts, get_args(annotation)))
 
 
-def _unknown_of(part: Part, place: str) -> Iterator[str]:
+def _unknown_fields_of(part: Part, place: str) -> Iterator[str]:
     if part.model_extra:
         yield from (f"{place}.{name}" for name in sorted(part.model_extra.keys() - part.harmless))
-    yield from _unknown(part, f"{place}.")
+    yield from _unknown_fields(part, f"{place}.")
 
 
-def _is_any(value: object, others: Iterable[object]) -> bool:
-    """Tell whether it is one of them as JSON has it: to Python 0.0 is False, and true is 1."""
+def _is_one_of(value: object, others: Iterable[object]) -> bool:
+    """Return True if a value equals another of its own type: in Python 0.0 == False, 1 == True."""
     return any(type(value) is type(each) and value == each for each in others)
 
 
@@ -201,11 +201,11 @@ _TYPES = {
 }
 
 
-def _refusal(errors: Sequence[ErrorDetails]) -> BadRequest:
-    """Word pydantic's first finding as OpenAI does, with its code.
+def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
+    """Return pydantic's first error in OpenAI's words, with its code.
 
-    Of a union's branches, the finding is that of the one that got furthest: at the same place, one
-    of the right type.
+    Of a union's errors it is the one of the branch that got furthest; at the same path, one that is
+    not about the type.
     """
     param = _path(errors[0]["loc"])
     of_one_field = [each for each in errors if _path(each["loc"]).startswith(param)]
@@ -220,20 +220,20 @@ def _refusal(errors: Sequence[ErrorDetails]) -> BadRequest:
             return _out_of_64_bits(param, error["input"])
         return BadRequest(
             f"Invalid type for '{param}': expected {' or '.join(wanted)}, but got "
-            f"{_noun(error['input'])} instead.",
+            f"{_json_type(error['input'])} instead.",
             param=param,
             code="invalid_type",
         )
-    kind, context, given = error["type"], error.get("ctx", {}), error["input"]
+    kind, context, value = error["type"], error.get("ctx", {}), error["input"]
     if kind == "missing":
-        return missing(param)
+        return missing_parameter(param)
     if kind in _BOUNDS:
         code, phrase, sign, key = _BOUNDS[kind]
         noun = "decimal" if isinstance(context[key], float) else "integer"
         bound = f"{context[key]:g}" if noun == "decimal" else context[key]
         return BadRequest(
             f"Invalid '{param}': {noun} {phrase}. Expected a value {sign} {bound}, "
-            f"but got {given} instead.",
+            f"but got {value} instead.",
             param=param,
             code=f"{noun}_{code}",
         )
@@ -246,7 +246,7 @@ def _refusal(errors: Sequence[ErrorDetails]) -> BadRequest:
             code=f"array_{code}",
         )
     if kind == "string_too_long":
-        return _too_long(param, context["max_length"], len(given))
+        return _string_too_long(param, context["max_length"], len(value))
     if kind == "extra_forbidden":
         return UnknownParameter(f"Unrecognized request argument: {param}", param=param)
     message = error["msg"].removeprefix("Value error, ")
@@ -259,35 +259,35 @@ def _refusal(errors: Sequence[ErrorDetails]) -> BadRequest:
     )
 
 
-def missing(param: str) -> BadRequest:
-    """Return the refusal of a request that lacks a field."""
+def missing_parameter(param: str) -> BadRequest:
+    """Return the error for a request that lacks a field."""
     return BadRequest(
         f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
     )
 
 
-def _is_beyond_64_bits(given: object) -> bool:
-    """Return True for an integer that orjson, which reads none so large, has made a float of."""
-    return isinstance(given, float) and given.is_integer() and abs(given) >= 2**63
+def _is_beyond_64_bits(value: object) -> bool:
+    """Return True for an integer beyond 64 bits, which orjson reads as a float."""
+    return isinstance(value, float) and value.is_integer() and abs(value) >= 2**63
 
 
-def _out_of_64_bits(param: str, given: float) -> BadRequest:
+def _out_of_64_bits(param: str, value: float) -> BadRequest:
     code, phrase, sign, bound = (
         ("above_max_value", "above maximum value", "<=", 2**63 - 1)
-        if given > 0
+        if value > 0
         else ("below_min_value", "below minimum value", ">=", -(2**63))
     )
     return BadRequest(
         f"Invalid '{param}': integer {phrase}. Expected a value {sign} {bound}, "
-        f"but got {given:g} instead.",
+        f"but got {value:g} instead.",
         param=param,
         code=f"integer_{code}",
     )
 
 
-def _noun(given: object) -> str:
-    """Return what JSON calls a value."""
-    match given:
+def _json_type(value: object) -> str:
+    """Return the JSON type of a value, with its article."""
+    match value:
         case None:
             return "null"
         case bool():
@@ -303,9 +303,9 @@ def _noun(given: object) -> str:
     return "an object"
 
 
-def _too_long(param: str, most: int, length: int) -> BadRequest:
+def _string_too_long(param: str, limit: int, length: int) -> BadRequest:
     return BadRequest(
-        f"Invalid '{param}': string too long. Expected a string with maximum length {most}, "
+        f"Invalid '{param}': string too long. Expected a string with maximum length {limit}, "
         f"but got a string with length {length} instead.",
         param=param,
         code="string_above_max_length",
@@ -313,7 +313,7 @@ def _too_long(param: str, most: int, length: int) -> BadRequest:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Write a place as OpenAI does: messages[0].role."""
+    """Return a field's path as OpenAI writes it: messages[0].role."""
     path = ""
     for step in _steps(location):
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
@@ -321,7 +321,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _steps(location: tuple[int | str, ...]) -> list[int | str]:
-    """Leave a union's branches out: they are types, and no place."""
+    """Return the field names and indices of an error's location, without a union's branches."""
     return [
         step
         for step in location
@@ -335,13 +335,13 @@ _BRANCHES = frozenset({"str", "int", "float", "bool", "list", "dict"})
 
 @dataclass(frozen=True, slots=True)
 class CharBounds:
-    """The most characters of a text, and of a request's texts together."""
+    """The most characters in one text, and in all texts of a request."""
 
     text: int
     request: int
 
     def check(self, texts: Sequence[str], *, param: str, noun: str) -> None:
-        """Refuse texts of which one, or all, are too long to be worth tokenising."""
+        """Raise BadRequest if one text, or all together, are too long to tokenise."""
         lengths = [len(text) for text in texts]
         if any(length > self.text for length in lengths):
             raise BadRequest(f"{noun} is longer than {self.text} characters.", param=param)
@@ -353,9 +353,9 @@ class CharBounds:
 
 
 def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:
-    """Refuse what is too long to be worth tokenising, written as JSON."""
-    written = orjson.dumps(parts, default=lambda part: part.model_dump())
-    if len(written) > 4 * max_chars or len(written.decode()) > max_chars + 256 * len(parts):
+    """Raise BadRequest if the parts, written as JSON, are too long to tokenise."""
+    body = orjson.dumps(parts, default=lambda part: part.model_dump())
+    if len(body) > 4 * max_chars or len(body.decode()) > max_chars + 256 * len(parts):
         raise BadRequest(f"'{param}' is longer than {max_chars} characters.", param=param)
 
 
@@ -372,21 +372,21 @@ INPUTS_SCHEMA: dict[str, Any] = {
 }
 
 
-def read_inputs(given: object) -> list[Any]:
-    """Give the inputs as an array, all texts or all rows of ids.
+def read_inputs(value: object) -> list[Any]:
+    """Return the inputs as a list, either of texts or of lists of token ids.
 
-    Raises ValueError, saying how many there are where that is what is wrong.
+    Raises ValueError for anything else; for too many, its message has their number.
     """
-    if isinstance(given, str):
-        given = [given]
-    if not isinstance(given, list) or not given:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not value:
         raise ValueError("it is neither a text nor an array of some")
-    found = [given] if all(map(_is_id, given)) else given
-    if len(found) > MAX_INPUTS:
-        raise ValueError(f"it has {len(found)} entries")
-    if not (all(map(_is_text, found)) or all(map(_is_ids, found))):
+    inputs = [value] if all(map(_is_id, value)) else value
+    if len(inputs) > MAX_INPUTS:
+        raise ValueError(f"it has {len(inputs)} entries")
+    if not (all(map(_is_text, inputs)) or all(map(_is_ids, inputs))):
         raise ValueError("its entries are not all texts, or all token ids, and none of them empty")
-    return found
+    return inputs
 
 
 def _is_text(item: object) -> bool:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from gateway.jobs import Embedded
-from gateway.wire.embeddings import PIECE_FLOATS, written
+from gateway.wire.embeddings import PIECE_FLOATS, write_pieces
 from tests.fakes import ScriptedEngines
 
 pytestmark = pytest.mark.anyio
@@ -192,7 +192,7 @@ def test_a_large_answer_is_written_in_pieces(encoding: str, rows: int) -> None:
     """None of which keeps everybody else waiting; together they are the answer."""
     vectors = (np.arange(rows * 1000).reshape(rows, 1000) / 7).astype(np.float32)
     answer = Embedded(vectors=vectors, prompt_tokens=5, truncated=0)
-    pieces = list(written(answer, "m", encoding))
+    pieces = list(write_pieces(answer, "m", encoding))
     assert max(map(len, pieces)) < 25 * PIECE_FLOATS
     told = orjson.loads(b"".join(pieces))
     assert told["usage"] == {"prompt_tokens": 5, "total_tokens": 5}

@@ -102,7 +102,7 @@ async def test_every_field_of_the_fields_table_is_told(
     """Those that are refused allow only what asks for nothing."""
     schema = (await fetched(client))["components"]["schemas"][request_type.__name__]
     properties = schema["properties"]
-    known = {*request_type.honoured(), *request_type.harmless, *request_type.refused}
+    known = {*request_type.served_fields(), *request_type.harmless, *request_type.refused}
     assert known == properties.keys()
     for name in request_type.refused:
         assert properties[name]["enum"] == [None, *request_type.neutral.get(name, ())]

@@ -191,7 +191,7 @@ OWN: dict[str, dict[str, Grow]] = {
 }
 FIELDS: dict[str, list[str]] = {
     endpoint.bare_path: [
-        *endpoint.request.honoured(),
+        *endpoint.request.served_fields(),
         *sorted(endpoint.request.harmless),
         *endpoint.request.refused,
         "nobody-knows",
@@ -232,7 +232,9 @@ def translated(path: str, asked: Any) -> object:
     if path == "/chat/completions":
         more = {"schema_in_prompt": True}
     else:
-        more = {"items": responses_items.resolved(asked.input, lambda _: b'{"role":"user"}')}
+        more = {
+            "items": responses_items.resolve_references(asked.input, lambda _: b'{"role":"user"}')
+        }
     return to_job(
         asked, caller, Sampling(), max_tokens=16, template_args={}, max_chars=CHARS, **more
     )

@@ -13,7 +13,7 @@ from tests.fuzz.asking import POSTS, Ask, asking, check, scripted
 SHORT, LONG = 50, 1000  # requests to each endpoint
 FIELDS = {
     endpoint.bare_path: [
-        *endpoint.request.honoured(),
+        *endpoint.request.served_fields(),
         *sorted(endpoint.request.harmless),
         *endpoint.request.refused,
         "nobody-knows",

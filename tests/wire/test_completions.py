@@ -20,7 +20,7 @@ from gateway.wire.completions import (
     CompletionRequest,
     CompletionWriter,
     TextChoiceWriter,
-    choices,
+    choice_writers,
     to_jobs,
 )
 from gateway.wire.validation import CharBounds, read_request
@@ -64,7 +64,7 @@ SCORED = EchoedPrompt(
 
 def test_a_scored_prompt_is_the_beginning_of_text_and_logprobs() -> None:
     """Its first token follows nothing; the answer's tokens go on where it ends."""
-    choice = TextChoiceWriter(0, echoed="abc", with_logprobs=True)
+    choice = TextChoiceWriter(0, echo="abc", with_logprobs=True)
     said = TokenLogprob(Likelihood("d", b"d", -0.25))
     choice.add(Delta(0, "d", 1, None, logprobs=[said], prompt=SCORED))
     choice.add(Delta(0, "e", 1, "stop", logprobs=[said]))
@@ -80,7 +80,7 @@ def test_a_scored_prompt_is_the_beginning_of_text_and_logprobs() -> None:
 
 def test_a_prompt_of_token_ids_comes_back_as_its_tokens_texts() -> None:
     """Nothing else knows what they say."""
-    choice = TextChoiceWriter(0, echoed="", with_logprobs=False)
+    choice = TextChoiceWriter(0, echo="", with_logprobs=False)
     first = choice.add(Delta(0, "d", 1, "length", prompt=EchoedPrompt(["a", "", "bc"])))
     assert first["text"] == choice.to_dict()["text"] == "abcd"
     assert first["logprobs"] is None
@@ -176,7 +176,7 @@ def test_a_prompt_beyond_the_limit_of_characters_is_refused() -> None:
 
 def test_choices_are_counted_prompt_by_prompt() -> None:
     """And begin with their own prompt when it is echoed."""
-    made = choices(read(prompt=["a", "b"], n=2, echo=True))
+    made = choice_writers(read(prompt=["a", "b"], n=2, echo=True))
     for index, choice in enumerate(made):
         choice.add(Delta(index, "!", 1, "stop"))
     whole = [choice.to_dict() for choice in made]
@@ -186,7 +186,7 @@ def test_choices_are_counted_prompt_by_prompt() -> None:
 
 def test_a_choice_adds_up_to_its_chunks() -> None:
     """Text and all four lists of logprobs."""
-    choice = TextChoiceWriter(0, echoed="", with_logprobs=True)
+    choice = TextChoiceWriter(0, echo="", with_logprobs=True)
     deltas = [Delta(0, text, 1, logprobs=[scored(text)]) for text in ("Grü", "ße")]
     chunks: list[Any] = [choice.add(delta) for delta in (*deltas, Delta(0, "", 1, "stop"))]
     whole: Any = choice.to_dict()
@@ -204,7 +204,7 @@ def test_of_tokens_with_one_text_the_likelier_is_told_and_the_chosen_always() ->
         likelihood("z", -9.0),
         (likelihood("a", -0.1), likelihood("b", -1.0), likelihood("b", -2.0)),
     )
-    choice = TextChoiceWriter(0, echoed="", with_logprobs=True)
+    choice = TextChoiceWriter(0, echo="", with_logprobs=True)
     chunk: Any = choice.add(Delta(0, "z", 1, logprobs=[token]))
     (top,) = chunk["logprobs"]["top_logprobs"]
     assert list(top.items()) == [("a", -0.1), ("b", -1.0), ("z", -9.0)]
@@ -213,7 +213,7 @@ def test_of_tokens_with_one_text_the_likelier_is_told_and_the_chosen_always() ->
 def test_a_whole_answer_has_usage_and_a_chunk_has_not() -> None:
     """The rest is the same."""
     writer = CompletionWriter("cmpl-1", 5, "m", "f")
-    choice = TextChoiceWriter(0, echoed="", with_logprobs=False)
+    choice = TextChoiceWriter(0, echo="", with_logprobs=False)
     chunk = writer.chunk([choice.add(Delta(0, "a", 1, "length"))])
     whole = orjson.loads(orjson.dumps(writer.completion([choice], Usage(2, 1))))
     assert "usage" not in chunk

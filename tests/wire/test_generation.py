@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 from gateway.wire.chat import ChatRequest
-from gateway.wire.generation import ANY_OBJECT, held_to_prompt
+from gateway.wire.generation import ANY_OBJECT, schema_from_prompt
 from gateway.wire.validation import read_request
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
@@ -105,9 +105,9 @@ def test_what_is_no_form_or_two_at_once_is_refused(fields: dict[str, Any]) -> No
 def test_a_schema_at_the_end_of_the_prompt_is_held_to_where_the_model_says_so() -> None:
     """Graphiti's json_object mode: a toy would answer with anything."""
     prompt = f"Answer as JSON in the following format:\n\n{TEXT}"
-    assert held_to_prompt(ANY_OBJECT, prompt) == Grammar("json_schema", TEXT)
+    assert schema_from_prompt(ANY_OBJECT, prompt) == Grammar("json_schema", TEXT)
     for other in ("Just talk.", "In this format:\n\n{", 'Like so:\n\n{"a": 1}', "x\n\n[1]"):
-        assert held_to_prompt(ANY_OBJECT, other) == ANY_OBJECT
+        assert schema_from_prompt(ANY_OBJECT, other) == ANY_OBJECT
     regex = Grammar("regex", "a")
-    assert held_to_prompt(regex, prompt) == regex
-    assert held_to_prompt(None, prompt) is None
+    assert schema_from_prompt(regex, prompt) == regex
+    assert schema_from_prompt(None, prompt) is None

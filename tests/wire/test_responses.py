@@ -18,8 +18,8 @@ from gateway.jobs import (
     TokenLogprob,
     Usage,
 )
-from gateway.wire.generation import tier
-from gateway.wire.responses import ResponsesRequest, described, to_job
+from gateway.wire.generation import read_tier
+from gateway.wire.responses import ResponsesRequest, new_response, to_job
 from gateway.wire.responses_stream import ResponseWriter
 from gateway.wire.responses_tools import unpack
 from gateway.wire.validation import read_request
@@ -234,8 +234,8 @@ def test_what_asks_for_nothing_is_accepted() -> None:
         tool_choice="auto",
     )  # fmt: skip
     assert asked.logprobs is None
-    assert tier(asked.service_tier) is Tier.FLEX
-    assert tier(read(service_tier="auto").service_tier) is Tier.DEFAULT
+    assert read_tier(asked.service_tier) is Tier.FLEX
+    assert read_tier(read(service_tier="auto").service_tier) is Tier.DEFAULT
 
 
 def test_logprobs_are_asked_for_by_either_field() -> None:
@@ -273,7 +273,7 @@ def test_an_answers_length_is_asked_for_or_the_models() -> None:
 def answer(**fields: Any) -> ResponseWriter:
     request = read(**fields)
     return ResponseWriter(
-        described(request, job(**fields), response_id="resp_1", created=5, is_kept=False)
+        new_response(request, job(**fields), response_id="resp_1", created=5, is_kept=False)
     )
 
 
@@ -488,9 +488,9 @@ def test_functions_in_namespaces_are_functions_of_their_own_name() -> None:
 
 def test_a_call_into_a_namespace_names_it() -> None:
     """With the function's own name: clients route by both."""
-    places = unpack(read(tools=SPACES).tools).places
+    qualified_names = unpack(read(tools=SPACES).tools).qualified_names
     growing = ResponseWriter(
-        described(read(), job(), response_id="r", created=5, is_kept=False), places
+        new_response(read(), job(), response_id="r", created=5, is_kept=False), qualified_names
     )
     told(
         growing,

@@ -9,7 +9,7 @@ from gateway.errors import BadRequest, UnknownParameter
 from gateway.wire import chat, completions, responses
 from gateway.wire.generation import MAX_STOPS
 from gateway.wire.messages import to_template
-from gateway.wire.validation import Read, Request, read_request
+from gateway.wire.validation import Parsed, Request, read_request
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}
@@ -20,7 +20,7 @@ SHAPES: dict[str, tuple[type[Request], dict[str, Any]]] = {
 }
 
 
-def read(path: str = "chat", *, strict: bool = False, **given: Any) -> Read[Any]:
+def read(path: str = "chat", *, strict: bool = False, **given: Any) -> Parsed[Any]:
     shape, least = SHAPES[path]
     return read_request(json.dumps({**least, **given}).encode(), shape, strict=strict)
 
