@@ -1,13 +1,13 @@
 """HTTP: one file an endpoint, no tensors. From the top down:
 
-app                                      the table of endpoints, and the application it makes
-access                                   keys, hosts, origins, rates: who may come in, how often
-chat, completions, embeddings, responses read, lease, ask, answer; whole or as a stream
-models                                   what is served, and /admin to load, unload and reload
+app                                      the table of endpoints, and the application made from it
+access                                   API keys, hosts, origins, rate limits
+chat, completions, embeddings, responses read the request, lease the model, run the job, answer
+models                                   the list of models; /admin to load, unload and reload
 ops                                      /health, /ready, /metrics, /openapi.json
-generation                               what chat, completions and responses share
+generation                               shared by chat, completions and responses
 openapi, endpoint                        the document and the docs' tables; what an endpoint is
-middleware                               ids, timings, requests under way, every error as JSON
-streams                                  server-sent events; stopping when the client leaves
-requests                                 what every handler is given; bodies within limits
+middleware                               ids, timings, requests in flight, every error as JSON
+streams                                  server-sent events; cancelling work when the client leaves
+requests                                 the service that handlers use; bodies within limits
 """

@@ -1,4 +1,4 @@
-"""Who may come in, and how often."""
+"""Access to the API: keys, hosts, origins, rate limits."""
 
 import hashlib
 import hmac
@@ -9,23 +9,23 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.middleware import Door, error_response, shutting_down
+from gateway.api.middleware import InFlight, error_response, shutting_down
 from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
 from gateway.jobs import Timings
 from gateway.serving.rate_limit import Accounts, Bucket, Kind
 
 
 class Guard:
-    """Who may come in: holders of a key or, where there are none, this machine's own programs.
+    """Admits requests with an API key or, if no keys are set, those of programs on this machine.
 
-    Browsers attack localhost: without keys a page could call us by rebinding its name (so the
-    Host must be ours) or across origins (so its Origin must be one that CORS allows).
+    Without keys, a web page could reach localhost by DNS rebinding, so Host has to be loopback or
+    allowed, or across origins, so Origin has to be one that CORS allows.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        door: Door,
+        in_flight: InFlight,
         *,
         keys: Sequence[str],
         hosts: Sequence[str],
@@ -33,20 +33,19 @@ class Guard:
         open_paths: Collection[str] = (),
     ) -> None:
         self._app = app
-        self._door = door
+        self._in_flight = in_flight
         self._keys = [_digest(key.encode()) for key in keys]
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request in, or answer why not."""
         if scope["type"] == "http":
             is_open = scope["path"].removeprefix("/v1") in self._open_paths
             try:
                 self._identify(scope)
                 scope["gateway.is_known"] = True
-                if self._door.is_closed and not is_open:
+                if self._in_flight.is_draining and not is_open:
                     raise shutting_down()
             except GatewayError as error:  # answered here, so that CORS adds its headers
                 if not is_open:
@@ -55,20 +54,20 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _identify(self, scope: Scope) -> None:
-        """Find whose the key is. Raises Unauthorized or Forbidden for strangers."""
+        """Set the id of the request's key. Raises Unauthorized or Forbidden."""
         headers: Mapping[bytes, bytes] = scope["gateway.headers"]
         if self._keys:
             scope["gateway.key_id"] = self._key_id(headers.get(b"authorization", b""))
             return
-        if scope.get("server") is not None:  # a unix socket is no server that a name may lead to
+        if scope.get("server") is not None:  # no hostname resolves to a unix socket
             self._check_host(headers)
         self._check_origin(headers)
 
     def _key_id(self, authorization: bytes) -> str:
         scheme, _, key = authorization.partition(b" ")
-        given = _digest(key.strip())
-        # Every key is compared, in constant time, whichever matches.
-        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        digest = _digest(key.strip())
+        # Compare with every key, each in constant time.
+        matches = [hmac.compare_digest(digest, known_digest) for known_digest in self._keys]
         if scheme.lower() != b"bearer" or not any(matches):
             raise Unauthorized(
                 "Incorrect API key provided. Send it as `Authorization: Bearer <key>`."
@@ -78,8 +77,10 @@ class Guard:
         return f"key-{matches.index(True) + 1}"
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        # Starlette's TrustedHostMiddleware knows no loopback network and no host with its port,
+        # cannot let open paths and unix sockets pass, and answers plain text.
         host = headers.get(b"host", b"").decode("latin-1")
-        if not (is_loopback(host) or {host.lower(), _name(host), "*"} & self._hosts):
+        if not (is_loopback(host) or {host.lower(), _host_name(host), "*"} & self._hosts):
             raise Forbidden(
                 f"The host `{shorten(host)}` is not this gateway's. Add it to "
                 "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
@@ -95,16 +96,16 @@ class Guard:
 
 @lru_cache
 def is_loopback(host: str) -> bool:
-    """Tell whether a Host header names this machine itself."""
-    name = _name(host)
+    """Return True if a Host header is localhost or a loopback address."""
+    name = _host_name(host)
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
 
 
-def _name(host: str) -> str:
-    """Give a Host header without its port and brackets."""
+def _host_name(host: str) -> str:
+    """Return a Host header's name, without port and brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
@@ -115,10 +116,10 @@ def _digest(key: bytes) -> bytes:
 
 
 class Rates:
-    """Inside the guard, which says whose the key is; a request counts as soon as it is let in.
+    """Limits requests and tokens per minute of each API key, which the guard has set.
 
-    Tokens count as they become known: the prompt's, and all of an answer that is sent whole,
-    before its headers; the rest of a stream at its end, however it ends.
+    A request counts when it is admitted. Tokens count when they are known: those of the prompt,
+    and of an unstreamed answer, before the headers are sent; those of a stream when it ends.
     """
 
     def __init__(self, app: ASGIApp, accounts: Accounts, paths: Collection[str]) -> None:
@@ -127,7 +128,6 @@ class Rates:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request in and count what it takes, or answer when it may come."""
         if scope["type"] != "http" or scope["path"].removeprefix("/v1") not in self._paths:
             await self._app(scope, receive, send)
             return
@@ -145,7 +145,7 @@ class Rates:
 
 
 class _Meter:
-    """The way back to the client: it charges tokens, and adds the headers."""
+    """Wraps `send`: charges tokens and adds the rate limit headers."""
 
     def __init__(self, buckets: Mapping[Kind, Bucket], timings: Timings, send: Send) -> None:
         self._buckets = buckets
@@ -160,7 +160,7 @@ class _Meter:
         await self._send(message)
 
     def read(self) -> None:
-        """Charge the tokens that are new."""
+        """Charge the tokens counted since the last call."""
         tokens = self._timings.tokens
         if "tokens" in self._buckets:
             self._buckets["tokens"].take(tokens - self._charged)
@@ -168,12 +168,12 @@ class _Meter:
 
 
 def admit(buckets: Mapping[Kind, Bucket]) -> None:
-    """Take one request. Raises RateLimited when a bucket is empty, or overdrawn."""
+    """Take one request from its bucket. Raises RateLimited if any bucket is empty or overdrawn."""
     for kind, bucket in buckets.items():
         if (wait_s := bucket.wait_s()) > 0:
             raise RateLimited(
                 f"Rate limit reached on {kind} per minute: limit {bucket.limit}. Please try again "
-                f"in {duration(wait_s)}.",
+                f"in {format_duration(wait_s)}.",
                 retry_after_s=math.ceil(wait_s),
             )
     if "requests" in buckets:
@@ -186,7 +186,7 @@ def _rate_headers(buckets: Mapping[Kind, Bucket]) -> list[tuple[bytes, bytes]]:
         values = {
             "limit": str(bucket.limit),
             "remaining": str(max(0, math.floor(bucket.left))),
-            "reset": duration(bucket.reset_s()),
+            "reset": format_duration(bucket.reset_s()),
         }
         headers += [
             (f"x-ratelimit-{name}-{kind}".encode(), value.encode())
@@ -195,8 +195,8 @@ def _rate_headers(buckets: Mapping[Kind, Bucket]) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def duration(seconds: float) -> str:
-    """Write a time as OpenAI does: 120ms, 1s, 6m0s, 1h0m0s. It is rounded up."""
+def format_duration(seconds: float) -> str:
+    """Return a time as OpenAI writes it, rounded up: 120ms, 1s, 6m0s, 1h0m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, s = divmod(math.ceil(seconds), 60)

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from gateway import metrics
 from gateway.api import chat, completions, embeddings, models, ops, responses
 from gateway.api.access import Guard, Rates
-from gateway.api.endpoint import ASKED, KEPT, LEASED, Endpoint
-from gateway.api.middleware import Context, Door, error_response
+from gateway.api.endpoint import MODEL_ERRORS, REQUEST_ERRORS, STORED_ERRORS, Endpoint
+from gateway.api.middleware import Context, InFlight, error_response
 from gateway.api.requests import Bodies, Service
 from gateway.errors import (
     GatewayError,
@@ -36,7 +36,7 @@ from gateway.wire.responses import Response as WireResponse
 from gateway.wire.responses_items import InputItems
 from gateway.wire.responses_stream import ResponseEvent
 
-EXPOSED = [
+EXPOSED_HEADERS = [
     *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "x-gateway-tool-format"),
     *("server-timing", "retry-after"),
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
@@ -45,7 +45,6 @@ ADMIN = "/admin/"
 
 
 async def _describe(service: Service, request: Request) -> Response:
-    """Answer with the OpenAPI document."""
     return ops.describe(service, ENDPOINTS)
 
 
@@ -60,7 +59,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "`truncate` and `prompt_name`.",
         request=EmbeddingsRequest,
         answer=Embeddings,
-        errors=ASKED,
+        errors=REQUEST_ERRORS,
         is_metered=True,
     ),
     Endpoint(
@@ -73,7 +72,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=ChatRequest,
         answer=ChatCompletion,
         events=ChatCompletionChunk,
-        errors=ASKED,
+        errors=REQUEST_ERRORS,
         is_metered=True,
     ),
     Endpoint(
@@ -85,7 +84,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=CompletionRequest,
         answer=Completion,
         events=Completion,
-        errors=ASKED,
+        errors=REQUEST_ERRORS,
         is_metered=True,
     ),
     Endpoint(
@@ -98,7 +97,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=ResponsesRequest,
         answer=WireResponse,
         events=ResponseEvent,
-        errors=(*ASKED, ResponseNotFound),
+        errors=(*REQUEST_ERRORS, ResponseNotFound),
         is_metered=True,
     ),
     Endpoint(
@@ -109,7 +108,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         details="The prompt is that of the same request to `/responses`.",
         request=ResponsesRequest,
         answer=InputTokens,
-        errors=(*ASKED, ResponseNotFound),
+        errors=(*REQUEST_ERRORS, ResponseNotFound),
     ),
     Endpoint(
         "GET",
@@ -120,7 +119,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "said `store: false`. Each API key sees only its own, and has an even share of "
         "`GATEWAY_RESPONSES_KEPT`.",
         answer=WireResponse,
-        errors=KEPT,
+        errors=STORED_ERRORS,
     ),
     Endpoint(
         "DELETE",
@@ -128,7 +127,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         responses.delete,
         summary="Delete a kept response",
         answer=DeletedResponse,
-        errors=KEPT,
+        errors=STORED_ERRORS,
     ),
     Endpoint(
         "POST",
@@ -136,7 +135,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         responses.cancel,
         summary="Refused: no response is made in the background",
         statuses=(),
-        errors=KEPT,
+        errors=STORED_ERRORS,
     ),
     Endpoint(
         "GET",
@@ -145,7 +144,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="List the conversation that a kept response answers",
         details="Takes `limit`, `order` and `after`.",
         answer=InputItems,
-        errors=KEPT,
+        errors=STORED_ERRORS,
     ),
     Endpoint(
         "GET",
@@ -206,7 +205,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Load a model",
         details="Needs `GATEWAY_ADMIN_KEY`; without that setting, what is under `/admin` is a 404.",
         answer=models.Model,
-        errors=LEASED,
+        errors=MODEL_ERRORS,
         is_admin=True,
     ),
     Endpoint(
@@ -235,10 +234,10 @@ OPEN_PATHS = frozenset(endpoint.bare_path for endpoint in ENDPOINTS if endpoint.
 METERED_PATHS = frozenset(endpoint.bare_path for endpoint in ENDPOINTS if endpoint.is_metered)
 
 
-def serve(
+def create_app(
     service: Service,
     *,
-    door: Door,
+    in_flight: InFlight,
     bodies: Bodies,
     admin_key: str | None,
     keys: list[str],
@@ -248,8 +247,8 @@ def serve(
     allowance: Allowance,
     lifespan: Lifespan[Starlette],
 ) -> ASGIApp:
-    """Build the ASGI application; without an admin key, nothing is under /admin."""
-    app = Starlette(
+    """Return the ASGI application; without an admin key, it has nothing under /admin."""
+    router = Starlette(
         routes=[
             Route(prefix + each.bare_path, partial(each.handler, service), methods=[each.method])
             for each in ENDPOINTS
@@ -258,32 +257,30 @@ def serve(
         ],
         exception_handlers={
             GatewayError: _answer_error,
-            HTTPException: _answer_refusal,
-            Exception: _answer_failure,
+            HTTPException: _answer_http_exception,
+            Exception: _answer_exception,
         },
         lifespan=lifespan,
     )
-    app.router.redirect_slashes = False
-    metered: ASGIApp = app
+    router.router.redirect_slashes = False
+    app: ASGIApp = router
     if not allowance.is_unlimited:
-        metered = Rates(app, Accounts(allowance), METERED_PATHS)
-    guarded: ASGIApp = Guard(
-        metered, door, keys=keys, hosts=hosts, origins=origins, open_paths=OPEN_PATHS
-    )
+        app = Rates(app, Accounts(allowance), METERED_PATHS)
+    app = Guard(app, in_flight, keys=keys, hosts=hosts, origins=origins, open_paths=OPEN_PATHS)
     if admin_key:
-        administered = Guard(app, door, keys=[admin_key], hosts=hosts, origins=origins)
-        guarded = _route_admin(administered, guarded)
+        admin = Guard(router, in_flight, keys=[admin_key], hosts=hosts, origins=origins)
+        app = _route_admin(admin, app)
     if origins:
-        guarded = CORSMiddleware(
-            guarded,
+        app = CORSMiddleware(
+            app,
             allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=EXPOSED,
+            expose_headers=EXPOSED_HEADERS,
         )
     return Context(
-        guarded,
-        door,
+        app,
+        in_flight,
         bodies,
         max_header_bytes=max_header_bytes,
         send_timeout_s=service.rules.send_timeout_s,
@@ -291,7 +288,7 @@ def serve(
 
 
 def _route_admin(admin: ASGIApp, others: ASGIApp) -> ASGIApp:
-    """Return an app that hands what is under /admin/ to one app, and the rest to another."""
+    """Return an app that routes paths under /admin/ to one app, all others to another."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         is_admin = scope["type"] == "http" and scope["path"].startswith(ADMIN)
@@ -308,8 +305,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _answer_refusal(request: Request, error: Exception) -> Response:
-    """Answer Starlette's own refusals as OpenAI words them."""
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """Answer Starlette's own errors, such as an unknown path, in OpenAI's words."""
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     refusal = GatewayError(error.detail)
@@ -322,7 +319,7 @@ async def _answer_refusal(request: Request, error: Exception) -> Response:
 
 
 def _hint(path: str) -> str:
-    """Name the endpoint that a path is but for slashes or another /v1, if it is one."""
+    """Return a hint if a path without extra slashes or /v1 is an endpoint."""
     steps = [step for step in path.split("/") if step]
     while steps[:2] == ["v1", "v1"]:
         del steps[0]
@@ -331,6 +328,6 @@ def _hint(path: str) -> str:
     return f". Did you mean {nearest}?" if is_known and nearest != path else ""
 
 
-async def _answer_failure(request: Request, error: Exception) -> Response:
-    """Answer a 500. Starlette raises the error again after it; Context logs it."""
+async def _answer_exception(request: Request, error: Exception) -> Response:
+    """Answer 500. Starlette raises the error again after it; Context logs it."""
     return error_response(GatewayError("The server had an error while processing your request."))

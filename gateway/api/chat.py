@@ -14,18 +14,17 @@ from starlette.types import ASGIApp
 
 from gateway import clock
 from gateway.api.generation import (
-    added,
-    counted,
-    defaults,
-    judged,
-    may_write_again,
+    add_usage,
+    answer_headers,
+    can_retry,
+    count_delta,
+    default_sampling,
+    schema_valid_header,
     template_args,
-    unenforced,
-    unread,
     verdict_json,
 )
 from gateway.api.middleware import timings_field
-from gateway.api.requests import Service, noted, written
+from gateway.api.requests import Service, ignored_header, serialise
 from gateway.api.streams import ACCEPTED, DONE, EventStream, frame, while_connected
 from gateway.errors import GatewayError
 from gateway.jobs import GenerateJob, Stage, Usage
@@ -37,10 +36,10 @@ from gateway.wire.generation import read_tier
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """One request as understood, and what its answer is headed with."""
+    """One request with its job, and the writer and headers of its answer."""
 
     service: Service
-    asked: wire.ChatRequest
+    request: wire.ChatRequest
     spec: ChatSpec
     job: GenerateJob
     writer: ChatCompletionWriter
@@ -48,57 +47,59 @@ class _Exchange:
 
 
 async def answer(service: Service, request: Request) -> ASGIApp:
-    """Answer a conversation: whole or as a stream, from the same deltas."""
+    """Answer a chat completion request, whole or as a stream."""
     rules = service.rules
 
-    def translate(asked: wire.ChatRequest) -> tuple[ChatSpec, GenerateJob]:
-        resolved, spec = service.chat_spec(asked.model)
+    def translate(wire_request: wire.ChatRequest) -> tuple[ChatSpec, GenerateJob]:
+        resolved, spec = service.chat_spec(wire_request.model)
         return spec, wire.to_job(
-            asked,
-            service.caller(request, read_tier(asked.service_tier)),
-            defaults(spec),
+            wire_request,
+            service.caller(request, read_tier(wire_request.service_tier)),
+            default_sampling(spec),
             max_tokens=spec.sampling.max_tokens,
             template_args=template_args(resolved, spec),
             max_chars=rules.max_input_chars,
             schema_in_prompt=spec.structured.schema_in_prompt,
         )
 
-    read, (spec, job) = await service.read(request, wire.ChatRequest, translate)
-    asked = read.request
+    parsed, (spec, job) = await service.read(request, wire.ChatRequest, translate)
+    wire_request = parsed.request
     writer = ChatCompletionWriter(
         id=f"chatcmpl-{secrets.token_hex(12)}",
         created=int(time.time()),
-        model=asked.model,
+        model=wire_request.model,
         fingerprint=service.fingerprint(spec),
-        is_legacy=asked.is_legacy,
+        is_legacy=wire_request.is_legacy,
     )
-    headers = noted(read.ignored)
-    exchange = _Exchange(service, asked, spec, job, writer, headers)
-    if not asked.stream:
-        body = await while_connected(request.receive, _whole(exchange))
+    headers = ignored_header(parsed.ignored)
+    exchange = _Exchange(service, wire_request, spec, job, writer, headers)
+    if not wire_request.stream:
+        body = await while_connected(request.receive, _answer_whole(exchange))
         return Response(body, media_type="application/json", headers=headers)
-    events = _events(exchange, with_usage=asked.stream_options.include_usage)
+    events = _events(exchange, with_usage=wire_request.stream_options.include_usage)
     stream = EventStream(events, headers, request.receive)
-    return await stream.primed(rules.stream_open_after_s)
+    return await stream.prime(rules.stream_open_after_s)
 
 
-async def _whole(exchange: _Exchange) -> bytes:
+async def _answer_whole(exchange: _Exchange) -> bytes:
     job, writer, headers = exchange.job, exchange.writer, exchange.headers
     choices = [_choice(index, exchange) for index in range(job.n)]
     usage, verdicts = await _generate(exchange, job, choices)
-    broken = [place for place, verdict in enumerate(verdicts) if verdict is False]
-    if broken and may_write_again(job):
-        others = [_choice(place, exchange) for place in broken]
-        with contextlib.suppress(GatewayError):  # no time, no room: the first stands
-            more, again = await _generate(exchange, replace(job, n=len(broken)), others)
-            usage = added(usage, more)
-            for place, choice, verdict in zip(broken, others, again, strict=True):
-                choices[place], verdicts[place] = choice, verdict
+    invalid = [index for index, verdict in enumerate(verdicts) if verdict is False]
+    if invalid and can_retry(job):
+        retries = [_choice(index, exchange) for index in invalid]
+        with contextlib.suppress(GatewayError):  # no time or no room: keep the first answers
+            retry_usage, retry_verdicts = await _generate(
+                exchange, replace(job, n=len(invalid)), retries
+            )
+            usage = add_usage(usage, retry_usage)
+            for index, choice, verdict in zip(invalid, retries, retry_verdicts, strict=True):
+                choices[index], verdicts[index] = choice, verdict
     if "x-gateway-unenforced" in headers:
-        headers |= judged(verdicts)
+        headers |= schema_valid_header(verdicts)
     started = clock.now()
     logprobs = 0 if job.logprobs is None else usage.completion_tokens * (1 + job.logprobs)
-    body = await written(lambda: orjson.dumps(writer.completion(choices, usage)), logprobs)
+    body = await serialise(lambda: orjson.dumps(writer.completion(choices, usage)), logprobs)
     job.caller.timings.add(Stage.SERIALISE, clock.now() - started)
     return body
 
@@ -111,37 +112,37 @@ def _choice(index: int, exchange: _Exchange) -> ChatChoiceWriter:
 async def _generate(
     exchange: _Exchange, job: GenerateJob, choices: Sequence[ChatChoiceWriter]
 ) -> tuple[Usage, list[bool | None]]:
-    """Write every choice; return what that took, and which fit their schema."""
+    """Generate every choice; return the usage, and of each choice whether it fits its schema."""
     async with (
-        exchange.service.writer(exchange.spec, job.caller, exchange.asked) as batcher,
+        exchange.service.lease_chat(exchange.spec, job.caller, exchange.request) as batcher,
         batcher.generate(job) as generation,
         aclosing(generation.deltas) as deltas,
     ):
         usage = generation.usage
-        exchange.headers.update(unread(generation) | unenforced(generation))
+        exchange.headers.update(answer_headers(generation))
         async for delta in deltas:
             choices[delta.index].add(delta)
-            usage = counted(usage, delta)
+            usage = count_delta(usage, delta)
     return usage, [await generation.verdicts.of(index) for index in range(job.n)]
 
 
 async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
     job, writer = exchange.job, exchange.writer
     async with (
-        exchange.service.writer(exchange.spec, job.caller, exchange.asked) as batcher,
+        exchange.service.lease_chat(exchange.spec, job.caller, exchange.request) as batcher,
         batcher.generate(job) as generation,
         aclosing(generation.deltas) as deltas,
     ):
-        exchange.headers.update(unread(generation) | unenforced(generation))  # not sent yet
+        exchange.headers.update(answer_headers(generation))  # before they are sent
         yield ACCEPTED
         usage = generation.usage
         is_first = True
         async for delta in deltas:
-            if is_first:  # every choice is introduced, in order, before any has text
+            if is_first:  # the role of every choice, in order, before any text
                 is_first = False
                 for index in range(job.n):
                     yield frame(orjson.dumps(writer.role(index)))
-            usage = counted(usage, delta)
+            usage = count_delta(usage, delta)
             verdict = None
             if delta.finish_reason is not None:
                 verdict = await verdict_json(generation.verdicts, delta.index)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: bare prompts, each a job of its own, answered together."""
+"""POST /v1/completions: one job for each prompt, answered together."""
 
 import secrets
 import time
@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway import clock
-from gateway.api.generation import counted, defaults
+from gateway.api.generation import count_delta, default_sampling
 from gateway.api.middleware import timings_field
-from gateway.api.requests import Service, noted, written
+from gateway.api.requests import Service, ignored_header, serialise
 from gateway.api.streams import ACCEPTED, DONE, EventStream, frame, while_connected
 from gateway.jobs import Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
@@ -24,10 +24,10 @@ from gateway.wire.generation import read_tier
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """One request as understood, and its answer as it grows."""
+    """One request with its jobs, and the writers of its answer."""
 
     service: Service
-    asked: wire.CompletionRequest
+    request: wire.CompletionRequest
     spec: ChatSpec
     jobs: Sequence[GenerateJob]
     writer: wire.CompletionWriter
@@ -35,48 +35,50 @@ class _Exchange:
 
 
 async def answer(service: Service, request: Request) -> ASGIApp:
-    """Write on from every prompt: whole or as a stream, from the same deltas."""
+    """Answer a completion request, whole or as a stream."""
     rules = service.rules
 
-    def translate(asked: wire.CompletionRequest) -> tuple[ChatSpec, Sequence[GenerateJob]]:
-        _, spec = service.chat_spec(asked.model)
-        caller = service.caller(request, read_tier(asked.service_tier))
-        return spec, wire.to_jobs(asked, caller, defaults(spec), bounds=rules.chars)
+    def translate(wire_request: wire.CompletionRequest) -> tuple[ChatSpec, Sequence[GenerateJob]]:
+        _, spec = service.chat_spec(wire_request.model)
+        caller = service.caller(request, read_tier(wire_request.service_tier))
+        return spec, wire.to_jobs(wire_request, caller, default_sampling(spec), bounds=rules.chars)
 
-    read, (spec, jobs) = await service.read(request, wire.CompletionRequest, translate)
-    asked = read.request
+    parsed, (spec, jobs) = await service.read(request, wire.CompletionRequest, translate)
+    wire_request = parsed.request
     writer = wire.CompletionWriter(
         id=f"cmpl-{secrets.token_hex(12)}",
         created=int(time.time()),
-        model=asked.model,
+        model=wire_request.model,
         fingerprint=service.fingerprint(spec),
     )
-    exchange = _Exchange(service, asked, spec, jobs, writer, wire.choice_writers(asked))
-    headers = noted(read.ignored)
-    if not asked.stream:
-        body = await while_connected(request.receive, _whole(exchange))
+    exchange = _Exchange(
+        service, wire_request, spec, jobs, writer, wire.choice_writers(wire_request)
+    )
+    headers = ignored_header(parsed.ignored)
+    if not wire_request.stream:
+        body = await while_connected(request.receive, _answer_whole(exchange))
         return Response(body, media_type="application/json", headers=headers)
-    events = _events(exchange, with_usage=asked.stream_options.include_usage)
+    events = _events(exchange, with_usage=wire_request.stream_options.include_usage)
     stream = EventStream(events, headers, request.receive)
-    return await stream.primed(rules.stream_open_after_s)
+    return await stream.prime(rules.stream_open_after_s)
 
 
-async def _whole(exchange: _Exchange) -> bytes:
+async def _answer_whole(exchange: _Exchange) -> bytes:
     jobs, writer, choices = exchange.jobs, exchange.writer, exchange.choices
     usage = Usage(0)
     async with (
-        exchange.service.writer(exchange.spec, jobs[0].caller, exchange.asked) as batcher,
-        aclosing(batcher.generate_many(jobs)) as news,
+        exchange.service.lease_chat(exchange.spec, jobs[0].caller, exchange.request) as batcher,
+        aclosing(batcher.generate_many(jobs)) as updates,
     ):
-        async for each in news:
-            usage = summed(usage, each)
-            if isinstance(each, Delta):
-                choices[each.index].add(each)
+        async for update in updates:
+            usage = _add(usage, update)
+            if isinstance(update, Delta):
+                choices[update.index].add(update)
     started = clock.now()
-    each_token = 0 if jobs[0].logprobs is None else 1 + jobs[0].logprobs
-    tokens = usage.prompt_tokens + usage.completion_tokens  # an echo has the prompt's too
-    body = await written(
-        lambda: orjson.dumps(writer.completion(choices, usage)), tokens * each_token
+    logprobs_per_token = 0 if jobs[0].logprobs is None else 1 + jobs[0].logprobs
+    tokens = usage.prompt_tokens + usage.completion_tokens  # an echo has the prompt's logprobs too
+    body = await serialise(
+        lambda: orjson.dumps(writer.completion(choices, usage)), tokens * logprobs_per_token
     )
     jobs[0].caller.timings.add(Stage.SERIALISE, clock.now() - started)
     return body
@@ -86,29 +88,29 @@ async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[by
     jobs, writer = exchange.jobs, exchange.writer
     usage = Usage(0)
     async with (
-        exchange.service.writer(exchange.spec, jobs[0].caller, exchange.asked) as batcher,
-        aclosing(batcher.generate_many(jobs)) as news,
+        exchange.service.lease_chat(exchange.spec, jobs[0].caller, exchange.request) as batcher,
+        aclosing(batcher.generate_many(jobs)) as updates,
     ):
-        async for each in news:
-            usage = summed(usage, each)
-            if isinstance(each, Usage):
+        async for update in updates:
+            usage = _add(usage, update)
+            if isinstance(update, Usage):
                 yield ACCEPTED
             else:
-                new = exchange.choices[each.index].add(each)
-                if new["text"] or each.logprobs or each.finish_reason is not None:
-                    yield frame(orjson.dumps(writer.chunk([new])))
+                choice = exchange.choices[update.index].add(update)
+                if choice["text"] or update.logprobs or update.finish_reason is not None:
+                    yield frame(orjson.dumps(writer.chunk([choice])))
     if with_usage:
         last = writer.usage(usage, timings_field(jobs[0].caller.timings))
         yield frame(orjson.dumps(last))
     yield DONE
 
 
-def summed(usage: Usage, news: Usage | Delta) -> Usage:
-    """Count a prompt, or what a delta wrote."""
-    if isinstance(news, Delta):
-        return counted(usage, news)
+def _add(usage: Usage, update: Usage | Delta) -> Usage:
+    """Add a prompt's usage, or a delta's tokens."""
+    if isinstance(update, Delta):
+        return count_delta(usage, update)
     return replace(
         usage,
-        prompt_tokens=usage.prompt_tokens + news.prompt_tokens,
-        cached_tokens=usage.cached_tokens + news.cached_tokens,
+        prompt_tokens=usage.prompt_tokens + update.prompt_tokens,
+        cached_tokens=usage.cached_tokens + update.cached_tokens,
     )

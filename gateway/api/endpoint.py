@@ -27,23 +27,29 @@ from gateway.wire.validation import Request as WireRequest
 
 Errors = tuple[type[GatewayError], ...]
 Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
-ANYWHERE: Errors = (HeadTooLarge, GatewayError)
-GUARDED: Errors = (Unauthorized, Forbidden, Unavailable)
-LEASED: Errors = (ModelNotFound, InsufficientMemory)  # where a model is needed
-ASKED: Errors = (*LEASED, BadRequest, SlowBody, TooLarge, RateLimited, DeadlineExceeded)
-KEPT: Errors = (BadRequest, ResponseNotFound)  # where a kept response is named
+COMMON_ERRORS: Errors = (HeadTooLarge, GatewayError)
+ACCESS_ERRORS: Errors = (Unauthorized, Forbidden, Unavailable)
+MODEL_ERRORS: Errors = (ModelNotFound, InsufficientMemory)  # if a model has to be loaded
+REQUEST_ERRORS: Errors = (
+    *MODEL_ERRORS,
+    BadRequest,
+    SlowBody,
+    TooLarge,
+    RateLimited,
+    DeadlineExceeded,
+)
+STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)  # if a stored response is named
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One method of one path.
+    """One method of one path: its handler, and what the document and the docs have about it.
 
-    Whether or not `path` begins with /v1, it is served with that and without, but for those of
-    `is_admin`, which need the admin key. An
-    answer of None has no shape of its own, `events` are what a stream of it carries, and
-    `statuses` those of an answer that is no error. `errors` are what can go wrong beyond what can
-    anywhere, and beyond the key check. One that `is_open` needs no key, and one that `is_metered`
-    counts against the caller's rate limits.
+    `path` is served with /v1 and without. `answer` is None if its shape is not described; `events`
+    is the shape of a stream's events. `statuses` are those of success; `errors` are in addition to
+    the errors of every endpoint and those of the key check. If `is_open` it needs no key; if
+    `is_admin` it needs the admin key, and has no /v1; if `is_metered` it counts against the
+    caller's rate limits.
     """
 
     method: str
@@ -64,10 +70,9 @@ class Endpoint:
 
     @property
     def bare_path(self) -> str:
-        """Return the path without /v1."""
         return self.path.removeprefix("/v1")
 
     @property
     def all_errors(self) -> Errors:
-        """Return every error that it may answer with."""
-        return (*ANYWHERE, *(() if self.is_open else GUARDED), *self.errors)
+        """Return the endpoint's errors, with those of every endpoint and of the key check."""
+        return (*COMMON_ERRORS, *(() if self.is_open else ACCESS_ERRORS), *self.errors)

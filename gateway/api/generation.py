@@ -1,10 +1,10 @@
-"""What chat completions, completions and responses share between reading and answering."""
+"""Shared by chat completions, completions and responses: usage, sampling, headers about schemas."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gateway.api.requests import MOST_NAMED, named_header
+from gateway.api.requests import MAX_HEADER_NAMES, named_header
 from gateway.jobs import Delta, GenerateJob, Sampling, Usage
 from gateway.registry import ChatSpec, Resolved
 from gateway.serving.generation.batcher import Generation
@@ -13,20 +13,20 @@ from gateway.wire.generation import SchemaVerdict
 
 
 async def verdict_json(verdicts: Verdicts, index: int) -> SchemaVerdict | None:
-    """Return what a stream says at a choice's end of what no grammar held, if there was any."""
+    """Return a choice's verdict for its last event, or None if the schema was enforced fully."""
     if not verdicts.unenforced:
         return None
-    pointers = list(verdicts.unenforced[:MOST_NAMED])
+    pointers = list(verdicts.unenforced[:MAX_HEADER_NAMES])
     return {"unenforced": pointers, "schema_valid": await verdicts.of(index)}
 
 
-def may_write_again(job: GenerateJob) -> bool:
-    """Tell whether another try could come out differently."""
+def can_retry(job: GenerateJob) -> bool:
+    """Return True if another try could give another answer."""
     return job.sampling.seed is None and job.sampling.temperature > 0
 
 
-def added(usage: Usage, more: Usage) -> Usage:
-    """Add what another try cost, its prompt too."""
+def add_usage(usage: Usage, more: Usage) -> Usage:
+    """Add the usage of another try, with its prompt."""
     return Usage(
         prompt_tokens=usage.prompt_tokens + more.prompt_tokens,
         completion_tokens=usage.completion_tokens + more.completion_tokens,
@@ -35,8 +35,8 @@ def added(usage: Usage, more: Usage) -> Usage:
     )
 
 
-def counted(usage: Usage, delta: Delta) -> Usage:
-    """Add what a delta cost."""
+def count_delta(usage: Usage, delta: Delta) -> Usage:
+    """Add a delta's tokens."""
     return replace(
         usage,
         completion_tokens=usage.completion_tokens + delta.tokens,
@@ -45,32 +45,32 @@ def counted(usage: Usage, delta: Delta) -> Usage:
     )
 
 
-def defaults(spec: ChatSpec) -> Sampling:
-    """Return the sampling that models.yaml sets, and OpenAI's defaults marked as unset."""
-    given = spec.sampling.model_dump(exclude={"max_tokens"})
-    unset = frozenset(name for name, value in given.items() if value is None)
-    return Sampling(**{name: given[name] for name in given.keys() - unset}, unset=unset)
+def default_sampling(spec: ChatSpec) -> Sampling:
+    """Return the sampling of models.yaml; values that it lacks are OpenAI's, marked as unset."""
+    values = spec.sampling.model_dump(exclude={"max_tokens"})
+    unset = frozenset(name for name, value in values.items() if value is None)
+    return Sampling(**{name: values[name] for name in values.keys() - unset}, unset=unset)
 
 
 def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
     """Return the template's arguments: thinking by alias, else by model, else its own default."""
-    asked = resolved.alias.thinking if resolved.alias else None
-    thinking = spec.thinking if asked is None else asked
+    alias_thinking = resolved.alias.thinking if resolved.alias else None
+    thinking = spec.thinking if alias_thinking is None else alias_thinking
     args: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     return {**args, **spec.chat_template_kwargs}
 
 
-def unread(generation: Generation) -> dict[str, str]:
-    """Say in a header that calls come as text, since the model's form of them is not known."""
-    return {"x-gateway-tool-format": "unknown"} if generation.calls_are_text else {}
+def answer_headers(generation: Generation) -> dict[str, str]:
+    """Return the headers of an answer.
+
+    One for calls that stay text, as the model's format of them is unknown; one with JSON pointers
+    to the parts of its schema, up to a number of them, that no grammar enforces.
+    """
+    headers = {"x-gateway-tool-format": "unknown"} if generation.calls_are_text else {}
+    return headers | named_header("x-gateway-unenforced", generation.verdicts.unenforced)
 
 
-def unenforced(generation: Generation) -> dict[str, str]:
-    """Name in a header what of the schema no grammar holds: some of it, by JSON pointer."""
-    return named_header("x-gateway-unenforced", generation.verdicts.unenforced)
-
-
-def judged(verdicts: Sequence[bool | None]) -> dict[str, str]:
-    """Say in a header whether answers fit a schema that their grammar held in part."""
+def schema_valid_header(verdicts: Sequence[bool | None]) -> dict[str, str]:
+    """Return the header for whether answers fit a schema that was enforced in part."""
     verdict = False if False in verdicts else None if None in verdicts else True
     return {"x-gateway-schema-valid": {True: "true", False: "false", None: "unknown"}[verdict]}

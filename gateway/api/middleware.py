@@ -1,4 +1,4 @@
-"""Around every request: its id, its timing, who is inside, and every error as JSON."""
+"""Around every request: its id, its timing, requests in flight, and every error as JSON."""
 
 import asyncio
 import contextlib
@@ -23,13 +23,12 @@ from gateway.jobs import Timings
 
 log = logs.get("http")
 
-CLIENT_LEFT = 499  # nginx's name for it; nobody is there to read the answer
-PIECE_BYTES = 256 * 1024  # of a large body, sent at a time: each has to be read in time
+CLIENT_CLOSED = 499  # nginx's status for a client that closed the connection; it is only logged
+PIECE_BYTES = 256 * 1024  # of a large body, sent at a time; the send timeout is for each piece
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
 def error_response(error: GatewayError) -> Response:
-    """Turn an error into its JSON."""
     return Response(
         orjson.dumps(error.body()),
         error.status,
@@ -39,68 +38,68 @@ def error_response(error: GatewayError) -> Response:
 
 
 def shutting_down() -> Unavailable:
-    """Return the error for requests that arrive, or are unfinished, when the gateway stops."""
+    """Return the error for requests that arrive, or are in flight, when the gateway stops."""
     return Unavailable("The gateway is shutting down.", retry_after_s=1)
 
 
-class Door:
-    """Knows the requests under way, so that a drain can wait for them, and end them."""
+class InFlight:
+    """The requests in flight, so that a drain can wait for them and cancel them."""
 
     def __init__(self) -> None:
-        self.is_closed = False
-        self.sends_away = False
-        self._inside: set[asyncio.Task[object] | None] = set()
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self.is_draining = False
+        self.is_cancelling = False
+        self._tasks: set[asyncio.Task[object] | None] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """Count one request, the current task, from its arrival to its last byte."""
+    def track(self) -> Iterator[None]:
+        """Track one request, the current task, while entered."""
         task = asyncio.current_task()
-        self._inside.add(task)
-        self._empty.clear()
+        self._tasks.add(task)
+        self._idle.clear()
         try:
             yield
         finally:
-            self._inside.discard(task)
-            if not self._inside:
-                self._empty.set()
+            self._tasks.discard(task)
+            if not self._tasks:
+                self._idle.set()
 
-    async def drained(self, timeout_s: float) -> bool:
-        """Let nobody in any more; tell whether all had left in time."""
-        self.is_closed = True
+    async def drain(self, timeout_s: float) -> bool:
+        """Admit no more requests; return True if those in flight ended in time."""
+        self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-        return not self._inside
+                await self._idle.wait()
+        return not self._tasks
 
-    def send_away(self) -> None:
-        """End whatever those inside wait for: they are cancelled, and `Context` tells them why."""
-        self.sends_away = True
-        for task in self._inside:
+    def cancel(self) -> None:
+        """Cancel the requests in flight; `Context` answers them with the reason."""
+        self.is_cancelling = True
+        for task in self._tasks:
             if task is not None:
                 task.cancel()
 
 
 def milliseconds(timings: Timings) -> dict[str, float]:
-    """Return each stage's milliseconds so far, in the order they came, and the total."""
+    """Return the milliseconds of each stage so far, in their order, and the total."""
     stages = {str(stage): round(1000 * s, 2) for stage, s in timings.seconds.items()}
     stages["total"] = round(1000 * (clock.now() - timings.started), 2)
     return stages
 
 
 def server_timing(timings: Timings) -> str:
-    """Write the header (https://www.w3.org/TR/server-timing/); a stream's ends at its opening."""
+    """Return the header's value, https://www.w3.org/TR/server-timing/, with the stages so far."""
     return ", ".join(f"{stage};dur={ms:g}" for stage, ms in milliseconds(timings).items())
 
 
 def timings_field(timings: Timings) -> dict[str, float]:
-    """Give what a stream's usage chunk says of its stages."""
+    """Return the `timings` of a stream's usage chunk."""
     return {f"{stage}_ms": ms for stage, ms in milliseconds(timings).items()}
 
 
 def timings_log(timings: Timings) -> dict[str, str | int | float]:
-    """Give what the access log says beside the total; nothing where no model was asked."""
+    """Return the access log's fields about a model; none if the request reached no model."""
     if timings.model is None:
         return {}
     stages = {f"{stage}_ms": round(1000 * s, 2) for stage, s in timings.seconds.items()}
@@ -109,9 +108,9 @@ def timings_log(timings: Timings) -> dict[str, str | int | float]:
     return {"model": timings.model, **stages, **tokens, **preempted}
 
 
-def count_leaver(timings: Timings) -> None:
-    """Count a client who left before its answer was made, once, by what was being done for it: for
-    the first of its jobs, where it had several under way.
+def count_cancelled(timings: Timings) -> None:
+    """Count a client that left before its answer was complete, once, by the stage of the request:
+    that of its first job still running, if it has several.
     """
     stages = (each.stage for each in (timings, *timings.parallel) if each.stage is not None)
     if timings.model is not None and (stage := next(stages, None)) is not None:
@@ -126,45 +125,45 @@ def record_timings(timings: Timings) -> None:
 
 
 class Context:
-    """The outermost layer: nothing leaves it but an answer with a request id. A client that leaves
-    it unread for `send_timeout_s` is taken to have gone.
+    """The outermost middleware: every answer has a request id, every error is JSON.
+
+    A client that reads nothing for `send_timeout_s` counts as disconnected.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        door: Door,
+        in_flight: InFlight,
         bodies: Bodies,
         *,
         max_header_bytes: int,
         send_timeout_s: float,
     ) -> None:
         self._app = app
-        self._door = door
+        self._in_flight = in_flight
         self._bodies = bodies
         self._max_header_bytes = max_header_bytes
         self._send_timeout_s = send_timeout_s
         self._log = log.bind()  # once, not for every line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Read once for all who ask; of a header sent twice, the first.
+        # For all readers; of a header sent twice, the first counts.
         headers = scope["gateway.headers"] = dict(reversed(scope["headers"]))
-        given = headers.get(b"x-request-id", b"")
-        is_fit = _REQUEST_ID.fullmatch(given)
-        request_id = given.decode() if is_fit else f"req-{secrets.token_hex(12)}"
+        sent = headers.get(b"x-request-id", b"")
+        is_valid = _REQUEST_ID.fullmatch(sent)
+        request_id = sent.decode() if is_valid else f"req-{secrets.token_hex(12)}"
         scope["gateway.request_id"] = request_id
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        # While draining, a connection ends with its answer; HTTP/2 has no such header.
-        is_last = self._door.is_closed and scope["http_version"].startswith("1")
+        # While draining, connections close after their answer; HTTP/2 has no such header.
+        is_last = self._in_flight.is_draining and scope["http_version"].startswith("1")
         timings = scope["gateway.timings"] = Timings()
         reply = _Reply(
             send, request_id, timings, is_last=is_last, send_timeout_s=self._send_timeout_s
         )
-        with self._door.passing(), self._bodies.body() as scope["gateway.body"]:
+        with self._in_flight.track(), self._bodies.body() as scope["gateway.body"]:
             status = await self._serve(scope, receive, reply)
         seconds = clock.now() - timings.started
         route = getattr(scope.get("route"), "path", "none")
@@ -185,10 +184,10 @@ class Context:
             check_head(scope, self._max_header_bytes)
             await self._app(scope, receive, reply)
         except ClientDisconnect:
-            count_leaver(scope["gateway.timings"])
-            return CLIENT_LEFT
+            count_cancelled(scope["gateway.timings"])
+            return CLIENT_CLOSED
         except asyncio.CancelledError:
-            if reply.status is not None or not self._door.sends_away:
+            if reply.status is not None or not self._in_flight.is_cancelling:
                 raise
             await error_response(shutting_down())(scope, receive, reply)
         except GatewayError as error:
@@ -197,14 +196,15 @@ class Context:
         except Exception:
             log.exception("request_failed", path=shorten(scope["path"]))
             if reply.status is None:
-                oops = GatewayError("The server had an error while processing your request.")
-                await error_response(oops)(scope, receive, reply)
-        return reply.status or CLIENT_LEFT
+                failure = GatewayError("The server had an error while processing your request.")
+                await error_response(failure)(scope, receive, reply)
+        return reply.status or CLIENT_CLOSED
 
 
 class _Reply:
-    """The way back to the client: it adds the request id and the timings so far, remembers the
-    status, and does not wait for ever for who stopped reading: that raises ClientDisconnect.
+    """Wraps `send`: adds the request id and the timings so far, and keeps the status.
+
+    Raises ClientDisconnect if the client stops reading.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class _Reply:
             if self._is_last:
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
-        for piece in pieces(message):
+        for piece in split_body(message):
             try:
                 async with asyncio.timeout(self._send_timeout_s):
                     await self._send(piece)
@@ -243,8 +243,8 @@ class _Reply:
                 raise ClientDisconnect from None
 
 
-def pieces(message: Message) -> Iterator[Message]:
-    """Part a large body, so that who reads it slowly can be told from who does not."""
+def split_body(message: Message) -> Iterator[Message]:
+    """Yield a large body in pieces, to tell a client that reads slowly from one that stopped."""
     body = message.get("body", b"")
     if len(body) <= PIECE_BYTES:
         yield message

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}; /admin, for holders of its key: load, unload, reload."""
+"""GET /v1/models and /v1/models/{id}; with the admin key: load, unload, reload."""
 
 from http import HTTPStatus
 from typing import Annotated, Literal
@@ -49,25 +49,22 @@ class Models(TypedDict):
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    """Answer with every id and alias; `root` names the id behind an alias."""
-    data = [entry(service, each) for each in service.catalog()]
+    """Answer with every id and alias; `root` is the id of an alias's model."""
+    data = [describe_model(service, each) for each in service.catalog()]
     body: Models = {"object": "list", "data": data}
     return reply(body)
 
 
 async def show(service: Service, request: Request) -> Response:
-    """Answer with one model."""
     if not (name := request.path_params["name"]):
         raise HTTPException(HTTPStatus.NOT_FOUND)
-    return reply(entry(service, service.catalog().resolve(name)))
+    return reply(describe_model(service, service.catalog().resolve(name)))
 
 
-def entry(service: Service, resolved: Resolved) -> Model:
-    """Describe a model by one of its names, with more than OpenAI's fields.
+def describe_model(service: Service, resolved: Resolved) -> Model:
+    """Return a model under one of its names, with OpenAI's fields and our own.
 
-    `state` is unloaded, loading, loaded or failed (`error` says why); `bytes` is what it holds of
-    the memory budget; `last_used` is a Unix time. `batching` says whether a loaded chat model's
-    rows run together, and what its self-test has found. They are null where unknown.
+    `bytes`, `last_used`, `error` and `batching` are None if unknown.
     """
     spec = resolved.spec
     status = service.models.status(spec)
@@ -87,7 +84,6 @@ def entry(service: Service, resolved: Resolved) -> Model:
 
 
 def _batching(batcher: object) -> Batching | None:
-    """Tell how a chat model that is loaded runs its answers, and why."""
     if not isinstance(batcher, GenerationBatcher):
         return None
     verdict = batcher.verdict
@@ -115,25 +111,22 @@ class Reload(TypedDict):
 
 
 async def load(service: Service, request: Request) -> Response:
-    """Load a model, as a request for it would, and answer with its entry.
-
-    What failed a moment ago is tried at once.
-    """
+    """Load a model as a request would, and describe it. A failed load is retried at once."""
     resolved = service.catalog().resolve(request.path_params["name"])
     await service.models.load(resolved.spec)
-    return reply(entry(service, resolved))
+    return reply(describe_model(service, resolved))
 
 
 async def unload(service: Service, request: Request) -> Response:
-    """Unload a model, a pinned one too: 200 when it has gone, 202 while requests still use it."""
+    """Unload a model, pinned or not: 200 if it is unloaded, 202 if requests still use it."""
     resolved = service.catalog().resolve(request.path_params["name"])
     is_gone = await service.models.unload(resolved.spec)
     status = HTTPStatus.OK if is_gone else HTTPStatus.ACCEPTED
-    return reply(entry(service, resolved), status)
+    return reply(describe_model(service, resolved), status)
 
 
 async def reload(service: Service, request: Request) -> Response:
-    """Read models.yaml again, and answer with what changed; 400 names what is wrong in it."""
+    """Read models.yaml again and answer with the changes, or 400 with its errors."""
     changes = await while_connected(request.receive, service.reload())
     body: Reload = {
         "object": "reload",

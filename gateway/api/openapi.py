@@ -1,4 +1,4 @@
-"""GET /openapi.json, and the documentation's tables: both made from the table of endpoints."""
+"""The document of /openapi.json and the tables of the docs, made from the table of endpoints."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
@@ -30,7 +30,7 @@ def document(
     has_keys: bool,
     has_admin: bool,
 ) -> Schema:
-    """Describe the gateway as it is set, with the catalog's models for examples."""
+    """Return the OpenAPI document for these settings, with the catalog's models as examples."""
     names = {
         kind: [each.name for each in catalog if each.spec.kind == kind]
         for kind in ("chat", "embedding")
@@ -64,36 +64,36 @@ def document(
 
 
 def _template(path: str) -> str:
-    """Return a path as OpenAPI writes it, where a parameter has no converter."""
+    """Return a path as OpenAPI writes it, without Starlette's converters."""
     return path.replace(":path", "")
 
 
 def _operation(endpoint: Endpoint, names: Names) -> Schema:
     path = _template(endpoint.bare_path)
     words = path.replace("{name}", "one").replace(".", "/").split("/")
-    described: Schema = {
+    operation: Schema = {
         "operationId": "_".join([endpoint.method.lower(), *words[1:]]),
         "summary": endpoint.summary,
-        "responses": {**_refusals(endpoint.all_errors), **_answers(endpoint)},
+        "responses": {**_error_responses(endpoint.all_errors), **_success_responses(endpoint)},
     }
     if endpoint.details:
-        described["description"] = endpoint.details
+        operation["description"] = endpoint.details
     if endpoint.is_open:
-        described["security"] = []
+        operation["security"] = []
     if "{name}" in path:
-        described["parameters"] = [NAME]
+        operation["parameters"] = [NAME]
     if (request := endpoint.request) is not None:
         models = names[request.kind]
         example = {**({"model": models[0]} if models else {}), **request.example}
         content = {"schema": reference(request), "example": example}
-        described["parameters"] = [TIMEOUT]
-        described["requestBody"] = {"required": True, "content": {"application/json": content}}
+        operation["parameters"] = [TIMEOUT]
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     if endpoint.is_admin:
-        described["security"] = [{"admin_key": []}]
-    return described
+        operation["security"] = [{"admin_key": []}]
+    return operation
 
 
-def _answers(endpoint: Endpoint) -> Schema:
+def _success_responses(endpoint: Endpoint) -> Schema:
     content: Schema = {endpoint.content_type: {}}
     if endpoint.answer is not None:
         content[endpoint.content_type] = {"schema": reference(endpoint.answer)}
@@ -105,7 +105,7 @@ def _answers(endpoint: Endpoint) -> Schema:
     return {str(status): _response(status, content) for status in endpoint.statuses}
 
 
-def _refusals(errors: Iterable[type[GatewayError]]) -> Schema:
+def _error_responses(errors: Iterable[type[GatewayError]]) -> Schema:
     envelope = {"application/json": {"schema": reference(ErrorBody)}}
     return {str(int(error.status)): _response(error.status, envelope) for error in errors}
 
@@ -134,6 +134,6 @@ def fields_table(endpoints: Iterable[Endpoint]) -> str:
             first.setdefault(endpoint.request, endpoint)
     for request, endpoint in first.items():
         columns = (request.served_fields(), sorted(request.harmless), list(request.refused))
-        listed = [" ".join(f"`{name}`" for name in names) for names in columns]
-        rows.append(f"| `{endpoint.method} {endpoint.path}` | {' | '.join(listed)} |")
+        cells = [" ".join(f"`{name}`" for name in names) for names in columns]
+        rows.append(f"| `{endpoint.method} {endpoint.path}` | {' | '.join(cells)} |")
     return "\n".join(rows)

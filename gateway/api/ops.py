@@ -1,4 +1,4 @@
-"""GET /health, /ready, /metrics and /openapi.json: what supervisors and tools ask."""
+"""GET /health, /ready, /metrics and /openapi.json, for supervisors and tools."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -30,18 +30,16 @@ class Ready(TypedDict):
 
 
 async def health(service: Service, request: Request) -> Response:
-    """Answer 200 while the lane's thread moves: a server whose engine is stuck, or has died, must
-    not say that it is well.
-    """
+    """Answer 200 while the lane's thread makes progress, 503 if it is stuck or has died."""
     status = service.health()
     body: Health = {"status": status}
     return reply(body, 200 if status == "ok" else 503)
 
 
 async def ready(service: Service, request: Request) -> Response:
-    """Answer 200 once what is to be preloaded is, until shutdown begins, while the lane is well.
+    """Answer 200 from when all preloaded models are loaded until shutdown, if the lane works.
 
-    The models' states are for those who may list models.
+    The models' states are only for callers who may list models.
     """
     status = service.readiness()
     body: Ready = {"status": status}
@@ -51,24 +49,22 @@ async def ready(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    """Answer in Prometheus' text format."""
     return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
 def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:
-    """Return the document."""
-    written = _written(
+    body = _document_json(
         service.catalog(),
         tuple(endpoints),
         strict=service.rules.strict_fields,
         has_keys=service.has_keys,
         has_admin=service.has_admin,
     )
-    return Response(written, media_type="application/json")
+    return Response(body, media_type="application/json")
 
 
 @lru_cache(maxsize=1)
-def _written(
+def _document_json(
     catalog: Catalog,
     endpoints: Sequence[Endpoint],
     *,

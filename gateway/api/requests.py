@@ -1,4 +1,4 @@
-"""What every handler is given, how bodies are read within limits, and how JSON is answered."""
+"""The service that every handler uses, bodies read within limits, answers written as JSON."""
 
 import asyncio
 import contextlib
@@ -30,18 +30,18 @@ from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("service")
 
-# A body beyond the first is read off the loop: it may take milliseconds. One beyond the second may
-# take seconds, in which none that is smaller waits for it.
+# A body above the first is parsed off the loop: it may take milliseconds. One above the second may
+# take seconds; it is parsed on another thread than smaller ones.
 LONG_BYTES = 32_000
 LARGE_BYTES = 1_000_000
 T = TypeVar("T")
-MOST_NAMED = 16  # in one header
+MAX_HEADER_NAMES = 16
 R = TypeVar("R", bound=WireRequest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How requests are read and answers sent. Times in seconds."""
+    """The settings for reading requests and sending answers. Times in seconds."""
 
     max_body_bytes: int
     body_timeout_s: float
@@ -56,13 +56,12 @@ class Rules:
 
     @property
     def chars(self) -> CharBounds:
-        """Return how long a text may be, and those of a request together."""
         return CharBounds(self.max_input_chars, self.max_request_chars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The floors below, as handlers see them."""
+    """The floors below, as handlers use them."""
 
     catalog: Callable[[], Catalog]
     models: ModelCache[EmbeddingBatcher | GenerationBatcher]
@@ -86,8 +85,8 @@ class Service:
         *,
         is_large: Callable[[R], bool] = lambda _: False,
     ) -> tuple[Parsed[R], T]:
-        """Read and check a request's body, and translate it: off the loop if it is large, or stands
-        for something that is.
+        """Read, check and translate a request's body: off the loop if it is large, or if
+        `is_large` returns True for the request.
         """
         body = await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
 
@@ -98,21 +97,21 @@ class Service:
                 log.info("prompt", **read.request.prompt_fields())
             return read
 
-        def understand() -> tuple[Parsed[R], T]:
+        def parse_and_translate() -> tuple[Parsed[R], T]:
             read = parse()
             return read, translate(read.request)
 
-        with timed(request, Stage.PARSE):
+        with time_stage(request, Stage.PARSE):
             kind: Kind = "large bodies" if len(body) > LARGE_BYTES else "bodies"
             if len(body) > LONG_BYTES:
-                return await self.pool.run(understand, kind=kind)
+                return await self.pool.run(parse_and_translate, kind=kind)
             read = parse()
             if is_large(read.request):
                 return read, await self.pool.run(translate, read.request, kind=kind)
             return read, translate(read.request)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
-        """Say who asks and until when: `x-gateway-timeout-s`, at most the setting."""
+        """Return the caller; its deadline is `x-gateway-timeout-s` from now, or the setting."""
         allowed_s = self._allowed_s(request)
         return Caller(
             request_id=request.scope["gateway.request_id"],
@@ -124,46 +123,46 @@ class Service:
         )
 
     def _allowed_s(self, request: Request) -> float:
-        most = self.rules.request_timeout_s
-        given: bytes | None = request.scope["gateway.headers"].get(b"x-gateway-timeout-s")
+        limit = self.rules.request_timeout_s
+        value: bytes | None = request.scope["gateway.headers"].get(b"x-gateway-timeout-s")
         try:
-            asked = float(given) if given is not None else most
+            seconds = float(value) if value is not None else limit
         except ValueError:
-            asked = 0.0
-        if not asked > 0:
+            seconds = 0.0
+        if not seconds > 0:
             raise BadRequest(
                 "The header x-gateway-timeout-s should be a number of seconds above 0.",
                 param="x-gateway-timeout-s",
             )
-        return min(asked, most)
+        return min(seconds, limit)
 
     @contextlib.asynccontextmanager
-    async def embedder(
-        self, spec: EmbeddingSpec, caller: Caller, asked: WireRequest
+    async def lease_embedding(
+        self, spec: EmbeddingSpec, caller: Caller, wire_request: WireRequest
     ) -> AsyncIterator[EmbeddingBatcher]:
-        """Lease an embedding model. What it refuses inside is named as the request's fields are."""
-        with _naming(asked):
+        """Lease an embedding model; errors inside name the request's fields."""
+        with _locate_errors(wire_request):
             async with self.models.lease(spec, caller) as model:
                 yield cast(EmbeddingBatcher, model)
 
     @contextlib.asynccontextmanager
-    async def writer(
-        self, spec: ChatSpec, caller: Caller, asked: WireRequest
+    async def lease_chat(
+        self, spec: ChatSpec, caller: Caller, wire_request: WireRequest
     ) -> AsyncIterator[GenerationBatcher]:
-        """Lease a chat model. What it refuses inside is named as the request's fields are."""
-        with _naming(asked):
+        """Lease a chat model; errors inside name the request's fields."""
+        with _locate_errors(wire_request):
             async with self.models.lease(spec, caller) as model:
                 yield cast(GenerationBatcher, model)
 
     def embedding_spec(self, name: str) -> tuple[Resolved, EmbeddingSpec]:
-        """Find an embedding model; a chat model is refused by name."""
+        """Return an embedding model's spec. Raises BadRequest for a chat model."""
         resolved = self.catalog().resolve(name)
         if not isinstance(resolved.spec, EmbeddingSpec):
             raise _wrong_kind(name, "chat", "embeddings")
         return resolved, resolved.spec
 
     def chat_spec(self, name: str) -> tuple[Resolved, ChatSpec]:
-        """Find a chat model; an embedding model is refused by name."""
+        """Return a chat model's spec. Raises BadRequest for an embedding model."""
         resolved = self.catalog().resolve(name)
         if not isinstance(resolved.spec, ChatSpec):
             raise _wrong_kind(name, "embedding", "chat completions")
@@ -171,19 +170,19 @@ class Service:
 
 
 @contextlib.contextmanager
-def _naming(asked: WireRequest) -> Iterator[None]:
-    """Have errors of the floors below name the fields of a request."""
+def _locate_errors(wire_request: WireRequest) -> Iterator[None]:
+    """Make errors about a part of the job name the request's field for it."""
     try:
         yield
     except GatewayError as error:
-        if (named := asked.locate(error)) is error:
+        if (located := wire_request.locate(error)) is error:
             raise
-        raise named from error
+        raise located from error
 
 
 @contextlib.contextmanager
-def timed(request: Request, stage: Stage) -> Iterator[None]:
-    """Count what is inside as a stage of the request."""
+def time_stage(request: Request, stage: Stage) -> Iterator[None]:
+    """Add the time while entered to a stage of the request."""
     started = clock.now()
     yield
     request.scope["gateway.timings"].add(stage, clock.now() - started)
@@ -198,30 +197,28 @@ def _wrong_kind(name: str, kind: str, wanted: str) -> BadRequest:
     )
 
 
-def noted(ignored: Sequence[str]) -> dict[str, str]:
-    """Name in a header the fields that nobody knew."""
+def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
+    """Return the header with the names of the ignored fields."""
     return named_header("x-gateway-ignored", ignored)
 
 
 def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
-    """Write some of the names, in characters that headers allow."""
-    shown = [quote(name[:64], safe="[]") for name in names[:MOST_NAMED]]
-    return {header: ",".join(shown)} if shown else {}
+    """Return a header with the first of the names, percent-encoded; none if there are no names."""
+    quoted = [quote(name[:64], safe="[]") for name in names[:MAX_HEADER_NAMES]]
+    return {header: ",".join(quoted)} if quoted else {}
 
 
-# What is refused for its size is read on, and thrown away, up to so many times the limit: a
-# connection closed in the middle of a client's sending is reset, and it would never see the 413.
-PATIENCE = 4
-
-
-UNCOUNTED_BYTES = 64 * 1024  # of each body: most requests are let in however full it is
+# A body above the limit is read on and discarded, up to this many times the limit: if the
+# connection were closed while the client still sends, it would be reset before the 413 arrived.
+DISCARD_FACTOR = 4
+UNCOUNTED_BYTES = 64 * 1024  # of each body, so that most requests always have room
 
 
 class Bodies:
-    """The bytes of all bodies inside, each counted from its arrival to the end of its answer.
+    """The bytes of all requests' bodies, each counted from its arrival to the end of its answer.
 
-    One that finds no room is refused and not made to wait: who has read half of a body and waits
-    for room to read the rest may wait for another who does the same.
+    A body that finds no room is refused rather than queued: two requests that have each read half
+    of a body and wait for room for the rest would wait for each other.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -230,50 +227,50 @@ class Bodies:
 
     @contextlib.contextmanager
     def body(self) -> Iterator["Body"]:
-        """Count one request's body while it is inside."""
+        """Count one request's body while entered."""
         body = Body(self)
         try:
             yield body
         finally:
             body.count(0)
 
-    def has_room(self, more: int, held: int) -> bool:
-        """Return True if a body that holds so much may hold more; one alone always may."""
-        return self.nbytes == held or self.nbytes + more <= self._max_bytes
+    def has_room(self, more: int, nbytes: int) -> bool:
+        """Return True if a body of `nbytes` may grow by `more`; the only body always may."""
+        return self.nbytes == nbytes or self.nbytes + more <= self._max_bytes
 
 
 class Body:
-    """One body's share."""
+    """The bytes counted for one body."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
-        self._held = 0
+        self._nbytes = 0
 
     def count(self, size: int) -> None:
-        """Count it as so large. Raises Unavailable when there is no room for it."""
-        held = max(0, size - UNCOUNTED_BYTES)
-        more = held - self._held
-        if more > 0 and not self._bodies.has_room(more, self._held):
+        """Set the body's size. Raises Unavailable if there is no room for it."""
+        nbytes = max(0, size - UNCOUNTED_BYTES)
+        more = nbytes - self._nbytes
+        if more > 0 and not self._bodies.has_room(more, self._nbytes):
             raise Unavailable(
                 "The requests being read are too large together. Please try again shortly.",
                 retry_after_s=1,
             )
         self._bodies.nbytes += more
-        self._held = held
+        self._nbytes = nbytes
 
 
 def check_head(scope: Scope, max_bytes: int) -> None:
-    """Raise HeadTooLarge for a path, query and headers above the limit, together."""
+    """Raise HeadTooLarge if path, query and headers together are above the limit."""
     size = sum(map(len, chain.from_iterable(scope["headers"])))
     if size + len(scope["path"]) + len(scope["query_string"]) > max_bytes:
         raise HeadTooLarge(f"The path, query and headers are larger than {max_bytes} bytes.")
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytearray:
-    """Read the body whole.
+    """Read the whole body.
 
-    Raises TooLarge for one above the limit, SlowBody when it is not here after `timeout_s`, and
-    Unavailable when there is no room beside the others.
+    Raises TooLarge if it is above the limit, SlowBody if it has not arrived within `timeout_s`, and
+    Unavailable if the bodies of all requests leave no room for it.
     """
     share: Body = request.scope["gateway.body"]
     body = bytearray()
@@ -282,7 +279,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytea
     try:
         async with asyncio.timeout(timeout_s):
             more = True
-            while more and size <= PATIENCE * max_bytes:
+            while more and size <= DISCARD_FACTOR * max_bytes:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
@@ -306,16 +303,16 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytea
     return body
 
 
-MANY = 5_000  # logprobs: some milliseconds' work
+MANY_LOGPROBS = 5_000  # to write them takes some milliseconds
 
 
 def reply(
     body: object, status: int = HTTPStatus.OK, *, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Answer with JSON."""
+    """Return a JSON response."""
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-async def written(write: Callable[[], bytes], logprobs: int) -> bytes:
-    """Write an answer with so many logprobs: off the loop if they are very many."""
-    return write() if logprobs <= MANY else await asyncio.to_thread(write)
+async def serialise(write: Callable[[], bytes], logprobs: int) -> bytes:
+    """Write an answer with this many logprobs: off the loop if it would block it for long."""
+    return write() if logprobs <= MANY_LOGPROBS else await asyncio.to_thread(write)

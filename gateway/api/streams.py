@@ -1,4 +1,4 @@
-"""SSE framing, priming, and stopping work when the client leaves."""
+"""Server-sent events: framing, priming, and cancelling work when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -22,22 +22,22 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise hold tokens back
 ]
-# A comment line, which every decoder skips; and only one line feed, as some count a blank line
-# after it as an empty event.
+# A comment line, which every decoder skips; with one line feed only, as some decoders take a blank
+# line after it for an empty event.
 _COMMENT = b": keep-alive\n"
 
 
 def frame(data: bytes) -> bytes:
-    """Write one server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + data + b"\n\n"
 
 
 DONE = frame(b"[DONE]")
-ACCEPTED = b""  # no event, but the word that one will come: the queue has let it in
+ACCEPTED = b""  # not sent: it marks that the request is admitted, and events will follow
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, but cancel it when the client leaves: nobody else would.
+    """Return the result of `work`, which is cancelled if the client disconnects.
 
     Raises ClientDisconnect then, which needs no answer.
     """
@@ -45,41 +45,41 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     assert task is not None
     is_over = False
 
-    def leave(_: asyncio.Task[None]) -> None:
+    def cancel_task(_: asyncio.Task[None]) -> None:
         if not is_over:
             task.cancel()
 
-    gone = asyncio.ensure_future(_gone(receive))
-    gone.add_done_callback(leave)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+    disconnect.add_done_callback(cancel_task)
     try:
         return await work
     except asyncio.CancelledError:
-        if gone.done() and task.uncancel() == 0:  # nobody else cancelled us
+        if disconnect.done() and task.uncancel() == 0:  # this is the only cancellation
             raise ClientDisconnect from None
         raise
     finally:
         is_over = True
-        gone.cancel()
+        disconnect.cancel()
 
 
-async def _gone(receive: Receive) -> None:
-    """End when the client has left. Nobody else may receive meanwhile."""
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected. Nothing else may call `receive` meanwhile."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
+async def _run_unless(disconnect: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        await _cancelled(task)
+        await _cancel(task)
 
 
-async def _cancelled(task: asyncio.Task[Any]) -> None:
+async def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait([task])
 
@@ -89,13 +89,13 @@ def _frame_error(error: GatewayError) -> bytes:
 
 
 class EventStream:
-    """An ASGI response of server-sent events, opened by the first of them.
+    """An ASGI response of server-sent events.
 
-    The 200 waits until the request is accepted, and then for the first event, for at most
-    `open_after_s`: an error before it is a real status (raised by `primed`), one after it an error
-    event, which `write_error` writes. The events are made as fast as they can be and wait here, so
-    that a slow reader holds memory, as much as the answer is long, but neither a row nor a lease.
-    Whatever ends the answer closes the generator.
+    The 200 is sent when the request is accepted and its first event has come, but at most
+    `open_after_s` after the former. An error before it is raised by `prime` and gets a real status;
+    one after it becomes an event, written by `write_error`. Events are buffered here as fast as
+    they are generated: a slow reader holds memory for the answer, but neither a sequence nor a
+    lease. The generator is closed however the answer ends.
     """
 
     def __init__(
@@ -108,21 +108,21 @@ class EventStream:
     ) -> None:
         self._headers = headers
         self._write_error = write_error
-        self._made: deque[bytes] = deque()
+        self._buffer: deque[bytes] = deque()
         self._sent = 0
         self._accepted = asyncio.Event()
-        self._stirred = asyncio.Event()
-        self._gone = asyncio.ensure_future(_gone(receive))
-        self._maker = asyncio.ensure_future(self._make(events))
+        self._changed = asyncio.Event()
+        self._disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+        self._producer = asyncio.ensure_future(self._produce(events))
 
-    async def primed(self, open_after_s: float) -> "EventStream":
-        """Wait for the first event. Raises what the generator raised instead of one."""
+    async def prime(self, open_after_s: float) -> "EventStream":
+        """Wait for the first event. Raises the generator's error if that comes first."""
         try:
             await self._until(self._accepted, None)
-            await self._until(self._stirred, open_after_s)
-            if not self._made and self._maker.done():
-                self._maker.result()
-            elif not self._made and self._gone.done():
+            await self._until(self._changed, open_after_s)
+            if not self._buffer and self._producer.done():
+                self._producer.result()
+            elif not self._buffer and self._disconnect.done():
                 raise ClientDisconnect
         except BaseException:
             await self._close()
@@ -130,77 +130,77 @@ class EventStream:
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all, unless the client leaves."""
         try:
-            await _unless(self._gone, self._send(send))
+            await _run_unless(self._disconnect, self._send(send))
         finally:
             await self._close()
 
     async def _until(self, event: asyncio.Event, timeout_s: float | None) -> None:
-        """Wait for an event of ours, for the end of them or of the client, at most so long."""
+        """Wait for an event, until the generator ends, the client disconnects or time is up."""
         waiting = asyncio.ensure_future(event.wait())
         try:
             await asyncio.wait(
-                {waiting, self._maker, self._gone},
+                {waiting, self._producer, self._disconnect},
                 timeout=timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
             waiting.cancel()
 
-    async def _make(self, events: AsyncGenerator[bytes, None]) -> None:
+    async def _produce(self, events: AsyncGenerator[bytes, None]) -> None:
         try:
             async with contextlib.aclosing(events):
                 async for data in events:
                     self._accepted.set()
                     if data:
-                        self._made.append(data)
-                        self._stirred.set()
+                        self._buffer.append(data)
+                        self._changed.set()
         finally:
-            self._stirred.set()
+            self._changed.set()
 
     async def _send(self, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         start = {"type": "http.response.start", "status": 200, "headers": _HEADERS + headers}
         await send(start)
-        heart = asyncio.ensure_future(self._beat())
+        keep_alive = asyncio.ensure_future(self._keep_alive())
         try:
-            while not self._maker.done() or self._made:
-                if self._made:
-                    await send(_body(self._made.popleft(), more=True))
+            while not self._producer.done() or self._buffer:
+                if self._buffer:
+                    await send(_body(self._buffer.popleft(), more=True))
                     self._sent += 1
                 else:
-                    self._stirred.clear()
-                    await self._stirred.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
         finally:
-            heart.cancel()
+            keep_alive.cancel()
         if (failure := self._failure()) is not None:
             await send(_body(self._write_error(failure), more=True))
         await send(_body(b"", more=False))
 
-    async def _beat(self) -> None:
-        """Have a comment sent where nothing was for a while: one timer a stream, since one a token
-        would cost as much as the token.
+    async def _keep_alive(self) -> None:
+        """Buffer a comment whenever nothing was sent for a while.
+
+        One timer for the stream: one for each token would cost as much as the token.
         """
         while True:
             sent = self._sent
             await asyncio.sleep(KEEP_ALIVE_S / 2)
-            if self._sent == sent and not self._made:
-                self._made.append(_COMMENT)
-                self._stirred.set()
+            if self._sent == sent and not self._buffer:
+                self._buffer.append(_COMMENT)
+                self._changed.set()
 
     def _failure(self) -> GatewayError | None:
-        error = self._maker.exception()
+        error = self._producer.exception()
         if error is None or isinstance(error, GatewayError):
             return error
         log.error("stream_failed", exc_info=error)
         return GatewayError("The server had an error.")
 
     async def _close(self) -> None:
-        await _cancelled(self._gone)
-        await _cancelled(self._maker)
-        if not self._maker.cancelled():
-            self._maker.exception()  # seen
+        await _cancel(self._disconnect)
+        await _cancel(self._producer)
+        if not self._producer.cancelled():
+            self._producer.exception()  # so that asyncio does not log it as never retrieved
 
 
 def _body(data: bytes, *, more: bool) -> Message:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from gateway import __version__, logs, metrics
 from gateway.api import app
-from gateway.api.middleware import Door
+from gateway.api.middleware import InFlight
 from gateway.api.requests import Bodies, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes
@@ -120,7 +120,7 @@ class Gateway:
         )
         self._arrivals = Arrivals()
         self._pool = TokenPool()
-        self.door = Door()
+        self.in_flight = InFlight()
         self._bodies = Bodies(settings.max_bodies_bytes)
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
         self._models: ModelCache[Batcher] = ModelCache(
@@ -149,9 +149,9 @@ class Gateway:
         )
         self._reloading = asyncio.Lock()
         self._has_reloaded = asyncio.Event()
-        self.asgi: ASGIApp = app.serve(
+        self.asgi: ASGIApp = app.create_app(
             self._service(),
-            door=self.door,
+            in_flight=self.in_flight,
             bodies=self._bodies,
             admin_key=settings.admin_key.get_secret_value() if settings.admin_key else None,
             keys=[key.get_secret_value() for key in settings.api_keys],
@@ -171,7 +171,7 @@ class Gateway:
         loaded again. Raises ModelsFileInvalid, and then nothing has changed.
         """
         async with self._reloading:  # of two at once, the later reads the later file
-            if self.door.is_closed:
+            if self.in_flight.is_draining:
                 raise Unavailable("The gateway is shutting down.", retry_after_s=1)
             try:
                 async with asyncio.timeout(READING_S):
@@ -191,12 +191,12 @@ class Gateway:
 
     async def drain(self) -> None:
         """Refuse new requests and wait for those under way, for at most the drain time."""
-        if not await self.door.drained(self._settings.drain_s):
+        if not await self.in_flight.drain(self._settings.drain_s):
             log.warning("drain_cut_short", seconds=self._settings.drain_s)
             self._end_all("The gateway is shutting down.")
-            await self.door.drained(GRACE_S)
-            self.door.send_away()  # requests that wait for a model, or whose body comes very slowly
-            await self.door.drained(GRACE_S)
+            await self.in_flight.drain(GRACE_S)
+            self.in_flight.cancel()  # those waiting for a model, or for a very slow body
+            await self.in_flight.drain(GRACE_S)
 
     def _end_all(self, message: str) -> None:
         for batcher in self._models.loaded():
@@ -298,7 +298,7 @@ class Gateway:
         return [spec for spec in self._catalog.specs if states.get(spec.id) == "loaded"]
 
     def _status(self) -> str:
-        if self.door.is_closed:
+        if self.in_flight.is_draining:
             return "draining"
         if self._watch.status != "ok":
             return self._watch.status

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from starlette.types import Message
 
-from gateway.api.requests import MANY, written
+from gateway.api.requests import MANY_LOGPROBS, serialise
 from gateway.api.streams import EventStream, frame
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob
 from gateway.registry import Catalog
@@ -261,7 +261,7 @@ async def test_a_stream_that_pauses_in_its_middle_is_kept_alive_too(
     async def send(message: Message) -> None:
         sent.extend(message.get("body", b""))
 
-    stream = await EventStream(events(), {}, receive).primed(1)
+    stream = await EventStream(events(), {}, receive).prime(1)
     await stream({}, receive, send)
     parts = bytes(sent).split(b"data: ")
     assert all(b": keep-alive\n" in part for part in parts[1:])
@@ -484,7 +484,9 @@ async def test_what_cannot_be_continued_is_refused(
     assert answer.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize(("logprobs", "is_here"), [(0, True), (MANY, True), (MANY + 1, False)])
+@pytest.mark.parametrize(
+    ("logprobs", "is_here"), [(0, True), (MANY_LOGPROBS, True), (MANY_LOGPROBS + 1, False)]
+)
 async def test_very_many_logprobs_are_written_off_the_event_loop(
     logprobs: int, is_here: bool
 ) -> None:
@@ -495,5 +497,5 @@ async def test_very_many_logprobs_are_written_off_the_event_loop(
         threads.append(threading.get_ident())
         return b"{}"
 
-    assert await written(write, logprobs) == b"{}"
+    assert await serialise(write, logprobs) == b"{}"
     assert (threads == [threading.get_ident()]) is is_here

@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.access import is_loopback
-from gateway.api.middleware import PIECE_BYTES, Context, Door, pieces
+from gateway.api.middleware import PIECE_BYTES, Context, InFlight, split_body
 from gateway.api.requests import Bodies
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
@@ -114,11 +114,11 @@ async def test_a_body_over_the_limit_is_a_413(models: Catalog, engines: Scripted
         assert declared.status_code == 413
         assert error(declared)["code"] == "request_too_large"
 
-        async def pieces() -> Any:
+        async def split_body() -> Any:
             for _ in range(20):
                 yield b"x" * 100
 
-        counted = await client.post("/v1/embeddings", content=pieces())
+        counted = await client.post("/v1/embeddings", content=split_body())
         assert counted.status_code == 413
 
 
@@ -253,7 +253,7 @@ def test_a_large_body_is_sent_in_pieces(size: int, more: bool) -> None:
     """All of it, in order; and what follows is said by the last of them alone."""
     body = random.Random(size).randbytes(size)
     message = {"type": "http.response.body", "body": body, "more_body": more}
-    sent = list(pieces(message))
+    sent = list(split_body(message))
     assert b"".join(each["body"] for each in sent) == body
     assert all(len(each["body"]) <= PIECE_BYTES for each in sent)
     assert [each["more_body"] for each in sent] == [True] * (len(sent) - 1) + [more]
@@ -265,7 +265,7 @@ async def test_an_error_nobody_foresaw_is_a_500_in_the_envelope() -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("secret path")
 
-    app = Context(broken, Door(), Bodies(10**9), max_header_bytes=1024, send_timeout_s=1)
+    app = Context(broken, InFlight(), Bodies(10**9), max_header_bytes=1024, send_timeout_s=1)
     transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.get("/")

@@ -6,7 +6,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.api.access import duration
+from gateway.api.access import format_duration
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
@@ -41,7 +41,7 @@ def ratelimits(answer: httpx2.Response) -> dict[str, str]:
 )
 def test_times_are_written_as_openai_writes_them(seconds: float, written: str) -> None:
     """Rounded up, so that who waits so long has waited long enough."""
-    assert duration(seconds) == written
+    assert format_duration(seconds) == written
 
 
 async def test_without_a_limit_nothing_is_said_of_one(client: httpx2.AsyncClient) -> None:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import logs
 from gateway.api.access import Guard
-from gateway.api.middleware import Context, Door
+from gateway.api.middleware import Context, InFlight
 from gateway.api.requests import Bodies
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
@@ -96,10 +96,10 @@ async def test_a_traceback_shows_neither_key_nor_prompt(written: io.StringIO) ->
         message = await receive()
         raise RuntimeError(f"{len(message['body'])} bytes were too much")
 
-    door = Door()
-    guard = Guard(broken, door, keys=[KEY], hosts=[], origins=[])
+    in_flight = InFlight()
+    guard = Guard(broken, in_flight, keys=[KEY], hosts=[], origins=[])
     transport = httpx2.ASGITransport(
-        Context(guard, door, Bodies(10**9), max_header_bytes=10_000, send_timeout_s=1)
+        Context(guard, in_flight, Bodies(10**9), max_header_bytes=10_000, send_timeout_s=1)
     )
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.post("/", json=CHAT, headers={"authorization": f"Bearer {KEY}"})
