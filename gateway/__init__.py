@@ -9,8 +9,9 @@ The house, from the roof down; an import goes down, never up, never to a strange
     bench              the load tool (its client is in the extra of that name)
     app                where concrete parts meet: an engine and a batcher for every spec
     api                HTTP, one file an endpoint; app.py has the table of all of them
-    serving            time: lane (one lock, one thread for MLX), models (leases within a memory
-                       budget), embedding and generation (batchers); no mlx
+    serving            time: lane (the one global MLX lock, and the one thread that runs MLX),
+                       models (leases within a memory budget), embedding and generation
+                       (batchers); no mlx import
     wire | engine      OpenAI's shapes | tensors, token ids and model files, in rooms called
                        embedding, generation and grammar: strangers
     registry           models.yaml → specs, as the environment has them

@@ -37,7 +37,7 @@ from gateway.serving.rate_limit import Allowance
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import TokenPool
 from gateway.serving.watch import StallLimits, Watch
-from gateway.serving.workers import unending
+from gateway.serving.workers import run_forever
 from gateway.settings import Settings, variables
 from gateway.wire.bounds import Bounds
 
@@ -70,7 +70,7 @@ class Gauges:
         rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
         for entry in self._models.entries:  # an id may have two: one leaves, one replaces it
             model = entry.spec.id
-            leases[model] += entry.leases + entry.asked
+            leases[model] += entry.leases + entry.waiting_callers
             if (batcher := entry.model) is not None:
                 tickets[model] += batcher.tickets
                 if isinstance(batcher, GenerationBatcher):
@@ -115,8 +115,8 @@ class Gateway:
         self._watch = Watch(
             self._lane,
             StallLimits(settings.stall_limit_s, settings.load_stall_limit_s),
-            tell=lambda: self._end_all("The engine is stuck, and is being started again."),
-            leave=os._exit if settings.exit_on_stall else None,
+            on_stall=lambda: self._end_all("The engine is stuck, and is being started again."),
+            exit_process=os._exit if settings.exit_on_stall else None,
         )
         self._arrivals = Arrivals()
         self._pool = TokenPool()
@@ -132,7 +132,7 @@ class Gateway:
                 self._arrivals,
                 self._budget,
                 lambda nbytes, is_pressing: self._models.room.clear(nbytes, is_pressing),
-                lambda model: self._models.room.pinned_bytes(beside=model),
+                lambda model: self._models.room.pinned_bytes(without=model),
             ),
             lambda: self._catalog,
             self._budget,
@@ -247,7 +247,7 @@ class Gateway:
                 async with self._models:
                     background = [
                         asyncio.create_task(self._preload(), name="preload"),
-                        asyncio.create_task(unending("tidy", self._tidy), name="tidy"),
+                        asyncio.create_task(run_forever("tidy", self._tidy), name="tidy"),
                     ]
                     try:
                         yield

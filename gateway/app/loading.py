@@ -145,7 +145,7 @@ class Opener:
         self._pool = pool
         self._arrivals = arrivals
 
-    async def prepared(self, spec: ModelSpec) -> Prepared[Batcher]:
+    async def prepare(self, spec: ModelSpec) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size."""
         files = await self._engines.files(spec)
         size = await self._engines.size(spec, files)

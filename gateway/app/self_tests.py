@@ -170,7 +170,7 @@ class SelfTest:
                 if not share.nbytes:
                     if needed > self._budget.spare_bytes:
                         continue
-                    share.state(needed)
+                    share.resize(needed)
                 found, _ = await self._step()
                 if found.is_whole and found != self.verdict:
                     self.verdict = batcher.verdict = found

@@ -1,6 +1,7 @@
 """The maths: the only floor that imports mlx, mlx_lm, outlines and tokenizers.
 
-Plain synchronous code: no await, no lock, no log line, no metric. From the top down:
+Plain synchronous code: no await, no log line, no metric, and no lock: all of it runs under the
+one global MLX lock, which is serving/lane. From the top down:
 
 generation         prompts → tokens, in batches; a grammar can be a row's own
 embedding          texts → vectors, one pass for many
@@ -9,7 +10,7 @@ sandboxed          what a process of its own runs: templates, first tries of gra
 decoders           mlx-lm's model of a folder or a GGUF file
 gguf               a chat model in one file, as llama.cpp keeps them
 checkpoint, hub    a model's folder, read and sized; where it comes from
-device, probe      device, dtype and memory limits; whether MLX works here
+device, probe      which device, its dtype and memory limits; whether MLX works here
 blas, openblas     a fast BLAS, loaded before mlx is imported
 """
 

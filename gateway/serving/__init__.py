@@ -1,14 +1,20 @@
-"""Time: who has the lane, who may wait for it, and until when. No mlx, no HTTP.
+"""Time: queues, batches, locks, deadlines and memory. No mlx import, no HTTP.
 
-lane, watch, workers       one lock and one thread for MLX, in fair turns; whether it still lives
-admission, rate_limit      who may come in; who is on the way
-budget, tokenize, ports    bytes to share out; a pool that tokenises; what an engine is
-pace, sandbox              how much fits in a pass; a process for what might end this one
-response_store             answers kept for `previous_response_id`
+lane             the one global MLX lock, in fair turns, and the one thread that runs MLX
+watch            notices when that thread stalls or dies
+admission        bounds on waiting requests; deadlines; requests on their way
+rate_limit       requests and tokens per minute of each caller
+budget           the bytes of memory that models and their sequences share
+tokenize         thread pools off the loop, and a tokeniser that uses them
+sandbox          processes for work that may hang, grow or crash
+workers          background tasks that are restarted after an error
+pace             how many tokens a pass may have to keep to a time limit
+response_store   responses kept for `previous_response_id`
+ports            the Protocols of engines
 
-Three rooms, strangers to one another, stand on these:
+Three rooms, which do not import one another, build on these:
 
-models        leases: loaded once, kept while used, let go of for others
+models        leases: models are loaded once, kept while used, evicted for others
 embedding     waiting inputs → one padded pass → each caller's vectors
-generation    rows join, step, leave: continuous batching, within memory
+generation    continuous batching: sequences join, step and leave, within memory
 """

@@ -15,14 +15,14 @@ from gateway.jobs import Caller, Stage
 
 
 class Arrival:
-    """A request on its way, until it is queued or answered without."""
+    """A request that is being read or tokenised: it will be queued, or ends first."""
 
     def __init__(self, arrivals: "Arrivals") -> None:
         self._arrivals = arrivals
 
-    def over(self) -> None:
-        """Note that it has arrived, or never will. A second call does nothing."""
-        self._arrivals._over(self)
+    def end(self) -> None:
+        """Count it no longer, as it is queued or ended. A second call does nothing."""
+        self._arrivals._end(self)
 
 
 class Arrivals:
@@ -34,13 +34,13 @@ class Arrivals:
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[Arrival]:
-        """Count a request as on its way while entered, unless it is over sooner."""
+        """Count a request as on its way while entered, or until its `end`."""
         arrival = Arrival(self)
         self._since[arrival] = clock.now()
         try:
             yield arrival
         finally:
-            arrival.over()
+            arrival.end()
 
     @property
     def count(self) -> int:
@@ -63,12 +63,12 @@ class Arrivals:
             await asyncio.sleep(0)
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Wait until another one is over, for at most `timeout_s`."""
+        """Wait until one of them ends, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
-    def _over(self, arrival: Arrival) -> None:
+    def _end(self, arrival: Arrival) -> None:
         if self._since.pop(arrival, None) is not None:
             self._changed.set()
             self._changed = asyncio.Event()  # for the next change
@@ -83,8 +83,8 @@ NO_BOUND: Final = 2**62
 def retry_after_s(waiting: float, finished: float, seconds: float) -> float:
     """Return the seconds that a queue needs to drain, between LEAST_RETRY_S and MOST_RETRY_S.
 
-    `finished` of it were served in the last `seconds`. One more counts as about to finish, so
-    that the time of a new queue is short, and that of one that is stuck grows.
+    `finished` of it were served in the last `seconds`. One more is counted as about to finish:
+    the time of a new queue is short, and that of a stuck one grows.
     """
     drained_s = waiting * seconds / (finished + 1)
     return min(MOST_RETRY_S, max(LEAST_RETRY_S, drained_s))
@@ -114,7 +114,7 @@ class Bounded:
         """Start measuring the rate."""
         self._since, self._finished = self._clock(), 0.0
 
-    def let_go(self, amount: int) -> None:
+    def release(self, amount: int) -> None:
         """Release `amount`. Older releases count by half and less."""
         self.held -= amount
         self._finished += amount
@@ -176,7 +176,7 @@ class Admission:
         try:
             yield
         finally:
-            bounded.let_go(amount)
+            bounded.release(amount)
             self._gauge.dec(amount)
 
     @property
@@ -207,7 +207,7 @@ async def until_deadline(caller: Caller) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def waiting_for_load(caller: Caller) -> AsyncIterator[None]:
+async def time_load(caller: Caller) -> AsyncIterator[None]:
     """Time the body as loading, and cancel it at the caller's deadline."""
     started = clock.now()
     caller.timings.stage = Stage.LOAD

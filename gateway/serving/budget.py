@@ -1,13 +1,13 @@
-"""The bytes that models and their rows may hold, and those they do."""
+"""The bytes that models and their sequences may hold, and those they hold."""
 
 from collections.abc import Callable
 
 
 class Budget:
-    """Bytes to share out: a model's weights have one share, its rows another.
+    """The bytes of all models: a model's weights have one share, the KV of its rows another.
 
-    Bytes are counted here and refused elsewhere: who needs more than `free_bytes` waits for a call
-    of its listener, or asks `Room.clear` to make room.
+    Bytes are counted here, not refused: code that needs more than `free_bytes` waits until its
+    listener is called, or calls `Room.clear` to make room.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -28,40 +28,40 @@ class Budget:
 
     def claim(self, nbytes: int) -> None:
         """Reserve bytes, free now or later, for a model that waits."""
-        was, self.claimed_bytes = self.claimed_bytes, nbytes
-        if nbytes < was:
-            self.announce()
+        before, self.claimed_bytes = self.claimed_bytes, nbytes
+        if nbytes < before:
+            self.notify()
 
     def share(self) -> "Share":
         """Return a new share, which holds nothing yet."""
         return Share(self)
 
     def listen(
-        self, changed: Callable[[], None], wanted: Callable[[], None] = lambda: None
+        self, on_change: Callable[[], None], on_recall: Callable[[], None] = lambda: None
     ) -> None:
-        """Call `changed` whenever bytes come back, or might because a model became idle, and
-        `wanted` when kept prefixes, which only save time, are to be freed.
+        """Call `on_change` whenever bytes are freed, or could be because a model became idle, and
+        `on_recall` when cached prefixes have to be freed.
         """
-        self._listeners[changed] = wanted
+        self._listeners[on_change] = on_recall
 
-    def ignore(self, changed: Callable[[], None]) -> None:
-        """Remove a listener, and its `wanted`."""
-        del self._listeners[changed]
+    def unlisten(self, on_change: Callable[[], None]) -> None:
+        """Remove a listener, and its `on_recall`."""
+        del self._listeners[on_change]
 
-    def announce(self) -> None:
-        """Call every listener, to look again."""
-        for changed in tuple(self._listeners):
-            changed()
+    def notify(self) -> None:
+        """Call every `on_change`."""
+        for on_change in tuple(self._listeners):
+            on_change()
 
     def recall(self) -> None:
-        """Ask for what is kept only to save time."""
-        for wanted in tuple(self._listeners.values()):
-            wanted()
+        """Call every `on_recall`."""
+        for on_recall in tuple(self._listeners.values()):
+            on_recall()
 
     def _change(self, by: int) -> None:
         self._held_bytes += by
         if by < 0:
-            self.announce()
+            self.notify()
 
 
 class Share:
@@ -71,11 +71,11 @@ class Share:
         self._budget = budget
         self.nbytes = 0
 
-    def state(self, nbytes: int) -> None:
+    def resize(self, nbytes: int) -> None:
         """Hold `nbytes` from now on, free or not: they may be in memory already."""
         change, self.nbytes = nbytes - self.nbytes, nbytes
         self._budget._change(change)
 
     def release(self) -> None:
-        """Hold nothing any more."""
-        self.state(0)
+        """Hold nothing."""
+        self.resize(0)

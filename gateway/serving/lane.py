@@ -1,4 +1,4 @@
-"""The one road to the device: a lock for whose turn it is, a thread to work on.
+"""The one global MLX lock: a fair queue for whose turn it is, and the one thread that runs MLX.
 
 MLX is not thread-safe, and an array left unevaluated on one thread cannot be evaluated on
 another: so everything that touches it, loading and freeing too, runs on this thread.
@@ -20,12 +20,12 @@ from gateway.errors import Unavailable
 class FairQueue:
     """Start-time fair queuing over kinds of work (Goyal, Vin and Cheng, 1996).
 
-    Every kind has a clock that its turns move on by their seconds, divided by the kind's weight;
-    the kind whose clock is furthest behind is next. A kind that was idle starts where the one in
-    service started, so that idleness saves nothing up. Kinds that always wait get time in
-    proportion to their weights, and each one's turn comes after at most one turn of each other.
+    Each kind has a clock, which a turn advances by its seconds divided by the kind's weight; the
+    kind whose clock is furthest behind is next. A kind that was idle starts at the clock of the
+    one in service, so idle time earns no credit. Kinds that always wait get time in proportion to
+    their weights, and wait for at most one turn of each other kind.
 
-    `most_s` says of how long a turn counts at most, by kind: one that has none counts in full.
+    `most_s` caps the seconds of a turn that count, by kind; other kinds count in full.
     """
 
     def __init__(
@@ -39,25 +39,25 @@ class FairQueue:
         self._now = 0.0
 
     def choose(self, waiting: Iterable[str]) -> int:
-        """Return the place of the kind that is next; of equals the first to wait."""
+        """Return the index of the kind that is next; of equals the first to wait."""
         starts = [self._start(kind) for kind in waiting]
         return starts.index(min(starts))
 
     def begin(self, kind: str) -> None:
-        """Note that a turn of this kind begins."""
+        """Start a turn of this kind."""
         self._now = self._clocks[kind] = self._start(kind)
 
     def end(self, kind: str, seconds: float) -> None:
-        """Note that the turn begun last ends, after so many seconds."""
+        """End the current turn, which took so many seconds."""
         self._clocks[kind] = self._after(kind, seconds)
 
     def is_up(self, kind: str, seconds: float, waiting: Iterable[str]) -> bool:
-        """Return True if one of those that wait is due before a turn goes on that began last.
+        """Return True if the current turn should end, `seconds` after it began.
 
-        Another's wish for the same kind of work ends it too.
+        It ends for a waiting kind whose clock is behind, and for another turn of its own kind.
         """
-        mine = self._after(kind, seconds)
-        return any(other == kind or self._start(other) <= mine for other in waiting)
+        current = self._after(kind, seconds)
+        return any(other == kind or self._start(other) <= current for other in waiting)
 
     def _start(self, kind: str) -> float:
         return max(self._now, self._clocks.get(kind, 0.0))
@@ -72,16 +72,16 @@ Ts = TypeVarTuple("Ts")
 log = logs.get("lane")
 
 LOAD = "load"  # the kind of turn whose calls may take long
-MOST_LOAD_S = 1.0  # of one that counts: a slow disk must not bar the next load for minutes
+MOST_LOAD_S = 1.0  # of a load that count: a slow disk must not delay the next load for minutes
 
 
 @dataclass(slots=True, eq=False)
 class Beat:
-    """A sign of life: what the lane's thread does, and how long that took at most so far; None
-    where nobody knows, as for a load and the first call of a shape, which compiles.
+    """A heartbeat: what the lane's thread does, and the longest that this has taken so far.
 
-    A new one is made for every call, and for every step of a call of many: one that stays has
-    not moved.
+    `usual_s` is None where that is unknown: for a load, and the first call of a shape, which
+    compiles. Each call, and each step of a call, makes a new one; if it stays the same, the thread
+    has not moved.
     """
 
     kind: str
@@ -90,57 +90,57 @@ class Beat:
 
 
 class _Work:
-    """A call for the lane's thread, and the future that tells that it is over.
+    """A call for the lane's thread, and a future that is done when the call is.
 
-    The result is not in the future: one that nobody takes is dropped on the lane's thread.
+    The future does not hold the result, so that an unclaimed one is freed on the lane's thread.
     """
 
-    __slots__ = ("args", "beat", "function", "loop", "over", "result")
+    __slots__ = ("args", "beat", "done", "function", "loop", "result")
 
     def __init__(self, beat: Beat, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.beat = beat
         self.function = function
         self.args = args
         self.loop = asyncio.get_running_loop()
-        self.over: asyncio.Future[None] = self.loop.create_future()
+        self.done: asyncio.Future[None] = self.loop.create_future()
         self.result: Any = None
 
     def do(self) -> None:
         """Run on the lane's thread; settle the future on its own loop."""
         try:
             self.result = self.function(*self.args)
-        except StopIteration as error:  # the one exception that no future takes
+        except StopIteration as error:  # a future refuses it
             self.fail(RuntimeError(f"{self.function} raised {error!r}"))
         except Exception as error:  # the caller decides what it means
             self.fail(error)
         else:
-            self._settle(self.over.set_result, None)
+            self._settle(self.done.set_result, None)
 
     def fail(self, error: Exception) -> None:
-        """Fail the waiting caller, as there is no result."""
-        self._settle(self.over.set_exception, error)
+        """Raise an error in the waiting caller."""
+        self._settle(self.done.set_exception, error)
 
     def take(self) -> Any:
-        """Return the result, and drop it here."""
+        """Return the result, and keep no reference to it."""
         result, self.result = self.result, None
         return result
 
     def drop(self) -> None:
-        """Drop the result on this thread."""
+        """Free the result on the calling thread."""
         self.result = None
 
     def _settle(self, settle: Callable[[Any], None], outcome: object) -> None:
-        def unless_gone() -> None:
-            if not self.over.done():
+        def settle_once() -> None:
+            if not self.done.done():
                 settle(outcome)
 
         with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
-            self.loop.call_soon_threadsafe(unless_gone)
+            self.loop.call_soon_threadsafe(settle_once)
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
-    """Somebody in line: the kind of their work, and what tells them that the lane is theirs."""
+class _Waiter:
+    """A task that waits for the lane, and the future that is done once it holds it."""
 
     kind: str
     gained: asyncio.Future[None]
@@ -149,9 +149,9 @@ class _Waiting:
 class Lane:
     """A context manager: the thread lives from enter to exit.
 
-    `weights` say how kinds of work that wait share the lane's time, 1 where they say nothing;
-    within a kind, first come is first served. `on_close` is the thread's last act (MLX on CPU
-    aborts the process without it).
+    `weights` divide the lane's time between waiting kinds of work (default 1); within a kind,
+    turns are first come, first served. `on_close` is the thread's last call: without it MLX on CPU
+    aborts the process.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class Lane:
         weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._on_close = on_close
-        self._shares = FairQueue(weights, {LOAD: MOST_LOAD_S})
-        self._line: list[_Waiting] = []
+        self._fair_queue = FairQueue(weights, {LOAD: MOST_LOAD_S})
+        self._waiters: list[_Waiter] = []
         self._is_held = False
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._live, name="lane", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="lane", daemon=True)
         self._is_open = False
         self._has_ended = asyncio.Event()
         self._usual_s: dict[Hashable, float] = {}  # by shape; forgotten at every load
@@ -184,74 +184,74 @@ class Lane:
 
     @contextlib.asynccontextmanager
     async def turn(self, kind: str) -> AsyncIterator["Turn"]:
-        """Wait in line, then hold the lane; `kind` names the work for shares and metrics."""
+        """Wait for the lane, then hold it; `kind` names the work for weights and metrics."""
         self._check()
-        asked = clock.now()
-        await self._gain(kind)
+        requested = clock.now()
+        await self._acquire(kind)
         gained = clock.now()
         try:
             self._check()
-            yield Turn(self, kind, gained, gained - asked)
+            yield Turn(self, kind, gained, gained - requested)
         finally:
             seconds = clock.now() - gained
-            self._shares.end(kind, seconds)
-            self._hand_on()
-            metrics.of(metrics.LANE_WAIT, kind).observe(gained - asked)
+            self._fair_queue.end(kind, seconds)
+            self._release()
+            metrics.of(metrics.LANE_WAIT, kind).observe(gained - requested)
             metrics.of(metrics.LANE_HOLD, kind).observe(seconds)
             metrics.of(metrics.LANE_SECONDS, kind).inc(seconds)
 
-    async def _gain(self, kind: str) -> None:
+    async def _acquire(self, kind: str) -> None:
         if not self._is_held:
             self._is_held = True
-            self._shares.begin(kind)
+            self._fair_queue.begin(kind)
             return
-        mine = _Waiting(kind, asyncio.get_running_loop().create_future())
-        self._line.append(mine)
+        waiter = _Waiter(kind, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
         try:
-            await mine.gained
+            await waiter.gained
         except asyncio.CancelledError:
-            if mine in self._line:
-                self._line.remove(mine)
-            elif not mine.gained.cancelled():
-                self._hand_on()  # it was given to us just as we left
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            elif not waiter.gained.cancelled():
+                self._release()  # it gained the lane as it was cancelled
             raise
 
-    def _hand_on(self) -> None:
-        """Pass the free lane to the next in line."""
-        # Whoever is being cancelled stands in line until they next run.
-        self._line = [each for each in self._line if not each.gained.done()]
-        if not self._line:
+    def _release(self) -> None:
+        """Give the lane to the next waiter, if there is one."""
+        # A waiter that is being cancelled stays in the list until its task runs.
+        self._waiters = [each for each in self._waiters if not each.gained.done()]
+        if not self._waiters:
             self._is_held = False
             return
-        chosen = self._line.pop(self._shares.choose(each.kind for each in self._line))
-        self._shares.begin(chosen.kind)
+        chosen = self._waiters.pop(self._fair_queue.choose(each.kind for each in self._waiters))
+        self._fair_queue.begin(chosen.kind)
         chosen.gained.set_result(None)
 
     def _is_up(self, kind: str, seconds: float) -> bool:
-        # A copy: the line may change meanwhile, on the loop's thread.
-        return self._shares.is_up(kind, seconds, [each.kind for each in tuple(self._line)])
+        # A copy: the loop's thread may change the list meanwhile.
+        return self._fair_queue.is_up(kind, seconds, [each.kind for each in tuple(self._waiters)])
 
     async def _run(self, beat: Beat, function: Callable[..., Any], *args: Any) -> Any:
         self._check()
         work = _Work(beat, function, args)
-        asked = clock.now()
+        queued = clock.now()
         self._work.put(work)
         try:
-            await asyncio.shield(work.over)
+            await asyncio.shield(work.done)
         except asyncio.CancelledError:
-            # The call cannot be stopped: keep the turn until it is over, however often we are
-            # told to leave. What it made, a loaded engine perhaps, is freed where it was made.
-            while not work.over.done():
+            # The call cannot be stopped: keep the turn until it is done, however often this task
+            # is cancelled. Its result, a loaded engine perhaps, is freed on the lane's thread.
+            while not work.done.done():
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([work.over])
-            if not work.over.cancelled():
-                work.over.exception()  # retrieved, as no caller is left
+                    await asyncio.wait([work.done])
+            if not work.done.cancelled():
+                work.done.exception()  # retrieved, as no caller is left
             self._work.put(_Work(beat, work.drop, ()))
             raise
-        self._learn(beat.shape, clock.now() - asked)
+        self._record(beat.shape, clock.now() - queued)
         return work.take()
 
-    def _learn(self, shape: Hashable, seconds: float) -> None:
+    def _record(self, shape: Hashable, seconds: float) -> None:
         if shape is not None:
             self._usual_s[shape] = max(seconds, self._usual_s.get(shape, 0.0))
 
@@ -260,19 +260,19 @@ class Lane:
             state = "engine has stopped" if self.has_died else "gateway is shutting down"
             raise Unavailable(f"The {state}.", retry_after_s=1)
 
-    def _live(self) -> None:
+    def _run_thread(self) -> None:
         while (work := self._work.get()) is not None:
             self.beat = work.beat
             try:
                 work.do()
-            except BaseException:  # SystemExit, say: what ends a thread ends this one
-                self.has_died = True  # before whoever waits asks for more
+            except BaseException:  # such as SystemExit, which ends a thread
+                self.has_died = True  # before the waiting caller can queue another call
                 log.critical("lane_died", kind=work.beat.kind, exc_info=True)
                 work.fail(Unavailable("The engine has stopped.", retry_after_s=1))
                 break
             self.beat = None
             del work  # hold no array while waiting
-        self.beat = Beat("farewell")
+        self.beat = Beat("close")
         try:
             self._on_close()
         finally:
@@ -287,18 +287,18 @@ class Lane:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._gain("close")
+        await self._acquire("close")
         self._is_open = False
         self._work.put(None)
-        self._hand_on()  # those in line are refused
-        await self._has_ended.wait()  # on no other thread: one that joins cannot be left behind
+        self._release()  # to the next waiter, which is refused
+        await self._has_ended.wait()  # not in another thread, which could not be cancelled
         self._thread.join()
 
 
 class Turn:
-    """The right to the lane, while one holds it. Call it to work there, and await the result.
+    """A held lane. Call it to run a function on the lane's thread, and await the result.
 
-    `gained` is the clock when it began, `waited_s` how long it was waited for.
+    `gained` is the clock when the turn began, `waited_s` the wait for it.
     """
 
     def __init__(self, lane: Lane, kind: str, gained: float, waited_s: float) -> None:
@@ -313,16 +313,16 @@ class Turn:
             lane._usual_s.clear()
 
     def __call__(self, function: Callable[[*Ts], T], *args: *Ts) -> Awaitable[T]:
-        """Call it on the lane's thread."""
+        """Call a function on the lane's thread."""
         return self._lane._run(self._beat(), function, *args)
 
-    def announce(self, shape: Hashable) -> None:
-        """Say what the next calls compute on: calls of a shape are measured by those before."""
+    def set_shape(self, shape: Hashable) -> None:
+        """Set the shape of the next calls, whose usual time is that of earlier calls of it."""
         self._shape = shape
         self._usual_s = self._lane._usual_s.get(shape)
 
     def beat(self) -> None:
-        """Show life between the steps of one call. On the lane's thread."""
+        """Replace the heartbeat, between the steps of one call. On the lane's thread."""
         self._lane.beat = self._beat()
 
     def _beat(self) -> Beat:
@@ -331,12 +331,12 @@ class Turn:
     @property
     def is_contended(self) -> bool:
         """Return True if another turn waits. Safe on any thread."""
-        return bool(self._lane._line)
+        return bool(self._lane._waiters)
 
     @property
     def is_up(self) -> bool:
-        """Return True if another's turn is due: work in steps asks between them. Safe on any
+        """Return True if another turn is due; work in steps checks between them. Safe on any
         thread.
         """
         lane = self._lane
-        return bool(lane._line) and lane._is_up(self._kind, clock.now() - self.gained)
+        return bool(lane._waiters) and lane._is_up(self._kind, clock.now() - self.gained)

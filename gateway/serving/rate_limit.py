@@ -1,7 +1,7 @@
-"""How much each caller may take in a minute: buckets that fill again, evenly, within one.
+"""Requests and tokens per minute of each caller: buckets that refill evenly.
 
-A bucket may be overdrawn: what an answer costs is known only after it was let in. Who has
-overdrawn one waits until it is paid back, so that the mean keeps to the limit.
+A bucket may be overdrawn, as an answer's tokens are known only at its end. Its caller then waits
+until it is positive again, so that the average keeps to the limit.
 """
 
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ Kind: TypeAlias = Literal["requests", "tokens"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-def refilled(left: float, limit: int, seconds: float) -> float:
-    """Return what is left after some seconds more, at `limit` a minute."""
+def refill(left: float, limit: int, seconds: float) -> float:
+    """Return what is left some seconds later, at `limit` a minute."""
     return min(limit, left + limit * seconds / MINUTE_S)
 
 
-def seconds_until(wanted: float, left: float, limit: int) -> float:
-    """Return the seconds until that much is left; 0 when it is."""
-    return max(0.0, wanted - left) * MINUTE_S / limit
+def seconds_until(needed: float, left: float, limit: int) -> float:
+    """Return the seconds until `needed` is left; 0 when it is."""
+    return max(0.0, needed - left) * MINUTE_S / limit
 
 
 @dataclass(slots=True)
@@ -37,17 +37,17 @@ class Bucket:
 
     @property
     def left(self) -> float:
-        """Return what is left now; below 0 what is owed."""
+        """Return what is left now; below 0 if overdrawn."""
         now = clock.now()
-        self._left, self._at = refilled(self._left, self.limit, now - self._at), now
+        self._left, self._at = refill(self._left, self.limit, now - self._at), now
         return self._left
 
     def take(self, amount: float) -> None:
-        """Take from it, whether or not it is there."""
+        """Take an amount, even if it overdraws the bucket."""
         self._left = self.left - amount
 
     def wait_s(self) -> float:
-        """Return the seconds until one more can be let in; 0 for now."""
+        """Return the seconds until the next request is allowed; 0 for now."""
         return seconds_until(1.0, self.left, self.limit)
 
     def reset_s(self) -> float:
@@ -57,14 +57,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What a caller may take in a minute. None is no limit."""
+    """A caller's requests and tokens per minute. None is no limit."""
 
     requests: int | None
     tokens: int | None
 
     @property
     def is_unlimited(self) -> bool:
-        """Return True if there is no limit to count for."""
+        """Return True if nothing is limited."""
         return self.requests is None and self.tokens is None
 
 
@@ -76,7 +76,7 @@ class Accounts:
     _accounts: dict[str | None, dict[Kind, Bucket]] = field(default_factory=dict)
 
     def of(self, key_id: str | None) -> dict[Kind, Bucket]:
-        """Return a caller's buckets: those that have a limit."""
+        """Return a caller's buckets, one for each limit."""
         if key_id not in self._accounts:
             limits: dict[Kind, int | None] = {
                 "requests": self.allowance.requests,

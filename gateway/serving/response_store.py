@@ -1,7 +1,7 @@
-"""Answered responses, kept for a while in memory so that a caller may go on from them.
+"""Responses kept in memory for `previous_response_id`, by owner.
 
-Each owner (an API key; None where there are no keys) has a shelf of its own: nobody finds or
-pushes out what another's request left here. It may be asked from any thread.
+An owner is an API key, or None where there are no keys: it neither finds nor evicts the responses
+of others. Safe on any thread.
 """
 
 import threading
@@ -21,9 +21,9 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One answer as JSON, with every item it was made from and those it is made of.
+    """One response as JSON, with its input and output items.
 
-    `context` is the whole conversation before the answer, that of earlier responses included.
+    `context` is the whole conversation before it, that of earlier responses included.
     """
 
     id: str
@@ -33,22 +33,22 @@ class StoredResponse:
 
     @property
     def items(self) -> Sequence[StoredItem]:
-        """Return the conversation so far, the answer included."""
+        """Return the conversation so far, with this response."""
         return (*self.context, *self.output)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its JSON. What it shares with another response is counted in both."""
+        """Return the bytes of its JSON. Items shared with another response count in both."""
         return len(self.body) + sum(len(item.body) for item in self.items)
 
 
 @dataclass(slots=True)
-class _Shelf:
+class _Owned:
     """One owner's responses, oldest first, each with the time it expires at."""
 
     responses: OrderedDict[str, tuple[float, StoredResponse]] = field(default_factory=OrderedDict)
     nbytes: int = 0
-    items: dict[str, tuple[int, StoredItem]] = field(default_factory=dict)  # with how many hold it
+    items: dict[str, tuple[int, StoredItem]] = field(default_factory=dict)  # and its holders
 
     def add(self, response: StoredResponse, expires: float) -> None:
         self.responses[response.id] = (expires, response)
@@ -70,9 +70,9 @@ class _Shelf:
 
 
 class ResponseStore:
-    """Bounded three ways: responses and bytes an owner may have, seconds a response is kept.
+    """At most so many responses and bytes an owner, each for `ttl_s` seconds.
 
-    An owner's oldest response leaves for its newest. `max_responses` 0 keeps none.
+    An owner's newest response evicts its oldest. `max_responses` 0 keeps none.
     """
 
     def __init__(
@@ -87,70 +87,70 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._now = now
-        self._shelves: dict[str | None, _Shelf] = {}
+        self._by_owner: dict[str | None, _Owned] = {}
         self._lock = threading.RLock()
 
     @property
     def is_on(self) -> bool:
-        """Return True if anything is kept at all."""
+        """Return True if responses are kept."""
         return self._max_responses > 0
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of what is kept, of every owner."""
-        return sum(shelf.nbytes for shelf in self._shelves.values())
+        """Return the bytes of all kept responses."""
+        return sum(owned.nbytes for owned in self._by_owner.values())
 
     def __len__(self) -> int:
-        return sum(len(shelf.responses) for shelf in self._shelves.values())
+        return sum(len(owned.responses) for owned in self._by_owner.values())
 
     def keep(self, owner: str | None, response: StoredResponse) -> bool:
-        """Keep a response; return False if it alone is larger than all an owner may have."""
+        """Keep a response; return False if it alone exceeds an owner's bytes."""
         with self._lock:
             self.expire()
             if not self.is_on or response.nbytes > self._max_bytes:
                 return False
-            shelf = self._shelves.setdefault(owner, _Shelf())
+            owned = self._by_owner.setdefault(owner, _Owned())
             while (
-                len(shelf.responses) >= self._max_responses
-                or shelf.nbytes + response.nbytes > self._max_bytes
+                len(owned.responses) >= self._max_responses
+                or owned.nbytes + response.nbytes > self._max_bytes
             ):
-                shelf.remove(shelf.oldest())
-            shelf.add(response, self._now() + self._ttl_s)
+                owned.remove(owned.oldest())
+            owned.add(response, self._now() + self._ttl_s)
             return True
 
     def find(self, owner: str | None, response_id: str) -> StoredResponse | None:
         """Return an owner's response, if it is still kept."""
         with self._lock:
             self.expire()
-            shelf = self._shelves.get(owner)
-            found = None if shelf is None else shelf.responses.get(response_id)
+            owned = self._by_owner.get(owner)
+            found = None if owned is None else owned.responses.get(response_id)
             return None if found is None else found[1]
 
     def item(self, owner: str | None, item_id: str) -> StoredItem | None:
         """Return an item of any response of an owner's; of several with one id, the newest."""
         with self._lock:
             self.expire()
-            shelf = self._shelves.get(owner)
-            found = None if shelf is None else shelf.items.get(item_id)
+            owned = self._by_owner.get(owner)
+            found = None if owned is None else owned.items.get(item_id)
             return None if found is None else found[1]
 
     def delete(self, owner: str | None, response_id: str) -> bool:
-        """Forget a response; return False if there is none."""
+        """Delete a response; return False if there is none."""
         with self._lock:
             if self.find(owner, response_id) is None:
                 return False
-            self._shelves[owner].remove(response_id)
+            self._by_owner[owner].remove(response_id)
             return True
 
     def expire(self) -> None:
-        """Forget what has been kept for its time."""
+        """Delete the responses that have expired."""
         with self._lock:
-            for shelf, response_id in list(self._expired(self._now())):
-                shelf.remove(response_id)
+            for owned, response_id in list(self._expired(self._now())):
+                owned.remove(response_id)
 
-    def _expired(self, now: float) -> Iterator[tuple[_Shelf, str]]:
-        for shelf in self._shelves.values():
-            for response_id, (expires, _) in shelf.responses.items():
+    def _expired(self, now: float) -> Iterator[tuple[_Owned, str]]:
+        for owned in self._by_owner.values():
+            for response_id, (expires, _) in owned.responses.items():
                 if expires > now:
                     break  # kept in order
-                yield shelf, response_id
+                yield owned, response_id

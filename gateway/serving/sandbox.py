@@ -1,8 +1,8 @@
-"""A process for work whose cost a caller decides: it may be slow, swell or crash, and only it dies.
+"""Processes for untrusted work, which may take too long, use too much memory or crash.
 
 Native code can neither be stopped nor kept from overflowing its stack, and a template is a program.
-So such work is done in a persistent process, spawned and never forked (MLX does not outlive a
-fork), that is killed at a deadline or beyond its memory, and replaced at once.
+So such work runs in a persistent process, spawned and never forked (MLX does not survive a fork),
+that is killed at a deadline or a memory limit, and replaced at once.
 """
 
 import contextlib
@@ -24,26 +24,26 @@ from gateway import logs
 log = logs.get("sandbox")
 
 Outcome: TypeAlias = tuple[str, Any]
-"""What the process answered, or one of our own: busy, late or died, with a reason."""
+"""The process's answer, or `busy`, `late` or `died` with a reason."""
 End: TypeAlias = Literal["late", "died"]
 
 HEAD: Final = struct.Struct("!Q")
 READY: Final = 2  # processes: importing what they need takes one to two seconds
-WAIT_S: Final = 30.0  # for those before us, each of whom takes `quick_s` at most
+WAIT_S: Final = 30.0  # for earlier calls, each of which takes `quick_s` at most
 START_S: Final = 60.0  # for a process to import what it needs
-LOOK_S: Final = 0.1  # between two looks at the memory of a process that no limit bounds
-KEPT: Final = 1024  # what was killed for, by key
-LATE_LASTS_S: Final = 600.0  # a machine may have been busy; a crash is remembered for good
+POLL_S: Final = 0.1  # of the memory of a process that the system does not limit
+MOST_KEPT: Final = 1024  # keys of work that was killed
+LATE_LASTS_S: Final = 600.0  # the machine may have been busy; a crash is kept for good
 GRACE_S: Final = 1.0
 
 
 class Sandbox:
-    """A context manager: its processes end with it. Calls are for worker threads, from any number.
+    """A context manager: its processes end with it. Call it from any worker thread.
 
-    `command` is given the number of a socket; its protocol is in engine/sandboxed.py.
-    Calls are made one after another, but one that takes longer than `quick_s` goes on by itself,
-    while another process serves the rest. Only one may: a second one fails as busy.
-    Work that was killed is remembered by its key, and not done again.
+    `command` is passed a socket's file descriptor; engine/sandboxed.py has the protocol. Calls run
+    one after another, but one that takes longer than `quick_s` continues in its process while
+    another process serves the next. Only one may: a second slow call fails as busy. Work that was
+    killed is remembered by its key, and not tried again.
     """
 
     def __init__(
@@ -60,29 +60,29 @@ class Sandbox:
         self._is_memory_bounded = is_memory_bounded
         self._turn = threading.Lock()
         self._slow = threading.Lock()
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
         self._is_closed = False
-        self._killed_for: OrderedDict[bytes, tuple[End, str, float]] = OrderedDict()
+        self._killed: OrderedDict[bytes, tuple[End, str, float]] = OrderedDict()
 
     def __call__(self, request: Mapping[str, Any], key: bytes) -> Outcome:
-        """Do what is asked, once for each key that kills.
+        """Run a request and return its outcome, or that of work with this key that was killed.
 
-        Gives busy when others took all the time there was, late past the deadline and died when
-        the process did; never raises for what is asked.
+        The outcome is `busy` if other calls took all the time, `late` past the deadline, and `died`
+        if the process did. Never raises for what is in the request.
         """
-        if (known := self._known(key)) is not None:
-            return known
+        if (earlier := self._find_killed(key)) is not None:
+            return earlier
         if not self._turn.acquire(timeout=WAIT_S):
             return "busy", "others take all the time there is"
         try:
-            process = self._taken()
+            process = self._take()
             ends_at = time.monotonic() + self._timeout_s
             bounded = {**request, "seconds": self._timeout_s + GRACE_S}
             outcome = self._attempt(process, bounded, self._quick_s)
             if outcome is None:
-                with self._changing:
+                with self._lock:
                     if not self._idle and not self._is_closed:
                         self._idle.append(_Process(self._command))
         finally:
@@ -93,22 +93,22 @@ class Sandbox:
                     outcome = self._attempt(process, None, ends_at - time.monotonic())
                 finally:
                     self._slow.release()
-            else:  # the machine may be busy, and not the work large
+            else:  # perhaps the machine is busy and the work small
                 outcome = self._attempt(process, None, self._quick_s)
                 if outcome is None:
                     self._discard(process)
                     return "busy", "another takes as long"
         if outcome is None:
-            return self._ended(process, key, "late", f"it took over {self._timeout_s:g} seconds")
+            return self._end(process, key, "late", f"it took over {self._timeout_s:g} seconds")
         if outcome[0] == "died":
-            return self._ended(process, key, "died", outcome[1])
+            return self._end(process, key, "died", outcome[1])
         self._put_back(process)
         return outcome
 
     def _attempt(
         self, process: "_Process", request: Mapping[str, Any] | None, seconds: float
     ) -> Outcome | None:
-        """Ask, or go on waiting for an answer; None when it takes longer."""
+        """Send a request, or None to wait on; return None if the answer takes longer."""
         try:
             return process.ask(request, seconds, watch_memory=not self._is_memory_bounded)
         except MemoryError:
@@ -116,18 +116,18 @@ class Sandbox:
         except (OSError, EOFError):
             return "died", process.cause()
 
-    def _taken(self) -> "_Process":
-        with self._changing:
+    def _take(self) -> "_Process":
+        with self._lock:
             while self._idle and not self._idle[-1].is_alive:  # the system may end any of them
                 self._idle.pop().kill()
             process = self._idle.pop() if self._idle else _Process(self._command)
             self._busy.add(process)
-        with contextlib.suppress(OSError, EOFError):  # the request will meet it again
+        with contextlib.suppress(OSError, EOFError):  # the request will raise it again
             process.wait_ready()
         return process
 
     def _put_back(self, process: "_Process") -> None:
-        with self._changing:
+        with self._lock:
             self._busy.discard(process)
             if len(self._idle) >= READY or self._is_closed or process.is_spent:
                 process.kill()
@@ -137,67 +137,67 @@ class Sandbox:
 
     def _discard(self, process: "_Process") -> None:
         process.kill()
-        with self._changing:
+        with self._lock:
             self._busy.discard(process)
             self._replenish()
 
-    def _ended(self, process: "_Process", key: bytes, end: End, why: str) -> Outcome:
+    def _end(self, process: "_Process", key: bytes, end: End, why: str) -> Outcome:
         self._discard(process)
         log.warning("sandbox_killed", why=why, key=key.hex()[:16])
-        with self._changing:
-            self._killed_for[key] = (end, why, time.monotonic())
-            while len(self._killed_for) > KEPT:
-                self._killed_for.popitem(last=False)
+        with self._lock:
+            self._killed[key] = (end, why, time.monotonic())
+            while len(self._killed) > MOST_KEPT:
+                self._killed.popitem(last=False)
         return end, why
 
-    def _known(self, key: bytes) -> Outcome | None:
-        with self._changing:
-            if (known := self._killed_for.get(key)) is None:
+    def _find_killed(self, key: bytes) -> Outcome | None:
+        with self._lock:
+            if (earlier := self._killed.get(key)) is None:
                 return None
-            end, why, since = known
+            end, why, since = earlier
             if end == "late" and time.monotonic() - since > LATE_LASTS_S:
-                del self._killed_for[key]
+                del self._killed[key]
                 return None
             return end, why
 
     def _replenish(self) -> None:
-        """Start what the next calls are to find ready, but for those at work, who come back.
+        """Start processes until READY of them are idle or busy; busy ones return to idle.
 
-        To start one takes a second or two of processor time, and slows those at work.
+        A start takes a second or two of processor time, which slows the busy ones.
         """
         while len(self._idle) + len(self._busy) < READY and not self._is_closed:
             self._idle.insert(0, _Process(self._command))
 
     def __enter__(self) -> "Sandbox":
-        with self._changing:
+        with self._lock:
             self._is_closed = False
             self._replenish()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._changing:
+        with self._lock:
             self._is_closed = True
             while self._idle:
                 self._idle.pop().kill()
-            for process in self._busy:  # whoever waits for them sees that they are gone
+            for process in self._busy:  # their calls return `died`
                 process.end()
 
 
 class _Process:
-    """One process and our end of its socket."""
+    """A process and the gateway's end of its socket."""
 
     def __init__(self, command: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
         secret = ("GATEWAY_", "OPENAI_", "HF_TOKEN")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
+        public = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
         with theirs:
             self._process = subprocess.Popen(
                 [command[0], *command[1:-1], str(theirs.fileno()), command[-1]],
-                pass_fds=[theirs.fileno()],  # and no other: a listening socket must not live on
+                pass_fds=[theirs.fileno()],  # and no other: a listening socket must not stay open
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                env={**public, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
         self._socket = ours
         self._expect(HEAD.size, is_head=True)
@@ -207,11 +207,11 @@ class _Process:
 
     @property
     def is_alive(self) -> bool:
-        """Return False if it has ended by itself."""
+        """Return False if the process has ended."""
         return self._process.poll() is None
 
     def wait_ready(self) -> None:
-        """Wait until it has imported what it needs."""
+        """Wait until the process has imported what it needs."""
         if not self._is_ready:
             self._frame(time.monotonic() + START_S)
             self._is_ready = True
@@ -219,17 +219,17 @@ class _Process:
     def ask(
         self, request: Mapping[str, Any] | None, seconds: float, *, watch_memory: bool
     ) -> Outcome | None:
-        """Send a request, if one is given, and wait for the answer; None when it takes longer.
+        """Send a request unless it is None, and wait for the answer; None if it takes longer.
 
-        Raises OSError or EOFError when the process died, MemoryError when it is watched and holds
-        more than the request allows.
+        Raises OSError or EOFError if the process died, and MemoryError if it holds more than the
+        request allows (with `watch_memory`).
         """
         ends_at = time.monotonic() + seconds
         if request is not None:
             self._max_bytes = request["max_bytes"] if watch_memory else None
             data = pickle.dumps(request)
             self._socket.settimeout(START_S)
-            self._socket.sendall(HEAD.pack(len(data)) + data)  # at once, so that it wakes once
+            self._socket.sendall(HEAD.pack(len(data)) + data)  # in one call, so it wakes once
         frame = self._frame(ends_at)
         if frame is None:
             return None
@@ -237,7 +237,7 @@ class _Process:
         return name, value
 
     def _frame(self, ends_at: float) -> bytearray | None:
-        """Receive a frame; what came of one before a wait ended is kept for the next."""
+        """Receive a frame, or None at `ends_at`; its bytes so far are kept for the next call."""
         while True:
             if self._missing == 0:
                 frame = self._frame_so_far
@@ -249,7 +249,7 @@ class _Process:
             left = ends_at - time.monotonic()
             if left <= 0:
                 return None
-            self._socket.settimeout(left if self._max_bytes is None else min(left, LOOK_S))
+            self._socket.settimeout(left if self._max_bytes is None else min(left, POLL_S))
             try:
                 view = memoryview(self._frame_so_far)[-self._missing :]
                 if not (count := self._socket.recv_into(view)):
@@ -261,12 +261,12 @@ class _Process:
                     raise MemoryError from None
 
     def _expect(self, size: int, *, is_head: bool) -> None:
-        """Make room for a frame, or for the head that tells its length."""
+        """Allocate the buffer of the next frame, or of the head with its length."""
         self._frame_so_far = bytearray(size)
         self._missing, self._is_head = size, is_head
 
     def cause(self) -> str:
-        """Return what ended it."""
+        """Return a message about how the process ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         code = self._process.returncode
@@ -275,21 +275,21 @@ class _Process:
         return "it ended the process that tried it"
 
     def end(self) -> None:
-        """End it, whatever it is doing."""
+        """Send SIGKILL."""
         self._process.kill()
 
     def kill(self) -> None:
-        """End it and reap it, when nobody waits for it any more."""
+        """Send SIGKILL, close the socket and reap the process, which no call waits for."""
         self._process.kill()
         self._socket.close()
         self._process.wait()
 
 
 def resident_bytes(pid: int) -> int:
-    """Ask the system for a process's resident memory; 0 when it is gone.
+    """Return a process's resident memory, as `ps` reports it; 0 if it has ended.
 
-    For macOS, which knows RLIMIT_AS and does not hold to it.
+    For macOS, which does not enforce RLIMIT_AS.
     """
-    asked = ["ps", "-o", "rss=", "-p", str(pid)]
-    done = subprocess.run(asked, capture_output=True, check=False)
-    return 1024 * int(done.stdout or 0)
+    command = ["ps", "-o", "rss=", "-p", str(pid)]
+    output = subprocess.run(command, capture_output=True, check=False).stdout
+    return 1024 * int(output or 0)

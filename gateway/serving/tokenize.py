@@ -1,8 +1,8 @@
-"""Reading bodies, tokenising, rendering, compiling and judging: on pools of threads, but for what
-is short.
+"""Thread pools for work off the loop (reading bodies, tokenising, templates, grammars), and a
+tokeniser that uses them.
 
-Each kind of work has threads of its own, and long work has others than short work. Requests take
-turns with what is long: none is done whole while another waits.
+Each kind of work has its own threads, and long work has others than short work. The texts of
+several requests are encoded in slices, in turn.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ Kind: TypeAlias = Literal[
     "verdicts",
 ]
 THREADS: Final[dict[Kind, int]] = {
-    # One each: reading is Python's own work, and each thread at it takes its share of the loop's.
+    # One each: reading holds the GIL, and each further thread takes from the loop's share of it.
     "bodies": 1,
     "large bodies": 1,
     "short texts": 2,
@@ -38,19 +38,18 @@ THREADS: Final[dict[Kind, int]] = {
     "grammars": 3,
     "verdicts": 2,
 }
-# One text so short is tokenised on the loop: it takes 20 µs, and the way to a thread and back 300.
+# A single text so short is tokenised on the loop: it takes 20 µs, a hop to a thread 300.
 SHORT_CHARS: Final = 1000
-# Beyond this a request is long. A slice of it takes about a tenth of a second.
+# Longer requests are long work. A slice takes about a tenth of a second.
 LONG_CHARS: Final = 1 << 16
 SLICE_CHARS: Final = 1 << 17  # of one request in a call
-CALL_CHARS: Final = 1 << 20  # of all requests in a call, but for one text that is longer
+CALL_CHARS: Final = 1 << 20  # of all requests in a call, unless a single text is longer
 
 
 class TokenPool:
-    """A context manager: its threads end when it does, after the calls under way.
-
-    Nobody waits for those: one that never ended would keep the gateway from ending. What nobody
-    waits for any more when its turn comes is not begun.
+    """A context manager. At exit it drops queued calls, and does not wait for running ones, as one
+    that hangs would keep the gateway from exiting. A cancelled call that is still queued is
+    dropped too.
     """
 
     def __init__(self) -> None:
@@ -62,13 +61,13 @@ class TokenPool:
     async def run(
         self, function: Callable[[*Ts], T], *args: *Ts, kind: Kind = "short prompts"
     ) -> T:
-        """Call it on a thread for its kind."""
+        """Call a function on a thread for this kind of work."""
         return await asyncio.get_running_loop().run_in_executor(
             self._threads[kind], function, *args
         )
 
     async def compile(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Call it on a thread for grammars."""
+        """Call a function on a thread for grammars."""
         return await self.run(function, *args, kind="grammars")
 
     def __enter__(self) -> "TokenPool":
@@ -80,14 +79,14 @@ class TokenPool:
 
 
 def prompt_kind(job: GenerateJob) -> Kind:
-    """Return which threads a prompt is for."""
+    """Return the kind of work that rendering a job's prompt is."""
     prompt = job.prompt if isinstance(job.prompt, str) else ""
     is_long = _is_longer(LONG_CHARS, [prompt, *job.messages, *job.tools])
     return "long prompts" if is_long else "short prompts"
 
 
 def _is_longer(most_chars: int, values: list[Any]) -> bool:
-    """Return True if there is more text in these, however deep; what is no text counts as one."""
+    """Return True if nested values have more characters; what is not text counts as one."""
     chars = 0
     while values and chars <= most_chars:
         value = values.pop()
@@ -103,38 +102,38 @@ def _is_longer(most_chars: int, values: list[Any]) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """A request's texts, and the rows of those that are encoded."""
+class _Request:
+    """The texts of one request, the rows of those encoded so far, and the result."""
 
     texts: Sequence[str]
-    rows: "asyncio.Future[list[TokenIds]]"
-    done: list[TokenIds] = field(default_factory=list)
+    result: "asyncio.Future[list[TokenIds]]"
+    rows: list[TokenIds] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
-        return self.rows.done()
+        return self.result.done()
 
-    def next(self, most_chars: int) -> Sequence[str]:
+    def next_texts(self, most_chars: int) -> Sequence[str]:
         """Return the next texts, at least one."""
-        begin = end = len(self.done)
+        begin = end = len(self.rows)
         chars = 0
         while end < len(self.texts) and (end == begin or chars + len(self.texts[end]) < most_chars):
             chars += len(self.texts[end])
             end += 1
         return self.texts[begin:end]
 
-    def take(self, rows: Sequence[TokenIds]) -> None:
-        """Keep the rows of what came next; the request is answered with its last."""
-        self.done += rows
-        if len(self.done) == len(self.texts) and not self.is_over:
-            self.rows.set_result(self.done)
+    def add(self, rows: Sequence[TokenIds]) -> None:
+        """Add the rows of the next texts; the last ones complete the result."""
+        self.rows += rows
+        if len(self.rows) == len(self.texts) and not self.is_over:
+            self.result.set_result(self.rows)
 
 
 class Tokeniser:
-    """Texts of many requests → calls of `encode` of bounded length.
+    """Calls `encode` with the texts of many requests, a bounded number of characters a call.
 
-    Requests that come while the threads are busy share the next call, each with a slice of its
-    texts. A short text alone goes nowhere.
+    Requests that arrive while the threads are busy share the next call, each with a slice of its
+    texts. A single short text is encoded on the loop.
     """
 
     def __init__(
@@ -142,70 +141,73 @@ class Tokeniser:
     ) -> None:
         self._encode = encode
         self._pool = pool
-        self._waiting: dict[Kind, deque[_Asked]] = {"short texts": deque(), "long texts": deque()}
+        self._waiting: dict[Kind, deque[_Request]] = {"short texts": deque(), "long texts": deque()}
         self._calls: dict[Kind, set[asyncio.Task[None]]] = {kind: set() for kind in self._waiting}
 
     async def tokenise(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return each text's token ids, special tokens included."""
         if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS:
             return list(self._encode(texts))
-        asked = _Asked(texts, asyncio.get_running_loop().create_future())
+        request = _Request(texts, asyncio.get_running_loop().create_future())
         kind: Kind = "long texts" if sum(map(len, texts)) > LONG_CHARS else "short texts"
-        self._waiting[kind].append(asked)
+        self._waiting[kind].append(request)
         calls = self._calls[kind]
         if len(calls) < THREADS[kind]:
             call = asyncio.create_task(self._work(kind), name="tokenise")
             calls.add(call)
             call.add_done_callback(calls.discard)
-        return await asked.rows
+        return await request.result
 
     async def _work(self, kind: Kind) -> None:
         waiting = self._waiting[kind]
-        while batch := _taken(waiting):
+        while batch := _take_batch(waiting):
             try:
-                if not await self._together(batch, kind) and len(batch) > 1:
-                    for each in batch:  # whose text it was
-                        await self._together([each], kind)
+                if not await self._encode_batch(batch, kind) and len(batch) > 1:
+                    for each in batch:  # one at a time, to find the text that failed
+                        await self._encode_batch([each], kind)
             except BaseException:
-                for asked, _ in batch:
-                    asked.rows.cancel()  # unless answered
+                for request, _ in batch:
+                    request.result.cancel()  # unless it is complete
                 raise
-            waiting.extend(asked for asked, _ in batch if not asked.is_over)
+            waiting.extend(request for request, _ in batch if not request.is_over)
 
-    async def _together(self, batch: Sequence[tuple[_Asked, Sequence[str]]], kind: Kind) -> bool:
-        """Encode a batch in one call; tell whether it went well. One alone hears why not."""
-        present = [(asked, texts) for asked, texts in batch if not asked.is_over]
-        if not present:
+    async def _encode_batch(
+        self, batch: Sequence[tuple[_Request, Sequence[str]]], kind: Kind
+    ) -> bool:
+        """Encode a batch in one call. Return False if it failed; a batch of one gets the error."""
+        is_single = len(batch) == 1
+        batch = [(request, texts) for request, texts in batch if not request.is_over]
+        if not batch:
             return True
         try:
-            every = [text for _, texts in present for text in texts]
+            every = [text for _, texts in batch for text in texts]
             encoded = await self._pool.run(self._encode, every, kind=kind)
         except Exception as error:
-            if len(batch) == 1 and not batch[0][0].is_over:
-                batch[0][0].rows.set_exception(error)
+            if is_single and not batch[0][0].is_over:
+                batch[0][0].result.set_exception(error)
             return False
         begin = 0
-        for asked, texts in present:
-            asked.take(encoded[begin : begin + len(texts)])
+        for request, texts in batch:
+            request.add(encoded[begin : begin + len(texts)])
             begin += len(texts)
         return True
 
 
-def _taken(waiting: deque[_Asked]) -> list[tuple[_Asked, Sequence[str]]]:
-    """Take a slice of each request for one call, as many as fit; the first does.
+def _take_batch(waiting: deque[_Request]) -> list[tuple[_Request, Sequence[str]]]:
+    """Take a slice of each waiting request, up to CALL_CHARS but at least one.
 
-    Those that nobody waits for any more are left out.
+    Requests whose caller has left are dropped.
     """
-    batch: list[tuple[_Asked, Sequence[str]]] = []
+    batch: list[tuple[_Request, Sequence[str]]] = []
     chars = 0
     while waiting:
-        asked = waiting[0]
-        texts = () if asked.is_over else asked.next(SLICE_CHARS)
+        request = waiting[0]
+        texts = () if request.is_over else request.next_texts(SLICE_CHARS)
         size = sum(map(len, texts))
         if batch and chars + size > CALL_CHARS:
             break
         waiting.popleft()
         if texts:
-            batch.append((asked, texts))
+            batch.append((request, texts))
             chars += size
     return batch

@@ -1,4 +1,4 @@
-"""Tasks that must not end: an error in one is logged, and it is started again."""
+"""Background tasks that are restarted after an error."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,19 +7,19 @@ from gateway import logs
 
 log = logs.get("workers")
 
-PAUSE_S = 0.1  # so that one that always fails leaves time to others
+PAUSE_S = 0.1  # before a restart: a task that always fails must not fill the loop
 
 
-async def unending(
+async def run_forever(
     name: str,
     work: Callable[[], Awaitable[None]],
-    failed: Callable[[Exception], None] = lambda _: None,
+    on_error: Callable[[Exception], None] = lambda _: None,
 ) -> None:
-    """Work until cancelled. `failed` has to end those who would wait for what was lost, if any."""
+    """Call `work` until cancelled. `on_error` has to end requests whose work was lost."""
     while True:
         try:
             await work()
-        except Exception as error:  # a bug of ours: the engines' errors have their own ways
+        except Exception as error:  # a bug of ours: engines' errors are handled below
             log.error("worker_failed", worker=name, exc_info=True)
-            failed(error)
+            on_error(error)
         await asyncio.sleep(PAUSE_S)

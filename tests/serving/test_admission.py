@@ -63,7 +63,7 @@ def test_time_in_which_nothing_could_leave_says_nothing_of_the_rate() -> None:
     assert bounded.retry_after_s() == 60
     bounded.begin()
     seconds = 51.0
-    bounded.let_go(50)
+    bounded.release(50)
     assert bounded.retry_after_s() == 1
 
 
@@ -72,7 +72,7 @@ def test_idle_time_says_nothing_of_the_rate() -> None:
     hours = iter([0, 0, 1, 1])
     bounded = Bounded(10, clock=lambda: next(hours) * 3600)
     bounded.hold(1)
-    bounded.let_go(1)
+    bounded.release(1)
     bounded.hold(10)
     assert bounded.retry_after_s() == 1
 
@@ -84,12 +84,12 @@ def test_what_went_long_ago_is_forgotten_by_halves() -> None:
     bounded.hold(100)
     for finished in [10] * 600:
         seconds += 1
-        bounded.let_go(finished)
+        bounded.release(finished)
         bounded.hold(finished)
     assert bounded.retry_after_s() == pytest.approx(10, rel=0.1)
     for finished in [4] * 120:
         seconds += 1
-        bounded.let_go(finished)
+        bounded.release(finished)
         bounded.hold(finished)
     assert bounded.retry_after_s() == pytest.approx(25, rel=0.1)
 

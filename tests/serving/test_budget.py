@@ -9,12 +9,12 @@ def test_a_share_is_held_until_it_is_released() -> None:
     """It grows and shrinks meanwhile, and what is in memory counts though it was not free."""
     budget = Budget(100)
     weights, rows = budget.share(), budget.share()
-    weights.state(60)
-    rows.state(30)
+    weights.resize(60)
+    rows.resize(30)
     assert (rows.nbytes, budget.free_bytes) == (30, 10)
-    rows.state(5)
+    rows.resize(5)
     assert budget.free_bytes == 35
-    weights.state(120)
+    weights.resize(120)
     assert budget.free_bytes == -25
     weights.release()
     assert budget.free_bytes == 95
@@ -28,5 +28,5 @@ def test_whoever_listens_hears_of_bytes_that_come_back(sizes: list[int]) -> None
     budget.listen(lambda: heard.append(budget.free_bytes))
     share = budget.share()
     for nbytes in sizes:
-        share.state(nbytes)
+        share.resize(nbytes)
     assert heard == [100 - sizes[-1]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.serving.rate_limit import Accounts, Allowance, Bucket, refilled, seconds_until
+from gateway.serving.rate_limit import Accounts, Allowance, Bucket, refill, seconds_until
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ def test_a_bucket_fills_evenly_and_no_fuller_than_full(
     left: float, seconds: float, after: float
 ) -> None:
     """Sixty a minute is one a second; what is owed is paid back first."""
-    assert refilled(left, 60, seconds) == after
+    assert refill(left, 60, seconds) == after
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_the_wait_is_what_filling_takes(
 ) -> None:
     """So a client that waits as told is let in."""
     assert seconds_until(wanted, left, limit) == seconds
-    assert refilled(left, limit, seconds) >= min(wanted, limit)
+    assert refill(left, limit, seconds) >= min(wanted, limit)
 
 
 def test_what_is_taken_beyond_what_was_left_is_owed() -> None:

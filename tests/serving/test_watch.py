@@ -7,7 +7,7 @@ import pytest
 import structlog
 
 from gateway.serving.lane import Beat, Lane
-from gateway.serving.watch import STATUS_OF_A_STALL, StallLimits, Status, Stillness, Watch
+from gateway.serving.watch import STATUS_OF_A_STALL, BeatAge, StallLimits, Status, Watch
 from tests.fakes import Gate
 
 pytestmark = pytest.mark.anyio
@@ -18,9 +18,9 @@ SHORT = StallLimits(call_s=0.1, load_s=60)
 def test_a_beat_is_counted_from_when_it_was_first_seen() -> None:
     """Another beat, or none, starts again."""
     one, other = Beat("decode"), Beat("decode")
-    still = Stillness()
+    still = BeatAge()
     seen = [(1, one), (1, one), (2, one), (1, other), (1, other), (1, None), (1, other)]
-    assert [still.after(*each) for each in seen] == [0, 1, 3, 0, 1, 0, 0]
+    assert [still.update(*each) for each in seen] == [0, 1, 3, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ async def test_a_stuck_call_is_a_stall_until_it_moves(capfd: pytest.CaptureFixtu
     gate = Gate()
     lane = Lane()
     with structlog.testing.capture_logs() as lines:
-        with Watch(lane, SHORT, tell=lambda: None, leave=None) as watch:
+        with Watch(lane, SHORT, on_stall=lambda: None, exit_process=None) as watch:
             async with lane:
                 assert watch.status == "ok"
                 holding = await held(lane, gate)
@@ -95,7 +95,7 @@ async def test_those_inside_are_told_and_then_the_process_ends() -> None:
         statuses.append((status, threading.current_thread(), told.is_set()))
         loop.call_soon_threadsafe(left.set)
 
-    with Watch(lane, SHORT, tell=told.set, leave=leave):
+    with Watch(lane, SHORT, on_stall=told.set, exit_process=leave):
         async with lane:
             holding = await held(lane, gate)
             async with asyncio.timeout(10):
@@ -112,7 +112,7 @@ async def test_steps_of_one_call_are_signs_of_life() -> None:
     """A turn of many steps may take longer than one step may."""
     pause = threading.Event()
     lane = Lane()
-    with Watch(lane, SHORT, tell=lambda: None, leave=None) as watch:
+    with Watch(lane, SHORT, on_stall=lambda: None, exit_process=None) as watch:
         async with lane, lane.turn("decode") as turn:
 
             def steps() -> list[Status]:
@@ -130,7 +130,7 @@ async def test_a_busy_loop_is_no_stall_of_the_lane() -> None:
     """Its call was over long ago; nobody had time to hear of it."""
     pause = threading.Event()
     lane = Lane()
-    with Watch(lane, SHORT, tell=lambda: None, leave=None) as watch:
+    with Watch(lane, SHORT, on_stall=lambda: None, exit_process=None) as watch:
         async with lane, lane.turn("test") as turn:
             asyncio.get_running_loop().call_soon(pause.wait, 0.4)
             await turn(int)
@@ -148,7 +148,7 @@ async def test_what_was_never_measured_may_take_longer() -> None:
 
         async with lane.turn(kind) as turn:
             if shape is not None:
-                turn.announce(shape)
+                turn.set_shape(shape)
             return await turn(look)
 
     async with lane:
@@ -165,7 +165,7 @@ async def test_a_dead_lane_is_known_of_at_once() -> None:
     """And the process ends as with one that is stuck."""
     left: list[int] = []
     lane = Lane()
-    with Watch(lane, SHORT, tell=lambda: None, leave=left.append) as watch:
+    with Watch(lane, SHORT, on_stall=lambda: None, exit_process=left.append) as watch:
         async with lane:
             with pytest.raises(Exception, match="stopped"):
                 async with lane.turn("test") as run:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.serving.workers import unending
+from gateway.serving.workers import run_forever
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +22,7 @@ async def test_work_that_fails_is_told_and_begun_again() -> None:
         is_well.set()
         await asyncio.Event().wait()
 
-    worker = asyncio.create_task(unending("mine", work, lambda error: told.append(str(error))))
+    worker = asyncio.create_task(run_forever("mine", work, lambda error: told.append(str(error))))
     await asyncio.wait_for(is_well.wait(), 5)
     worker.cancel()
     with pytest.raises(asyncio.CancelledError):

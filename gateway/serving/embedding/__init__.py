@@ -1,5 +1,5 @@
 """Inputs → vectors, in batches across requests.
 
-batcher    requests wait, one pass takes inputs of all of them, each has its own vectors
-policy     which inputs the next pass takes, and how long a burst is waited for; cached vectors
+batcher    the queue of inputs, and the passes that embed them
+policy     which inputs the next pass takes, how long it waits for more; cached vectors
 """

@@ -1,4 +1,4 @@
-"""Waiting inputs → one padded pass → each caller's vectors."""
+"""Embeds the inputs of waiting requests in shared, padded passes."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,10 @@ from gateway.serving.admission import Admission, Arrival, Arrivals, Noun, until_
 from gateway.serving.embedding.policy import (
     EmbeddingCache,
     EmbeddingLimits,
-    Known,
+    TextVector,
     add_prompts,
+    check_ids,
     fit_to_context,
-    known_ids,
     patience,
     take_batch,
     window,
@@ -25,33 +25,33 @@ from gateway.serving.lane import Lane, Turn
 from gateway.serving.pace import Pace
 from gateway.serving.ports import EmbeddingEngine
 from gateway.serving.tokenize import Tokeniser, TokenPool
-from gateway.serving.workers import unending
+from gateway.serving.workers import run_forever
 
 
 class EmbedRequest:
-    """One request's inputs, taken shortest first, so that each batch pads little."""
+    """One request's inputs, taken shortest first to keep padding low."""
 
     def __init__(self, rows: Sequence[TokenIds], timings: Timings) -> None:
         self.arrived = clock.now()
-        self.answered: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
+        self.vectors: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
         self._rows = rows
         self._timings = timings
         self._order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         self._taken = 0
         self._left = len(rows)
-        self._vectors: Vectors | None = None
+        self._array: Vectors | None = None
         self._inferred_s = 0.0
         self._lane_s = 0.0
-        self._turn: Turn | None = None  # the last one that had inputs of it
+        self._turn: Turn | None = None  # the last one that embedded inputs of it
 
     @property
     def is_over(self) -> bool:
-        """Return True if it is answered or refused, or its caller has left."""
-        return self.answered.done()
+        """Return True if it has vectors or an error, or its caller has left."""
+        return self.vectors.done()
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if some of its inputs wait for a batch."""
+        """Return True if any of its inputs wait for a batch."""
         return not self.is_over and self._taken < len(self._order)
 
     @property
@@ -64,7 +64,7 @@ class EmbedRequest:
         return [len(self._rows[i]) for i in self._order[self._taken : self._taken + most]]
 
     def take(self, count: int) -> "list[Input]":
-        """Return the next inputs, for a batch."""
+        """Take the next inputs, for a batch."""
         taken = self._order[self._taken : self._taken + count]
         self._taken += count
         return [Input(self, index, self._rows[index]) for index in taken]
@@ -72,7 +72,7 @@ class EmbedRequest:
     def note_pass(self, seconds: float, turn: Turn) -> None:
         """Add the seconds of a pass and, once a turn, of the wait for the lane before it.
 
-        The turn may have been asked for before the request came.
+        That wait may have begun before the request arrived.
         """
         self._inferred_s += seconds
         if turn is not self._turn:
@@ -80,21 +80,21 @@ class EmbedRequest:
             self._lane_s += max(0.0, min(turn.waited_s, turn.gained - self.arrived))
 
     def answer(self, index: int, vector: Vectors) -> None:
-        """Take one input's vector, (dimensions,); the last one answers the request."""
-        if self._vectors is None:
-            self._vectors = np.empty((len(self._rows), len(vector)), dtype=np.float32)
-        self._vectors[index] = vector
+        """Add one input's vector, (dimensions,); the last one completes the result."""
+        if self._array is None:
+            self._array = np.empty((len(self._rows), len(vector)), dtype=np.float32)
+        self._array[index] = vector
         self._left -= 1
         if self._left == 0 and not self.is_over:
-            self.answered.set_result(self._vectors)
+            self.vectors.set_result(self._array)
 
     def close(self) -> None:
-        """Record the stage it reached, and join no further pass."""
+        """Record the stage it reached, and take part in no further pass."""
         self._timings.stage = Stage.INFERENCE if self._taken else Stage.QUEUE
-        self.answered.cancel()
+        self.vectors.cancel()
 
     def write_timings(self) -> None:
-        """Record the time in each stage: what was neither lane nor pass was queue."""
+        """Record the time in each stage: what was neither lane nor inference was queue."""
         waited = clock.now() - self.arrived
         add = self._timings.add
         add(Stage.QUEUE, max(0.0, waited - self._inferred_s - self._lane_s))
@@ -102,9 +102,9 @@ class EmbedRequest:
         add(Stage.INFERENCE, self._inferred_s)
 
     def refuse(self, error: GatewayError) -> None:
-        """End it with an error unless it is over."""
+        """Fail with an error unless it is over."""
         if not self.is_over:
-            self.answered.set_exception(error)
+            self.vectors.set_exception(error)
 
 
 class Input:
@@ -122,7 +122,7 @@ log = logs.get("embedding")
 
 
 class EmbeddingBatcher:
-    """One model's queue of inputs. A context manager: leaving it fails what still waits."""
+    """One model's queue of requests, and the worker that embeds their inputs."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class EmbeddingBatcher:
         return sum(request.is_waiting for request in self._waiting)
 
     def adopt(self, limits: EmbeddingLimits) -> None:
-        """Apply other limits, also to what runs."""
+        """Apply new limits, also to waiting requests."""
         self._limits = limits
         self._pace.limit_s = limits.pass_limit_s
         self._tokens.limit = limits.queue_max_tokens
@@ -167,7 +167,7 @@ class EmbeddingBatcher:
         """Return a vector for every input, in order. `arrival` ends once the inputs are queued.
 
         Raises Overloaded when too much waits, ContextLengthExceeded for an over-long
-        input, DeadlineExceeded, and EngineFailed when the model gave no number.
+        input, DeadlineExceeded, and EngineFailed when the model fails, or a vector is not finite.
         """
         timings = job.caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENISE
@@ -179,45 +179,46 @@ class EmbeddingBatcher:
 
     async def _embed(self, job: EmbedJob, arrival: Arrival) -> Embedded:
         texts = add_prompts(self._engine, self._name, job)
-        known = [self._cache.get(text, truncate=job.truncate) for text in texts]
-        known = known or [None] * len(job.token_rows)
-        if missing := [index for index, each in enumerate(known) if each is None]:
-            asked = [texts[index] for index in missing if texts]
-            fresh = await self._fresh(job, asked, arrival)
-            for index, each in zip(missing, fresh, strict=True):
-                known[index] = each
+        found = [self._cache.get(text, truncate=job.truncate) for text in texts]
+        found = found or [None] * len(job.token_rows)
+        if missing := [index for index, each in enumerate(found) if each is None]:
+            new = await self._compute(job, [texts[index] for index in missing if texts], arrival)
+            for index, each in zip(missing, new, strict=True):
+                found[index] = each
                 if texts:
                     self._cache.put(texts[index], each)
-        every = [each for each in known if each is not None]
-        read = sum(each.tokens for each in every)
-        truncated = sum(each.was_cut for each in every)
+        every = [each for each in found if each is not None]
+        tokens = sum(each.tokens for each in every)
+        truncated = sum(each.is_truncated for each in every)
         timings = job.caller.timings
-        timings.tokens_in, timings.stage = read, None
-        metrics.of(metrics.TOKENS_IN, self._name).inc(read)
+        timings.tokens_in, timings.stage = tokens, None
+        metrics.of(metrics.TOKENS_IN, self._name).inc(tokens)
         if truncated:
             metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
         vectors = np.stack([each.vector for each in every])
         if job.dimensions is not None and job.dimensions < self._engine.dimensions:
             vectors = self._engine.shorten(vectors, job.dimensions)
-        return Embedded(vectors, read, truncated)
+        return Embedded(vectors, tokens, truncated)
 
-    async def _fresh(self, job: EmbedJob, texts: Sequence[str], arrival: Arrival) -> list[Known]:
-        """Embed texts, or the job's token ids where there are none."""
+    async def _compute(
+        self, job: EmbedJob, texts: Sequence[str], arrival: Arrival
+    ) -> list[TextVector]:
+        """Embed texts or, if there are none, the job's token ids."""
         rows = await self._tokenise(job, texts)
-        rows, cut = fit_to_context(self._engine, rows, truncate=job.truncate)
+        rows, truncated = fit_to_context(self._engine, rows, truncate=job.truncate)
         with self._tokens.admit(sum(map(len, rows))):
-            vectors = await self._queue(EmbedRequest(rows, job.caller.timings), arrival)
+            vectors = await self._wait_for(EmbedRequest(rows, job.caller.timings), arrival)
         return [
-            Known(vector, len(row), index in cut)
+            TextVector(vector, len(row), index in truncated)
             for index, (row, vector) in enumerate(zip(rows, vectors, strict=True))
         ]
 
-    async def _queue(self, request: EmbedRequest, arrival: Arrival) -> Vectors:
+    async def _wait_for(self, request: EmbedRequest, arrival: Arrival) -> Vectors:
         self._waiting.append(request)
         self._arrived.set()
-        arrival.over()
+        arrival.end()
         try:
-            vectors = await request.answered
+            vectors = await request.vectors
         finally:
             request.close()
         request.write_timings()
@@ -225,7 +226,8 @@ class EmbeddingBatcher:
 
     async def _tokenise(self, job: EmbedJob, texts: Sequence[str]) -> list[TokenIds]:
         if not texts:
-            return known_ids(self._engine, self._name, job.token_rows)
+            check_ids(self._engine, self._name, job.token_rows)
+            return list(job.token_rows)
         started = clock.now()
         tokeniser = self._truncating if job.truncate else self._tokeniser
         rows = await tokeniser.tokenise(texts)
@@ -240,7 +242,7 @@ class EmbeddingBatcher:
                 await self._collect()
                 async with self._lane.turn("embedding") as turn:
                     await self._pass(turn)
-                    # Our share may be more than one pass, while others wait for the lane.
+                    # Several passes a turn, where others wait and it is not their turn yet.
                     while self._has_work() and turn.is_contended and not turn.is_up:
                         await self._pass(turn)
 
@@ -252,7 +254,7 @@ class EmbeddingBatcher:
         return bool(self._waiting)
 
     async def _collect(self) -> None:
-        """Wait for a burst to arrive if the lane is idle; otherwise what waits is the batch."""
+        """While the lane is idle, wait for the rest of a burst of requests."""
         is_first = True
         await self._arrivals.yield_to_loop()
         while self._lane.is_idle and self._has_work():
@@ -272,7 +274,7 @@ class EmbeddingBatcher:
             await arrivals.wait_for_change(more_s)
 
     async def _pass(self, turn: Turn) -> None:
-        """Choose the batch once the lane is held, from all that waits."""
+        """Embed a batch, chosen now that the lane is held."""
         if not (batch := self._take()):
             return
         started = clock.now()
@@ -289,24 +291,24 @@ class EmbeddingBatcher:
     def _take(self) -> list[Input]:
         self._has_work()
         most = self._limits.max_batch_size
-        giving = self._waiting[:most]
-        lengths = [request.lengths(most) for request in giving]
+        requests = self._waiting[:most]
+        lengths = [request.lengths(most) for request in requests]
         tokens = min(self._limits.max_batch_tokens, self._pace.tokens)
         counts = take_batch(lengths, most, tokens)
-        pairs = zip(giving, counts, strict=True)
+        pairs = zip(requests, counts, strict=True)
         chosen = [each for request, count in pairs for each in request.take(count)]
         return sorted(chosen, key=lambda each: len(each.tokens))
 
     async def _run(self, turn: Turn, batch: list[Input]) -> None:
-        turn.announce((self._name, len(batch).bit_length(), len(batch[-1].tokens).bit_length()))
+        turn.set_shape((self._name, len(batch).bit_length(), len(batch[-1].tokens).bit_length()))
         try:
             _answer(batch, await turn(self._engine.embed, [each.tokens for each in batch]))
         except Exception as error:
             log.warning("batch_failed", model=self._name, rows=len(batch), error=str(error))
-            await self._one_by_one(turn, batch, error)
+            await self._retry_alone(turn, batch, error)
 
-    async def _one_by_one(self, turn: Turn, batch: list[Input], error: Exception) -> None:
-        """Find the row at fault: each is tried once more, alone."""
+    async def _retry_alone(self, turn: Turn, batch: list[Input], error: Exception) -> None:
+        """Embed each input alone, so that only those at fault fail."""
         for each in batch:
             if len(batch) > 1:
                 try:
@@ -336,14 +338,16 @@ class EmbeddingBatcher:
         )
 
     def end(self, error: GatewayError) -> None:
-        """Refuse every request that is not answered."""
+        """Fail every waiting request with an error."""
         for request in self._waiting:
             request.refuse(error)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["EmbeddingBatcher"]:
-        """Serve the queue while entered; what still waits at the end is refused."""
-        worker = asyncio.create_task(unending(f"embed {self._name}", self._work, self._end_failed))
+        """Serve the queue while entered; requests that still wait at the end fail."""
+        worker = asyncio.create_task(
+            run_forever(f"embed {self._name}", self._work, self._end_failed)
+        )
         try:
             yield self
         finally:

@@ -1,4 +1,7 @@
-"""Which inputs share a pass, and how long others are waited for: decisions, no doing."""
+"""Which inputs share a pass and how long it waits for more: decisions without side effects.
+
+Also the cache of vectors, and the checks of inputs.
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ from gateway.serving.ports import EmbeddingEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """Collection windows by load, in seconds."""
+    """How long a pass waits for more inputs, in seconds, by load."""
 
     low_s: float
     medium_s: float
@@ -25,11 +28,11 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingLimits:
-    """How much goes into one pass, how long a burst is waited for, and how much may wait.
+    """The bounds of a pass, of the wait for more inputs, and of the queue.
 
-    With `windows` the window follows the load and `batch_window_s` is not used. No input waits
-    for others longer than `batch_deadline_s`. `cache_size` counts the vectors kept; 0 keeps none.
-    No pass has more tokens than, as measured, take `pass_limit_s`.
+    With `windows` the window follows the load, and `batch_window_s` is not used. No input waits
+    for others longer than `batch_deadline_s`. `cache_size` is the most vectors kept. A pass has
+    at most the tokens that, as measured, take `pass_limit_s`.
     """
 
     max_batch_size: int
@@ -47,30 +50,30 @@ def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int)
     """Decide how many of each request's next inputs share the next padded batch.
 
     `lengths` has, for each request, oldest first, the tokens of its inputs in the order they
-    are to be taken. Requests give one input each in turn, so that a huge one leaves room for
-    small ones. A padded batch costs its longest row times its rows. The oldest request's first
-    input is always taken, so that an over-long one is served alone rather than never.
+    are to be taken. One input of each request is taken in turn, so that a huge request leaves
+    room for small ones. A padded batch costs its longest row times its rows. The oldest request's
+    first input is always taken, so that an over-long one is served alone rather than never.
     """
-    taken = [0] * len(lengths)
+    counts = [0] * len(lengths)
     rows = longest = 0
-    giving = deque(range(len(lengths)))
-    while giving and rows < max_rows:
-        request = giving.popleft()
-        length = lengths[request][taken[request]]
+    turns = deque(range(len(lengths)))
+    while turns and rows < max_rows:
+        request = turns.popleft()
+        length = lengths[request][counts[request]]
         if rows and max(longest, length) * (rows + 1) > max_tokens:
-            continue  # it gives no more this time
+            continue  # its next inputs are longer still
         longest = max(longest, length)
         rows += 1
-        taken[request] += 1
-        if taken[request] < len(lengths[request]):
-            giving.append(request)
-    return taken
+        counts[request] += 1
+        if counts[request] < len(lengths[request]):
+            turns.append(request)
+    return counts
 
 
 def window(load: int, limits: EmbeddingLimits) -> float:
-    """Choose the collection window, in seconds, for so many requests waiting or on their way.
+    """Return the window in seconds for `load` requests, waiting or on their way.
 
-    Below a quarter of a full batch the load is low, from a full batch on it is high.
+    The load is low below a quarter of a full batch, and high from a full batch on.
     """
     if limits.windows is None:
         return limits.batch_window_s
@@ -87,12 +90,15 @@ def patience(
     *,
     newest_age_s: float | None,
 ) -> float:
-    """Decide how many more seconds `rows` waiting inputs, the oldest so old, wait for others.
+    """Return how many more seconds `rows` waiting inputs, the oldest `age_s` old, wait for others.
 
-    `newest_age_s` tells how long ago the newest request came that is still on its way, None if
-    none is. 0 when the batch is full or nobody is on the way: that is the fast path. One that
-    has been on its way for a window, as a slow client's has, is not waited for. A batch below the
-    minimum size waits even so, but never beyond the window.
+    `newest_age_s` is the age of the newest request still on its way, None if none is. There are
+    four cases:
+    1. The batch is full: 0.
+    2. It is below the minimum size: the rest of the window, and of the deadline.
+    3. No request is on its way: 0, the fast path.
+    4. One is: the same as 2, but at most until it has been on its way for a window, so that no
+       pass waits for a slow client.
     """
     if rows >= limits.max_batch_size or limits.max_batch_size == 1:
         return 0.0
@@ -108,69 +114,69 @@ Vector = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A text's vector, (dimensions,), the tokens read for it, and whether it was cut."""
+class TextVector:
+    """A text's vector, (dimensions,), its tokens, and whether it was truncated."""
 
     vector: Vector
     tokens: int
-    was_cut: bool
+    is_truncated: bool
 
 
 class EmbeddingCache:
-    """At most `size` vectors by text, its prompt included; none at all for a size of 0."""
+    """An LRU cache of at most `size` vectors, by text with its prompt."""
 
     def __init__(self, model: str, size: int) -> None:
         self._size = size
-        self._known: OrderedDict[str, Known] = OrderedDict()
-        self._hit = metrics.of(metrics.EMBEDDING_CACHE, model, "hit")
-        self._missed = metrics.of(metrics.EMBEDDING_CACHE, model, "miss")
+        self._vectors: OrderedDict[str, TextVector] = OrderedDict()
+        self._hits = metrics.of(metrics.EMBEDDING_CACHE, model, "hit")
+        self._misses = metrics.of(metrics.EMBEDDING_CACHE, model, "miss")
 
     def resize(self, size: int) -> None:
-        """Keep at most `size` from now on."""
+        """Change the size, evicting vectors if need be."""
         self._size = size
-        while len(self._known) > size:
-            self._known.popitem(last=False)
+        while len(self._vectors) > size:
+            self._vectors.popitem(last=False)
 
-    def get(self, text: str, *, truncate: bool) -> Known | None:
-        """Return what is known of a text. One that was cut counts only if `truncate`."""
+    def get(self, text: str, *, truncate: bool) -> TextVector | None:
+        """Return a text's vector; that of a truncated text only if `truncate`."""
         if not self._size:
             return None
-        known = self._known.get(text)
-        if known is None or (known.was_cut and not truncate):
-            self._missed.inc()
+        found = self._vectors.get(text)
+        if found is None or (found.is_truncated and not truncate):
+            self._misses.inc()
             return None
-        self._known.move_to_end(text)
-        self._hit.inc()
-        return known
+        self._vectors.move_to_end(text)
+        self._hits.inc()
+        return found
 
-    def put(self, text: str, known: Known) -> None:
-        """Keep a text's vector, dropping the least recently used one if full."""
+    def put(self, text: str, vector: TextVector) -> None:
+        """Keep a text's vector, evicting the least recently used one if full."""
         if not self._size:
             return
-        # A copy of its own: the vector is a view of its whole request's.
-        self._known[text] = replace(known, vector=known.vector.copy())
-        self._known.move_to_end(text)
-        if len(self._known) > self._size:
-            self._known.popitem(last=False)
+        # A copy: the array is a view of its whole request's.
+        self._vectors[text] = replace(vector, vector=vector.vector.copy())
+        self._vectors.move_to_end(text)
+        if len(self._vectors) > self._size:
+            self._vectors.popitem(last=False)
 
 
 def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
     """Put the prompt that the job names, or the model's own, before each text.
 
-    Raises BadRequest for one that the model does not have.
+    Raises BadRequest for a prompt that the model does not have.
     """
     name = job.prompt_name or engine.default_prompt_name
     if not job.texts or name is None:
         return list(job.texts)
     if name not in engine.prompts:
-        known = ", ".join(sorted(engine.prompts)) or "none"
+        names = ", ".join(sorted(engine.prompts)) or "none"
         raise BadRequest(
-            f"The model `{model}` has no prompt `{name}`; it has: {known}.", part="prompt_name"
+            f"The model `{model}` has no prompt `{name}`; it has: {names}.", part="prompt_name"
         )
     return [engine.prompts[name] + text for text in job.texts]
 
 
-def known_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> list[TokenIds]:
+def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> None:
     """Raise BadRequest for ids outside the vocabulary: MLX would read past its table."""
     size = engine.vocab_size
     for row in rows:
@@ -178,13 +184,12 @@ def known_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> 
             raise BadRequest(
                 f"Token ids of the model `{model}` are 0 to {size - 1}.", part="prompt"
             )
-    return list(rows)
 
 
 def fit_to_context(
     engine: EmbeddingEngine, rows: list[TokenIds], *, truncate: bool
 ) -> tuple[list[TokenIds], set[int]]:
-    """Cut over-long rows if `truncate`, and return the rows and which were cut.
+    """Truncate over-long rows if `truncate`; return the rows, and the indices of those truncated.
 
     Raises ContextLengthExceeded otherwise.
     """

@@ -46,7 +46,7 @@ from gateway.serving.generation.verdicts import Verdicts
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.tokenize import TokenPool, prompt_kind
-from gateway.serving.workers import unending
+from gateway.serving.workers import run_forever
 
 log = logs.get("generation")
 
@@ -386,7 +386,7 @@ class GenerationBatcher:
             async with self._lane.turn(kind) as turn:
                 self._news.clear()
                 plan = self._scheduler.schedule(turn, may_join=kind == "prefill")
-                turn.announce((self._name, kind, *size(self._scheduler, plan.joining)))
+                turn.set_shape((self._name, kind, *size(self._scheduler, plan.joining)))
                 try:
                     await turn(work, plan, turn)
                 except BaseException:
@@ -448,7 +448,7 @@ class GenerationBatcher:
     async def running(self) -> AsyncIterator["GenerationBatcher"]:
         """Take turns while entered; rows that still run at the end fail with Unavailable."""
         workers = [
-            asyncio.create_task(unending(f"{kind} {self._name}", work, self._end_failed))
+            asyncio.create_task(run_forever(f"{kind} {self._name}", work, self._end_failed))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
         ]
         try:

@@ -137,7 +137,7 @@ class RowMemory:
         """Hold what these rows take, and what is kept of prefixes."""
         if self._costs.kv:
             rows = max(0, layout.nbytes(self._costs) - self._costs.included)
-            self._share.state(rows + self.kept)
+            self._share.resize(rows + self.kept)
 
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
         """Evict idle models, if these rows fit then. It is pressing if no row runs whose end would
@@ -171,7 +171,7 @@ class RowMemory:
         try:
             yield
         finally:
-            self._budget.ignore(news)
+            self._budget.unlisten(news)
 
     def release(self) -> None:
         """Hold nothing any more."""

@@ -1,4 +1,4 @@
-"""Lease a model by name: loaded once, kept while used, evicted when idle, unloaded or old."""
+"""The model cache: models are leased by name, loaded once, and evicted when idle."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,14 @@ from gateway import clock, logs, metrics
 from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, Unavailable
 from gateway.jobs import Caller
 from gateway.registry import Catalog, ModelSpec, load_alike
-from gateway.serving.admission import NO_BOUND, Admission, Noun, waiting_for_load
+from gateway.serving.admission import NO_BOUND, Admission, Noun, time_load
 from gateway.serving.budget import Budget
 from gateway.serving.models.entry import Entry, Failures, State
 from gateway.serving.models.memory import Abandoned, Room
 
 M = TypeVar("M")
-LEAST_LOOK_S = 0.05  # between two looks at a model that waits for others
-LOAD_RETRY_S = 5.0  # the rate of its queue is not known while it loads
+LEAST_POLL_S = 0.05  # of a model that waits for others
+LOAD_RETRY_S = 5.0  # while a model loads, the rate of its queue is unknown
 log = logs.get("cache")
 
 
@@ -37,25 +37,27 @@ class Loaded(Generic[M]):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[M]):
-    """A model whose files are here, and the bytes it will hold. `opened` loads and frees it."""
+    """A model whose files are on disk, and the bytes it will hold. `open` loads it, and frees it at
+    exit.
+    """
 
     nbytes: int
-    opened: Callable[[], AbstractAsyncContextManager[Loaded[M]]]
+    open: Callable[[], AbstractAsyncContextManager[Loaded[M]]]
 
 
 class Loader(Protocol[M]):
-    """Where models come from."""
+    """Loads models; app has the one implementation, tests have scripted ones."""
 
-    async def prepared(self, spec: ModelSpec) -> Prepared[M]:
-        """Find or fetch a model's files, and measure them."""
+    async def prepare(self, spec: ModelSpec) -> Prepared[M]:
+        """Find or download a model's files, and read its size."""
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return how much of a model's download is done, or None if there is none."""
+        """Return how much of a model's download is done; None if none is under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A model as callers see it: unloaded, loading, loaded, or failed at its last load.
+    """A model's state for callers: unloaded, loading, loaded, or failed at its last load.
 
     `nbytes` is its share of the budget, `last_used` a Unix time.
     """
@@ -67,10 +69,10 @@ class Status:
 
 
 class ModelCache(Generic[M]):
-    """At most `max_models` models at once, and no more bytes than the budget has.
+    """At most `max_models` models at once, within the budget's bytes.
 
-    `catalog` returns the catalog in force. A model that it lacks, or would load differently, serves
-    its leases to their end and is freed. A context manager: leaving it frees every model.
+    `catalog` returns the current catalog. A model that it lacks, or would load differently, is
+    freed after its last lease. A context manager: leaving it frees every model.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ModelCache(Generic[M]):
         self._ttl_s = ttl_s
         self._queue_limit = queue_limit
         self._entries: list[Entry[M]] = []
-        self._admissions: dict[str, Admission] = {}  # a model's, whichever copies of it there are
+        self._admissions: dict[str, Admission] = {}  # by model: all copies of it share one
         self._failures = Failures()
         self._is_closed = False
         self.room: Room[M] = Room(
@@ -105,9 +107,9 @@ class ModelCache(Generic[M]):
     async def lease(self, spec: ModelSpec, caller: Caller | None = None) -> AsyncIterator[M]:
         """Enter with the model, loaded if need be. A model with leases is never evicted.
 
-        Raises what loading raised, ModelLoading when it takes longer than `load_wait_s`, NoRoom,
-        Overloaded when its queue is full, and DeadlineExceeded when the caller will not wait so
-        long. The caller has a place in the queue as long as the lease lasts.
+        Raises the error of its load, ModelLoading after `load_wait_s`, NoRoom, Overloaded if its
+        queue is full, and DeadlineExceeded at the caller's deadline. The caller has a place in the
+        queue as long as the lease lasts.
         """
         with self._admit(spec, caller):
             entry = await self._enter(spec, caller)
@@ -125,32 +127,30 @@ class ModelCache(Generic[M]):
             pass
 
     async def unload(self, spec: ModelSpec) -> bool:
-        """Free a model, pinned or not, once its last lease has ended.
+        """Free a model, pinned or not, after its last lease.
 
-        Return True if its memory was back within `load_wait_s`. Callers that ask for it meanwhile
-        load another copy.
+        Return True if its memory was freed within `load_wait_s`. New callers load another copy.
         """
         self._failures.forget(spec.id)
         leaving = [entry for entry in self._entries if entry.spec.id == spec.id]
         for entry in leaving:
-            if entry.may(State.RETIRING):
-                entry.to(State.RETIRING)
+            if entry.may_move_to(State.RETIRING):
+                entry.move_to(State.RETIRING)
             self._retire_if_unused(entry)
-        keepers = [entry.keeper for entry in leaving if entry.keeper is not None]
-        if keepers:
-            _, keepers_left = await asyncio.wait(keepers, timeout=self._load_wait_s)
-            return not keepers_left
+        if tasks := [entry.task for entry in leaving if entry.task is not None]:
+            _, pending = await asyncio.wait(tasks, timeout=self._load_wait_s)
+            return not pending
         return True
 
     def reconsider(self) -> None:
         """Apply a new catalog: free idle models that it lacks, and forget failures.
 
-        Loaded models adopt the keys that need no new load.
+        Loaded models adopt the keys that do not need another load.
         """
         self._failures.clear()
         for entry in self._entries:
             if (current := self._catalog().current(entry.spec)) is not None:
-                # The catalog's own object, which compares by identity first.
+                # The catalog's own object: load_alike compares identity first.
                 entry.spec = current
                 if entry.is_loaded:
                     entry.adopt(current)
@@ -159,7 +159,7 @@ class ModelCache(Generic[M]):
 
     @property
     def entries(self) -> Sequence[Entry[M]]:
-        """Return every model from the moment it is asked for until it is freed."""
+        """Return every model from its first request until it is freed."""
         return tuple(self._entries)
 
     def loaded(self) -> list[M]:
@@ -177,7 +177,7 @@ class ModelCache(Generic[M]):
         return entries[-1].model if entries else None
 
     def status(self, spec: ModelSpec) -> Status:
-        """Return how a model is."""
+        """Return a model's status."""
         entries = [entry for entry in self._staying() if entry.spec.id == spec.id]
         if not entries:
             failure = self._failures.of(spec.id)
@@ -208,7 +208,7 @@ class ModelCache(Generic[M]):
         return admission
 
     def _admit(self, spec: ModelSpec, caller: Caller | None) -> AbstractContextManager[None]:
-        """Hold a place in the model's queue while entered; a load without a caller needs none.
+        """Hold a place in the model's queue while entered; a load without a caller has none.
 
         Raises Overloaded if the queue is full.
         """
@@ -219,7 +219,7 @@ class ModelCache(Generic[M]):
         return self._admission(spec).admit(retry_after_s=None if is_loaded else LOAD_RETRY_S)
 
     def _entry(self, spec: ModelSpec) -> Entry[M]:
-        """Return the one copy of the model that is open to new callers, or begin to load it."""
+        """Return the copy of the model that is open to new callers, or begin to load one."""
         if self._is_closed:
             raise _shutting_down()
         for entry in self._entries:
@@ -229,7 +229,7 @@ class ModelCache(Generic[M]):
         entry = Entry[M](spec)
         entry.is_successor = any(each.spec.id == spec.id for each in self._entries)
         self._entries.append(entry)
-        entry.keeper = asyncio.create_task(self._keep(entry), name=f"keep {spec.id}")
+        entry.task = asyncio.create_task(self._run(entry), name=f"model {spec.id}")
         return entry
 
     async def _enter(self, spec: ModelSpec, caller: Caller | None) -> Entry[M]:
@@ -242,24 +242,24 @@ class ModelCache(Generic[M]):
                 return entry
             waiting = entry.wait()
             try:
-                async with waiting_for_load(caller) if caller else contextlib.nullcontext():
-                    is_in = await self._wait(entry, waiting, began)
+                async with time_load(caller) if caller else contextlib.nullcontext():
+                    has_entered = await self._wait(entry, waiting, began)
             except BaseException:
                 entry.give_up(waiting)
                 self._retire_if_unused(entry)
                 raise
-            if is_in:
+            if has_entered:
                 return entry
             # It was evicted or unloaded. Its successor may be of a newer catalog.
             spec = self._catalog().by_id(spec.id) or spec
             self._entry(spec).is_successor = True
 
     async def _wait(self, entry: Entry[M], waiting: asyncio.Future[bool], began: float) -> bool:
-        """Wait for a load, at most `load_wait_s` beyond the time that it waits for others."""
+        """Wait for a load, at most `load_wait_s` not counting its wait for other models."""
         while not waiting.done():
-            left_s = max(began, entry.resumed) + self._load_wait_s - clock.now()
+            left_s = max(began, entry.admitted_at) + self._load_wait_s - clock.now()
             if entry.waits_for_others:
-                left_s = max(self._load_wait_s, LEAST_LOOK_S)
+                left_s = max(self._load_wait_s, LEAST_POLL_S)
             if left_s <= 0:
                 raise ModelLoading(
                     f"The model `{entry.spec.id}` is still {self._stage(entry)}. "
@@ -273,36 +273,36 @@ class ModelCache(Generic[M]):
         """Free a model without callers if it was unloaded or replaced, or else start its TTL."""
         if entry.leases:
             return
-        if not entry.asked and entry.may(State.LEAVING):
+        if not entry.waiting_callers and entry.may_move_to(State.LEAVING):
             current = self._catalog().current(entry.spec)
             if entry.state is State.RETIRING or current is None:
-                entry.to(State.LEAVING)
+                entry.move_to(State.LEAVING)
             elif entry.is_loaded:
                 ttl_s = self._ttl_s if current.ttl_s is None else current.ttl_s
                 entry.start_ttl(None if current.pinned else ttl_s)
-        self.room.announce()
+        self.room.notify()
 
     def _stage(self, entry: Entry[M]) -> str:
         percent = self._loader.fetched_percent(entry.spec)
         return "loading" if percent is None else f"being downloaded ({percent} %)"
 
-    async def _keep(self, entry: Entry[M]) -> None:
-        """Run one model's whole life: fetch, wait for room, load, serve, free."""
+    async def _run(self, entry: Entry[M]) -> None:
+        """Fetch a model, wait for room, load it, serve it and free it."""
         started, spec = clock.now(), entry.spec
         try:
-            prepared = await self._loader.prepared(spec)
+            prepared = await self._loader.prepare(spec)
             if entry.state is State.LEAVING:
                 return  # it was unloaded while it was fetched
             log.info("model_loading", model=spec.id)
             async with (
                 self.room.hold(entry, prepared.nbytes) as share,
-                prepared.opened() as loaded,
+                prepared.open() as loaded,
             ):
-                share.state(loaded.nbytes)
-                if entry.spec is not spec:  # the catalog was read again meanwhile
+                share.resize(loaded.nbytes)
+                if entry.spec is not spec:  # the catalog was reloaded meanwhile
                     loaded.adopt(entry.spec)
                 with self._serve(entry, loaded, clock.now() - started):
-                    await entry.left.wait()
+                    await entry.leaving.wait()
             log.info("model_evicted", model=spec.id)
         except Abandoned:
             log.info("model_not_wanted", model=spec.id)
@@ -315,24 +315,24 @@ class ModelCache(Generic[M]):
             reason = f"{type(error).__name__}: {error}"
             self._fail(entry, ModelLoadFailed(spec.id, reason), unforeseen=error)
         finally:
-            entry.to(State.GONE)
+            entry.move_to(State.GONE)
             self._entries.remove(entry)
-            self.room.announce()
+            self.room.notify()
 
     @contextlib.contextmanager
     def _serve(self, entry: Entry[M], loaded: Loaded[M], seconds: float) -> Iterator[None]:
-        """Let waiting callers in, and count the model as loaded while entered."""
+        """Admit waiting callers, and count the model as loaded while entered."""
         model = entry.spec.id
         entry.last_used = clock.now()
         entry.model, entry.adopt = loaded.model, loaded.adopt
         if entry.state is State.LOADING:
-            entry.to(State.READY)
+            entry.move_to(State.READY)
         else:
-            entry.let_in()
+            entry.admit_waiting()
         self._admission(entry.spec).begin()
         self._failures.forget(model)
         self._retire_if_unused(entry)
-        self.room.announce()  # a loaded model may have to give way
+        self.room.notify()  # a loaded model may have to yield
         metrics.of(metrics.MODEL_LOADS, model, "loaded").inc()
         log.info("model_loaded", model=model, seconds=round(seconds, 2), bytes=loaded.nbytes)
         metrics.MODELS_LOADED.inc()
@@ -344,7 +344,7 @@ class ModelCache(Generic[M]):
     def _fail(
         self, entry: Entry[M], error: GatewayError, unforeseen: Exception | None = None
     ) -> None:
-        """Fail the waiting callers. Only an unforeseen error needs its traceback in the log."""
+        """Fail the waiting callers. Only an unforeseen error is logged with its traceback."""
         model = entry.spec.id
         metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
         log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
@@ -361,12 +361,12 @@ class ModelCache(Generic[M]):
         for entry in entries:
             is_loading = entry.model is None
             entry.refuse(_shutting_down())
-            if entry.may(State.LEAVING):
-                entry.to(State.LEAVING)
-            if is_loading and entry.keeper is not None:
-                entry.keeper.cancel()
-        if keepers := [entry.keeper for entry in entries if entry.keeper is not None]:
-            await asyncio.wait(keepers)
+            if entry.may_move_to(State.LEAVING):
+                entry.move_to(State.LEAVING)
+            if is_loading and entry.task is not None:
+                entry.task.cancel()
+        if tasks := [entry.task for entry in entries if entry.task is not None]:
+            await asyncio.wait(tasks)
 
 
 def _shutting_down() -> Unavailable:

@@ -1,4 +1,4 @@
-"""A model in the cache and its state; and loads that failed, which are not tried again at once."""
+"""A model in the cache and its state; and failed loads, which are not retried at once."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,8 @@ from gateway.errors import GatewayError, InsufficientMemory, ModelLoadFailed, Mo
 from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
 
-UNAVAILABLE_S = 30.0  # so that not every request tries a dead network again
-BROKEN_S = 5.0  # shorter, as somebody may be repairing the file
+UNAVAILABLE_S = 30.0  # so that not every request tries a dead network
+BROKEN_S = 5.0  # shorter, as the file may be under repair
 
 
 class Failures:
@@ -32,12 +32,12 @@ class Failures:
                 seconds = BROKEN_S
             case _:
                 return
-        # Without its traceback, whose frames hold what was read of the model.
-        self._errors[model] = fresh(error)
+        # Without its traceback, whose frames hold the half-read model.
+        self._errors[model] = copy_error(error)
         self._until[model] = clock.now() + seconds
 
     def forget(self, model: str) -> None:
-        """Forget a model's failure: it is loaded, or is to be tried again."""
+        """Forget a model's failure, so that its next load is tried at once."""
         self._errors.pop(model, None)
 
     def clear(self) -> None:
@@ -45,9 +45,9 @@ class Failures:
         self._errors.clear()
 
     def check(self, model: str) -> None:
-        """Raise the error of this model's last load, if it was recent."""
+        """Raise the error of this model's last load if it is recent."""
         if (error := self._errors.get(model)) is not None and clock.now() < self._until[model]:
-            raise fresh(error) from None
+            raise copy_error(error) from None
 
     def of(self, model: str) -> GatewayError | None:
         """Return the model's last failure, however long ago, if no load has succeeded since."""
@@ -58,8 +58,8 @@ class Failures:
         return tuple(self._errors)
 
 
-def fresh(error: GatewayError) -> GatewayError:
-    """Return a copy of an error raised more than once: one object would gather every frame."""
+def copy_error(error: GatewayError) -> GatewayError:
+    """Return a copy of an error: one raised many times would gather the frames of each."""
     copy = type(error).__new__(type(error), *error.args)
     vars(copy).update(vars(error))
     return copy
@@ -69,17 +69,17 @@ M = TypeVar("M")
 
 
 class State(Enum):
-    """What a cached model does with its callers."""
+    """How a cached model treats its callers."""
 
-    LOADING = "loading"  # its files, room or weights are not there yet: callers wait
+    LOADING = "loading"  # it waits for its files, room or weights: callers wait
     READY = "ready"  # callers enter at once
-    YIELDING = "yielding"  # in use, and another model waits for its room: new callers wait
-    RETIRING = "retiring"  # unloaded by hand: those inside finish, new callers load a copy
-    LEAVING = "leaving"  # without callers: it is being freed
-    GONE = "gone"  # its memory is back
+    YIELDING = "yielding"  # in use, while another model waits for its room: new callers wait
+    RETIRING = "retiring"  # unloaded by hand: its callers finish, new ones load a copy
+    LEAVING = "leaving"  # it has no callers and is being freed
+    GONE = "gone"  # its memory is freed
 
 
-# A load may fail and a keeper be cancelled at any time, so every state has its way to GONE.
+# A load may fail and a task be cancelled at any time, so every state may move to GONE.
 MOVES: Final = MappingProxyType(
     {
         State.LOADING: {State.READY, State.RETIRING, State.LEAVING, State.GONE},
@@ -93,11 +93,10 @@ MOVES: Final = MappingProxyType(
 
 
 class Entry(Generic[M]):
-    """A model from the moment it is asked for to the moment its memory is back.
+    """A model from its first request until its memory is freed.
 
-    `state` says what happens to its callers. How far its load has come follows from what it has:
-    `needed_bytes` once its files are there, `share` once it has its room, `model` once it is
-    loaded.
+    `state` decides what its callers do. Its load has got as far as the fields show:
+    `needed_bytes` once its files are there, `share` once it has room, `model` once it is loaded.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -105,23 +104,23 @@ class Entry(Generic[M]):
         self.state = State.LOADING
         self.model: M | None = None
         self.adopt: Callable[[ModelSpec], None] = lambda _: None
-        self.left = asyncio.Event()
+        self.leaving = asyncio.Event()
         self.leases = 0
         self.last_used = 0.0
-        self.is_successor = False  # an older copy has callers still, or was evicted from them
+        self.is_successor = False  # an older copy still has callers, or was evicted
         self.needed_bytes: int | None = None
-        self.admitted: asyncio.Future[None] | None = None  # by the room
-        self.resumed = 0.0  # when it stopped waiting for room
+        self.admission: asyncio.Future[None] | None = None  # done when its wait for room ends
+        self.admitted_at = 0.0
         self.spared_until = 0.0
         self.yielding_since = 0.0
         self.share: Share | None = None
-        self.keeper: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None  # fetches, loads and frees it
         self._waiting: list[asyncio.Future[bool]] = []
         self._ttl: asyncio.TimerHandle | None = None
 
     @property
     def is_open(self) -> bool:
-        """Return True if new callers use it, or wait for it."""
+        """Return True if new callers use it or wait for it."""
         return self.state in (State.LOADING, State.READY, State.YIELDING)
 
     @property
@@ -131,47 +130,47 @@ class Entry(Generic[M]):
 
     @property
     def is_loaded(self) -> bool:
-        """Return True if there is a model to use."""
+        """Return True if it is in memory and not being freed."""
         return self.model is not None and not self.is_leaving
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if it waits for room: its size is known, and it has no share."""
+        """Return True if it waits for room."""
         return self.needed_bytes is not None and self.share is None
 
     @property
     def waits_for_others(self) -> bool:
-        """Return True if its callers wait for what other models do."""
+        """Return True if its callers wait for other models."""
         return self.is_waiting or self.state is State.YIELDING
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the budget that it holds."""
+        """Return the bytes it holds of the budget."""
         return 0 if self.share is None else self.share.nbytes
 
     @property
-    def asked(self) -> int:
-        """Return how many callers wait for it."""
+    def waiting_callers(self) -> int:
+        """Return the number of callers that wait for it."""
         return sum(not each.done() for each in self._waiting)
 
-    def may(self, state: State) -> bool:
-        """Return True if the state can follow the present one."""
+    def may_move_to(self, state: State) -> bool:
+        """Return True if this move is in MOVES."""
         return state in MOVES[self.state]
 
-    def to(self, state: State) -> None:
-        """Change the state, and settle the callers that wait.
+    def move_to(self, state: State) -> None:
+        """Change the state. In READY, waiting callers enter; if it leaves, or retires after it
+        yielded, they try another copy.
 
-        In READY they enter. When it leaves, or retires having yielded, they look for another copy.
         Raises AssertionError for a move that is not in MOVES.
         """
-        assert self.may(state), f"{self.spec.id}: {self.state} → {state} is not a legal move"
-        was, self.state = self.state, state
+        assert self.may_move_to(state), f"{self.spec.id}: {self.state} → {state} is not legal"
+        before, self.state = self.state, state
         if state is State.LEAVING:
             self.start_ttl(None)
-            self.left.set()
+            self.leaving.set()
         if state is State.READY:
-            self.let_in()
-        elif state is State.LEAVING or (state is State.RETIRING and was is State.YIELDING):
+            self.admit_waiting()
+        elif state is State.LEAVING or (state is State.RETIRING and before is State.YIELDING):
             self._settle(lambda each: each.set_result(False))
 
     def enter(self) -> None:
@@ -185,16 +184,16 @@ class Entry(Generic[M]):
         self.last_used = clock.now()
 
     def wait(self) -> asyncio.Future[bool]:
-        """Return a future: True once it holds a lease, False if another entry must be asked.
+        """Return a future: True once the caller has a lease, False if it must try another entry.
 
-        It fails as the load does. A caller that stops waiting must hand it to `give_up`.
+        A failed load is its exception. A caller that stops waiting must pass it to `give_up`.
         """
         waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         return waiting
 
     def give_up(self, waiting: asyncio.Future[bool]) -> None:
-        """Stop waiting, and end the lease if it was granted at this very moment."""
+        """Stop waiting, and end the lease if it was granted at the same moment."""
         with contextlib.suppress(ValueError):
             self._waiting.remove(waiting)
         if not waiting.done():
@@ -202,18 +201,18 @@ class Entry(Generic[M]):
         elif not waiting.cancelled() and waiting.exception() is None and waiting.result():
             self.leave()
 
-    def let_in(self) -> None:
-        """Begin the leases of all waiting callers now, so that the next decision counts them."""
+    def admit_waiting(self) -> None:
+        """Begin the leases of all waiting callers at once, so that the next plan counts them."""
 
-        def one(waiting: asyncio.Future[bool]) -> None:
+        def admit(waiting: asyncio.Future[bool]) -> None:
             self.enter()
             waiting.set_result(True)
 
-        self._settle(one)
+        self._settle(admit)
 
     def refuse(self, error: GatewayError) -> None:
-        """Fail the waiting callers, each with its own copy of the error."""
-        self._settle(lambda each: each.set_exception(fresh(error)))
+        """Raise a copy of the error in each waiting caller."""
+        self._settle(lambda each: each.set_exception(copy_error(error)))
 
     def _settle(self, settle: Callable[[asyncio.Future[bool]], None]) -> None:
         waiting, self._waiting = self._waiting, []
@@ -222,10 +221,10 @@ class Entry(Generic[M]):
                 settle(each)
 
     def start_ttl(self, ttl_s: float | None) -> None:
-        """Leave after `ttl_s` seconds without a lease, or, if None, never."""
+        """Leave after `ttl_s` seconds without a lease; never if it is None."""
         if self._ttl is not None:
             self._ttl.cancel()
             self._ttl = None
         if ttl_s is not None:
             loop = asyncio.get_running_loop()
-            self._ttl = loop.call_later(ttl_s, self.to, State.LEAVING)
+            self._ttl = loop.call_later(ttl_s, self.move_to, State.LEAVING)

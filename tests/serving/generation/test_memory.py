@@ -119,10 +119,10 @@ def test_rows_fit_in_what_nobody_has() -> None:
     budget = Budget(4 * KV_STEP)
     other = budget.share()
     memory = RowMemory(budget, costs())
-    other.state(2 * KV_STEP)
+    other.resize(2 * KV_STEP)
     assert memory.fits(Layout([KV_STEP]))
     assert not memory.fits(Layout([KV_STEP + 1]))
-    other.state(9 * KV_STEP)
+    other.resize(9 * KV_STEP)
     assert not memory.fits(Layout([1]))
 
 
@@ -164,7 +164,7 @@ async def test_a_row_joins_when_another_holder_gives_bytes_back() -> None:
     """Nothing of its own model runs, so nothing else would wake it."""
     budget = Budget(13 + KV_STEP)
     other = budget.share()
-    other.state(1)
+    other.resize(1)
     cleared: list[int] = []
 
     def clear(nbytes: int, is_pressing: bool) -> None:
@@ -186,7 +186,7 @@ async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> N
     """No byte has come back by then: whoever waits must look again."""
     budget = Budget(13 + KV_STEP)
     other = budget.share()
-    other.state(1)
+    other.resize(1)
     is_idle, asked = False, 0
 
     def clear(_nbytes: int, _is_pressing: bool) -> None:
@@ -201,7 +201,7 @@ async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> N
         while not asked:
             await asyncio.sleep(0.001)
         is_idle = True
-        budget.announce()
+        budget.notify()
         assert text(await asyncio.wait_for(waiting, 5)) == "late"
 
 
@@ -209,7 +209,7 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
     """Else two models' rows, each of which needs what the other's model holds, wait for ever."""
     budget = Budget(4 * KV_STEP)
     other = budget.share()
-    other.state(2 * KV_STEP)
+    other.resize(2 * KV_STEP)
     memory = RowMemory(budget, costs(most=4 * KV_STEP))
     limits = replace(LIMITS, memory_wait_s=0.05)
     async with batching(ScriptedWriter(max_context=1000), memory, limits) as batcher:
@@ -304,7 +304,7 @@ async def test_a_row_that_fits_passes_one_that_others_keep_waiting() -> None:
     """It waits for another model, whose end nobody knows; those behind it must not."""
     budget = Budget(4 * KV_STEP)
     other = budget.share()
-    other.state(2 * KV_STEP)
+    other.resize(2 * KV_STEP)
     async with batching(ScriptedWriter(max_context=1000), RowMemory(budget, costs())) as batcher:
         big = asyncio.create_task(said(batcher, generate_job("b" * 200, max_tokens=80)))
         while not batcher.tickets:
@@ -320,7 +320,7 @@ async def test_each_row_that_is_stuck_waits_its_own_time() -> None:
     """One that has just come is not refused with one that came long before."""
     budget = Budget(2 * KV_STEP)
     other = budget.share()
-    other.state(2 * KV_STEP)
+    other.resize(2 * KV_STEP)
     limits = replace(LIMITS, memory_wait_s=0.4)
     ends: dict[str, float] = {}
 
@@ -445,7 +445,7 @@ async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has
         asked = [asyncio.create_task(said(batcher, generate_job(letter * 150))) for letter in "ab"]
         while not engine.preempted:
             await asyncio.sleep(0.001)
-        other.state(budget.limit_bytes - 600)  # the first has what it needs, and no more
+        other.resize(budget.limit_bytes - 600)  # the first has what it needs, and no more
         answers = await asyncio.wait_for(asyncio.gather(*asked), 10)
     assert text(answers[0]) == "a" * 150
     assert answers[1][-1].finish_reason == "length"

@@ -52,7 +52,7 @@ class Shelf:
         self.measured: dict[str, int] = {}
         self.catalog = Catalog(spec(name) for name in "abcd")
 
-    async def prepared(self, spec: ModelSpec) -> Prepared[str]:
+    async def prepare(self, spec: ModelSpec) -> Prepared[str]:
         await self.fetch.wait()
         return Prepared(self.sizes.get(spec.id, 10), lambda: self.opened(spec))
 
@@ -389,7 +389,7 @@ async def test_bytes_that_rows_hold_are_not_given_to_models() -> None:
         shelf, lambda: shelf.catalog, budget, max_models=2, load_wait_s=5
     ) as models:
         rows = budget.share()
-        rows.state(60)
+        rows.resize(60)
         waiting = asyncio.create_task(_use(models, "a"))
         await asyncio.sleep(0.02)
         assert shelf.loads == []

@@ -87,7 +87,7 @@ class World:
             for name in given
         )
 
-    async def prepared(self, spec: ModelSpec) -> Prepared[str]:
+    async def prepare(self, spec: ModelSpec) -> Prepared[str]:
         await asyncio.sleep(self.chance.choice([0, 0, 2.0]))
         return Prepared(SIZES[spec.id], lambda: self.opened(spec))
 
@@ -132,7 +132,7 @@ class World:
         nbytes = self.chance.randrange(1, 30)
         share = self.budget.share()
         if nbytes <= self.budget.spare_bytes:
-            share.state(nbytes)
+            share.resize(nbytes)
             await asyncio.sleep(self.chance.uniform(0, LONGEST_S))
         elif not self.budget.claimed_bytes:
             self.models.room.clear(nbytes, self.chance.random() < 0.3)
@@ -169,7 +169,7 @@ class World:
                 for _ in range(300):
                     group.create_task(self.act())
                     await asyncio.sleep(self.chance.expovariate(self.chance.choice([0.05, 1.0, 5])))
-            assert all(entry.leases == entry.asked == 0 for entry in self.models.entries)
+            assert all(entry.leases == entry.waiting_callers == 0 for entry in self.models.entries)
             assert self.budget.claimed_bytes == 0
         assert self.models.entries == ()
         assert self.budget.free_bytes == LIMIT
@@ -217,7 +217,7 @@ class StateMachine(RuleBasedStateMachine):
             self, lambda: self.catalog, self.budget, max_models=2, load_wait_s=WAIT_S, ttl_s=60.0
         )
 
-    async def prepared(self, spec: ModelSpec) -> Prepared[str]:
+    async def prepare(self, spec: ModelSpec) -> Prepared[str]:
         await asyncio.sleep(1)
         return Prepared(SIZES[spec.id], lambda: self.opened(spec))
 
@@ -309,7 +309,7 @@ class StateMachine(RuleBasedStateMachine):
             self.settle(lambda: self.models.room.clear(nbytes, is_pressing))
         else:
             self.rows.append(share := self.budget.share())
-            self.settle(lambda: share.state(nbytes))
+            self.settle(lambda: share.resize(nbytes))
 
     @precondition(lambda self: self.rows)
     @rule()
@@ -339,7 +339,7 @@ class StateMachine(RuleBasedStateMachine):
                 assert entry.is_loaded
             if entry.state is State.READY:
                 assert entry.is_loaded
-                assert not entry.asked, "whoever waited was let in"
+                assert not entry.waiting_callers, "whoever waited was let in"
 
     @invariant()
     def no_more_is_held_than_there_is(self) -> None:

@@ -6,21 +6,21 @@ import pytest
 
 from gateway.serving.models.eviction import (
     FORGET_S,
+    Phase,
     Plan,
     Resident,
-    Standing,
     make_plan,
     patience_s,
     pick,
 )
 
-WAITING, COMING, IDLE, BUSY, RETIRING, LEAVING = Standing
+WAITING, LOADING, IDLE, BUSY, RETIRING, LEAVING = Phase
 
 
 def plan(
     free: int, rows: int = 0, *, places: int = 9, may_hold_rows: bool = True, **residents: Any
 ) -> Plan[str]:
-    """Plan for residents, given as they are or as (standing, bytes, last used)."""
+    """Plan for residents, given as they are or as (phase, bytes, last used)."""
     given = {
         name: each if isinstance(each, Resident) else Resident(*each)
         for name, each in residents.items()
@@ -39,12 +39,12 @@ def test_nobody_overtakes_a_model_that_waits() -> None:
     """A smaller one that came later is not let into what the first waits for."""
     assert plan(10, a=(LEAVING, 10), b=(WAITING, 20), c=(WAITING, 5)).admitted == ()
     assert plan(10, a=(LEAVING, 30), b=(WAITING, 20), c=(WAITING, 5)).admitted == ()
-    assert plan(25, places=1, a=(COMING, 0), b=(WAITING, 20)).admitted == ()
+    assert plan(25, places=1, a=(LOADING, 0), b=(WAITING, 20)).admitted == ()
 
 
 def test_a_model_that_nobody_asks_for_any_more_is_overtaken() -> None:
     """Its caller hung up, or gave up: it comes when nobody else wants the room."""
-    gone = Resident(WAITING, 10, is_asked=False)
+    gone = Resident(WAITING, 10, is_requested=False)
     assert plan(10, a=gone, b=(WAITING, 10)).admitted == ("b",)
 
 
@@ -61,7 +61,7 @@ def test_nobody_leaves_where_all_that_could_would_not_suffice() -> None:
     """It would be for nothing: what is lacking is held by who is loading, pinned or in peace."""
     idle: dict[str, Any] = {"a": (IDLE, 10, 1.0)}
     for other in (
-        Resident(COMING, 90),
+        Resident(LOADING, 90),
         Resident(BUSY, 90, is_pinned=True),
         Resident(IDLE, 90, is_pinned=True),
         Resident(BUSY, 90, may_yield=False),
@@ -115,7 +115,7 @@ def test_who_yields_goes_on_yielding() -> None:
 
 
 @pytest.mark.parametrize(
-    "waiting", [{}, {"b": Resident(WAITING, 10, is_asked=False)}], ids=["gone", "not asked for"]
+    "waiting", [{}, {"b": Resident(WAITING, 10, is_requested=False)}], ids=["gone", "not asked for"]
 )
 def test_nobody_yields_unless_a_caller_waits(waiting: dict[str, Any]) -> None:
     """The asker hung up: the busy model's callers are let in again; nor is a row held back."""
@@ -125,7 +125,7 @@ def test_nobody_yields_unless_a_caller_waits(waiting: dict[str, Any]) -> None:
 
 def test_a_model_that_nobody_asks_for_takes_the_place_of_idle_ones_alone() -> None:
     """Its caller was told to come back."""
-    given = plan(0, a=(IDLE, 10), b=Resident(WAITING, 10, is_asked=False))
+    given = plan(0, a=(IDLE, 10), b=Resident(WAITING, 10, is_requested=False))
     assert given.leaving == ("a",)
 
 

@@ -95,8 +95,8 @@ class Scene:
 
     def cancel(self) -> None:
         """Cancel the model's task, as the end of its event loop does."""
-        assert self.entry.keeper is not None
-        self.entry.keeper.cancel()
+        assert self.entry.task is not None
+        self.entry.task.cancel()
         self.shelf.free.set()
 
     def free(self) -> None:
@@ -157,9 +157,9 @@ async def test_an_illegal_move_is_an_error(before: State, after: State) -> None:
     """It names the model and both states, and changes nothing."""
     entry = Entry[str](spec("a"))
     for state in PATHS[before]:
-        entry.to(state)
+        entry.move_to(state)
     with pytest.raises(AssertionError, match=f"a: {before} → {after}"):
-        entry.to(after)
+        entry.move_to(after)
     assert entry.state is before
 
 

@@ -209,12 +209,12 @@ async def test_a_model_that_waits_for_bytes_has_those_that_rows_give_back() -> N
         busy = Users(models, "a")
         await busy.come()
         rows = budget.share()
-        rows.state(50)
+        rows.resize(50)
         newcomer = await Users(models, "b").come()
         assert (budget.free_bytes, budget.spare_bytes) == (10, -20)
         await busy.come()
         assert (busy.inside, state(models, "a")) == (2, State.READY)
-        rows.state(20)
+        rows.resize(20)
         await asyncio.sleep(0.01)
         assert (sorted(shelf.open), budget.claimed_bytes) == (["a", "b"], 0)
         rows.release()
@@ -233,7 +233,7 @@ async def test_rows_are_held_back_for_no_longer_than_a_model_waits() -> None:
         busy, other = Users(models, "a"), Users(models, "b")
         await busy.come()
         rows = budget.share()
-        rows.state(50)
+        rows.resize(50)
         newcomer = await other.come()
         assert budget.claimed_bytes == 30
         with pytest.raises(NoRoom):
