@@ -144,7 +144,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     result["together"] = result["together"] or again
     *_, verdict = engine.self_test()
     result["self-test"] = verdict.problem
-    engine.hold_to(verdict)
+    engine.apply_verdict(verdict)
     result["as served"] = judged(
         answers(engine, [order[:2], [order[2]], [order[3], order[4]]], 512), order
     )

@@ -115,7 +115,7 @@ class ScriptedWriter:
     last_pass: Pass = field(default_factory=Pass)
     script: list[dict[str, Any]] = field(default_factory=list)
     jobs: list[GenerateJob] = field(default_factory=list)
-    kept_bytes: int = 0
+    prefix_bytes: int = 0
     calls_are_text: bool = False
     judged: list[tuple[str, str]] = field(default_factory=list)
     verdicts: list[bool | None] = field(default_factory=list)  # True after these
@@ -170,14 +170,14 @@ class ScriptedWriter:
             return replace(grammar, unenforced=("#/uniqueItems", "#/a~1ü"))
         return grammar
 
-    def fits(self, schema: str, answer: str) -> bool | None:
+    def matches_schema(self, schema: str, answer: str) -> bool | None:
         self.judged.append((schema, answer))
         return self.verdicts.pop(0) if self.verdicts else True
 
     def self_test(self) -> Generator[Verdict]:
         yield from self.findings
 
-    def hold_to(self, verdict: Verdict) -> None:
+    def apply_verdict(self, verdict: Verdict) -> None:
         self.held.append(verdict)
         self.is_batched = self.is_batched and not verdict.forbids_batches
 
@@ -234,8 +234,8 @@ class ScriptedWriter:
                 rests[row] = [*rest[: max_tokens - said], -1]
         return []
 
-    def forget(self) -> None:
-        self.kept_bytes = 0
+    def clear_prefixes(self) -> None:
+        self.prefix_bytes = 0
 
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
         lengths = [len(job.prompt) for job in self._waiting.values()]
@@ -270,7 +270,7 @@ class ScriptedWriter:
             replace(delta, prompt=self._echoed.pop(delta.sequence_id, None)) for delta in deltas
         ]
 
-    def settle(self) -> None: ...
+    def synchronize(self) -> None: ...
 
     def _next(self, row: int) -> list[SequenceDelta]:
         if self.script:
@@ -291,7 +291,7 @@ class ScriptedWriter:
         return len(self._waiting) + len(self._running)
 
     @property
-    def reading(self) -> frozenset[int]:
+    def prefilling(self) -> frozenset[int]:
         return frozenset(self._waiting)
 
     @property

@@ -123,7 +123,7 @@ async def _generate(
         async for delta in deltas:
             choices[delta.index].add(delta)
             usage = count_delta(usage, delta)
-    return usage, [await generation.verdicts.of(index) for index in range(job.n)]
+    return usage, [await generation.checker.check(index) for index in range(job.n)]
 
 
 async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
@@ -145,7 +145,7 @@ async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[by
             usage = count_delta(usage, delta)
             verdict = None
             if delta.finish_reason is not None:
-                verdict = await verdict_json(generation.verdicts, delta.index)
+                verdict = await verdict_json(generation.checker, delta.index)
             for chunk in writer.chunks(delta, verdict):
                 yield frame(orjson.dumps(chunk))
     if with_usage:

@@ -7,17 +7,17 @@ from typing import Any
 from gateway.api.requests import MAX_HEADER_NAMES, named_header
 from gateway.jobs import Delta, GenerateJob, Sampling, Usage
 from gateway.registry import ChatSpec, Resolved
+from gateway.serving.generation.answer_checks import AnswerChecker
 from gateway.serving.generation.batcher import Generation
-from gateway.serving.generation.verdicts import Verdicts
 from gateway.wire.generation import SchemaVerdict
 
 
-async def verdict_json(verdicts: Verdicts, index: int) -> SchemaVerdict | None:
+async def verdict_json(checker: AnswerChecker, index: int) -> SchemaVerdict | None:
     """Return a choice's verdict for its last event, or None if the schema was enforced fully."""
-    if not verdicts.unenforced:
+    if not checker.unenforced:
         return None
-    pointers = list(verdicts.unenforced[:MAX_HEADER_NAMES])
-    return {"unenforced": pointers, "schema_valid": await verdicts.of(index)}
+    pointers = list(checker.unenforced[:MAX_HEADER_NAMES])
+    return {"unenforced": pointers, "schema_valid": await checker.check(index)}
 
 
 def can_retry(job: GenerateJob) -> bool:
@@ -67,7 +67,7 @@ def answer_headers(generation: Generation) -> dict[str, str]:
     to the parts of its schema, up to a number of them, that no grammar enforces.
     """
     headers = {"x-gateway-tool-format": "unknown"} if generation.calls_are_text else {}
-    return headers | named_header("x-gateway-unenforced", generation.verdicts.unenforced)
+    return headers | named_header("x-gateway-unenforced", generation.checker.unenforced)
 
 
 def schema_valid_header(verdicts: Sequence[bool | None]) -> dict[str, str]:

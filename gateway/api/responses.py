@@ -242,7 +242,7 @@ async def _generate(exchange: _Exchange, headers: dict[str, str]) -> tuple[list[
         async for delta in deltas:
             usage = count_delta(usage, delta)
             all_deltas.append(delta)
-    if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
+    if (verdict := await verdict_json(generation.checker, 0)) is not None:
         headers |= schema_valid_header([verdict["schema_valid"]])
         exchange.writer.set_verdict(verdict)
     return all_deltas, usage
@@ -288,7 +288,7 @@ async def _events(
             usage = count_delta(usage, delta)
             for event in writer.add(delta):
                 yield event
-    if (verdict := await verdict_json(generation.verdicts, 0)) is not None:
+    if (verdict := await verdict_json(generation.checker, 0)) is not None:
         writer.set_verdict(verdict)
     end_events = writer.end(usage, int(time.time()))
     _store(exchange)

@@ -162,7 +162,7 @@ class SelfTest:
             while not self._is_over:
                 await asyncio.sleep(IDLE_POLL_S)
                 if batcher.rows or batcher.tickets or not self._lane.is_idle:
-                    is_short = batcher.is_short or self._budget.spare_bytes < needed
+                    is_short = batcher.is_short_of_memory or self._budget.spare_bytes < needed
                     if share.nbytes and is_short:
                         await self._close()
                         share.release()
@@ -187,7 +187,7 @@ class SelfTest:
     async def _hold(self) -> None:
         """Apply the verdict to the engine, and log it."""
         async with self._lane.turn("load") as run:
-            await run(self._engine.hold_to, self.verdict)
+            await run(self._engine.apply_verdict, self.verdict)
         entry = {"model": self._model, "verdict": asdict(self.verdict)}
         if self.verdict.forbids_batches or self.verdict.prefixes is False:
             log.warning("batching_restricted", **entry)

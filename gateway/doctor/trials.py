@@ -266,7 +266,7 @@ class GenerationTrial:
 
     def release(self) -> None:
         """Release the KV of kept prompts."""
-        self._engine.forget()
+        self._engine.clear_prefixes()
 
     def close(self) -> None:
         """Release the weights."""
@@ -275,7 +275,7 @@ class GenerationTrial:
     def _batch(self) -> list[Finding]:
         """Run the engine's self-test and apply its verdict, as the gateway does."""
         *_, verdict = self._engine.self_test()
-        self._engine.hold_to(verdict)
+        self._engine.apply_verdict(verdict)
         return [findings.judge_rows_together(verdict, self._allowed)]
 
     def _answer(self) -> list[Finding]:
@@ -367,7 +367,7 @@ class GenerationTrial:
     @contextmanager
     def _rows(self) -> Iterator[dict[int, Answer]]:
         """Yield the answers of rows, without kept prompts before; all rows leave at exit."""
-        self._engine.forget()
+        self._engine.clear_prefixes()
         answers: dict[int, Answer] = {}
         try:
             yield answers

@@ -1,4 +1,4 @@
-"""What serving asks of an engine. app hands in the real ones, tests hand in scripted ones."""
+"""The Protocols of engines: app passes the real ones, tests pass scripted ones."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
@@ -44,7 +44,7 @@ class EmbeddingEngine(Protocol):
         """Tokenise, special tokens included. Safe on any thread."""
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise as far as `truncate` keeps; more ids than `max_tokens` only tell of more."""
+        """Tokenise as much as `truncate` needs; a longer text has more ids than `max_tokens`."""
 
     def truncate(self, tokens: TokenIds) -> list[int]:
         """Cut one input to `max_tokens` as sentence-transformers would."""
@@ -67,83 +67,84 @@ class GenerationEngine(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Return the most tokens a prompt and its answer may have together."""
+        """Return the most tokens that a prompt and its answer may have in all."""
 
     @property
     def rows(self) -> int:
-        """Return the number of rows inside, reading or running. Safe on any thread."""
+        """Return the number of rows, prefilling or decoding. Safe on any thread."""
 
     def plan(self, job: GenerateJob) -> list[SequenceParams]:
-        """Render, encode and measure: one row a choice. Safe on any thread.
+        """Render the template and encode the prompt: one row a choice. Safe on any thread.
 
         Raises BadRequest for what the template refuses and ContextLengthExceeded for a prompt
         that leaves no room for one token.
         """
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Make a grammar ready for rows; slow, and safe on any thread.
+        """Compile a grammar; slow, and safe on any thread.
 
         Raises BadRequest naming the keyword or place that cannot be compiled.
         """
 
-    def fits(self, schema: str, answer: str) -> bool | None:
-        """Judge a finished answer by a JSON Schema, both as text; None where that cannot be told.
+    def matches_schema(self, schema: str, answer: str) -> bool | None:
+        """Return True if an answer matches a JSON Schema, both as text; None if that is unknown.
 
         Slow, and safe on any thread.
         """
 
-    def join(self, job: SequenceParams) -> int:
-        """Queue a row for prefill and give its id. On the lane only."""
+    def join(self, params: SequenceParams) -> int:
+        """Queue a row for prefill and return its id. On the lane only."""
 
     @property
     def is_batched(self) -> bool:
         """Return True while rows run together, False once they run one at a time."""
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare rows in batches with the same rows alone, a pass a step, on the lane only.
+        """Compare rows in batches with the same rows alone, one pass a step. On the lane only.
 
-        Each step yields what is known by then; the last one leaves nothing unknown.
+        Each step yields the verdict so far; the last one's has no field unknown.
         """
 
     @property
     def self_test_tokens(self) -> int:
-        """Return the most tokens that a row of the self-test has."""
+        """Return the tokens of the self-test's longest row."""
 
-    def hold_to(self, verdict: Verdict) -> None:
-        """Run rows only as a verdict has not found wrong. On the lane only."""
+    def apply_verdict(self, verdict: Verdict) -> None:
+        """Stop running rows in ways that a verdict found wrong. On the lane only."""
 
     def take_faults(self) -> Sequence[str]:
-        """Return what passes have thrown since this was last asked. On the lane only."""
+        """Return the errors of passes since the last call. On the lane only."""
 
     def leave(self, row: int) -> None:
-        """Drop a row, wherever it is; an unknown id is fine. On the lane only."""
+        """Drop a row in any state; an unknown id is ignored. On the lane only."""
 
     def park(self, row: int) -> None:
-        """Stop a row, its KV kept; one that is being read stops thereafter. On the lane only."""
+        """Stop a row and keep its KV; a row in prefill stops after it. On the lane only."""
 
     def preempt(self, row: int) -> None:
-        """Stop a row and free its KV: resumed, it is read again from all it has read and said, and
-        goes on as if nothing had happened. On the lane only.
+        """Stop a row and free its KV. Once resumed, its prompt and its tokens so far are prefilled
+        again, and its answer continues unchanged. On the lane only.
         """
 
     def resume(self, row: int) -> None:
         """Resume a row that was parked or preempted. On the lane only."""
 
     def cap_tokens(self, row: int, max_tokens: int) -> list[SequenceDelta]:
-        """Let a row say no more than so many tokens, wherever it is.
+        """Bound a row's answer to `max_tokens`, in any state.
 
-        Returns the end of one that is parked or preempted and has said as many. On the lane only.
+        Returns the last delta of a parked or preempted row that has as many already. On the lane
+        only.
         """
 
-    def forget(self) -> None:
-        """Free the kept prefixes. On the lane only."""
+    def clear_prefixes(self) -> None:
+        """Free the prefix cache. On the lane only."""
 
     @property
-    def kept_bytes(self) -> int:
-        """Return the bytes kept of prompts that others may begin with."""
+    def prefix_bytes(self) -> int:
+        """Return the bytes of the prefix cache."""
 
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
-        """Read at most about `token_budget` padded prompt tokens. On the lane only."""
+        """Prefill about `token_budget` padded tokens at most. On the lane only."""
 
     def decode(self) -> list[SequenceDelta]:
         """Decode the next token of every running row. On the lane only."""
@@ -152,24 +153,24 @@ class GenerationEngine(Protocol):
     def last_pass(self) -> Pass:
         """Return what the last call of `prefill` or `decode` did. On the lane only."""
 
-    def settle(self) -> None:
-        """Wait until the device has done what was begun. On the lane only."""
+    def synchronize(self) -> None:
+        """Wait until the device has finished its launched work. On the lane only."""
 
     @property
     def kv_cost(self) -> KvCost:
-        """Return what a row's KV costs; an empty cost if unknown."""
+        """Return the bytes of a row's KV; the zero cost if unknown."""
 
     @property
-    def reading(self) -> frozenset[int]:
-        """Return the rows that still have prompt to read."""
+    def prefilling(self) -> frozenset[int]:
+        """Return the rows in prefill."""
 
     @property
     def is_prefilling(self) -> bool:
-        """Return True if a row still has prompt to read."""
+        """Return True if any row is in prefill."""
 
     @property
     def is_decoding(self) -> bool:
-        """Return True if a row is running."""
+        """Return True if any row decodes."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device: weights, KV and prefixes."""

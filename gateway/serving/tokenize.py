@@ -25,7 +25,7 @@ Kind: TypeAlias = Literal[
     "short prompts",
     "long prompts",
     "grammars",
-    "verdicts",
+    "checks",
 ]
 THREADS: Final[dict[Kind, int]] = {
     # One each: reading holds the GIL, and each further thread takes from the loop's share of it.
@@ -36,7 +36,7 @@ THREADS: Final[dict[Kind, int]] = {
     "short prompts": 2,
     "long prompts": 1,
     "grammars": 3,
-    "verdicts": 2,
+    "checks": 2,
 }
 # A single text so short is tokenised on the loop: it takes 20 µs, a hop to a thread 300.
 SHORT_CHARS: Final = 1000

@@ -28,9 +28,9 @@ class SlowJudge(ScriptedWriter):
 
     is_over: threading.Event = field(default_factory=threading.Event)
 
-    def fits(self, schema: str, answer: str) -> bool | None:
+    def matches_schema(self, schema: str, answer: str) -> bool | None:
         self.is_over.wait(20)
-        return super().fits(schema, answer)
+        return super().matches_schema(schema, answer)
 
 
 def ask(**more: Any) -> dict[str, Any]:

@@ -130,10 +130,10 @@ async def test_what_a_pinned_model_keeps_of_prompts_gives_way(
     ) as client:
         if is_loaded:
             assert (await ask(client, "two")).status_code == 200
-        engines.writers["one"].kept_bytes = ROW if is_loaded else MODEL
+        engines.writers["one"].prefix_bytes = ROW if is_loaded else MODEL
         assert (await ask(client, "one")).status_code == 200
         assert (await ask(client, "two", LONG)).status_code == 200
-        assert engines.writers["one"].kept_bytes == 0
+        assert engines.writers["one"].prefix_bytes == 0
         assert sorted(engines.loads) == ["one", "two"]
 
 

@@ -65,7 +65,7 @@ def states(found: dict[str, Finding]) -> dict[str, str]:
 
 def test_a_writer_that_is_right_passes_all() -> None:
     """And is asked to forget, and closed, at the end."""
-    writer = Writer(kept_bytes=5)
+    writer = Writer(prefix_bytes=5)
     found = examined(writing(writer))
     checks = ["load", "batch", "answer", "greedy", "structured", "cancelled", "speed", "memory"]
     assert list(found) == checks
@@ -74,7 +74,7 @@ def test_a_writer_that_is_right_passes_all() -> None:
         "3 answers of 24 tokens are the same alone and beside 5 rows; a tie is 0.001 nats."
     )
     assert found["speed"].measured == {"tokens_per_s": {"1": 10.0, "8": 80.0}}
-    assert (writer.kept_bytes, writer.rows, writer.is_closed) == (0, 0, True)
+    assert (writer.prefix_bytes, writer.rows, writer.is_closed) == (0, 0, True)
 
 
 def test_rows_run_together_join_late_and_leave() -> None:

@@ -75,7 +75,7 @@ class GenerationEngine:
         self._faults = Faults()
         self._is_batched = True
         if not can_batch(model):
-            self.hold_to(ALONE)
+            self.apply_verdict(ALONE)
         self._parked: dict[int, Sequence | DecodeBatch] = {}
         self.kv_cost = measure_kv(self._model)
         self.last_pass = Pass()
@@ -119,7 +119,7 @@ class GenerationEngine:
         """Return the most tokens that a sequence of the self-test has."""
         return count_tokens(self._model, self._max_context)
 
-    def hold_to(self, verdict: Verdict) -> None:
+    def apply_verdict(self, verdict: Verdict) -> None:
         """Stop using what a verdict finds wrong, from the next sequence to be read on."""
         self._is_batched = self._is_batched and not verdict.forbids_batches
         self._prefill.is_batched = self._is_batched
@@ -132,7 +132,7 @@ class GenerationEngine:
         return self._faults.take()
 
     @property
-    def reading(self) -> frozenset[int]:
+    def prefilling(self) -> frozenset[int]:
         """Return the ids of the sequences that have prompt left to read."""
         return frozenset(row.id for row in self._prefill.rows)
 
@@ -161,12 +161,12 @@ class GenerationEngine:
         """
         return self._structured.compile(grammar)
 
-    def fits(self, schema: str, answer: str) -> bool | None:
+    def matches_schema(self, schema: str, answer: str) -> bool | None:
         """Return whether an answer fits a JSON Schema, both as text; None if undecidable.
 
         Slow, and safe on any thread.
         """
-        return self._structured.fits(schema, answer)
+        return self._structured.matches_schema(schema, answer)
 
     def join(self, job: SequenceParams) -> int:
         """Queue a sequence for prefill and return its id."""
@@ -240,13 +240,13 @@ class GenerationEngine:
             return row.end_early()
         return []
 
-    def forget(self) -> None:
+    def clear_prefixes(self) -> None:
         """Drop the KV kept of prompts."""
         self._prefixes.clear()
         clear_cache()
 
     @property
-    def kept_bytes(self) -> int:
+    def prefix_bytes(self) -> int:
         """Count the bytes of KV kept of prompts that others may begin with."""
         return self._prefixes.nbytes
 
@@ -256,7 +256,7 @@ class GenerationEngine:
             return []
         begun, there = batch.read, sum(batch.positions)
         # mlx-lm's batch gives freed buffers back after each chunk: the step under way must be over.
-        self.settle()
+        self.synchronize()
         try:
             self._prefill.read(batch, token_budget)
             rows = len(batch.rows)
@@ -309,7 +309,7 @@ class GenerationEngine:
             self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
         return deltas
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the step under way. Its errors are raised when it is read."""
         if self._running is not None:
             with suppress(Exception):
@@ -387,7 +387,7 @@ class GenerationEngine:
         else:
             self._faults.dismiss(output.row.id)
         if self._faults.is_batching_to_blame:
-            self.hold_to(Verdict(rows=False))
+            self.apply_verdict(Verdict(rows=False))
 
     def _step(self, logits: mx.array | None) -> None:
         """Choose the next tokens from `logits`, or from a pass launched here if None."""

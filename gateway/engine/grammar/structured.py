@@ -117,7 +117,7 @@ class Structured:
             sandbox=self._sandbox,
         )
 
-    def fits(self, schema: str, answer: str) -> bool | None:
+    def matches_schema(self, schema: str, answer: str) -> bool | None:
         """Return whether a finished answer fits a JSON Schema; None if undecidable. Slow."""
         return fits(schema, answer, self._sandbox)
 

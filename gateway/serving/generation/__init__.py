@@ -1,12 +1,12 @@
 """Continuous batching of one chat model.
 
-batcher     the two loops: prompts are read, rows decode
-queue       who has a place, and who waits for one
-scheduler   who waits, runs, is held, gives way
-policy      limits, ranks, and who joins next: decisions alone
-sequence    one answer on its way to its caller
-steps       a turn's work on the lane's thread
-memory      what rows may take of the budget
-grammars    compiled once, shared
-verdicts    finished answers judged by what no grammar holds
+batcher         two workers, one for prefill and one for decode: schedule, run, process
+queue           bounds on a model's jobs, and jobs that wait for a place
+scheduler       which sequences wait, run, are parked, leave and are preempted
+policy          limits, ranks, and which sequences join next: decisions without side effects
+sequence        one answer being written, and the scheduler's output
+steps           a turn's work on the lane's thread
+memory          the bytes of KV that a model's sequences may take
+grammars        a cache of compiled grammars
+answer_checks   answers checked by the parts of a schema that no grammar enforces
 """

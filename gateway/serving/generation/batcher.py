@@ -1,4 +1,4 @@
-"""Join, step, deliver, leave: continuous batching of one chat model's rows."""
+"""Continuous batching of one chat model: sequences join, step and leave a shared batch."""
 
 import asyncio
 import contextlib
@@ -35,14 +35,14 @@ from gateway.jobs import (
 )
 from gateway.serving.admission import until_deadline
 from gateway.serving.budget import Budget
+from gateway.serving.generation.answer_checks import AnswerChecker
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
 from gateway.serving.generation.queue import JobQueue
 from gateway.serving.generation.scheduler import Scheduler
-from gateway.serving.generation.sequence import SchedulerOutput, Sequence, size
+from gateway.serving.generation.sequence import SchedulerOutput, Sequence, batch_shape
 from gateway.serving.generation.steps import Steps
-from gateway.serving.generation.verdicts import Verdicts
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.tokenize import TokenPool, prompt_kind
@@ -51,30 +51,30 @@ from gateway.serving.workers import run_forever
 log = logs.get("generation")
 
 JOBS_AT_ONCE = 16  # of one request: a long list of prompts is admitted in slices
-PREFILL_FIRST_PASSES = 2  # that a prompt takes at most; it is waited for as long as they may take
+PREFILL_FIRST_PASSES = 2  # decoding waits only for prompts of so few passes, and for their time
 RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
 
 
 @dataclass(slots=True)
 class Generation:
-    """A job under way: what it read, how it is sampled, and its deltas as they come.
+    """A job under way: its usage, its sampling, and its deltas as they come.
 
-    `calls_are_text`: the model may call functions, but the form of its calls is not known;
-    `verdicts` judges what no grammar holds, of a choice whose last delta has come.
+    `calls_are_text`: the model may call functions, but the format of its calls is unknown.
+    `checker` checks a choice after its last delta by what no grammar enforces.
     """
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
     sampling: Sampling
-    verdicts: Verdicts
+    checker: AnswerChecker
     calls_are_text: bool = False
 
 
 class GenerationBatcher:
-    """One model's rows. Its turns run while `running` is entered.
+    """One model's sequences. Its workers run while `running` is entered.
 
-    Reading prompts and decoding are two kinds of work, each with a worker and turns of its own:
-    neither a long prompt nor many answers keep the other from the lane.
+    Prefill and decode are two kinds of work, each with a worker and turns of the lane of its own,
+    so that neither a long prompt nor many answers keep the other from the lane.
     """
 
     def __init__(
@@ -96,38 +96,38 @@ class GenerationBatcher:
         self._queue = JobQueue(name, limits)
         self._memory = memory or RowMemory(Budget(0), RowCosts())
         self._scheduler = Scheduler(name, self._cap_batch(limits), self._memory)
-        self._stirred = {kind: asyncio.Event() for kind in ("prefill", "decode")}
+        self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
         self._has_warned = False
-        self._news = threading.Event()  # rows that leave, for the lane's thread
+        self._interrupt = threading.Event()  # rows have to leave: ends the turn after its pass
         self._steps = Steps(
             name,
             engine,
-            self._news,
+            self._interrupt,
             chunk_tokens=limits.prefill_chunk_tokens,
             pass_limit_s=limits.pass_limit_s,
             on_join=self._on_join,
             deliver=self._deliver,
-            on_settle=self._on_settle,
+            on_end=self._on_turn_end,
             on_fault=self._on_fault,
         )
-        self.verdict: Verdict | None = None  # of the model's self-test, where there is one
+        self.verdict: Verdict | None = None  # of the model's self-test, if it has one
         self._was_batched = self.is_batched
 
     @property
     def rows(self) -> int:
-        """Return how many rows the engine has."""
+        """Return the number of rows in the engine."""
         return self._engine.rows
 
     @property
     def tickets(self) -> int:
-        """Return how many rows wait to join, or for their turn."""
+        """Return the number of rows that wait to join or to decode."""
         return self._scheduler.waiting + self._scheduler.parked
 
     @property
-    def is_short(self) -> bool:
+    def is_short_of_memory(self) -> bool:
         """Return True while a row waits for memory."""
-        return self._scheduler.is_wanting
+        return self._scheduler.is_short_of_memory
 
     @property
     def is_batched(self) -> bool:
@@ -138,56 +138,55 @@ class GenerationBatcher:
         return limits if self.is_batched else replace(limits, max_batch_size=1)
 
     def note_batching(self) -> None:
-        """Let rows join one at a time once the engine no longer runs them together."""
+        """Have rows join one at a time once the engine no longer batches them."""
         if self._was_batched and not self.is_batched:
             self._was_batched = False
             log.warning("batching_ended", model=self._name)
             self.adopt(self._limits)
 
     def _on_fault(self, error: str) -> None:
-        """Log the exception of a pass, whose rows are read again."""
+        """Log the exception of a pass; its rows are read again."""
         metrics.of(metrics.BATCH_FAULTS, self._name).inc()
         log.warning("batch_fault", model=self._name, error=error)
         self.note_batching()
 
     def adopt(self, limits: GenerationLimits) -> None:
-        """Apply other limits, also to what runs."""
+        """Apply new limits, also to running rows."""
         self._limits = limits
         self._scheduler.limits = self._cap_batch(limits)
         self._queue.adopt(limits)
         self._steps.chunk_tokens = limits.prefill_chunk_tokens
         self._steps.pace.limit_s = limits.pass_limit_s
         self._memory.adopt(longest_chunk(limits.prefill_chunk_tokens))
-        self._stir()
+        self._wake()
 
     @contextlib.asynccontextmanager
     async def generate(
-        self, job: GenerateJob, refused: Callable[[], None] | None = None
+        self, job: GenerateJob, on_full: Callable[[], None] | None = None
     ) -> AsyncIterator[Generation]:
-        """Enter with the prompt accepted; then iterate `deltas`. Leaving drops every row.
+        """Enter once the job is queued, then iterate over `deltas`. Leaving drops every row.
 
-        If the queue is full, a job with `refused` calls it and waits for a place until its
-        deadline.
+        If the queue is full and `on_full` is set, call it and wait for a place until the deadline.
 
-        Raises Overloaded when too much waits, BadRequest for what cannot be rendered,
-        ContextLengthExceeded for what does not fit and PromptTooLarge for what no memory holds;
-        iterating raises DeadlineExceeded and EngineFailed.
+        Raises Overloaded if the queue is full, BadRequest for a prompt that cannot be rendered,
+        ContextLengthExceeded, and PromptTooLarge if its KV can never fit; iterating raises
+        DeadlineExceeded and EngineFailed.
         """
         timings = job.caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENISE
-        planned = await self._plan(job)
-        async with self._queue.place(job.caller, planned, refused):
-            for row in planned:
+        rows = await self._plan(job)
+        async with self._queue.place(job.caller, rows, on_full):
+            for row in rows:
                 self._memory.check(self._name, row)
-            rows = await self._compile(job, planned)
+            rows = await self._compile(job, rows)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
-            mine = rank(clock.now(), job.caller.tier, self._limits.tier_head_start_s)
+            job_rank = rank(clock.now(), job.caller.tier, self._limits.tier_head_start_s)
             sequences = [
                 Sequence(
                     row,
                     index,
                     inbox,
-                    mine,
+                    job_rank,
                     None if index else timings,
                     str(job.caller.number),
                 )
@@ -197,13 +196,14 @@ class GenerationBatcher:
             usage = Usage(prompt_tokens=len(rows[0].prompt))
             timings.tokens_in = usage.prompt_tokens
             metrics.of(metrics.TOKENS_IN, self._name).inc(usage.prompt_tokens)
-            verdicts = Verdicts(
+            checker = AnswerChecker(
                 self._name, self._engine, self._pool, job, _find_unenforced(rows[0])
             )
-            deltas = self._deltas(job, inbox, len(sequences), verdicts)
-            warned = self._warn_of_text_calls(rows[0])
+            deltas = self._deltas(job, inbox, len(sequences), checker)
+            self._warn_of_text_calls(rows[0])
+            calls_are_text = rows[0].calls_are_text
             try:
-                yield Generation(usage, deltas, rows[0].sampling, verdicts, warned)
+                yield Generation(usage, deltas, rows[0].sampling, checker, calls_are_text)
             finally:
                 timings.stage = next((each.stage for each in sequences if not each.is_over), None)
                 self._drop(sequences)
@@ -211,63 +211,63 @@ class GenerationBatcher:
     async def generate_many(
         self, jobs: abc.Sequence[GenerateJob]
     ) -> AsyncGenerator[Usage | Delta, None]:
-        """Yield the usage of every job and every delta as it comes, some jobs at a time.
+        """Yield the usage of every job and every delta as it comes, JOBS_AT_ONCE jobs at a time.
 
-        Choices are numbered job by job. Nothing is yielded before each of the first jobs has been
-        admitted or has found the queue full. Only the first job raises Overloaded: the others ask
-        once it was admitted, and wait for a place until the deadline. The first error ends all
+        Choices are numbered across jobs. Nothing is yielded until each of the first jobs has been
+        admitted or has found the queue full. Only the first job raises Overloaded: the others try
+        after it was admitted, and wait for a place until the deadline. The first error ends all
         jobs, and so does closing the generator.
         """
-        news: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
-        waiting = iter(enumerate(jobs))
+        outputs: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
+        queue = iter(enumerate(jobs))
         slots = min(JOBS_AT_ONCE, len(jobs))
-        unasked = set(range(slots))
-        all_asked, first_admitted = asyncio.Event(), asyncio.Event()
+        untried = set(range(slots))
+        all_tried, first_admitted = asyncio.Event(), asyncio.Event()
 
-        def note_asked(place: int) -> None:
-            unasked.discard(place)
-            if not unasked:
-                all_asked.set()
+        def note_try(number: int) -> None:
+            untried.discard(number)
+            if not untried:
+                all_tried.set()
 
         async def work() -> None:
-            for place, job in waiting:
-                refused = None
-                if place > 0:
+            for number, job in queue:
+                on_full = None
+                if number > 0:
                     await first_admitted.wait()
                     # A job with a place must not wait for one that has none.
-                    refused = partial(note_asked, place)
+                    on_full = partial(note_try, number)
                 async with (
-                    self.generate(job, refused) as generation,
+                    self.generate(job, on_full) as generation,
                     contextlib.aclosing(generation.deltas) as deltas,
                 ):
                     first_admitted.set()
-                    note_asked(place)
-                    await all_asked.wait()
-                    news.put_nowait(generation.usage)
+                    note_try(number)
+                    await all_tried.wait()
+                    outputs.put_nowait(generation.usage)
                     async for delta in deltas:
-                        news.put_nowait(replace(delta, index=place * job.n + delta.index))
+                        outputs.put_nowait(replace(delta, index=number * job.n + delta.index))
 
         workers = [asyncio.create_task(work()) for _ in range(slots)]
         for worker in workers:
-            worker.add_done_callback(news.put_nowait)
-        under_way = len(workers)
+            worker.add_done_callback(outputs.put_nowait)
+        running = len(workers)
         try:
-            while under_way:
-                each = await news.get()
-                if isinstance(each, asyncio.Task):
-                    each.result()  # raises what ended it, if anything did
-                    under_way -= 1
+            while running:
+                output = await outputs.get()
+                if isinstance(output, asyncio.Task):
+                    output.result()  # raises the worker's error, if it had one
+                    running -= 1
                 else:
-                    yield each
+                    yield output
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
     async def count_tokens(self, job: GenerateJob) -> int:
-        """Return how many tokens a job's prompt has, be it longer than the model can read.
+        """Return the tokens of a job's prompt, even if it is longer than the model's context.
 
-        Raises BadRequest for what cannot be rendered.
+        Raises BadRequest for a prompt that cannot be rendered.
         """
         job.caller.timings.model, job.caller.timings.stage = self._name, Stage.TOKENISE
         try:
@@ -282,12 +282,11 @@ class GenerationBatcher:
         job.caller.timings.add(Stage.TOKENISE, clock.now() - started)
         return rows
 
-    def _warn_of_text_calls(self, row: SequenceParams) -> bool:
-        """Return True if calls will be text, and log so, once."""
+    def _warn_of_text_calls(self, row: SequenceParams) -> None:
+        """Log, once, that calls will be text."""
         if row.calls_are_text and not self._has_warned:
             self._has_warned = True
             log.warning("tool_format_unknown", model=self._name, hint="set `tool_parser:`")
-        return row.calls_are_text
 
     async def _compile(
         self, job: GenerateJob, rows: abc.Sequence[SequenceParams]
@@ -305,72 +304,72 @@ class GenerationBatcher:
         job: GenerateJob,
         inbox: asyncio.Queue[Delta | GatewayError],
         choices: int,
-        verdicts: Verdicts,
+        checker: AnswerChecker,
     ) -> AsyncGenerator[Delta, None]:
-        written, timings = metrics.of(metrics.TOKENS_OUT, self._name), job.caller.timings
+        tokens_out, timings = metrics.of(metrics.TOKENS_OUT, self._name), job.caller.timings
         while choices:
             async with until_deadline(job.caller):
-                news = await inbox.get()
-            if isinstance(news, GatewayError):
-                raise news
-            choices -= news.finish_reason is not None
-            written.inc(news.tokens)
-            timings.tokens_out += news.tokens
-            if news.cached_tokens:
-                metrics.of(metrics.CACHED_TOKENS, self._name).inc(news.cached_tokens)
-            verdicts.add(news)
-            yield news
+                delta = await inbox.get()
+            if isinstance(delta, GatewayError):
+                raise delta
+            choices -= delta.finish_reason is not None
+            tokens_out.inc(delta.tokens)
+            timings.tokens_out += delta.tokens
+            if delta.cached_tokens:
+                metrics.of(metrics.CACHED_TOKENS, self._name).inc(delta.cached_tokens)
+            checker.add(delta)
+            yield delta
 
     def _wait(self, sequences: Iterable[Sequence]) -> None:
         self._scheduler.wait(sequences)
-        self._stirred["prefill"].set()
+        self._wake_events["prefill"].set()
 
     def _drop(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Drop every row of a job. One that still runs leaves before the next step."""
+        """Drop every row of a job. Running ones leave before the next step."""
         if self._scheduler.drop(sequences):
-            self._news.set()
-            self._stir()
+            self._interrupt.set()
+            self._wake()
 
-    def _look_again(self) -> None:
-        """Wake the loops if rows wait for memory, or kept prefixes have to be freed."""
-        if self.tickets or self._memory.must_forget:
-            self._stir()
+    def _on_memory_change(self) -> None:
+        """Wake the workers if rows wait for memory, or the prefix cache has to be freed."""
+        if self.tickets or self._memory.must_clear_prefixes:
+            self._wake()
 
-    def _stir(self) -> None:
-        for event in self._stirred.values():
+    def _wake(self) -> None:
+        for event in self._wake_events.values():
             event.set()
 
     async def _prefill(self) -> None:
-        """Let rows join and read their prompts, a chunk a turn."""
+        """Have rows join, and prefill a chunk a turn, for ever."""
         engine, scheduler = self._engine, self._scheduler
         while True:
             try:
-                async with asyncio.timeout_at(scheduler.look_again_at()):
-                    await self._stirred["prefill"].wait()
+                async with asyncio.timeout_at(scheduler.next_poll_at()):
+                    await self._wake_events["prefill"].wait()
             except TimeoutError:
                 scheduler.end_stuck(NoRoom(self._name, ()))
-                self._stirred["decode"].set()  # some may end where they stand
-            self._stirred["prefill"].clear()
+                self._wake_events["decode"].set()  # some may end with the tokens they have
+            self._wake_events["prefill"].clear()
             while engine.is_prefilling or scheduler.may_join:
                 if not await self._turn("prefill", self._steps.prefill):
                     break
-            if scheduler.is_wanting:
+            if scheduler.is_short_of_memory:
                 scheduler.make_room()
 
     async def _decode(self) -> None:
-        """Let rows leave, and give those that run their next tokens."""
+        """Have rows leave, and decode the next tokens of the others, for ever."""
         while True:
-            await self._stirred["decode"].wait()
-            self._stirred["decode"].clear()
+            await self._wake_events["decode"].wait()
+            self._wake_events["decode"].clear()
             while self._engine.is_decoding or self._scheduler.must_move:
-                if self._lets_prefill_go_first():
+                if self._prefill_goes_first():
                     break  # until its turn has ended
                 if not await self._turn("decode", self._steps.decode):
                     break
                 self._decode_waits_since = None
 
-    def _lets_prefill_go_first(self) -> bool:
-        """Return True if the running rows wait for those being read, and note since when."""
+    def _prefill_goes_first(self) -> bool:
+        """Return True if decoding rows wait for those in prefill, and record since when."""
         scheduler, now = self._scheduler, clock.now()
         if scheduler.must_move or not self._engine.is_prefilling:
             return False
@@ -384,9 +383,9 @@ class GenerationBatcher:
         """Take a turn. Return False if the lane is closed."""
         try:
             async with self._lane.turn(kind) as turn:
-                self._news.clear()
+                self._interrupt.clear()
                 plan = self._scheduler.schedule(turn, may_join=kind == "prefill")
-                turn.set_shape((self._name, kind, *size(self._scheduler, plan.joining)))
+                turn.set_shape((self._name, kind, *batch_shape(self._scheduler, plan.joining)))
                 try:
                     await turn(work, plan, turn)
                 except BaseException:
@@ -401,61 +400,61 @@ class GenerationBatcher:
             await asyncio.sleep(RETRY_PAUSE_S)
         self.note_batching()
         self._scheduler.hold()
-        self._stir()  # what the one did may be work for the other
+        self._wake()  # one worker's turn may be work for the other
         return True
 
-    def _on_settle(self, kept: int, reading: frozenset[int]) -> None:
-        self._memory.keep(kept)
-        self._scheduler.note_reading(reading)
+    def _on_turn_end(self, prefix_bytes: int, prefilling: frozenset[int]) -> None:
+        self._memory.set_prefix_bytes(prefix_bytes)
+        self._scheduler.note_prefilling(prefilling)
 
     def _on_join(self, sequence: Sequence, row: int) -> None:
         if not self._scheduler.note_join(sequence, row):
-            self._news.set()
-            self._stir()
+            self._interrupt.set()
+            self._wake()
 
     def _deliver(
-        self, did: Pass, kind: str, deltas: abc.Sequence[SequenceDelta], seconds: float
+        self, size: Pass, kind: str, deltas: abc.Sequence[SequenceDelta], seconds: float
     ) -> None:
         if kind == "decode":
-            metrics.of(metrics.BATCH_ROWS, self._name).observe(did.rows)
-        elif did.padded_tokens:
-            waste = 1 - did.tokens / did.padded_tokens
-            metrics.of(metrics.BATCH_PADDING, self._name).observe(waste)
+            metrics.of(metrics.BATCH_ROWS, self._name).observe(size.rows)
+        elif size.padded_tokens:
+            padding = 1 - size.tokens / size.padded_tokens
+            metrics.of(metrics.BATCH_PADDING, self._name).observe(padding)
         log.debug(
             "batch",
             kind=kind,
             model=self._name,
-            rows=did.rows,
-            padded_tokens=did.padded_tokens,
+            rows=size.rows,
+            padded_tokens=size.padded_tokens,
             ms=round(1000 * seconds, 2),
         )
         for delta in deltas:
             if (sequence := self._scheduler.get(delta.sequence_id)) is not None:
                 if delta.finish_reason is not None or delta.error is not None:
                     self._scheduler.note_end(delta.sequence_id)
-                    self._stirred["prefill"].set()  # there is room
+                    self._wake_events["prefill"].set()  # a place is free
                 sequence.deliver(delta, self._name)
 
     def end(self, error: GatewayError) -> None:
         """End every row with an error."""
         self._scheduler.end_all(error)
-        self._stir()
+        self._wake()
 
     def _end_failed(self, error: Exception) -> None:
         self.end(EngineFailed(self._name, str(error)))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["GenerationBatcher"]:
-        """Take turns while entered; rows that still run at the end fail with Unavailable."""
+        """Run the workers while entered; rows that remain at the end fail with Unavailable."""
         workers = [
             asyncio.create_task(run_forever(f"{kind} {self._name}", work, self._end_failed))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
         ]
         try:
-            with self._memory.watch(self._look_again):
+            with self._memory.watch(self._on_memory_change):
                 yield self
         finally:
-            self._news.set()  # a turn under way ends after its step
+            self._interrupt.set()  # a running turn ends after its pass
             for worker in workers:
                 worker.cancel()
             await asyncio.wait(workers)

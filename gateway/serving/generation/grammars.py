@@ -1,7 +1,6 @@
-"""Compiled grammars, one model's: equal ones compile once, the last used are kept.
+"""An LRU cache of one model's compiled grammars: equal ones are compiled once.
 
-Compiling runs on worker threads with a deadline, few at a time, so that one that is slow keeps
-neither the others from theirs nor the machine from its work.
+Grammars are compiled on worker threads with a deadline, a few at a time.
 """
 
 import asyncio
@@ -21,68 +20,69 @@ T = TypeVar("T")
 ERRORS_LAST_S = 60.0
 
 
-class Run(Protocol):
-    """Calls a function on a worker thread: a `TokenPool`'s `compile`."""
+class RunInThread(Protocol):
+    """Calls a function on a worker thread, as a `TokenPool`'s `compile` does."""
 
     def __call__(self, function: Callable[[Grammar], T], grammar: Grammar, /) -> Awaitable[T]:
-        """Call it there and await its result."""
+        """Return an awaitable of the function's result."""
 
 
-class _Turns:
-    """So many turns at once; of those who wait the one with the least to compile is next.
+class _SmallestFirst:
+    """A semaphore that admits the smallest grammar first.
 
-    First come, first served would let a few large ones keep every small one from its own.
+    In order of arrival a few large ones would delay every small one.
     """
 
     def __init__(self, count: int) -> None:
         self._free = count
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._came = itertools.count()
+        self._arrivals = itertools.count()
 
     async def acquire(self, size: int) -> None:
-        """Wait for a turn, which `release` ends."""
+        """Wait for a slot; `release` returns it."""
         if self._free > 0:
             self._free -= 1
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (size, next(self._came), turn))
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (size, next(self._arrivals), slot))
         try:
-            await turn
+            await slot
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release()  # it came at this very moment
+            if slot.done() and not slot.cancelled():
+                self.release()  # it was acquired as the task was cancelled
             raise
 
     def release(self) -> None:
-        """Give the turn to the next."""
+        """Give the slot to the next waiter."""
         while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
+            _, _, slot = heapq.heappop(self._waiting)
+            if not slot.done():
+                slot.set_result(None)
                 return
         self._free += 1
 
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """A grammar's task, and when it ended; both outcomes are kept."""
+    """A grammar's task, which keeps its result or error, and when it failed."""
 
     task: "asyncio.Task[T]"
     failed_at: float | None = None
 
 
 class GrammarCache(Generic[T]):
-    """A bounded cache, least recently used out first, for one model.
+    """At most `size` compiled grammars of one model, the least recently used evicted first.
 
-    `compile` is called through `run`. Whoever asks for a grammar that is being compiled waits
-    for that; leaving stops nobody else's wait. Refusals are remembered for a minute.
+    `compile` is called through `run`, for at most `at_once` grammars. Callers of the same grammar
+    wait for one compilation, which goes on if some of them leave. Refusals are kept for
+    ERRORS_LAST_S.
     """
 
     def __init__(
         self,
         model: str,
         compile: Callable[[Grammar], T],  # noqa: A002
-        run: Run,
+        run: RunInThread,
         *,
         size: int = 64,
         timeout_s: float = 10.0,
@@ -94,7 +94,7 @@ class GrammarCache(Generic[T]):
         self._size = max(1, size)
         self._timeout_s = timeout_s
         self._entries: OrderedDict[Grammar, _Entry[T]] = OrderedDict()
-        self._turns = _Turns(at_once)
+        self._slots = _SmallestFirst(at_once)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -102,8 +102,8 @@ class GrammarCache(Generic[T]):
     async def get(self, grammar: Grammar) -> T:
         """Return the compiled grammar.
 
-        Raises BadRequest when it cannot be compiled or takes too long, and Overloaded when other
-        grammars took all the time there was.
+        Raises BadRequest when it cannot be compiled or takes too long, and Overloaded when others
+        took all of the time.
         """
         entry = self._entries.get(grammar)
         if entry is not None and self._is_stale(entry):
@@ -117,17 +117,17 @@ class GrammarCache(Generic[T]):
         return await asyncio.shield(entry.task)
 
     def _begin(self, grammar: Grammar) -> _Entry[T]:
-        entry = _Entry(asyncio.create_task(self._made(grammar), name="grammar"))
-        entry.task.add_done_callback(lambda task: self._ended(grammar, entry))
+        entry = _Entry(asyncio.create_task(self._compile_in_thread(grammar), name="grammar"))
+        entry.task.add_done_callback(lambda _: self._note_failure(grammar, entry))
         self._entries[grammar] = entry
         while len(self._entries) > self._size:
             self._entries.popitem(last=False)
         return entry
 
-    async def _made(self, grammar: Grammar) -> T:
+    async def _compile_in_thread(self, grammar: Grammar) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._turns.acquire(len(grammar.source))
+                await self._slots.acquire(len(grammar.source))
         except TimeoutError:
             raise Overloaded(
                 "Other grammars are being compiled; ask again.", retry_after_s=self._timeout_s
@@ -151,11 +151,11 @@ class GrammarCache(Generic[T]):
             metrics.of(metrics.GRAMMAR_COMPILE_SECONDS, self._model).observe(clock.now() - started)
 
     def _release(self, work: "asyncio.Future[T]") -> None:
-        self._turns.release()
+        self._slots.release()
         if not work.cancelled():
-            work.exception()  # seen: whoever waited for it may have stopped
+            work.exception()  # retrieved, as its callers may have left
 
-    def _ended(self, grammar: Grammar, entry: _Entry[T]) -> None:
+    def _note_failure(self, grammar: Grammar, entry: _Entry[T]) -> None:
         error = None if entry.task.cancelled() else entry.task.exception()
         if error is None and not entry.task.cancelled():
             return
@@ -163,7 +163,7 @@ class GrammarCache(Generic[T]):
         if isinstance(error, BadRequest):
             self._count("refused")
         elif self._entries.get(grammar) is entry:
-            del self._entries[grammar]  # not the grammar's fault, so not remembered
+            del self._entries[grammar]  # not the grammar's fault, so not kept
 
     def _is_stale(self, entry: _Entry[T]) -> bool:
         return entry.failed_at is not None and clock.now() - entry.failed_at > ERRORS_LAST_S

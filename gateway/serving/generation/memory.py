@@ -1,7 +1,7 @@
-"""The KV of a model's rows, counted before it is taken: what does not fit waits, and kills nobody.
+"""The memory of a model's KV, reserved before it is allocated: rows that do not fit wait.
 
-Rows are counted by what they have, not by the most they may ask for: they join with room for a
-usual answer, grow while there is memory, and when it ends the youngest gives its own back.
+A row reserves what it has, not the most it may come to: it joins with room for a usual answer and
+grows while there is memory; when there is none, the youngest row is preempted.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ from gateway.errors import PromptTooLarge
 from gateway.jobs import KvCost, SequenceParams
 from gateway.serving.budget import Budget
 
-KV_STEP = 256  # tokens by which mlx-lm's caches grow: they may hold so many more than are used
-GROWTH = 256  # tokens by which a row's count grows, while that is free
-MARGIN = 32  # tokens, more than one turn's steps and the pass that is launched ahead of the last
+KV_STEP = 256  # tokens by which mlx-lm's caches grow: they may hold as many unused ones
+GROWTH = 256  # tokens by which a row's reservation grows while memory is free
+MARGIN = 32  # tokens: more than a turn's steps and the pass launched ahead of its last
 LONGEST = 1 << 24  # tokens, beyond every model's context
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """What rows cost in bytes: their KV, what the model's own share has for them already, and the
-    most there could be if all that may leave had left.
+    """What rows cost in bytes: their KV, of which the model's own share has `included`; `most`
+    returns the bytes there could be if every other model that may be evicted were.
 
     A row joins with room for `answer_tokens`. Prompts are read in chunks of `chunk_tokens`.
     """
@@ -36,43 +36,43 @@ class RowCosts:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How rows of such lengths, in tokens, lie in memory.
+    """How rows of these lengths, in tokens, are laid out in memory.
 
-    Those `together` decode, or will once they are read: their KV is a rectangle, rows times the
-    longest of them (measured: one long row among seven short ones takes 14 times the memory of
-    them all). Those `apart` have caches of their own: they are parked, or read for one token.
+    `batched` rows decode, or will after prefill: their KV is a rectangle, rows times the longest
+    of them (measured: one long row among seven short ones takes 14 times the memory). `single`
+    rows have caches of their own: they are parked, or answer with one token.
     """
 
-    together: Sequence[int] = ()
-    apart: Sequence[int] = ()
+    batched: Sequence[int] = ()
+    single: Sequence[int] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.together or self.apart)
+        return bool(self.batched or self.single)
 
     def nbytes(self, costs: RowCosts) -> int:
-        """Return the bytes: what is held of rows that are being read is padded by a chunk at most,
-        and windows hold a chunk more than they keep.
+        """Return the bytes. In prefill rows are padded by a chunk at most, and sliding windows hold
+        a chunk more than their size.
         """
         if not self:
             return 0
         kv, chunk = costs.kv, costs.chunk_tokens
-        longest = max(self.together, default=0)
-        rectangle = len(self.together) * kv.of(longest + KV_STEP, chunk) if longest else 0
-        return rectangle + sum(kv.of(each + KV_STEP, chunk) for each in self.apart) + kv.of(chunk)
+        longest = max(self.batched, default=0)
+        rectangle = len(self.batched) * kv.of(longest + KV_STEP, chunk) if longest else 0
+        return rectangle + sum(kv.of(each + KV_STEP, chunk) for each in self.single) + kv.of(chunk)
 
 
 def longest_chunk(chunk_tokens: int) -> int:
-    """Return the most tokens of a chunk: a prompt's end is read with its last one, if it is at most
-    a quarter of it.
+    """Return the most tokens of a chunk: the end of a prompt, if at most a quarter of a chunk, is
+    read with the chunk before it.
     """
     return chunk_tokens + chunk_tokens // 4
 
 
 class RowMemory:
-    """One model's rows' share of the budget. `clear` lets idle models go for so many bytes, those
-    used a moment ago only if it is pressing.
+    """The share of the budget of one model's rows. `clear` evicts idle models for so many bytes,
+    recently used ones only if it is pressing.
 
-    `kept` counts the bytes of prefixes, which give way to rows, and to whoever else is short.
+    `prefix_bytes` are those of the prefix cache, which is freed when rows or models need memory.
     """
 
     def __init__(
@@ -85,22 +85,22 @@ class RowMemory:
         self._costs = costs
         self._clear = clear
         self._share = budget.share()
-        self.kept = 0
+        self.prefix_bytes = 0
         self._is_recalled = False
 
     @property
-    def must_forget(self) -> bool:
-        """Return True if kept prefixes hold memory that others need, or beyond the budget."""
-        return self.kept > 0 and (self._is_recalled or self._budget.free_bytes < 0)
+    def must_clear_prefixes(self) -> bool:
+        """Return True if the prefix cache has memory that others need, or exceeds the budget."""
+        return self.prefix_bytes > 0 and (self._is_recalled or self._budget.free_bytes < 0)
 
     def adopt(self, chunk_tokens: int) -> None:
-        """Count prompts as read in chunks of this size from now on."""
+        """Apply a new size of chunks."""
         self._costs = replace(self._costs, chunk_tokens=chunk_tokens)
 
     def check(self, model: str, row: SequenceParams) -> None:
         """Raise PromptTooLarge for a prompt that, alone, leaves no room for one token.
 
-        `max_tokens` does not count: it is a bound, not a need.
+        `max_tokens` does not count: few answers are as long.
         """
         if (longest := self.longest) <= len(row.prompt):
             raise PromptTooLarge(model, len(row.prompt), max(0, longest - 1))
@@ -117,69 +117,68 @@ class RowMemory:
 
         return bisect_right(range(1, LONGEST), most, key=alone)
 
-    def grant_length(self, used: int, whole: int, preemptions: int) -> int:
-        """Return the length that a row is counted by when it joins with `used` tokens of KV, of the
-        `whole` it may come to.
+    def grant_length(self, used: int, max_length: int, preemptions: int) -> int:
+        """Return the length to reserve for a row that joins with `used` of `max_length` tokens.
 
-        One that was preempted has room for a longer answer each time, so that it soon stays.
+        Each preemption doubles the room for its answer, so that it is not preempted often.
         """
-        wanted = used + (self._costs.answer_tokens << preemptions)
-        return min(whole, max(used + 1, min(wanted, self.longest)))
+        usual = used + (self._costs.answer_tokens << preemptions)
+        return min(max_length, max(used + 1, min(usual, self.longest)))
 
-    def fits(self, layout: Layout, *, grown: bool = False) -> bool:
-        """Return True if there is memory for these rows, if they are all there are. Those that have
-        only `grown` may take what a model waits for; new ones may not.
+    def fits(self, layout: Layout, *, has_grown: bool = False) -> bool:
+        """Return True if there is memory for the model's rows, laid out like this. Rows that have
+        only grown may take bytes that a model waits for; new rows may not.
         """
-        budget = self._budget
-        return self._lacking(layout, budget.free_bytes if grown else budget.spare_bytes) <= 0
+        available = self._budget.free_bytes if has_grown else self._budget.spare_bytes
+        return self._missing_bytes(layout, available) <= 0
 
     def hold(self, layout: Layout) -> None:
-        """Hold what these rows take, and what is kept of prefixes."""
+        """Reserve the bytes of these rows, and those of the prefix cache."""
         if self._costs.kv:
             rows = max(0, layout.nbytes(self._costs) - self._costs.included)
-            self._share.resize(rows + self.kept)
+            self._share.resize(rows + self.prefix_bytes)
 
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
-        """Evict idle models, if these rows fit then. It is pressing if no row runs whose end would
-        free memory. While a model waits for bytes, rows wait for those of rows.
+        """Evict idle models if these rows fit then. It is pressing if no row runs whose end would
+        free memory. While a model waits for bytes, no model is evicted for rows.
         """
         free = self._budget.free_bytes
-        if not self._budget.claimed_bytes and (lacking := self._lacking(layout, free)) > 0:
-            self._clear(lacking + max(0, free), is_pressing)
+        if not self._budget.claimed_bytes and (missing := self._missing_bytes(layout, free)) > 0:
+            self._clear(missing + max(0, free), is_pressing)
 
-    def forget(self) -> None:
-        """Note that what is kept goes in this turn."""
+    def clear_prefixes(self) -> None:
+        """Record that the prefix cache is freed in this turn."""
         self._is_recalled = False
-        self.kept = 0
+        self.prefix_bytes = 0
 
-    def keep(self, nbytes: int) -> None:
-        """Note what is kept of prefixes now."""
-        self.kept = nbytes
+    def set_prefix_bytes(self, nbytes: int) -> None:
+        """Record the bytes of the prefix cache."""
+        self.prefix_bytes = nbytes
 
     @contextlib.contextmanager
-    def watch(self, news: Callable[[], None]) -> Iterator[None]:
-        """Call `news` while entered, whenever there may be bytes for waiting rows, and when kept
-        prefixes have to be freed.
+    def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
+        """While entered, call `on_change` whenever there may be bytes for waiting rows, and when
+        the prefix cache has to be freed.
         """
 
-        def recalled() -> None:
-            if self.kept:
+        def on_recall() -> None:
+            if self.prefix_bytes:
                 self._is_recalled = True
-                news()
+                on_change()
 
-        self._budget.listen(news, recalled)
+        self._budget.listen(on_change, on_recall)
         try:
             yield
         finally:
-            self._budget.unlisten(news)
+            self._budget.unlisten(on_change)
 
     def release(self) -> None:
-        """Hold nothing any more."""
+        """Hold nothing."""
         self._share.release()
 
-    def _lacking(self, layout: Layout, available: int) -> int:
-        """Return the bytes that rows lack, beyond the available, if they are all there are."""
+    def _missing_bytes(self, layout: Layout, available: int) -> int:
+        """Return the bytes that the model's rows need beyond `available`, laid out like this."""
         if not self._costs.kv:
             return 0
-        needed = layout.nbytes(self._costs) - self._costs.included + self.kept
+        needed = layout.nbytes(self._costs) - self._costs.included + self.prefix_bytes
         return needed - self._share.nbytes - max(0, available)

@@ -1,4 +1,4 @@
-"""How many rows run together, and who joins next, in what order: decisions alone."""
+"""Limits, ranks, and which sequences join next: decisions without side effects."""
 
 import bisect
 import heapq
@@ -14,9 +14,11 @@ from gateway.serving.generation.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLimits:
-    """How many rows run together, how many of them bound to a grammar, how many tokens and how
-    long one pass may read prompts, how much sooner a priority request counts as come, and how long
-    one waits for memory that only other models hold.
+    """The bounds of a batch, of a pass and of the queue.
+
+    `structured_rows` is the most rows with a grammar that run at once, `prefill_chunk_tokens` and
+    `pass_limit_s` bound a prefill pass, `tier_head_start_s` is how much earlier a priority request
+    counts as arrived, and `memory_wait_s` the longest wait for memory that only other models hold.
     """
 
     max_batch_size: int
@@ -32,87 +34,87 @@ class GenerationLimits:
 def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
     """Return a request's place in the queue: lower goes first.
 
-    A priority request counts as come so many seconds sooner, a flex one as come later: both
-    overtake or give way, and neither starves or is starved for longer than that.
+    A priority request counts as arrived `head_start_s` earlier, a flex one later, so no tier
+    delays another for longer than that.
     """
     return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
-    """Return True if the rows that decode wait for those that will `soon`, once they are read.
+    """Return True if decoding rows wait for the prefill of `soon` rows, which will then decode.
 
-    A decode step of a few rows costs nearly as much as one of all of them, so a burst is read
-    before it is answered: while more will join than run, for `bound_s` between two steps. A long
-    prompt joins too late to be worth a pause; one that is only scored, or is held, never does.
+    A decode step of a few rows costs nearly as much as one of all of them, so the prompts of a
+    burst are read first: while more rows will join than decode, for `bound_s` between two steps.
     """
     return soon > decoding and waited_s < bound_s
 
 
-class Verdict(Enum):
-    """What happens to a row whose turn it is."""
+class Decision(Enum):
+    """What happens to the row that is next."""
 
-    JOINS = auto()
-    IS_PASSED = auto()  # its request waits, and others are asked
-    BARS = auto()  # nobody passes it
+    JOIN = auto()
+    SKIP = auto()  # its request waits, and the others' rows are next
+    STOP = auto()  # no row joins before it
 
 
 @dataclass(slots=True)
-class _Line:
-    """One request's rows, by rank. Those given up stay until they are met."""
+class _RequestQueue:
+    """One request's rows, by rank. Ended ones are dropped when they reach the head."""
 
     sequences: deque[Sequence] = field(default_factory=deque)
 
     @property
     def rank(self) -> float:
-        """Return the rank of the first."""
+        """Return the rank of the first row."""
         return self.sequences[0].rank
 
     def add(self, sequence: Sequence) -> None:
-        """Put a row behind those that came first."""
+        """Insert a row by rank."""
         if self.sequences and sequence.rank < self.sequences[-1].rank:
             bisect.insort(self.sequences, sequence, key=lambda each: each.rank)
         else:
             self.sequences.append(sequence)
 
     def purge(self) -> bool:
-        """Drop those at the head that were given up. Return True if any are left."""
+        """Drop ended rows at the head. Return True if any rows are left."""
         while self.sequences and self.sequences[0].is_over:
             self.sequences.popleft()
         return bool(self.sequences)
 
 
-class Waiting:
-    """The rows preempted first, by rank; then one of each request in turn.
+class WaitingQueue:
+    """Preempted rows first, by rank; then one row of each request in turn.
 
-    A request's turn is the sooner, the fewer rows it has inside; among equals goes who came first.
-    So a request of a thousand rows keeps nobody else waiting, nor do others keep it from one row.
+    The request with the fewest rows in the batch is next, and of equals the one with the lowest
+    rank. So a request of a thousand rows does not delay others, nor do they keep it from one row.
     """
 
     def __init__(self) -> None:
         self._preempted: list[Sequence] = []
-        self._lines: dict[str, _Line] = {}
+        self._requests: dict[str, _RequestQueue] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over those that wait, in no particular order."""
-        for sequences in (self._preempted, *(line.sequences for line in self._lines.values())):
+        """Iterate over the waiting rows, in no particular order."""
+        queues = (each.sequences for each in self._requests.values())
+        for sequences in (self._preempted, *queues):
             yield from (each for each in sequences if not each.is_over)
 
     def add(self, sequence: Sequence) -> None:
-        """Add a row to those of its request."""
-        self._lines.setdefault(sequence.request, _Line()).add(sequence)
+        """Queue a row that has not joined before."""
+        self._requests.setdefault(sequence.request, _RequestQueue()).add(sequence)
         self._add_count(sequence, 1)
 
-    def put_back(self, sequence: Sequence) -> None:
-        """Queue a preempted row ahead of all that never joined."""
+    def add_preempted(self, sequence: Sequence) -> None:
+        """Queue a preempted row, ahead of all that have not joined before."""
         bisect.insort(self._preempted, sequence, key=lambda each: each.rank)
         self._add_count(sequence, 1)
 
-    def give_up(self, sequence: Sequence) -> None:
-        """Take a row that has ended out of the count."""
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a row that has ended from the count."""
         self._add_count(sequence, -1)
         if sequence.row is not None:
             self._preempted.remove(sequence)
@@ -120,54 +122,55 @@ class Waiting:
     def clear(self) -> None:
         """Drop every row."""
         self._preempted.clear()
-        self._lines.clear()
+        self._requests.clear()
         self._count = 0
 
-    def ask(
-        self, inside: Mapping[str, int], verdict: Callable[[Sequence], Verdict]
+    def choose(
+        self, running: Mapping[str, int], decide: Callable[[Sequence], Decision]
     ) -> list[Sequence]:
-        """Return those that join, in order: `verdict` is asked about each whose turn it is.
+        """Return the rows that join, in order, without removing them: see `take`.
 
-        `inside` counts the rows that each request has inside.
+        `decide` is called for each row that is next; `running` counts the rows that each request
+        has in the batch.
         """
         joining: list[Sequence] = []
         for sequence in self._preempted:
-            match verdict(sequence):
-                case Verdict.JOINS:
+            match decide(sequence):
+                case Decision.JOIN:
                     joining.append(sequence)
-                case Verdict.BARS:
+                case Decision.STOP:
                     return joining
-        for request in [each for each, line in self._lines.items() if not line.purge()]:
-            del self._lines[request]
+        for request in [each for each, queue in self._requests.items() if not queue.purge()]:
+            del self._requests[request]
         turns = [
-            (inside.get(request, 0), line.rank, number, iter(line.sequences))
-            for number, (request, line) in enumerate(self._lines.items())
+            (running.get(request, 0), queue.rank, number, iter(queue.sequences))
+            for number, (request, queue) in enumerate(self._requests.items())
         ]
         heapq.heapify(turns)
         while turns:
             count, rank, number, sequences = heapq.heappop(turns)
             if (one := next((each for each in sequences if not each.is_over), None)) is None:
                 continue
-            match verdict(one):
-                case Verdict.JOINS:
+            match decide(one):
+                case Decision.JOIN:
                     joining.append(one)
                     heapq.heappush(turns, (count + 1, rank, number, sequences))
-                case Verdict.BARS:
+                case Decision.STOP:
                     return joining
         return joining
 
     def take(self, sequences: Iterable[Sequence]) -> None:
-        """Take out those that `ask` has returned."""
+        """Remove the rows that `choose` returned."""
         for sequence in sequences:
             self._add_count(sequence, -1)
             if sequence.row is not None:
                 self._preempted.remove(sequence)
             else:
-                line = self._lines[sequence.request]
-                line.purge()
-                first = line.sequences.popleft()
+                queue = self._requests[sequence.request]
+                queue.purge()
+                first = queue.sequences.popleft()
                 assert first is sequence
 
     def _add_count(self, sequence: Sequence, by: int) -> None:
-        sequence.is_in_line = by > 0
+        sequence.is_queued = by > 0
         self._count += by

@@ -1,4 +1,4 @@
-"""A chat model's queue: the tokens and choices of the jobs in it, and who waits for a place."""
+"""A chat model's queue: its jobs' tokens and choices are bounded, and jobs may wait for a place."""
 
 import asyncio
 import contextlib
@@ -17,26 +17,26 @@ class JobQueue:
     def __init__(self, model: str, limits: GenerationLimits) -> None:
         self._tokens = Admission(model, Noun.TOKENS, limits.queue_max_tokens)
         self._choices = Admission(model, Noun.CHOICES, limits.queue_limit)
-        self._jobs: Counter[int] = Counter()  # by their requests
+        self._jobs: Counter[int] = Counter()  # by request
         self._changed = asyncio.Event()
 
     def adopt(self, limits: GenerationLimits) -> None:
-        """Apply other limits, to jobs that wait for a place too."""
+        """Apply new limits, also to jobs that wait for a place."""
         self._tokens.limit = limits.queue_max_tokens
         self._choices.limit = limits.queue_limit
-        self._announce()
+        self._notify()
 
     @contextlib.asynccontextmanager
     async def place(
         self,
         caller: Caller,
         sequences: Sequence[SequenceParams],
-        refused: Callable[[], None] | None = None,
+        on_full: Callable[[], None] | None = None,
     ) -> AsyncIterator[None]:
         """Hold a place for a job while entered.
 
-        Raises Overloaded if there is none. Where `refused` is given, call it instead and wait,
-        until another job leaves or the limits change, at most until the caller's deadline.
+        Raises Overloaded if there is none or, with `on_full`, calls that and waits for one until
+        the caller's deadline.
         """
         with contextlib.ExitStack() as stack:
             while True:
@@ -44,9 +44,9 @@ class JobQueue:
                     stack.enter_context(self._admit(caller.number, sequences))
                     break
                 except Overloaded:
-                    if refused is None:
+                    if on_full is None:
                         raise
-                refused()
+                on_full()
                 caller.timings.stage = Stage.QUEUE
                 async with until_deadline(caller):
                     await self._changed.wait()
@@ -64,11 +64,11 @@ class JobQueue:
                 yield
             finally:
                 self._jobs[request] -= 1
-                self._jobs += Counter()  # forget requests without jobs
+                self._jobs += Counter()  # drops requests without jobs
                 held.close()
-                self._announce()
+                self._notify()
 
-    def _announce(self) -> None:
+    def _notify(self) -> None:
         """Wake all jobs that wait for a place."""
         self._changed.set()
         self._changed = asyncio.Event()

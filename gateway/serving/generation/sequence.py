@@ -1,4 +1,4 @@
-"""One answer being written, and what the scheduler decides for a turn."""
+"""One answer being written, and the scheduler's output for a turn."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -16,9 +16,10 @@ Ts = TypeVarTuple("Ts")
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a job: waiting, running or ended. Its deltas go to the job's one inbox.
+    """One choice of a job: waiting, running or ended.
 
-    Only the first choice of a job has `timings`. `row` is its id in the engine.
+    All choices of a job share one `inbox` of deltas. Only the first has `timings`. `row` is its id
+    in the engine.
     """
 
     params: SequenceParams
@@ -26,50 +27,50 @@ class Sequence:
     inbox: asyncio.Queue[Delta | GatewayError]
     rank: float = 0.0
     timings: Timings | None = None
-    request: str = ""  # whose rows take turns with other requests'
+    request: str = ""  # requests take turns to have a row join
     row: int | None = None
     is_over: bool = False
-    is_in_line: bool = False  # to join, or to join again
-    is_held: bool = False  # it has KV, or is being read, and may not run now
+    is_queued: bool = False  # to join, or to join again
+    is_held: bool = False  # in the batch but not to decode now: parked, or parked after prefill
     tokens: int = 0
-    length: int = 0  # in tokens, prompt and answer: what its memory is counted by
+    length: int = 0  # in tokens, prompt and answer, that memory is held for
     preemptions: int = 0
-    turn_began: int = 0  # at so many tokens, where rows take turns
-    stuck_since: float | None = None  # when memory that only others hold was first missed
-    # When it came, joined, or had its first token.
+    turn_began: int = 0  # `tokens` when its turn to decode began
+    stuck_since: float | None = None  # when it first lacked memory that only other models hold
+    # When it arrived, joined, or had its first token.
     since: float = field(default_factory=clock.now)
 
     @property
     def stage(self) -> Stage:
-        """Return what is being done with it, or was done last."""
+        """Return its present stage, or its last."""
         if self.row is None:
             return Stage.QUEUE
         return Stage.DECODE if self.tokens else Stage.PREFILL
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if it has yet to join the batch."""
+        """Return True if it has not joined the batch yet."""
         return self.row is None and not self.is_over
 
     @property
     def used(self) -> int:
-        """Return how many tokens it has read and written."""
+        """Return the tokens of its prompt and its answer so far."""
         return len(self.params.prompt) + self.tokens
 
     @property
-    def whole(self) -> int:
+    def max_length(self) -> int:
         """Return the tokens of its prompt and of its longest possible answer."""
         return len(self.params.prompt) + self.params.max_tokens
 
     @property
     def will_decode(self) -> bool:
-        """Return True if it decodes once it is read, as its answer is longer than one token."""
-        return self.whole - self.used > 1
+        """Return True if it decodes after prefill, which yields its answer's first token."""
+        return self.max_length - self.used > 1
 
     @property
     def needs_more(self) -> bool:
-        """Return True if it will soon have more tokens than its memory was counted for."""
-        return self.length < min(self.whole, self.used + MARGIN)
+        """Return True if it will soon have more tokens than memory is held for."""
+        return self.length < min(self.max_length, self.used + MARGIN)
 
     def cap_tokens(self) -> int:
         """End the answer where its memory ends, and return that many tokens."""
@@ -78,12 +79,12 @@ class Sequence:
         return most
 
     @property
-    def is_bound(self) -> bool:
-        """Return True if a grammar constrains it."""
+    def is_constrained(self) -> bool:
+        """Return True if it has a grammar."""
         return self.params.grammar is not None
 
     def preempt(self) -> None:
-        """Note that its KV is freed, and that its prompt waits to be read again."""
+        """Record that its KV is freed, and that it waits to be read again."""
         self.preemptions += 1
         self.is_held = False
         self.stuck_since = None
@@ -91,7 +92,7 @@ class Sequence:
             self.timings.preemptions += 1
 
     def join(self, turn: Turn) -> None:
-        """Note that it joins in this turn."""
+        """Record that it joins the batch in this turn."""
         now = clock.now()
         waited_s = now - self.since
         lane_s = max(0.0, min(turn.waited_s, turn.gained - self.since))
@@ -101,7 +102,7 @@ class Sequence:
         self.since = now
 
     def deliver(self, delta: SequenceDelta, model: str) -> None:
-        """Pass on what a step wrote; `model` is named in an error."""
+        """Put a step's output in the inbox; `model` is for the message of an error."""
         if delta.error is not None:
             self.end(EngineFailed(model, delta.error))
             return
@@ -119,7 +120,7 @@ class Sequence:
                 call=delta.call,
                 logprobs=delta.logprobs,
                 reasoning_tokens=delta.reasoning_tokens,
-                # Every choice reads the same prompt, which is counted once.
+                # All choices have the same prompt, which is counted once.
                 cached_tokens=0 if self.index else delta.cached_tokens,
                 prompt=delta.prompt,
             )
@@ -139,22 +140,22 @@ class Sequence:
                 metrics.of(metrics.OUTPUT_TOKEN_SECONDS, model).observe(each_s)
 
     def end(self, error: GatewayError) -> None:
-        """End it with an error, unless it has ended."""
+        """End it with an error unless it has ended."""
         if not self.is_over:
             self.is_over = True
             self.inbox.put_nowait(error)
 
 
-def size(*rows: Iterable[Sequence]) -> tuple[int, int]:
-    """Return, as powers of two, the number of sequences and the longest one's tokens."""
+def batch_shape(*rows: Iterable[Sequence]) -> tuple[int, int]:
+    """Return the bit lengths of the number of sequences and of the longest one's tokens."""
     lengths = [len(row.params.prompt) + row.tokens for some in rows for row in some]
     return len(lengths).bit_length(), max(lengths, default=0).bit_length()
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What a turn does before its passes: which sequences join, leave, park, resume, are preempted,
-    rejoin, and are capped at so many tokens. `forgets`: kept prefixes are freed.
+    """What a turn does before its passes: the sequences that join, leave, are parked, resumed,
+    preempted, rejoin, and whose tokens are capped. `clears_prefixes`: the prefix cache is freed.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -165,8 +166,8 @@ class SchedulerOutput:
     preempted: list[int] = field(default_factory=list)
     rejoining: list[Sequence] = field(default_factory=list)
     capped: list[tuple[int, int]] = field(default_factory=list)
-    forgets: bool = False
+    clears_prefixes: bool = False
 
-    def post(self, function: Callable[[*Ts], None], *news: *Ts) -> None:
+    def post(self, function: Callable[[*Ts], None], *args: *Ts) -> None:
         """Call a function on the loop's thread, from the lane's."""
-        self.loop.call_soon_threadsafe(function, *news)
+        self.loop.call_soon_threadsafe(function, *args)

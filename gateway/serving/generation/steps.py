@@ -1,4 +1,4 @@
-"""A turn of a chat model, as it is worked on the lane's thread: in steps, while it may."""
+"""A chat model's turn on the lane's thread: it moves rows as scheduled, then runs passes."""
 
 import threading
 from collections import abc
@@ -15,51 +15,49 @@ from gateway.serving.ports import GenerationEngine
 log = logs.get("generation")
 
 LEAVE_TRIES = 3
-STEPS_PER_TURN = 16  # when nobody else waits: one hop to the lane's thread costs 0.1 ms
+STEPS_PER_TURN = 16  # if no other turn waits: a hop to the lane's thread costs 0.1 ms
 
 Deliver = Callable[[Pass, str, abc.Sequence[SequenceDelta], float], None]
 
 
 class Steps:
-    """Works a turn, on the lane's thread. `news` ends it after its pass.
+    """Runs turns on the lane's thread. Setting `interrupt` ends one after its pass.
 
-    `on_join`, `deliver`, `on_fault` (an exception of a pass) and `on_settle` (the bytes of kept
-    prefixes, and the rows still being read) are called on the loop.
+    `on_join`, `deliver`, `on_fault` (with an exception of a pass) and `on_end` (with the bytes of
+    the prefix cache, and the rows in prefill) are called on the loop.
     """
 
     def __init__(
         self,
         name: str,
         engine: GenerationEngine,
-        news: threading.Event,
+        interrupt: threading.Event,
         *,
         chunk_tokens: int,
         pass_limit_s: float,
         on_join: Callable[[Sequence, int], None],
         deliver: Deliver,
-        on_settle: Callable[[int, frozenset[int]], None],
+        on_end: Callable[[int, frozenset[int]], None],
         on_fault: Callable[[str], None],
     ) -> None:
         self._name = name
         self._engine = engine
-        self._news = news
+        self._interrupt = interrupt
         self.chunk_tokens = chunk_tokens
         self.pace = Pace(pass_limit_s)
         self._on_join = on_join
         self._deliver = deliver
-        self._on_settle = on_settle
+        self._on_end = on_end
         self._on_fault = on_fault
-        self._stuck: dict[int, int] = {}  # how often rows that could not leave have tried
+        self._failed_leaves: dict[int, int] = {}  # by row: how often leaving has failed
 
     @property
     def pass_tokens(self) -> int:
-        """Return how many prompt tokens the next pass may read."""
+        """Return the most prompt tokens of the next pass."""
         return min(self.chunk_tokens, self.pace.tokens)
 
     def prefill(self, plan: SchedulerOutput, turn: Turn) -> None:
-        """Read a chunk of the prompts, or more while others wait for the lane and this turn
-        lasts.
-        """
+        """Prefill a chunk; if others wait for the lane, more chunks until this turn is up."""
         engine = self._engine
         self._apply(plan)
         while engine.is_prefilling:
@@ -67,12 +65,12 @@ class Steps:
             deltas = engine.prefill(self.pass_tokens)
             self.pace.note(engine.last_pass.padded_tokens, clock.now() - started)
             self._report(plan, turn, "prefill", deltas, started)
-            if self._news.is_set() or turn.is_up or not turn.is_contended:
+            if self._interrupt.is_set() or turn.is_up or not turn.is_contended:
                 break
-        self._settle(plan, turn)
+        self._end(plan, turn)
 
     def decode(self, plan: SchedulerOutput, turn: Turn) -> None:
-        """Decode some tokens of the running rows, until another turn is due or rows leave."""
+        """Decode up to STEPS_PER_TURN tokens, until another turn is due or rows leave."""
         engine = self._engine
         self._apply(plan)
         for _ in range(STEPS_PER_TURN):
@@ -81,12 +79,12 @@ class Steps:
             started = clock.now()
             deltas = engine.decode()
             self._report(plan, turn, "decode", deltas, started)
-            if self._news.is_set() or turn.is_up:
+            if self._interrupt.is_set() or turn.is_up:
                 break
-        self._settle(plan, turn)
+        self._end(plan, turn)
 
     def _apply(self, plan: SchedulerOutput) -> None:
-        for row in (*self._stuck, *plan.leaving):
+        for row in (*self._failed_leaves, *plan.leaving):
             self._leave(row)
         engine = self._engine
         for row in plan.parked:
@@ -98,23 +96,23 @@ class Steps:
         for row, max_tokens in plan.capped:
             if ends := engine.cap_tokens(row, max_tokens):
                 plan.post(self._deliver, Pass(), "end", ends, 0.0)
-        if plan.forgets:
-            engine.forget()
+        if plan.clears_prefixes:
+            engine.clear_prefixes()
         for sequence in plan.rejoining:
             assert sequence.row is not None
             engine.resume(sequence.row)
-            self._hold(sequence, sequence.row)
+            self._park_if_held(sequence, sequence.row)
         for sequence in plan.joining:
             try:
                 row = engine.join(sequence.params)
-                self._hold(sequence, row)
-            except Exception as error:  # its own: the others have done nothing
+                self._park_if_held(sequence, row)
+            except Exception as error:  # this row fails alone
                 plan.post(sequence.end, EngineFailed(self._name, str(error)))
             else:
                 plan.post(self._on_join, sequence, row)
 
-    def _hold(self, sequence: Sequence, row: int) -> None:
-        """Park a row once it is read, if others have their turn first."""
+    def _park_if_held(self, sequence: Sequence, row: int) -> None:
+        """Park a row after its prefill if other rows decode first."""
         if sequence.is_held:
             self._engine.park(row)
 
@@ -124,11 +122,11 @@ class Steps:
             self._engine.leave(row)
         except Exception as error:
             log.error("row_cannot_leave", model=self._name, row=row, error=str(error))
-            tries = self._stuck.pop(row, 0) + 1
-            if tries < LEAVE_TRIES:
-                self._stuck[row] = tries
+            failures = self._failed_leaves.pop(row, 0) + 1
+            if failures < LEAVE_TRIES:
+                self._failed_leaves[row] = failures
         else:
-            self._stuck.pop(row, None)
+            self._failed_leaves.pop(row, None)
 
     def _report(
         self,
@@ -143,8 +141,8 @@ class Steps:
             plan.post(self._on_fault, fault)
         plan.post(self._deliver, self._engine.last_pass, kind, deltas, clock.now() - started)
 
-    def _settle(self, plan: SchedulerOutput, turn: Turn) -> None:
-        """Wait for what the device has begun: it must not run in another turn."""
-        plan.post(self._on_settle, self._engine.kept_bytes, self._engine.reading)
+    def _end(self, plan: SchedulerOutput, turn: Turn) -> None:
+        """Wait for the device's launched work if others wait: it must not run in their turn."""
+        plan.post(self._on_end, self._engine.prefix_bytes, self._engine.prefilling)
         if turn.is_contended:
-            self._engine.settle()
+            self._engine.synchronize()

@@ -66,7 +66,7 @@ def test_no_graph_grows_with_the_tokens_written(
     for _ in range(3):
         for _ in range(20):
             engine.decode()
-        engine.settle()
+        engine.synchronize()
         counts.append(unevaluated(engine))
     assert counts[0] == counts[1] == counts[2]
     engine.close()

@@ -103,7 +103,7 @@ def row(prompt: int, max_tokens: int) -> SequenceParams:
 def held(engine: GenerationEngine) -> int:
     """Count the bytes of KV that rows hold: all but weights and prefixes."""
     weights = sum(array.nbytes for array in parameters(engine._model))
-    return engine.nbytes() - weights - engine.kept_bytes
+    return engine.nbytes() - weights - engine.prefix_bytes
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -194,12 +194,12 @@ def test_what_is_kept_of_prompts_can_be_forgotten(folder: Path) -> None:
     """And is kept again from the next one on."""
     engine = open_engine(folder)
     for expected in (0, 0):
-        assert engine.kept_bytes == expected
+        assert engine.prefix_bytes == expected
         engine.join(row(200, 1))
         while engine.is_prefilling:
             engine.prefill(512)
-        assert engine.kept_bytes > 0
-        engine.forget()
+        assert engine.prefix_bytes > 0
+        engine.clear_prefixes()
 
 
 def test_a_row_says_whether_its_caller_has_bounded_it(folder: Path) -> None:

@@ -218,12 +218,12 @@ def test_a_row_parked_while_it_is_read_does_not_run(folder: Path) -> None:
     batch = Batch(engine)
     row = batch.join("Hello", {"sampling": Sampling(temperature=0), "max_tokens": 40})
     other = batch.join("Hello!", {"sampling": Sampling(temperature=0), "max_tokens": 4})
-    assert engine.reading == {row, other}
+    assert engine.prefilling == {row, other}
     engine.park(row)
     while batch.is_busy:
         batch.step(512)
     assert (batch.answers[row].tokens, batch.answers[other].tokens) == (0, 4)
-    assert engine.reading == frozenset()
+    assert engine.prefilling == frozenset()
     engine.resume(row)
     while batch.is_busy:
         batch.step(512)

@@ -188,7 +188,7 @@ def test_a_model_that_is_wrong_in_a_batch_is_found_and_answers_as_alone(
     assert verdict.is_whole
     assert verdict.forbids_batches
     assert verdict.problem
-    engine.hold_to(verdict)
+    engine.apply_verdict(verdict)
     assert not engine.is_batched
     expected = alone(folder, PROMPTS)
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_a_model_that_is_right_in_a_batch_stays_batched(tmp_path: Path, kind: st
     engine = opened(folder)
     verdict = verdict_of(engine)
     assert verdict == Verdict(single=True, rows=True, prefixes=True, window=True)
-    engine.hold_to(verdict)
+    engine.apply_verdict(verdict)
     told = answers(engine, PROMPTS)
     assert told.tokens == alone(folder, PROMPTS)
     assert told.most_rows > 1
@@ -318,7 +318,7 @@ def test_a_row_that_leaves_proves_nothing() -> None:
 def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path) -> None:
     """Waiting for the one that runs, too."""
     engine = opened(write_chat(tmp_path / "m"))
-    engine.hold_to(Verdict(rows=False))
+    engine.apply_verdict(Verdict(rows=False))
     rows = [
         engine.join(SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
         for p in PROMPTS

@@ -243,7 +243,7 @@ async def test_who_waits_for_rows_of_its_own_model_waits_on() -> None:
 async def test_what_is_kept_of_prompts_goes_when_others_are_short() -> None:
     """Once: what is kept after that stays, though nobody runs."""
     budget = Budget(10**6)
-    engine = ScriptedWriter(kept_bytes=1000)
+    engine = ScriptedWriter(prefix_bytes=1000)
     async with batching(engine, RowMemory(budget, costs(most=10**6))) as batcher:
         await said(batcher, generate_job("one", max_tokens=9))
         while budget.free_bytes != budget.limit_bytes - 1000:
@@ -251,33 +251,33 @@ async def test_what_is_kept_of_prompts_goes_when_others_are_short() -> None:
         budget.recall()
         while budget.free_bytes < budget.limit_bytes:
             await asyncio.sleep(0.001)
-        assert engine.kept_bytes == 0
-        engine.kept_bytes = 500
+        assert engine.prefix_bytes == 0
+        engine.prefix_bytes = 500
         await said(batcher, generate_job("two", max_tokens=9))
-        assert engine.kept_bytes == 500
+        assert engine.prefix_bytes == 500
 
 
 async def test_what_is_kept_of_prompts_never_overdraws_the_budget_for_long() -> None:
     """The engine bounds it by a setting of its own, which may be more than there is."""
     budget = Budget(2 * KV_STEP)
-    engine = ScriptedWriter(kept_bytes=10**6)
+    engine = ScriptedWriter(prefix_bytes=10**6)
     async with batching(engine, RowMemory(budget, costs(most=2 * KV_STEP))) as batcher:
         assert text(await said(batcher, generate_job("one", max_tokens=9))) == "one"
         while budget.free_bytes < 0:
             await asyncio.sleep(0.001)
-    assert engine.kept_bytes == 0
+    assert engine.prefix_bytes == 0
 
 
 async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
     """Prefixes only save time."""
     budget = Budget(2 * KV_STEP)
-    engine = ScriptedWriter(kept_bytes=KV_STEP)
+    engine = ScriptedWriter(prefix_bytes=KV_STEP)
     memory = RowMemory(budget, costs(most=2 * KV_STEP))
-    memory.keep(KV_STEP)
+    memory.set_prefix_bytes(KV_STEP)
     async with batching(engine, memory) as batcher:
         answer = await asyncio.wait_for(said(batcher, generate_job("now", max_tokens=9)), 5)
     assert text(answer) == "now"
-    assert engine.kept_bytes == 0
+    assert engine.prefix_bytes == 0
 
 
 async def test_a_cancelled_row_gives_its_bytes_back() -> None:

@@ -77,7 +77,7 @@ class Shelf:
         if self._chance.random() < 0.05:
             raise ModelLoadFailed(spec.id, "bad luck")
         nbytes = WEIGHTS[spec.id] + self._chance.choice([0, 0, 500])
-        engine = ScriptedWriter(max_context=3000, kept_bytes=self._chance.choice([0, 800, 9000]))
+        engine = ScriptedWriter(max_context=3000, prefix_bytes=self._chance.choice([0, 800, 9000]))
         included = self._chance.choice([0, 512])
         costs = RowCosts(KvCost(1), included, lambda: LIMIT - nbytes, answer_tokens=90)
         memory = RowMemory(self.budget, costs, self.models.room.clear)

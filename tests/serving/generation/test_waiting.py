@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 from gateway.jobs import Sampling, SequenceParams
-from gateway.serving.generation.policy import Verdict, Waiting
+from gateway.serving.generation.policy import Decision, WaitingQueue
 from gateway.serving.generation.sequence import Sequence
 
 
@@ -13,9 +13,9 @@ def sequence(request: str, rank: float, index: int = 0) -> Sequence:
     return Sequence(row, index, asyncio.Queue(), rank, request=request)
 
 
-def filled(**rows: tuple[float, int]) -> Waiting:
+def filled(**rows: tuple[float, int]) -> WaitingQueue:
     """Let each request wait, of a rank, with so many rows."""
-    waiting = Waiting()
+    waiting = WaitingQueue()
     for request, (rank, count) in rows.items():
         for index in range(count):
             waiting.add(sequence(request, rank, index))
@@ -27,12 +27,12 @@ class Places:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self.asked = 0
+        self.calls = 0
 
-    def __call__(self, _: Sequence) -> Verdict:
-        self.asked += 1
+    def __call__(self, _: Sequence) -> Decision:
+        self.calls += 1
         self._places -= 1
-        return Verdict.JOINS if self._places >= 0 else Verdict.BARS
+        return Decision.JOIN if self._places >= 0 else Decision.STOP
 
 
 def names(sequences: list[Sequence]) -> str:
@@ -42,17 +42,17 @@ def names(sequences: list[Sequence]) -> str:
 def test_requests_give_one_row_in_turn() -> None:
     """The first first; one with many rows takes what the others leave."""
     waiting = filled(a=(1.0, 9), b=(2.0, 2), c=(3.0, 1))
-    assert names(waiting.ask({}, Places(7))) == "abcabaa"
+    assert names(waiting.choose({}, Places(7))) == "abcabaa"
     assert len(waiting) == 12, "they were only asked"
 
 
 def test_one_with_few_rows_inside_goes_before_one_with_many() -> None:
     """Whoever came first: so places that become free one by one are shared too."""
     waiting = filled(a=(1.0, 9), b=(2.0, 9))
-    assert names(waiting.ask({"a": 3}, Places(5))) == "bbbab"
+    assert names(waiting.choose({"a": 3}, Places(5))) == "bbbab"
     inside = Counter({"a": 8})
     for _ in range(8):
-        (one,) = waiting.ask(inside, Places(1))
+        (one,) = waiting.choose(inside, Places(1))
         waiting.take([one])
         inside[one.request] += 1
     assert inside == {"a": 8, "b": 8}
@@ -64,8 +64,8 @@ def test_the_preempted_go_first_by_rank() -> None:
     for request, rank in (("y", 9.0), ("x", 5.0)):
         late = sequence(request, rank)
         late.row = int(rank)
-        waiting.put_back(late)
-    joining = waiting.ask({}, Places(3))
+        waiting.add_preempted(late)
+    joining = waiting.choose({}, Places(3))
     assert names(joining) == "xya"
     waiting.take(joining)
     assert (len(waiting), names(list(waiting))) == (1, "a")
@@ -76,11 +76,11 @@ def test_a_request_that_is_passed_is_not_asked_again() -> None:
     waiting = filled(a=(1.0, 5), b=(2.0, 2))
     asked: list[str] = []
 
-    def verdict(each: Sequence) -> Verdict:
+    def decide(each: Sequence) -> Decision:
         asked.append(each.request)
-        return Verdict.IS_PASSED if each.request == "a" else Verdict.JOINS
+        return Decision.SKIP if each.request == "a" else Decision.JOIN
 
-    assert names(waiting.ask({}, verdict)) == "bb"
+    assert names(waiting.choose({}, decide)) == "bb"
     assert asked == ["a", "b", "b"]
 
 
@@ -90,18 +90,18 @@ def test_who_is_given_up_is_met_no_more() -> None:
     gone = [each for each in waiting if each.request == "b" or each.index in (0, 1, 3)]
     for each in gone:
         each.is_over = True
-        waiting.give_up(each)
+        waiting.discard(each)
     assert len(waiting) == 2
-    joining = waiting.ask({}, Places(9))
+    joining = waiting.choose({}, Places(9))
     assert [each.index for each in joining] == [2, 4]
     waiting.take(joining)
     assert len(waiting) == 0
-    assert waiting.ask({}, Places(9)) == []
+    assert waiting.choose({}, Places(9)) == []
 
 
 def test_nobody_walks_all_that_wait() -> None:
     """A hundred thousand rows of a few requests are asked about for two places."""
     waiting = filled(a=(1.0, 50_000), b=(2.0, 50_000))
     places = Places(2)
-    assert names(waiting.ask({}, places)) == "ab"
-    assert places.asked == 3
+    assert names(waiting.choose({}, places)) == "ab"
+    assert places.calls == 3

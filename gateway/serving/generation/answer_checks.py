@@ -1,4 +1,4 @@
-"""What a grammar could not hold, checked when an answer is whole."""
+"""Checks finished answers by the parts of a schema that their grammar does not enforce."""
 
 import json
 from collections.abc import Sequence
@@ -16,17 +16,18 @@ log = logs.get("generation")
 
 @dataclass(slots=True)
 class _Choice:
-    """A choice so far: its text, the name and arguments of each call, and whether it was cut."""
+    """A choice so far: its text, the name and arguments of each call, and if it was cut."""
 
     text: list[str] = field(default_factory=list)
     calls: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)
     is_cut: bool = False
 
 
-class Verdicts:
-    """Gathers the choices of one job and judges them by its schemas, where any is not held whole.
+class AnswerChecker:
+    """Collects the choices of one job, and checks them by its schemas if any is enforced in part.
 
-    `unenforced` are pointers to what is not held, behind a function's name where it is of one.
+    `unenforced` are JSON pointers to the parts that are not enforced, after the function's name
+    for parameters of one.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Verdicts:
         self.unenforced = unenforced
 
     def add(self, delta: Delta) -> None:
-        """Take what is new in a choice."""
+        """Add a delta to its choice."""
         if not self.unenforced:
             return
         choice = self._choices.setdefault(delta.index, _Choice())
@@ -56,40 +57,39 @@ class Verdicts:
             name.append(delta.call.name or "")
             arguments.append(delta.call.arguments)
 
-    async def of(self, index: int) -> bool | None:
-        """Judge a choice that has ended, and count it; None where that cannot be told, or need not.
+    async def check(self, index: int) -> bool | None:
+        """Return True if a finished choice is valid, and count it; None if that is unknown.
 
-        A choice that was cut breaks no schema, and one that breaks several counts once. Past the
-        caller's deadline nobody can tell.
+        It is unknown if every schema is enforced, the choice was cut, or the deadline has passed.
         """
         if (choice := self._choices.pop(index, None)) is None:
             return None
-        verdicts: list[bool | None] = []
+        results: list[bool | None] = []
         try:
             async with until_deadline(self._job.caller):
-                for judged in [] if choice.is_cut else self._schemas(choice):
-                    fits = await self._pool.run(self._engine.fits, *judged, kind="verdicts")
-                    verdicts.append(fits)
+                for schema, answer in [] if choice.is_cut else self._schemas(choice):
+                    check = self._engine.matches_schema
+                    results.append(await self._pool.run(check, schema, answer, kind="checks"))
         except DeadlineExceeded:
-            verdicts.append(None)
-        verdict = None if None in verdicts or not verdicts else all(verdicts)
-        if False in verdicts:
-            verdict = False
+            results.append(None)
+        is_valid = None if None in results or not results else all(results)
+        if False in results:
+            is_valid = False
             log.info("schema_violated", model=self._name, unenforced=list(self.unenforced[:16]))
-        outcome = {True: "valid", False: "invalid", None: "unknown"}[verdict]
+        outcome = {True: "valid", False: "invalid", None: "unknown"}[is_valid]
         metrics.of(metrics.CHECKED_ANSWERS, self._name, outcome).inc()
-        return verdict
+        return is_valid
 
     def _schemas(self, choice: _Choice) -> list[tuple[str, str]]:
-        """Return pairs of a schema and the answer to judge by it."""
+        """Return pairs of a schema and the text to check by it."""
         functions = {} if self._job.calling is None else {
             each.name: each for each in self._job.calling.functions
         }  # fmt: skip
         found = []
         for name, arguments in choice.calls.values():
             function = functions.get("".join(name))
-            is_held = self._job.calling is not None and self._job.calling.forced
-            if function is not None and (is_held or function.strict):
+            is_forced = self._job.calling is not None and self._job.calling.forced
+            if function is not None and (is_forced or function.strict):
                 found.append((json.dumps(dict(function.parameters)), "".join(arguments)))
         grammar = self._job.grammar
         if grammar is not None and grammar.kind == "json_schema" and not choice.calls:
