@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.engine import device as backend
-from gateway.engine.device import prepare_malloc
+from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 
 import mlx_lm  # isort: skip  (after OpenBLAS, which the line above loads)
 from mlx_lm.generate import BatchGenerator
@@ -16,10 +15,10 @@ class BatchReference:
     """A model and its tokenizer, as mlx-lm loads them, on the thread that opens it."""
 
     def __init__(self, folder: Path) -> None:
-        device = backend.choose_device("auto")
-        if device is backend.Device.CPU:
+        device = choose_device("auto")
+        if device is Device.CPU:
             prepare_malloc()
-        backend.configure(device)
+        configure(device)
         loaded: Any = mlx_lm.load(str(folder))
         self._model, self._tokenizer = loaded[:2]
 

@@ -1,4 +1,4 @@
-"""Where concrete parts meet: the only room that knows every floor.
+"""Chooses and connects the concrete parts: the only room that imports every floor.
 
 gateway         settings and a catalog → a running application, with the gauges of /metrics
 loading         a spec → a warmed model with its batcher; freed in reverse order
@@ -6,5 +6,5 @@ engines         specs → engines loaded with MLX; the only module here that imp
 self_tests      a chat model's self-test at load and in idle time; its verdicts on disk
 limits          settings and a spec → the bounds of a model's batches, and all models' memory
 hub             settings → the hub that models come from
-daemon_threads  calls that may never return
+daemon_threads  calls that may never return, as of a hub or a network disk
 """

@@ -13,7 +13,7 @@ Ts = TypeVarTuple("Ts")
 async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Call a function in a thread of its own, which the process does not wait for at exit.
 
-    It is for what may never answer: a hub, or a disk on a network.
+    For calls that may never return, such as of a hub or a network disk.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()

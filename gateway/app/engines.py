@@ -1,4 +1,4 @@
-"""The real engines: models.yaml's specs → loaded models, wherever their files are.
+"""The real engines: loads a spec's model with MLX, after finding or downloading its files.
 
 It imports mlx, so code that needs no model must not import it.
 """
@@ -17,12 +17,16 @@ from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Size
-from gateway.engine import checkpoint as sizes
-from gateway.engine import device as backend
-from gateway.engine import hub as sources
-from gateway.engine import sandboxed
-from gateway.engine.checkpoint import Checkpoint, Listing
+from gateway.engine import device, sandboxed
+from gateway.engine.checkpoint import (
+    Checkpoint,
+    Listing,
+    kv_bytes,
+    must_stay_packed,
+    weights_bytes,
+)
 from gateway.engine.device import (
+    Device,
     active_bytes,
     cached_bytes,
     give_back,
@@ -35,6 +39,7 @@ from gateway.engine.generation.loading import load_generation_in_steps, read_cha
 from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.grammar.shaping import Shape
+from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
@@ -43,10 +48,10 @@ from gateway.settings import Settings
 
 log = logs.get("engines")
 
-RENDER_S: Final = 5.0  # an ordinary conversation takes a thousandth of a second
-# The stack of every thread started from here on, so also of the threads that compile grammars and
-# of the lane, which builds matchers again. The sandbox has a quarter of it: a grammar that survives
-# the sandbox survives here.
+RENDER_S: Final = 5.0  # an ordinary conversation takes a millisecond
+# The stack of all threads started later, such as those that compile grammars, and the lane, which
+# builds matchers again. The sandbox has a quarter of it, so a grammar that does not overflow its
+# stack does not overflow these either.
 STACK_BYTES: Final = 4 * sandboxed.STACK_BYTES
 
 
@@ -57,7 +62,7 @@ class MlxEngines:
         self,
         requested: str,
         cache_limit_bytes: int | None,
-        hub: sources.Hub,
+        hub: Hub,
         *,
         wired_limit_bytes: int | None = None,
         kv_allowance_tokens: int = 4096,
@@ -71,8 +76,8 @@ class MlxEngines:
         self._sandboxes = contextlib.ExitStack()
         threading.stack_size(STACK_BYTES)
         self._prefix_cache_bytes = prefix_cache_bytes
-        self._device = backend.choose_device(requested)
-        if self._device is backend.Device.CPU:
+        self._device = device.choose_device(requested)
+        if self._device is Device.CPU:
             prepare_malloc()
         self._cache_limit_bytes = cache_limit_bytes
         self._wired_limit_bytes = wired_limit_bytes
@@ -108,24 +113,24 @@ class MlxEngines:
         """Set the device and memory limits, which MLX keeps per thread, and start the sandboxes."""
         self._sandboxes.enter_context(self._grammars)
         self._sandboxes.enter_context(self._templates)
-        backend.configure(self._device, self._cache_limit_bytes, self._wired_limit_bytes)
+        device.configure(self._device, self._cache_limit_bytes, self._wired_limit_bytes)
 
     def end(self) -> None:
         """Close the sandboxes and the thread's streams; else half of all exits abort on CPU."""
         self.close_sandboxes()
-        backend.leave()
+        device.leave()
 
     def close_sandboxes(self) -> None:
         """End the sandboxes' processes; `begin` starts them again."""
         self._sandboxes.close()
 
     async def files(self, spec: ModelSpec) -> Path:
-        """Find a model's files, or download them; raises ModelUnavailable if the hub is silent."""
-        if (files := await run_in_daemon_thread(sources.on_disk, spec, self._hub)) is not None:
+        """Find or download a model's files; raises ModelUnavailable if the hub does not answer."""
+        if (files := await run_in_daemon_thread(on_disk, spec, self._hub)) is not None:
             return files
         try:
             async with asyncio.timeout(self._hub.timeout_s):
-                self._sizes[spec.id] = await run_in_daemon_thread(sources.ask_hub, spec, self._hub)
+                self._sizes[spec.id] = await run_in_daemon_thread(ask_hub, spec, self._hub)
         except TimeoutError:
             raise ModelUnavailable(
                 spec.id,
@@ -133,11 +138,10 @@ class MlxEngines:
             ) from None
         log.info("model_download", model=spec.id, source=str(spec.source))
         try:
-            return await run_in_daemon_thread(sources.download, spec, self._hub)
+            return await run_in_daemon_thread(download, spec, self._hub)
         finally:
-            self._sizes.pop(
-                spec.id, None
-            )  # a download of an earlier models.yaml's spec may have removed it
+            # A download for an earlier spec of this id may have removed it.
+            self._sizes.pop(spec.id, None)
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
         """Return a digest of all that a self-test depends on; raises ModelLoadFailed."""
@@ -152,7 +156,7 @@ class MlxEngines:
         """Return how much of a model's download is done; None if none is under way."""
         if not (size := self._sizes.get(spec.id)):
             return None
-        return min(99, 100 * sources.fetched_bytes(spec, self._hub) // size)
+        return min(99, 100 * fetched_bytes(spec, self._hub) // size)
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Read a model's size from its files' headers; raises ModelLoadFailed if they are wrong."""
@@ -163,26 +167,26 @@ class MlxEngines:
         if isinstance(spec, EmbeddingSpec):
             folder = Checkpoint(spec.id, files)
             inner = read_recipe(folder, spec.pooling, spec.normalize).transformer
-            return Size(sizes.weights_bytes(folder.inside(inner), self._device, dtype))
+            return Size(weights_bytes(folder.inside(inner), self._device, dtype))
         checkpoint = open_checkpoint(spec.id, files)
         is_packed = self._must_stay_packed(checkpoint, spec)
         return Size(
-            sizes.weights_bytes(checkpoint, self._device, dtype, is_packed=is_packed),
+            weights_bytes(checkpoint, self._device, dtype, is_packed=is_packed),
             self._first_kv_bytes(checkpoint, spec),
-            sizes.kv_bytes(checkpoint, self._device, dtype, 1),
+            kv_bytes(checkpoint, self._device, dtype, 1),
         )
 
     def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
         """Return the bytes of KV cache that a chat model always has room for."""
         tokens = min(self._kv_allowance_tokens, spec.max_context or self._kv_allowance_tokens)
-        return sizes.kv_bytes(checkpoint, self._device, _dtype(spec), tokens)
+        return kv_bytes(checkpoint, self._device, _dtype(spec), tokens)
 
     def _must_stay_packed(self, checkpoint: Listing, spec: ChatSpec) -> bool:
         """Return True if the memory budget has no room for the weights dequantized."""
         if self._budget_bytes is None:
             return False
         left = self._budget_bytes - self._first_kv_bytes(checkpoint, spec)
-        return sizes.must_stay_packed(checkpoint, self._device, _dtype(spec), left)
+        return must_stay_packed(checkpoint, self._device, _dtype(spec), left)
 
     def embedding(
         self, spec: EmbeddingSpec, files: Path
@@ -232,11 +236,9 @@ class MlxEngines:
         )
 
 
-def log_costs(
-    checkpoint: Checkpoint | GgufCheckpoint, device: backend.Device, *, is_packed: bool
-) -> None:
+def log_costs(checkpoint: Checkpoint | GgufCheckpoint, device: Device, *, is_packed: bool) -> None:
     """Log what makes a chat model slower or larger than its files suggest."""
-    if device is backend.Device.CPU:
+    if device is Device.CPU:
         if is_packed:
             log.warning("weights_stay_quantized", model=checkpoint.name, why="memory budget")
     elif isinstance(checkpoint, GgufCheckpoint) and (cost := checkpoint.widen_types()) is not None:
@@ -250,7 +252,7 @@ def log_costs(
 
 
 def mlx_engines(settings: Settings) -> MlxEngines:
-    """Make the engines that the settings describe."""
+    """Return the engines for these settings."""
     return MlxEngines(
         settings.device,
         settings.mlx_cache_limit_bytes,
@@ -259,7 +261,7 @@ def mlx_engines(settings: Settings) -> MlxEngines:
         kv_allowance_tokens=settings.kv_allowance_tokens,
         compile_timeout_s=settings.structured_compile_timeout_s,
         prefix_cache_bytes=settings.prefix_cache_bytes,
-        budget_bytes=budget_bytes(settings, memory_bytes(backend.choose_device(settings.device))),
+        budget_bytes=budget_bytes(settings, memory_bytes(device.choose_device(settings.device))),
     )
 
 

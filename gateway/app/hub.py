@@ -1,4 +1,4 @@
-"""The hub that the settings name. It needs no mlx, for commands that only list models."""
+"""Makes the hub client from the settings, without mlx: some commands only list models."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
-    """Make the hub. `may_download` is the caller's: `pull` downloads without GATEWAY_AUTO_PULL."""
+    """Return a client of the settings' hub. `pull` may download even without GATEWAY_AUTO_PULL."""
     from gateway.engine.hub import Hub
 
     return Hub(

@@ -1,25 +1,25 @@
-"""What bounds a model: the settings, with its own keys of models.yaml in their place."""
+"""The limits of each model: the settings, overridden by the model's keys of models.yaml."""
 
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
 from gateway.serving.embedding.policy import EmbeddingLimits, Windows
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.settings import Settings
 
-CACHE_SHARE = 0.75  # of the memory there is; the rest is for passes and everything else
+CACHE_SHARE = 0.75  # of the device's memory; the rest is for passes and everything else
 
 
-def budget_bytes(settings: Settings, offered: int) -> int:
-    """Return what models and their rows may hold of the bytes that the device offers."""
-    return settings.cache_max_bytes or int(CACHE_SHARE * offered)
+def budget_bytes(settings: Settings, memory_bytes: int) -> int:
+    """Return the bytes that models and their KV may hold of the device's memory."""
+    return settings.cache_max_bytes or int(CACHE_SHARE * memory_bytes)
 
 
 def settings_of(spec: ModelSpec, settings: Settings) -> Settings:
-    """Return the settings that hold for one model: its own, else the gateway's."""
+    """Return the settings of one model: its own keys, else the gateway's."""
     return settings.model_copy(update=spec.overrides())
 
 
 def embedding_limits(settings: Settings, spec: EmbeddingSpec) -> EmbeddingLimits:
-    """Return what bounds an embedding model's batches and queue."""
+    """Return the limits of an embedding model's batches and queue."""
     own = settings_of(spec, settings)
     windows = Windows(
         low_s=own.embedding_window_low_ms / 1000,
@@ -40,7 +40,7 @@ def embedding_limits(settings: Settings, spec: EmbeddingSpec) -> EmbeddingLimits
 
 
 def generation_limits(settings: Settings, spec: ChatSpec) -> GenerationLimits:
-    """Return what bounds a chat model's rows and queue."""
+    """Return the limits of a chat model's batch and queue."""
     own = settings_of(spec, settings)
     return GenerationLimits(
         max_batch_size=own.generation_max_batch_size,

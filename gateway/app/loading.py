@@ -1,4 +1,4 @@
-"""A spec becomes a loaded model: its files, its engine, its batcher; freed in reverse order."""
+"""Loads a spec's model: its files, its engine, its batcher; they are freed in reverse order."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Generator
@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from gateway.app import self_tests
 from gateway.app.limits import embedding_limits, generation_limits
-from gateway.app.self_tests import SelfTest, Verdicts
+from gateway.app.self_tests import SelfTest, VerdictStore
 from gateway.errors import EngineFailed, ModelLoadFailed
 from gateway.jobs import Compiled, KvCost, Sampling, SequenceParams
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
@@ -26,7 +26,7 @@ from gateway.serving.ports import EmbeddingEngine, GenerationEngine
 from gateway.serving.tokenize import TokenPool
 from gateway.settings import Settings
 
-_ROW = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
+_WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
 
 
 def warm_embedder(name: str, engine: EmbeddingEngine) -> None:
@@ -39,7 +39,7 @@ def warm_embedder(name: str, engine: EmbeddingEngine) -> None:
 
 def warm_chat(name: str, engine: GenerationEngine) -> None:
     """Read one token and generate two; raises ModelLoadFailed if the engine fails."""
-    row = engine.join(_ROW)
+    row = engine.join(_WARM_UP)
     deltas = []
     try:
         while engine.is_prefilling or engine.is_decoding:  # after a fault the row is read again
@@ -69,7 +69,7 @@ class Size:
 
 
 class Engines(Protocol):
-    """What loads engines: the real ones, or a test's scripted ones."""
+    """Loads engines. MlxEngines is the real one; tests have scripted ones."""
 
     @property
     def device(self) -> str:
@@ -122,8 +122,8 @@ class Engines(Protocol):
         """
 
 
-class Opener:
-    """Loads models for the model cache."""
+class ModelLoader:
+    """Loads models for the model cache, each with a batcher."""
 
     def __init__(
         self,
@@ -159,16 +159,16 @@ class Opener:
     async def _open(
         self, spec: ModelSpec, files: Path, size: Size
     ) -> AsyncIterator[Loaded[Batcher]]:
-        opened: AbstractAsyncContextManager[tuple[Batcher, int]]
+        model: AbstractAsyncContextManager[tuple[Batcher, int]]
         if isinstance(spec, EmbeddingSpec):
-            opened = self._open_embedding(spec, files)
+            model = self._open_embedding(spec, files)
         else:
-            opened = self._open_chat(spec, files, size)
-        async with opened as (batcher, nbytes):
+            model = self._open_chat(spec, files, size)
+        async with model as (batcher, nbytes):
             yield Loaded(batcher, nbytes, partial(self._adopt, batcher))
 
     def _adopt(self, batcher: Batcher, spec: ModelSpec) -> None:
-        """Apply the limits of a reloaded models.yaml to a running model."""
+        """Apply the limits of a reloaded models.yaml to a loaded model."""
         if isinstance(batcher, EmbeddingBatcher):
             assert isinstance(spec, EmbeddingSpec)
             batcher.adopt(embedding_limits(self._settings, spec))
@@ -205,7 +205,7 @@ class Opener:
                 timeout_s=settings.structured_compile_timeout_s,
             )
             kv = engine.kv_cost or KvCost(size.kv_token)
-            # The size read from the config may be many times what the layers really hold.
+            # The size from the config may be many times that of the loaded layers.
             included = min(size.kv, kv.of(self._settings.kv_allowance_tokens))
             costs = RowCosts(
                 kv,
@@ -220,7 +220,7 @@ class Opener:
                 engine,
                 self._lane,
                 self._budget,
-                Verdicts(settings.self_test_folder or self_tests.default_folder()),
+                VerdictStore(settings.self_test_folder or self_tests.default_folder()),
                 partial(self._engines.digest, spec, files),
                 kv=kv,
                 is_on=settings.self_test,
@@ -257,13 +257,13 @@ class Opener:
                     engine = await run(_next, steps)
         except BaseException:
             async with self._lane.turn("load") as run:
-                await run(steps.close)  # on the lane, where the half-read model was made
+                await run(steps.close)  # on the lane, where the half-loaded model was made
             raise
         return engine
 
 
 def _next(steps: Generator[T | None, None, None]) -> T | None:
-    """Run one step. After the last, close the generator, so that only the engine is left."""
+    """Run one step. After the last, close the generator to free all but the engine."""
     if (engine := next(steps)) is not None:
         steps.close()
     return engine

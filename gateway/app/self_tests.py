@@ -1,4 +1,4 @@
-"""A chat model's self-test: it begins at load, in short turns, and ends while the model is idle.
+"""Runs a chat model's self-test: the first steps at load, the others while the model is idle.
 
 Its verdict is kept on disk, in a file named by a digest of everything the verdict depends on.
 """
@@ -37,7 +37,7 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdicts:
+class VerdictStore:
     """Verdicts on disk: one small file each, which only this user can read."""
 
     folder: Path
@@ -46,13 +46,14 @@ class Verdicts:
         """Return the verdict kept under a digest; an empty one if its file is missing or wrong."""
         try:
             with self._file(digest).open(encoding="utf-8") as file:
-                kept = json.loads(file.read(MAX_FILE_BYTES))
-            found = {each.name: kept[each.name] for each in fields(Verdict)}
+                content = json.loads(file.read(MAX_FILE_BYTES))
+            values = {each.name: content[each.name] for each in fields(Verdict)}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return Verdict()
-        problem = found.pop("problem")
-        is_sound = all(each is None or isinstance(each, bool) for each in found.values())
-        return Verdict(**found, problem=problem) if is_sound and type(problem) is str else Verdict()
+        problem = values.pop("problem")
+        if not all(each is None or isinstance(each, bool) for each in values.values()):
+            return Verdict()
+        return Verdict(**values, problem=problem) if type(problem) is str else Verdict()
 
     def write(self, digest: str, verdict: Verdict) -> None:
         """Write a verdict to disk atomically; raises OSError."""
@@ -73,7 +74,7 @@ class Verdicts:
 class SelfTest:
     """The self-test of one model, from its load to its close.
 
-    `name` returns the digest of all that the verdict depends on; `kv` is the cost of a row's KV.
+    `digest` returns a digest of all that the verdict depends on; `kv` is the cost of a row's KV.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class SelfTest:
         engine: GenerationEngine,
         lane: Lane,
         budget: Budget,
-        verdicts: Verdicts,
-        name: Callable[[], Awaitable[str]],
+        verdicts: VerdictStore,
+        digest: Callable[[], Awaitable[str]],
         *,
         kv: KvCost,
         is_on: bool,
@@ -95,24 +96,24 @@ class SelfTest:
         self._lane = lane
         self._budget = budget
         self._verdicts = verdicts
-        self._name = name
+        self._compute_digest = digest
         self._digest = ""
         self._kv = kv
         self._steps: Generator[Verdict] | None = None
         self.verdict = Verdict()
 
     async def begin(self) -> None:
-        """Read the verdict kept on disk, or test for as long as a load may take."""
+        """Read the verdict from disk, or test for at most LANE_S."""
         if self._mode == "off":
             self.verdict = Verdict(rows=False, problem="models.yaml turns batching off")
         elif not self._is_on:
             return
         else:
-            self._digest = await self._name()
+            self._digest = await self._compute_digest()
             self.verdict = await run_in_daemon_thread(self._verdicts.read, self._digest)
             if not self.verdict.is_whole:
                 await self._start()
-        await self._hold()
+        await self._apply()
 
     @contextlib.asynccontextmanager
     async def run_when_idle(self, batcher: GenerationBatcher) -> AsyncIterator[None]:
@@ -139,7 +140,7 @@ class SelfTest:
         while not self.verdict.is_whole and spent_s < LANE_S:
             self.verdict, seconds = await self._step()
             spent_s += seconds
-        await self._keep()
+        await self._write()
 
     async def _step(self) -> tuple[Verdict, float]:
         """Run one step; return the verdict so far, and the seconds the lane spent on it."""
@@ -151,10 +152,10 @@ class SelfTest:
             return verdict, clock.now() - began
 
     async def _finish(self, batcher: GenerationBatcher) -> None:
-        """Run the steps that are left; the verdict so far holds until the test is whole.
+        """Run the remaining steps; the present verdict applies until the test is whole.
 
-        No step runs while the model is in use. If memory is short then, the test is closed, since
-        rows would wait for its memory in vain, and starts again in idle time.
+        No step runs while the model is in use. If memory is short then, the test is closed, as
+        rows would wait for its memory, and starts again in idle time.
         """
         share = self._budget.share()
         needed = ROWS * self._kv.of(self._engine.self_test_tokens)
@@ -171,12 +172,12 @@ class SelfTest:
                     if needed > self._budget.spare_bytes:
                         continue
                     share.resize(needed)
-                found, _ = await self._step()
-                if found.is_whole and found != self.verdict:
-                    self.verdict = batcher.verdict = found
-                    await self._hold()
+                verdict, _ = await self._step()
+                if verdict.is_whole and verdict != self.verdict:
+                    self.verdict = batcher.verdict = verdict
+                    await self._apply()
                     batcher.note_batching()
-                    await self._keep()
+                    await self._write()
         except Unavailable:
             pass  # the lane has closed
         except Exception:
@@ -184,7 +185,7 @@ class SelfTest:
         finally:
             share.release()
 
-    async def _hold(self) -> None:
+    async def _apply(self) -> None:
         """Apply the verdict to the engine, and log it."""
         async with self._lane.turn("load") as run:
             await run(self._engine.apply_verdict, self.verdict)
@@ -196,7 +197,7 @@ class SelfTest:
         else:
             log.info("self_test_unfinished", **entry)
 
-    async def _keep(self) -> None:
+    async def _write(self) -> None:
         if not (self.verdict.is_whole and self.verdict.is_lasting):
             return
         try:

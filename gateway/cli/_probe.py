@@ -13,8 +13,8 @@ from pathlib import Path
 from gateway.app.engines import MlxEngines, mlx_engines
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
-from gateway.engine import hub as sources
 from gateway.engine.blas import BLAS
+from gateway.engine.hub import on_disk
 from gateway.engine.probe import gflops, multiply
 from gateway.errors import GatewayError
 from gateway.registry import ModelSpec, read_models
@@ -45,7 +45,7 @@ def main() -> None:
 def _size(spec: ModelSpec, engines: MlxEngines, settings: Settings) -> int | str | None:
     """Return the bytes a model would hold, or its problem; None if it is not on disk."""
     try:
-        folder = sources.on_disk(spec, hub_of(settings, may_download=False))
+        folder = on_disk(spec, hub_of(settings, may_download=False))
         if folder is None:
             return None
         size = asyncio.run(engines.size(spec, folder))

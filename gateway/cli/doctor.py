@@ -124,14 +124,14 @@ def _check_mlx(settings: Settings) -> Generator[Finding, None, Mapping[str, int 
 def _check_models(
     catalog: Catalog, sizes: Mapping[str, int | str | None], settings: Settings
 ) -> Iterator[Finding]:
-    from gateway.engine import hub as sources
+    from gateway.engine.hub import on_disk
 
     hub = hub_of(settings, may_download=settings.auto_pull)
     problems = {name: said for name, said in sizes.items() if isinstance(said, str)}
     missing: list[ModelSpec] = []
     for spec in catalog.specs:
         try:
-            if sources.on_disk(spec, hub) is None:
+            if on_disk(spec, hub) is None:
                 missing.append(spec)
         except GatewayError as error:
             problems[spec.id] = str(error)
@@ -144,10 +144,10 @@ def _check_models(
 
 
 def _refusal(spec: ModelSpec, hub: "Hub") -> str | None:
-    from gateway.engine import hub as sources
+    from gateway.engine.hub import ask_hub
 
     try:
-        sources.ask_hub(spec, hub)
+        ask_hub(spec, hub)
     except GatewayError as error:
         return str(error)
     return None

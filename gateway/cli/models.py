@@ -37,13 +37,13 @@ def models(
 
 def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
     """Return whether a model is on disk, wholly or in part, and its size there."""
-    from gateway.engine import hub as sources
+    from gateway.engine.hub import fetched_bytes, has_weights, on_disk, stored_bytes
 
     try:
-        folder = sources.on_disk(spec, hub)
+        folder = on_disk(spec, hub)
     except GatewayError:
         folder = None
-    if folder is not None and sources.has_weights(folder):
-        return "yes", size(sources.stored_bytes(folder))
-    fetched = sources.fetched_bytes(spec, hub) if isinstance(spec.source, HubSource) else 0
+    if folder is not None and has_weights(folder):
+        return "yes", size(stored_bytes(folder))
+    fetched = fetched_bytes(spec, hub) if isinstance(spec.source, HubSource) else 0
     return ("in part", size(fetched)) if fetched else ("no", "")

@@ -26,7 +26,7 @@ def pull(
 
     Ended early, it goes on from there the next time.
     """
-    from gateway.engine import hub as sources
+    from gateway.engine.hub import ask_hub, download, fetched_bytes, on_disk, stored_bytes
 
     settings = load_settings({"models": models})
     catalog = load_catalog(settings.models, variables())
@@ -34,17 +34,17 @@ def pull(
     try:
         spec = catalog.resolve(model).spec
         if isinstance(spec.source, HubSource):
-            total = sources.ask_hub(spec, hub)
-            with _progress(spec.id, total, lambda: sources.fetched_bytes(spec, hub)):
-                folder = sources.download(spec, hub)
+            total = ask_hub(spec, hub)
+            with _progress(spec.id, total, lambda: fetched_bytes(spec, hub)):
+                folder = download(spec, hub)
         else:
-            found = sources.on_disk(spec, hub)
+            found = on_disk(spec, hub)
             assert found is not None, "only the hub's models can be missing without an error"
             folder = found
     except GatewayError as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
-    print(f"{spec.id}: {size(sources.stored_bytes(folder))} in {folder}")
+    print(f"{spec.id}: {size(stored_bytes(folder))} in {folder}")
 
 
 @contextmanager

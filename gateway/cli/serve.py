@@ -49,10 +49,10 @@ def serve(
     # From here on mlx is needed; its imports take seconds, and come before the port is open.
     from gateway.app.engines import mlx_engines
     from gateway.app.gateway import Gateway
-    from gateway.engine import device as backend
+    from gateway.engine import device
 
-    if backend.BLAS.hint is not None:
-        log.warning("slow_blas", hint=backend.BLAS.hint)
+    if device.BLAS.hint is not None:
+        log.warning("slow_blas", hint=device.BLAS.hint)
     engines = mlx_engines(settings)
     # Imported modules stay: the garbage collector need not traverse their hundred thousand objects
     # again and again in the middle of requests.

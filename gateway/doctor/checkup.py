@@ -18,7 +18,7 @@ from gateway.app.hub import hub_of
 from gateway.doctor.findings import Finding
 from gateway.doctor.report import Checked, Report
 from gateway.doctor.trials import STAGES
-from gateway.engine import hub as sources
+from gateway.engine.hub import on_disk
 from gateway.errors import GatewayError, ModelUnavailable
 from gateway.registry import ModelSpec, PackageSource
 from gateway.settings import Settings
@@ -155,7 +155,7 @@ def _is_on_board(spec: ModelSpec) -> bool:
 def check_files(spec: ModelSpec, settings: Settings) -> Finding | None:
     """Return why a model cannot be checked, with what adds it; None if its files are on disk."""
     try:
-        if sources.on_disk(spec, hub_of(settings, may_download=False)) is not None:
+        if on_disk(spec, hub_of(settings, may_download=False)) is not None:
             return None
     except ModelUnavailable as error:
         return Finding("files", "skip", str(error))

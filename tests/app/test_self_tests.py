@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from gateway import metrics
-from gateway.app.self_tests import Verdicts
+from gateway.app.self_tests import VerdictStore
 from gateway.engine.checkpoint import Checkpoint
 from gateway.engine.device import Device
 from gateway.engine.generation.self_test import self_test_digest
@@ -238,7 +238,7 @@ class TestVerdicts:
 
     def test_they_are_this_users_alone(self, tmp_path: Path) -> None:
         """Nobody else's verdict is believed, so nobody else writes there."""
-        verdicts = Verdicts(tmp_path / "a" / "b")
+        verdicts = VerdictStore(tmp_path / "a" / "b")
         verdicts.write("d", FAILED)
         assert verdicts.read("d") == FAILED
         assert verdicts.read("e") == Verdict()
@@ -264,7 +264,7 @@ class TestVerdicts:
     def test_what_is_not_sound_is_not_known(self, tmp_path: Path, content: str) -> None:
         """Then the test is made again."""
         (tmp_path / "d.json").write_text(content)
-        verdicts = Verdicts(tmp_path)
+        verdicts = VerdictStore(tmp_path)
         assert verdicts.read("d") == Verdict()
         verdicts.write("d", PASSED)
         assert verdicts.read("d") == PASSED
@@ -273,7 +273,7 @@ class TestVerdicts:
         """Nor is a folder of that name."""
         (tmp_path / "d.json").write_bytes(b"\xff\x00")
         (tmp_path / "e.json").mkdir()
-        assert Verdicts(tmp_path).read("d") == Verdicts(tmp_path).read("e") == Verdict()
+        assert VerdictStore(tmp_path).read("d") == VerdictStore(tmp_path).read("e") == Verdict()
 
 
 async def test_a_verdict_that_cannot_be_kept_holds_nevertheless(tmp_path: Path) -> None:

@@ -40,13 +40,13 @@ def texts(count: int, fewest: int, most: int) -> list[str]:
 
 def load_gateway(folder: str) -> Embed:
     """Load with this package."""
-    from gateway.engine import device as backend
+    from gateway.engine import device
     from gateway.engine.device import prepare_malloc
     from gateway.engine.embedding.engine import load_embedding
 
     prepare_malloc()
-    backend.configure(backend.Device.CPU)
-    engine = load_embedding(Path(folder), name="minilm", device=backend.Device.CPU)
+    device.configure(device.Device.CPU)
+    engine = load_embedding(Path(folder), name="minilm", device=device.Device.CPU)
     return lambda batch: engine.embed(engine.encode(batch))
 
 

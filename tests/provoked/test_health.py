@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from gateway.engine import device as backend
+from gateway.engine import device
 from gateway.jobs import TokenIds, Vectors
 from tests.fakes import ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import catalog, served
@@ -49,7 +49,7 @@ class SlowEngines(ScriptedEngines):
     embedder: SlowEmbedder = field(default_factory=SlowEmbedder)
 
     def end(self) -> None:
-        backend.leave()
+        device.leave()
 
 
 async def test_health_answers_within_a_tenth_of_a_long_native_call(tmp_path: Path) -> None:

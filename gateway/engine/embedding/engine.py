@@ -12,10 +12,15 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from gateway.engine import device as backend
 from gateway.engine.checkpoint import Checkpoint, at_once, join_names, read_in_slices
 from gateway.engine.decoders import floating_dtype, is_known
-from gateway.engine.device import Device, clear_cache
+from gateway.engine.device import (
+    Device,
+    clear_cache,
+    cpu_streams,
+    cpu_threads,
+    single_threaded_blas,
+)
 from gateway.engine.embedding.bert import ENCODERS, load_encoder
 from gateway.engine.embedding.decoder import Decoder
 from gateway.engine.embedding.pooling import Recipe, pool, read_recipe, shorten, unit
@@ -191,7 +196,7 @@ class EmbeddingEngine:
         """Return how many threads share a pass; a GPU needs one."""
         if not self._on_cpu:
             return 1
-        return worthwhile_threads(tokens, self._weights, backend.cpu_threads())
+        return worthwhile_threads(tokens, self._weights, cpu_threads())
 
     def _run(self, slices: Sequence[Sequence[Sequence[int]]], threads: int) -> Vectors:
         """Run the slices concurrently: each CPU stream is a thread, with a BLAS of its own.
@@ -201,10 +206,10 @@ class EmbeddingEngine:
         """
         streams = [mx.default_stream(mx.default_device())]
         if len(slices) > 1:
-            streams = backend.cpu_streams(min(threads, len(slices)))
+            streams = cpu_streams(min(threads, len(slices)))
         passes = [self._forward(rows) for rows in slices]
         states: list[mx.array] = []
-        with backend.single_threaded_blas() if len(streams) > 1 else nullcontext():
+        with single_threaded_blas() if len(streams) > 1 else nullcontext():
             for states in in_step(passes, streams):
                 if self._on_cpu:
                     mx.async_eval(states)  # type: ignore[no-untyped-call]

@@ -223,10 +223,10 @@ class ChatTokenizer:
 
     def call_format(self, is_special: Callable[[int], bool]) -> CallFormat | None:
         """Return the model's own form of a call, if that is JSON between marks."""
-        if self._tools is None or not (self._tools.is_json or self._tools.is_apart):
+        if self._tools is None or not (self._tools.is_json or self._tools.is_separate):
             return None
-        if self._tools.is_apart:
-            return CallFormat("", "", is_special=True, closing_is_special=True, is_apart=True)
+        if self._tools.is_separate:
+            return CallFormat("", "", is_special=True, closing_is_special=True, is_separate=True)
         start, end = self._tools.marks[0]
         ids = [self.backend.token_to_id(mark) for mark in (start, end)]
         return CallFormat(start, end, *(i is not None and is_special(i) for i in ids))

@@ -38,14 +38,14 @@ class CallFormat:
     """How a model writes a call on its own: JSON between two marks.
 
     The flags say which marks llguidance treats as special tokens: those have no bytes. Calls that
-    are `is_apart` are messages separate from the answer, and its grammar does not apply to them.
+    are `is_separate` are messages separate from the answer, and its grammar does not apply to them.
     """
 
     start: str
     end: str
     is_special: bool
     closing_is_special: bool
-    is_apart: bool = False
+    is_separate: bool = False
 
 
 def answer_grammar(
@@ -80,7 +80,7 @@ def answer_grammar(
         ]
         source = _lark("start: call", schemas, "", "")
         return Grammar("calls", source, schemas=tuple(rules))
-    if form is not None and form.is_apart:
+    if form is not None and form.is_separate:
         return answer
     free = [
         (

@@ -131,7 +131,7 @@ class _Holder:
         whole: list[Schema] = schema["oneOf"]
         siblings = {k: v for k, v in schema.items() if k != "oneOf"}
 
-        def is_apart(way: Schema, index: int) -> bool:
+        def is_separate(way: Schema, index: int) -> bool:
             return all(
                 self.proofs.are_disjoint((way, siblings), (other,))
                 for i, other in enumerate(whole)
@@ -141,7 +141,7 @@ class _Holder:
         found = []
         for i, way in enumerate(ways):
             for form in (way, *([self.tighten(way)] if self.tighten else ())):
-                if is_apart(form if form is not way else whole[i], i):
+                if is_separate(form if form is not way else whole[i], i):
                     found.append(form)
                     break
             else:

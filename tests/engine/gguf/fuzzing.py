@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from gateway.engine import device as backend
+from gateway.engine import device
 from gateway.engine.device import Device
 from gateway.engine.generation.loading import ChatSetup, read_chat_setup
 from gateway.engine.gguf.header import GgufError, read_header
@@ -65,7 +65,7 @@ def load(path: Path) -> ChatSetup:
 def main() -> None:
     """Print how often each way of ending was seen."""
     folder, seed, headers, loads = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    backend.configure(Device.CPU)
+    device.configure(Device.CPU)
     whole = write_model(folder / "whole.gguf", "llama")
     content = whole.read_bytes()
     header_bytes = min(each.offset for each in read_header(whole).tensors.values())
