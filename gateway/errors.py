@@ -1,6 +1,6 @@
-"""Every error of the gateway, with the answer it becomes: status, type, code and message.
+"""Every error of the gateway, and its answer: status, type, code and message.
 
-Errors are raised where they are seen, and become JSON in one place (api/middleware).
+Errors are raised where they are found, and become JSON in one place (api/middleware).
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from typing_extensions import TypedDict
 SHOWN_CHARS = 256
 
 
-def shorten(given: str) -> str:
-    """Shorten text of a caller to SHOWN_CHARS, for a message that repeats it."""
-    return given if len(given) <= SHOWN_CHARS else f"{given[:SHOWN_CHARS]}…"
+def shorten(text: str) -> str:
+    """Cut a caller's text to SHOWN_CHARS, for a message that repeats it."""
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
 
 
-# What of a job an error is about. Each endpoint has a name of its own for it, which wire knows.
+# The part of a job that an error is about; wire has each endpoint's own name for it.
 Part = Literal["prompt", "prompt_name", "template_args", "tools", "answer_form", "min_tokens"]
 
 
 class ErrorDetails(TypedDict):
-    """What went wrong: all four keys, always."""
+    """The error itself, always with all four keys."""
 
     message: str
     type: str
@@ -63,7 +63,7 @@ class GatewayError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers by which OpenAI's SDKs decide whether, and when, to retry."""
+        """Return the headers by which OpenAI's SDKs decide whether, and when, to retry."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
@@ -101,12 +101,12 @@ class ContextLengthExceeded(BadRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(self, limit: int, got: int, *, noun: str = "messages") -> None:
-        self.tokens = got
+    def __init__(self, limit: int, tokens: int, *, noun: str = "messages") -> None:
+        self.tokens = tokens
         # litellm looks for OpenAI's sentence, langchain for the code inside the message.
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, your {noun} "
-            f"resulted in {got} tokens. Please reduce the length of the {noun}. "
+            f"resulted in {tokens} tokens. Please reduce the length of the {noun}. "
             f"({type(self).code})",
             part="prompt",
         )
@@ -133,7 +133,7 @@ class Unauthorized(GatewayError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The usual headers and the scheme, which RFC 9110 asks of a 401."""
+        """Return the usual headers, and the scheme that RFC 9110 requires of a 401."""
         return {**super().headers, "www-authenticate": "Bearer"}
 
 
@@ -174,7 +174,7 @@ class MethodNotAllowed(GatewayError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The usual headers and the allowed methods, which RFC 9110 asks of a 405."""
+        """Return the usual headers, and the allowed methods that RFC 9110 requires of a 405."""
         return {**super().headers, "allow": self.allow}
 
 
@@ -218,7 +218,7 @@ class SlowBody(GatewayError):
 
 
 class Overloaded(GatewayError):
-    """The queue is full: a 429, after which every client waits and retries."""
+    """The queue is full: a 429, after which clients wait and retry."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"
@@ -299,7 +299,7 @@ class PromptTooLarge(GatewayError):
 
 
 class ModelLoadFailed(GatewayError):
-    """The model's files are on disk and wrong: the message names the file or key."""
+    """The model's files are on disk but invalid: the message names the file or key."""
 
     code = "model_load_failed"
 
@@ -332,13 +332,13 @@ class DeadlineExceeded(GatewayError):
 
 
 class ModelsFileInvalid(BadRequest):
-    """models.yaml cannot be reloaded as it is: the message has its problems, one per line."""
+    """models.yaml cannot be reloaded: the message has its problems, one per line."""
 
     code = "models_file_invalid"
 
 
 class RegistryInvalid(Exception):
-    """models.yaml cannot be served as it is: one line per problem."""
+    """models.yaml is invalid: one line per problem."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))

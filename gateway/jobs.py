@@ -1,4 +1,4 @@
-"""What crosses floors: a caller's job going down, vectors and deltas coming up."""
+"""What floors pass to one another: jobs on the way down, vectors and deltas on the way up."""
 
 import itertools
 import time
@@ -16,7 +16,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 class Tier(StrEnum):
-    """How urgent the caller says a job is (OpenAI's `service_tier`)."""
+    """How urgent a job is to its caller (OpenAI's `service_tier`)."""
 
     PRIORITY = "priority"
     DEFAULT = "default"
@@ -40,13 +40,12 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class Timings:
-    """Where one request's time went, in seconds, written by the code that spends it.
+    """The seconds that a request spent in each stage, recorded by the code that spends them.
 
-    An embedding is inferred, an answer prefilled (until its first token, at `first_token`) and
-    decoded. `started` and `first_token` are readings of the monotonic clock. `parallel` are the
-    timings of other jobs of the same request. `stage` is what is being done for it, or was when it
-    was given up; None before and after. `preemptions` counts how often its sequence gave up its
-    memory and was read again.
+    An embedding has INFERENCE, an answer PREFILL (until `first_token`) and DECODE. `started` and
+    `first_token` are readings of the monotonic clock. `parallel` are the timings of other jobs of
+    the same request. `stage` is its present stage, or the one at which it ended early; None before
+    and after. `preemptions` counts how often its sequence's KV was freed and its tokens read again.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -61,7 +60,7 @@ class Timings:
 
     @property
     def tokens(self) -> int:
-        """Count all the request's tokens so far, prompt and completion."""
+        """Return all the request's tokens so far, prompt and completion."""
         return self.tokens_in + self.tokens_out + sum(each.tokens for each in self.parallel)
 
     def add(self, stage: Stage, seconds: float) -> None:
@@ -71,9 +70,9 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks, and until when: `deadline` is a reading of the monotonic clock, `allowed_s` the
-    timeout that it was made from. `number` is unique to a request: an id may be the client's own,
-    and other requests may have the same.
+    """Where a job comes from, and its deadline: a reading of the monotonic clock, `allowed_s` after
+    the request began. `number` is unique to a request; an id may be the client's own, and not
+    unique.
     """
 
     request_id: str
@@ -103,7 +102,7 @@ class EmbedJob:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The answer to an `EmbedJob`: (inputs, dimensions) float32, in the order asked."""
+    """The answer to an `EmbedJob`: (inputs, dimensions) float32, in the order of the inputs."""
 
     vectors: Vectors
     prompt_tokens: int
@@ -156,10 +155,10 @@ class Grammar:
 
     json_schema: a JSON Schema. regex: a regular expression, of the whole answer. choice: a JSON
     array of strings, one of which is the answer. grammar: a context-free grammar in Lark's form.
-    calls: the same, of our own making. A `strict` JSON Schema is held to whole or refused; of
-    another, keywords that no grammar holds are left to be checked afterwards: of calls, those that
-    no grammar has words for are known already, and `unenforced` has the functions' names and JSON
-    pointers; `schemas` are those sent, should less of them compile.
+    calls: the same, made by the gateway. A `strict` JSON Schema is enforced whole or refused; of
+    others, keywords that no grammar can enforce are checked afterwards. For calls, `unenforced` has
+    those known already, as functions' names and JSON pointers; `schemas` are the caller's, for if
+    fewer keywords compile.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
@@ -170,11 +169,11 @@ class Grammar:
 
 
 class Compiled(Protocol):
-    """A grammar as an engine holds rows to it."""
+    """A grammar that an engine has compiled."""
 
     @property
     def unenforced(self) -> tuple[str, ...]:
-        """List what of its schema it leaves to be checked, by JSON pointer."""
+        """Return JSON pointers to the parts of its schema that it does not enforce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +189,7 @@ class Function:
 class Calling:
     """Which functions may be called, and whether one of them must be.
 
-    A forced call is held to its schema, token by token; a free one only where the function is
-    strict.
+    A forced call is constrained by its schema; a free one only if the function is strict.
     """
 
     functions: Sequence[Function]
@@ -204,11 +202,10 @@ class GenerateJob:
     """A conversation, or a bare `prompt`, to continue `n` times.
 
     `max_tokens` None means the rest of the context. `messages` and `tools` are what the model's
-    chat template reads; `prompt`, text or token ids, takes no template. `logprobs` asks for each
-    token's logprob and that many of the likeliest alternatives; None for none at all. With `echo`
-    the prompt is returned, with its own logprobs if any are asked for; `max_tokens` may then be 0.
-    With `continues` the last message is
-    the beginning of the answer.
+    chat template reads; `prompt`, text or token ids, takes no template. `logprobs` is the number of
+    likeliest alternatives to return with each token's logprob; None for no logprobs. With `echo`
+    the prompt is returned, with its logprobs if there are any; `max_tokens` may then be 0. With
+    `continues` the last message is the beginning of the answer.
     """
 
     caller: Caller
@@ -242,7 +239,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """A token that was or could have been chosen: its text, its own bytes, its natural logprob."""
+    """A token, chosen or an alternative: its text, its bytes, its logprob (natural)."""
 
     token: str
     bytes: bytes
@@ -259,9 +256,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """An echoed prompt: the text of each token and, if wanted, the logprobs of all but the first,
-    which follows nothing.
-    """
+    """An echoed prompt: the text of each token and, if requested, the logprobs of all but the first."""
 
     texts: Sequence[str]
     logprobs: Sequence[TokenLogprob] = ()
@@ -269,7 +264,7 @@ class EchoedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """New in the call number `index` of a choice: id and name come once, first."""
+    """A piece of call number `index` of a choice; the first one has its id and name."""
 
     index: int
     id: str | None = None
@@ -279,7 +274,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in choice `index`: text, reasoning or a piece of a call.
+    """A piece of choice `index`: text, reasoning or a piece of a call.
 
     The first delta of a choice has its `cached_tokens`, and its `prompt` if that is echoed; the
     last one has its `finish_reason`.
@@ -302,13 +297,13 @@ class SequenceParams:
     """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits.
 
     `max_tokens` is at least 1, or 0 if only the prompt is echoed, and, with the prompt, within the
-    model's context; `is_open` is True if the caller has set no bound. `echoed` are the texts of the
-    prompt's tokens, if it is echoed. `is_continued`: it ends with the beginning of the answer,
-    which has text. `is_bare`: no template made the prompt, so the model's marks are just text.
-    `is_thinking`: the prompt ends inside a block of thinking; `may_think`: the model may open one
-    first. The grammar begins after it. `is_either`: the answer has a form, or is calls.
-    `earlier_calls` counts those of the conversation so far. `calls_are_text`: the model may call,
-    in a form that is not known. `compiled` is what the engine made of `grammar`.
+    model's context; `is_open` is True if the caller set no bound. `echoed` are the texts of the
+    prompt's tokens, if it is echoed. `is_continued`: the prompt ends with the beginning of the
+    answer, which is not empty. `is_bare`: the prompt has no template, so the model's marks are
+    plain text. `is_thinking`: the prompt ends inside a block of thinking; `may_think`: the model
+    may open one first. The grammar begins after it. `is_either`: the answer has a form, or is
+    calls. `earlier_calls` counts those of the conversation so far. `calls_are_text`: the model may
+    call functions, in an unknown format. `compiled` is the compiled `grammar`.
     """
 
     prompt: TokenIds
@@ -333,9 +328,9 @@ class SequenceParams:
 @dataclass(frozen=True, slots=True)
 class KvCost:
     """The bytes of KV that a sequence takes: `token` for each of its tokens; for each window,
-    (bytes per token, most tokens kept); `constant` for what does not grow, as states do not.
+    (bytes per token, most tokens kept); `constant` for what does not grow, such as states.
 
-    The zero cost stands for an unknown model: then nothing is counted.
+    The zero cost is that of an unknown model, for which nothing is counted.
     """
 
     token: int = 0
@@ -343,24 +338,22 @@ class KvCost:
     constant: int = 0
 
     def of(self, tokens: int, beyond: int = 0) -> int:
-        """Return the bytes of so many tokens; a window may hold `beyond` more than it keeps, as it
-        does while a chunk of a prompt is read.
+        """Return the bytes of so many tokens; a window may hold `beyond` more than its size, as in
+        prefill.
         """
         kept = sum(each * min(tokens, most + beyond) for each, most in self.windows)
         return self.constant + self.token * tokens + kept
 
     def __bool__(self) -> bool:
-        return self != _NOTHING
+        return self != _ZERO
 
 
-_NOTHING = KvCost()
+_ZERO = KvCost()
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one call of a chat engine had on the device: rows, and their tokens without and with
-    padding.
-    """
+    """The size of one pass of a chat engine: rows, and their tokens without and with padding."""
 
     rows: int = 0
     tokens: int = 0
@@ -369,13 +362,13 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a chat model's self-test has found; None is what is not known yet.
+    """The results of a chat model's self-test; None where it has none yet.
 
     `single`: a sequence in a batch of its own has the logits that it has alone. `rows`: so do those
-    of several lengths in a batch. `prefixes`: so does one that continues from a kept prompt.
-    `window`: so does one longer than the model's sliding window, if there is one. `problem` says
-    what is wrong. `is_lasting` is False if memory ran out during the test, which says nothing of
-    the next time.
+    of several lengths in a batch. `prefixes`: so does one that continues from a cached prefix.
+    `window`: so does one longer than the model's sliding window, if there is one. `problem`
+    describes a failure. `is_lasting` is False if memory ran out during the test, which may not
+    happen again.
     """
 
     single: bool | None = None
@@ -387,7 +380,7 @@ class Verdict:
 
     @property
     def is_whole(self) -> bool:
-        """Return True once short prompts have been tested; the window may take its time."""
+        """Return True once short prompts have been tested; the window is tested last."""
         return None not in (self.single, self.rows, self.prefixes)
 
     @property

@@ -1,7 +1,7 @@
 """structlog, configured once: an event name and keys, to stderr.
 
-A line of JSON has every key. A line of the console is for a person: what matters comes first, it
-is cut to COLUMNS, and no text of a caller can begin a line or move the cursor.
+A line of JSON has every key. A line of the console is for a person: the most important keys come
+first, it is cut to COLUMNS, and no text of a caller can begin a line or move the cursor.
 """
 
 import json
@@ -44,13 +44,13 @@ def configure(level: str = "info", style: Format = "auto") -> None:
     )
 
 
-def _json(event: Any, **given: Any) -> str:
-    """Return an event as JSON, whatever it holds.
+def _json(event: Any, **options: Any) -> str:
+    """Return an event as JSON.
 
-    orjson refuses some values (a lone surrogate, a huge number); json writes those.
+    orjson refuses some values (a lone surrogate, a huge number), which json accepts.
     """
     try:
-        return orjson.dumps(event, default=given["default"]).decode()
+        return orjson.dumps(event, default=options["default"]).decode()
     except (TypeError, ValueError):
         return json.dumps(event, default=repr, skipkeys=True)
 
@@ -66,9 +66,9 @@ def is_console(style: Format) -> bool:
     return sys.stderr.isatty() and style != "json"
 
 
-def _console(_: Any, __: str, given: MutableMapping[str, Any]) -> str:
-    """Return an event as a line for a person: cut to COLUMNS, or wrapped if all of it matters."""
-    fields = dict(given)
+def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
+    """Return an event as a line for a person: a warning, error or prompt is wrapped, others cut."""
+    fields = dict(event_fields)
     event, level = _text(fields.pop("event", "")), fields.pop("level", "info")
     time, request_id = fields.pop("timestamp", ""), fields.pop("request_id", None)
     below = [fields.pop(key, None) for key in ("exception", "stack")]
@@ -158,7 +158,7 @@ def _width(text: str) -> int:
 
 
 def _word(value: Any, columns: int | None = None) -> str:
-    """Return a value as text in at most `columns`, quoted if its end could not be seen."""
+    """Return a value as text in at most `columns`, quoted if its end would be unclear."""
     text = _text(value)
     is_quoted = isinstance(value, str) and (not text or any(each in text for each in ' "='))
     if columns is not None:

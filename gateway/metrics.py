@@ -1,4 +1,4 @@
-"""Every metric, declared once. The floors above count; the engine never does."""
+"""Every metric, declared once. Floors above the engine count; the engine does not."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ M = TypeVar("M", Counter, Gauge, Histogram)
 
 @cache
 def of(metric: M, *labels: str) -> M:
-    """Return a metric's series, cached: to look it up takes longer than to count."""
+    """Return a metric's series, cached: a lookup takes longer than a count."""
     return metric.labels(*labels)
 
 
@@ -134,7 +134,7 @@ class _Readings(Collector):
         self._read = read
 
     def describe(self) -> Sequence[Reading]:
-        """Return no names, since a process may have several gateways, also at once."""
+        """Return no names, since a process may have several gateways."""
         return ()
 
     def collect(self) -> Iterable[Reading]:

@@ -1,13 +1,13 @@
 """The registry: models.yaml → a spec for every model, found by id or alias.
 
 models_yaml  the file → catalog, or every problem with its line
-yaml_lines   YAML text → plain values that remember their line; ${VAR:-default} in any of them
-variables    GATEWAY_<ID>_<KEY>: the environment sets any key of any model
-specs        what the file may say of each model, with types and bounds
+yaml_lines   YAML text → plain values and their lines; ${VAR:-default} in any of them
+variables    GATEWAY_<ID>_<KEY>: environment variables for any key of any model
+specs        the keys of each model, with types and bounds
 sources      where a model's files come from: hub, folder, installed package
-catalog      an immutable snapshot of one reading, which finds a model by id or alias
+catalog      the models of one reading, found by id or alias; immutable
 schema       the file's JSON Schema, for editors
-names        the nearest valid name, for messages about a wrong one
+names        the nearest valid name, for messages about an unknown one
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike

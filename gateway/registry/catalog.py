@@ -1,4 +1,4 @@
-"""The catalog that finds a model by id or alias."""
+"""The catalog of models, which finds them by id or alias."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from gateway.errors import ModelNotFound
 from gateway.registry.names import nearest
 from gateway.registry.specs import Alias, ModelSpec
 
-UNLOADED: Final = MappingProxyType(
+ADOPTABLE: Final = MappingProxyType(
     {
         "": {
             *("aliases", "preload", "pinned", "ttl_s", "queue_limit", "queue_max_tokens"),
@@ -30,20 +30,20 @@ UNLOADED: Final = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A model and the name it was asked for by: `alias` is None when that is its id."""
+    """A model and the name it was found by: `alias` is None if that is its id."""
 
     spec: ModelSpec
     alias: Alias | None = None
 
     @property
     def name(self) -> str:
-        """The name that was asked for."""
+        """Return the name that the model was found by."""
         return self.alias.name if self.alias else self.spec.id
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The ids of models that are new, that would load differently, and that are gone."""
+    """The ids of models that are new, that would load differently, and that were removed."""
 
     added: tuple[str, ...]
     changed: tuple[str, ...]
@@ -55,7 +55,7 @@ class Changes:
 
 
 class Catalog:
-    """Every model by every name, as one reading of the file has them; immutable."""
+    """The models of one reading of the file, by all their names; immutable."""
 
     __slots__ = ("_by_name", "specs")
 
@@ -79,7 +79,7 @@ class Catalog:
         return next((each for each in self.specs if each.id == model), None)
 
     def current(self, spec: ModelSpec) -> ModelSpec | None:
-        """Return the spec that a model loaded for `spec` serves now; None if none does.
+        """Return the spec that a model loaded for `spec` can serve; None if there is none.
 
         `spec` may be of an earlier reading, and differ in keys that no load depends on.
         """
@@ -88,10 +88,10 @@ class Catalog:
     def changes_since(self, older: "Catalog") -> Changes:
         """Return what differs from an older reading of the file."""
         now, before = ({spec.id: spec for spec in each.specs} for each in (self, older))
-        kept = [name for name in now if name in before]
+        in_both = [name for name in now if name in before]
         return Changes(
             added=tuple(name for name in now if name not in before),
-            changed=tuple(name for name in kept if not load_alike(now[name], before[name])),
+            changed=tuple(name for name in in_both if not load_alike(now[name], before[name])),
             removed=tuple(name for name in before if name not in now),
         )
 
@@ -110,16 +110,16 @@ def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
     """Return True if a model loaded for one spec can serve the other as well."""
     if one is other or one.id != other.id:
         return one is other
-    return one.kind == other.kind and _alike(one, other, "")
+    return one.kind == other.kind and _are_alike(one, other, "")
 
 
-def _alike(one: BaseModel, other: BaseModel, section: str) -> bool:
-    for field in type(one).model_fields.keys() - UNLOADED.get(section, set()):
-        mine, theirs = getattr(one, field), getattr(other, field)
-        is_section = field in UNLOADED and isinstance(mine, BaseModel)
-        if is_section and type(mine) is type(theirs):
-            if not _alike(mine, theirs, field):
+def _are_alike(one: BaseModel, other: BaseModel, section: str) -> bool:
+    for field in type(one).model_fields.keys() - ADOPTABLE.get(section, set()):
+        value, other_value = getattr(one, field), getattr(other, field)
+        is_section = field in ADOPTABLE and isinstance(value, BaseModel)
+        if is_section and type(value) is type(other_value):
+            if not _are_alike(value, other_value, field):
                 return False
-        elif mine != theirs:
+        elif value != other_value:
             return False
     return True

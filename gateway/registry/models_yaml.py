@@ -1,6 +1,7 @@
-"""models.yaml → catalog, or every problem in it: each with file, line and the nearest valid name.
+"""Reads models.yaml into a catalog, or lists all its problems: each with file, line and the nearest
+valid name.
 
-That a model's files exist is checked here; the engine checks what they hold.
+It checks that a model's files exist; the engine checks their content.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,20 +28,20 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one reading of the file found; its catalog is empty if there are problems."""
+    """The result of reading the file; its catalog is empty if there are problems."""
 
     catalog: Catalog
     problems: tuple[str, ...]
     notes: tuple[str, ...]
-    asked: frozenset[str]
-    """The variables that the file asks for as ${…}, set or not."""
-    of_keys: frozenset[str]
-    """The variables of the models' keys, set or not; of keys that are free, those that are set."""
+    expansions: frozenset[str]
+    """The variables that the file expands as ${…}, set or not."""
+    overrides: frozenset[str]
+    """The variables of the models' keys, set or not; of free keys, those that are set."""
 
     @property
     def variables(self) -> frozenset[str]:
-        """Every variable that can change what is read."""
-        return self.asked | self.of_keys
+        """Return all variables that can change the result."""
+        return self.expansions | self.overrides
 
 
 def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
@@ -55,7 +56,7 @@ def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
 
 
 def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
-    """Read a models.yaml and list everything that is wrong with it; never raises."""
+    """Read a models.yaml and list all its problems; never raises."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -71,7 +72,7 @@ def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
         tuple(f"{path}:{line}: {message}" for line, message in problems),
         tuple(f"{path}:{line}: {message}" for line, message in sorted(reader.notes)),
         frozenset(document.variables),
-        frozenset(reader.of_keys),
+        frozenset(reader.overrides),
     )
 
 
@@ -79,41 +80,41 @@ def _unreadable(problem: str) -> Reading:
     return Reading(Catalog(()), (problem,), (), frozenset(), frozenset())
 
 
-class Standing(IntEnum):
+class Strength(IntEnum):
     """How strong a model's claim to a name is."""
 
     DEFAULT = 0
-    """An alias that is the default of a ${VAR:-default}."""
+    """An alias from the default of a ${VAR:-default}."""
     WRITTEN = 1
-    """An alias that is written in the file."""
+    """An alias in the file."""
     SET = 2
-    """An alias that the model's own variable gives."""
+    """An alias from the model's own variable."""
     ID = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A model's claim to a name, as its id or as an alias; `described` ends "that name …"."""
+    """A model's claim to a name, as its id or an alias; `description` ends "that name …"."""
 
     model: str
     line: int
-    described: str
-    standing: Standing
+    description: str
+    strength: Strength
     variable: str | None = None
-    """The variable that gives the name, if one does."""
+    """The variable that sets the name, if one does."""
 
     def yields_to(self, other: "Claim") -> bool:
-        """Return True if this alias gives way to another model's claim, rather than clash with it.
+        """Return True if this alias is dropped for another model's claim, False if they clash.
 
-        A default gives way to any stronger claim, a written alias to one that is set.
+        A default yields to any stronger claim, a written alias to one from a variable.
         """
-        is_weaker = self.standing < other.standing and self.model != other.model
-        return is_weaker and (self.standing is Standing.DEFAULT or other.standing is Standing.SET)
+        is_weaker = self.strength < other.strength and self.model != other.model
+        return is_weaker and (self.strength is Strength.DEFAULT or other.strength is Strength.SET)
 
 
 def settle_claims(claims: Sequence[Claim]) -> tuple[Claim, list[Claim], list[Claim]]:
-    """Return the claim that has a name, those that give way to it and those that clash with it."""
-    best = max(claims, key=lambda claim: claim.standing)  # of equals, the first
+    """Return the strongest claim to a name, those that yield to it and those that clash with it."""
+    best = max(claims, key=lambda claim: claim.strength)  # of equals, the first
     others = [claim for claim in claims if claim is not best]
     yielding = [claim for claim in others if claim.yields_to(best)]
     return best, yielding, [claim for claim in others if claim not in yielding]
@@ -123,15 +124,15 @@ class _Reader:
     def __init__(self, document: Document, folder: Path, variables: Mapping[str, str]) -> None:
         self._document = document
         self._folder = folder
-        taken = VARIABLES | document.variables
+        others = VARIABLES | document.variables
         self._variables = {
             name: text
             for name, text in variables.items()
-            if text and name.startswith(PREFIX) and name not in taken
+            if text and name.startswith(PREFIX) and name not in others
         }
         self._set: dict[Where, str] = {}
-        """The variable of each value that one has set, by rule."""
-        self.of_keys: set[str] = set()
+        """The variable of each value that an override has set."""
+        self.overrides: set[str] = set()
         self.problems: list[tuple[int, str]] = []
         self.notes: list[tuple[int, str]] = []
 
@@ -150,16 +151,16 @@ class _Reader:
             if ("models",) not in self._document.broken:
                 self._report(("models",), "`models` must map each model's id to its settings")
             return []
-        models = self._set_keys(models)
+        models = self._override_keys(models)
         specs = [spec for name, entry in models.items() if (spec := self._read_spec(name, entry))]
-        given_up = self._settle_names(models)
+        dropped = self._settle_names(models)
         for spec in specs:
             self._check_source(spec)
             self._note_idle_keys(spec)
-        return [_drop_aliases(spec, given_up) for spec in specs]
+        return [_drop_aliases(spec, dropped) for spec in specs]
 
-    def _set_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries with the values that the variables of their keys give."""
+    def _override_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries with the values from the variables of their keys."""
         overridden = dict(models)
         earlier: list[ModelVariables] = []
         for model, entry in models.items():
@@ -168,9 +169,9 @@ class _Reader:
                 for clash in own.clashes(earlier):
                     self._report(("models", model), f"{model}: the variable {clash}")
                 earlier.append(own)
-                overridden[model], found = own.override(self._variables)
-                self._set |= {("models", model, *path): name for path, name in found.items()}
-                self.of_keys |= {*own.paths, *found.values()}
+                overridden[model], names = own.override(self._variables)
+                self._set |= {("models", model, *path): name for path, name in names.items()}
+                self.overrides |= {*own.paths, *names.values()}
         return overridden
 
     def _check_version(self, top: Mapping[str, Any]) -> None:
@@ -216,7 +217,7 @@ class _Reader:
             self._report(("models", name, "kind"), f"{name}: kind {kind!r} is not {kinds}{hint}")
 
     def _report_invalid(self, name: str, spec: type[BaseModel], details: ErrorDetails) -> None:
-        """Report one of pydantic's errors as a line that its reader can act on."""
+        """Report one of pydantic's errors in the words of the file."""
         where: Where = ("models", name, *_path_in_file(details["loc"]))
         if any(where[:depth] in self._document.broken for depth in range(len(where) + 1)):
             return
@@ -239,49 +240,49 @@ class _Reader:
                 message = str(details["ctx"]["error"])
                 self._report(where, f"{about}{f'`{key}`: ' if key else ''}{message}")
             case _:
-                self._report(where, f"{about}`{key}` {_message(details)}, not {_shown(value)}")
+                self._report(where, f"{about}`{key}` {_message(details)}, not {_shorten(value)}")
 
     def _settle_names(self, models: Mapping[str, Any]) -> set[tuple[str, str]]:
         """Report each name that two models, or one model twice, would have.
 
-        Return the aliases that give way to another model's name, as (model, alias).
+        Return the aliases that yield to another model's name, as (model, alias).
         """
-        given_up = set()
+        dropped = set()
         for name, claims in self._list_claims(models).items():
             best, yielding, clashing = settle_claims(claims)
             for claim in yielding:
-                given_up.add((claim.model, name))
-                default = "default " if claim.standing is Standing.DEFAULT else ""
-                note = f"its {default}alias {name!r} gives way: that {best.described}"
+                dropped.add((claim.model, name))
+                default = "default " if claim.strength is Strength.DEFAULT else ""
+                note = f"its {default}alias {name!r} gives way: that {best.description}"
                 self.notes.append((claim.line, f"{claim.model}: {note}"))
             for claim in clashing:
-                problem = f"the alias {name!r} {best.described} already{_set_by(claim.variable)}"
+                problem = f"the alias {name!r} {best.description} already{_set_by(claim.variable)}"
                 self.problems.append((claim.line, f"{claim.model}: {problem}"))
-        return given_up
+        return dropped
 
     def _list_claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
         """Return the claims to each name, ids before aliases, each in the file's order."""
         claims: dict[str, list[Claim]] = {}
         for name in models:
             line = self._document.line(("models", name))
-            claims[name] = [Claim(name, line, f"is the id on line {line}", Standing.ID)]
+            claims[name] = [Claim(name, line, f"is the id on line {line}", Strength.ID)]
         for name, entry in models.items():
-            for inside, alias, is_text in _written_aliases(entry):
+            for inside, alias, is_text in _list_aliases(entry):
                 where: Where = ("models", name, "aliases", *inside)
                 line = self._document.line(where)
                 variable = self._set.get(("models", name, "aliases")) if is_text else None
-                described = f"is an alias of {name} on line {line}"
-                standing = Standing.WRITTEN
+                description = f"is an alias of {name} on line {line}"
+                strength = Strength.WRITTEN
                 if variable:
-                    described, standing = f"is given to {name} by {variable}", Standing.SET
+                    description, strength = f"is given to {name} by {variable}", Strength.SET
                 elif not {where, (*where, "name")}.isdisjoint(self._document.defaults):
-                    standing = Standing.DEFAULT
-                claim = Claim(name, line, described, standing, variable)
+                    strength = Strength.DEFAULT
+                claim = Claim(name, line, description, strength, variable)
                 claims.setdefault(alias, []).append(claim)
         return claims
 
     def _note_idle_keys(self, spec: ModelSpec) -> None:
-        """Note the keys that have no effect any more."""
+        """Note keys that no longer have an effect."""
         if isinstance(spec, ChatSpec) and spec.structured.backend == "outlines_core":
             words = Structured.model_fields["backend"].description
             line = self._document.line(("models", spec.id, "structured", "backend"))
@@ -301,15 +302,15 @@ class _Reader:
                 else:
                     self._report_missing(spec, root / inside)
 
-    def _report_missing(self, spec: ModelSpec, wanted: Path) -> None:
-        """Report a folder or a GGUF file that is not there."""
-        noun, is_one = ("file", Path.is_file) if spec.source.is_gguf else ("folder", Path.is_dir)
-        if not is_one(wanted):
-            siblings = wanted.parent.iterdir() if wanted.parent.is_dir() else ()
-            names = [each.name for each in siblings if is_one(each)]
-            hint = did_you_mean(nearest(wanted.name, names))
+    def _report_missing(self, spec: ModelSpec, path: Path) -> None:
+        """Report a folder or a GGUF file that does not exist."""
+        noun, exists = ("file", Path.is_file) if spec.source.is_gguf else ("folder", Path.is_dir)
+        if not exists(path):
+            siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+            names = [each.name for each in siblings if exists(each)]
+            hint = did_you_mean(nearest(path.name, names))
             where = ("models", spec.id, "source")
-            self._report(where, f"{spec.id}: there is no {noun} {wanted}{hint}")
+            self._report(where, f"{spec.id}: there is no {noun} {path}{hint}")
 
     def _report_unknown(
         self, where: Where, key: str, valid: tuple[str, ...], about: str = ""
@@ -317,7 +318,7 @@ class _Reader:
         self._report(where, f"{about}unknown key {key!r}{did_you_mean(nearest(key, valid))}")
 
     def _report(self, where: Where, message: str) -> None:
-        """Add a problem at its line, with the variable that has set the value, if one has."""
+        """Add a problem at its line, with the variable that set the value, if one did."""
         places = (where[:depth] for depth in range(len(where), 0, -1))
         variable = next((self._set[place] for place in places if place in self._set), None)
         self.problems.append((self._document.line(where), f"{message}{_set_by(variable)}"))
@@ -334,20 +335,20 @@ def _path_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
             yield part
 
 
-def _written_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
+def _list_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
     """Yield each alias of an entry, valid or not: its place, its name and whether it is text."""
-    written = entry.get("aliases") if isinstance(entry, dict) else None
-    for place, each in enumerate(written if isinstance(written, list) else [written]):
-        inside: Where = (place,) if isinstance(written, list) else ()
+    aliases = entry.get("aliases") if isinstance(entry, dict) else None
+    for place, each in enumerate(aliases if isinstance(aliases, list) else [aliases]):
+        inside: Where = (place,) if isinstance(aliases, list) else ()
         if isinstance(each, str):
             yield from ((inside, name, True) for name in split_names(each))
         elif isinstance(each, dict) and isinstance(each.get("name"), str):
             yield inside, each["name"], False
 
 
-def _drop_aliases(spec: ModelSpec, given_up: Collection[tuple[str, str]]) -> ModelSpec:
-    kept = tuple(alias for alias in spec.aliases if (spec.id, alias.name) not in given_up)
-    return spec.model_copy(update={"aliases": kept}) if kept != spec.aliases else spec
+def _drop_aliases(spec: ModelSpec, dropped: Collection[tuple[str, str]]) -> ModelSpec:
+    aliases = tuple(alias for alias in spec.aliases if (spec.id, alias.name) not in dropped)
+    return spec.model_copy(update={"aliases": aliases}) if aliases != spec.aliases else spec
 
 
 def _message(details: ErrorDetails) -> str:
@@ -377,6 +378,6 @@ def _section(field: FieldInfo) -> type[BaseModel]:
     raise AssertionError(f"{annotation} has no keys of its own")
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,4 +1,4 @@
-"""The JSON Schema of models.yaml, for editors that complete and check while one types."""
+"""The JSON Schema of models.yaml, for editors that complete and check it."""
 
 from typing import Any
 

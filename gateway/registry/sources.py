@@ -1,7 +1,7 @@
 """Where a model's files come from, as models.yaml writes it: hub, folder or installed package.
 
-A model is a folder of files, or one file whose name ends in .gguf. Sources are only read here, and
-packages found without importing them; nothing is downloaded.
+A model is a folder of files, or one file whose name ends in .gguf. Sources are only parsed here:
+packages are found without importing them, and nothing is downloaded.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from gateway.registry.names import did_you_mean, nearest
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A repository on the model hub, or a GGUF file in one; `revision` is one that is pinned."""
+    """A repository on the model hub, or a GGUF file in one, perhaps pinned to a revision."""
 
     repo: str
     revision: str | None = None

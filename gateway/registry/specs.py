@@ -1,6 +1,6 @@
-"""What models.yaml may say of each model: one frozen type per kind.
+"""The keys of a model in models.yaml: one frozen type per kind.
 
-A key that overrides a setting is declared by it.
+A key that overrides a setting takes its type, bounds and description.
 """
 
 import os
@@ -33,13 +33,13 @@ Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s,]+$")]
 
 @dataclass(frozen=True, slots=True)
 class _Overrides:
-    """Marks a key that has, for its model, the meaning of a setting."""
+    """Marks a key that overrides a setting for its model."""
 
     setting: str
 
 
 def override(setting: str) -> Any:
-    """Declare a key that overrides a setting: as that is declared, but it may be absent."""
+    """Declare a key that overrides a setting: declared as that is, but it may be absent."""
     declared = Settings.model_fields[setting]
     words, extra = declared.description, declared.json_schema_extra
     if not (isinstance(extra, dict) and extra.get("deprecated")):
@@ -50,7 +50,7 @@ def override(setting: str) -> Any:
 
 
 class Section(BaseModel):
-    """A mapping of models.yaml: unknown keys are errors, an empty value is an absent one."""
+    """A mapping of models.yaml: unknown keys are errors, null values count as absent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -62,20 +62,20 @@ class Section(BaseModel):
         return data
 
     def overrides(self) -> dict[str, Any]:
-        """Return the settings that are overridden here, by name."""
-        found: dict[str, Any] = {}
+        """Return the overridden settings, by name."""
+        overrides: dict[str, Any] = {}
         for key, field in type(self).model_fields.items():
             value = getattr(self, key)
             if isinstance(value, Section):
-                found |= value.overrides()
+                overrides |= value.overrides()
             elif value is not None:
                 names = (each.setting for each in field.metadata if isinstance(each, _Overrides))
-                found |= dict.fromkeys(names, value)
-        return found
+                overrides |= dict.fromkeys(names, value)
+        return overrides
 
 
 class Alias(Section):
-    """A further name for a model, with what asking by that name implies."""
+    """A further name for a model, with defaults for requests by that name."""
 
     name: Name = Field(description="The name that clients send.")
     prompt_name: str | None = Field(
@@ -87,7 +87,7 @@ class Alias(Section):
 
 
 class EmbeddingBatching(Section):
-    """How inputs that wait share a forward pass."""
+    """How waiting inputs share a forward pass."""
 
     max_batch_size: int | None = override("embedding_max_batch_size")
     max_batch_tokens: int | None = override("embedding_max_batch_tokens")
@@ -121,7 +121,7 @@ class ChatBatching(Section):
 
 
 class Structured(Section):
-    """How answers are held to a grammar."""
+    """How grammars constrain answers."""
 
     backend: Literal["llguidance", "outlines_core"] | None = override("structured_backend")
     rows: int | None = override("structured_rows")
@@ -138,7 +138,7 @@ class Structured(Section):
 
 
 class Sampling(Section):
-    """Defaults for what a request leaves out; absent, the checkpoint's generation_config.json."""
+    """Defaults of a request's fields; those of generation_config.json if absent here."""
 
     temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus probability.")
@@ -241,7 +241,7 @@ REASONING_PARSERS = frozenset(
 )  # fmt: skip
 
 
-def _named(value: str, names: frozenset[str]) -> str:
+def _check_name(value: str, names: frozenset[str]) -> str:
     if value not in names:
         raise ValueError(f"no parser is named {value!r}{did_you_mean(nearest(value, names))}")
     return value
@@ -249,18 +249,18 @@ def _named(value: str, names: frozenset[str]) -> str:
 
 ToolParser = Annotated[
     str,
-    AfterValidator(lambda value: _named(value, TOOL_PARSERS)),
+    AfterValidator(lambda value: _check_name(value, TOOL_PARSERS)),
     WithJsonSchema({"type": "string", "enum": sorted(TOOL_PARSERS)}),
 ]
 ReasoningParser = Annotated[
     str,
-    AfterValidator(lambda value: _named(value, REASONING_PARSERS)),
+    AfterValidator(lambda value: _check_name(value, REASONING_PARSERS)),
     WithJsonSchema({"type": "string", "enum": sorted(REASONING_PARSERS)}),
 ]
 
 
 class _Spec(Section):
-    """What a model of either kind has."""
+    """The keys of models of either kind."""
 
     id: Name = Field(description="The model's own name: its key in the file.")
     source: Annotated[
@@ -341,8 +341,8 @@ class EmbeddingSpec(_Spec):
 
     @model_validator(mode="after")
     def _prompts_exist(self) -> "EmbeddingSpec":
-        asked = [("aliases", alias.prompt_name) for alias in self.aliases]
-        for key, name in (*asked, ("default_prompt_name", self.default_prompt_name)):
+        names = [("aliases", alias.prompt_name) for alias in self.aliases]
+        for key, name in (*names, ("default_prompt_name", self.default_prompt_name)):
             if self.prompts and name is not None and name not in self.prompts:
                 message = f"no prompt is named {name!r}{did_you_mean(nearest(name, self.prompts))}"
                 context = {"key": key, "message": message}

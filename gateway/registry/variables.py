@@ -5,7 +5,7 @@ capitals, with one _ for each run of characters that are neither letters nor dig
 GATEWAY_QWEN3_0_6B_SAMPLING_TOP_K sets `sampling.top_k` of qwen3-0.6b. No variable has two meanings:
 
 1. The exact name of a setting is that setting.
-2. A variable that the file asks for, as ${…}, goes where the file puts it, and nowhere else.
+2. A variable that the file expands, as ${…}, has no other effect.
 3. Any other belongs to the model with the longest id whose remainder is one of its keys. There is
    only one: two ids are refused in one file if some variable could set a key of each, and an id is
    refused if one of its variables is a setting.
@@ -26,35 +26,35 @@ Path = tuple[str, ...]
 
 
 class ModelVariables:
-    """The variables of one model's keys; `entry` is the model's mapping in the file."""
+    """The variables of one model's keys. `entry` is the model's mapping in the file."""
 
     def __init__(self, model: str, entry: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         self.model = model
         self._stem = f"{PREFIX}{_in_capitals(model)}_"
         self._entry = entry
         kind = variables.get(f"{self._stem}KIND") or entry.get("kind")
-        # While the kind is wrong, the keys are those of every kind.
+        # If the kind is wrong, the keys are those of all kinds.
         specs = [SPECS[kind]] if isinstance(kind, str) and kind in SPECS else SPECS.values()
         self._types = {path: each for spec in specs for path, each in _types(spec)}
         self.paths = {self._stem + _in_capitals("_".join(path)): path for path in self._types}
-        """What each variable sets, without those of keys that are free."""
+        """The path that each variable sets, without variables of free keys."""
 
     def path(self, variable: str) -> Path | None:
         """Return the path that a variable sets; None if it is not one of this model's.
 
-        In a mapping whose keys are free, such as `prompts`, it sets the key that the file has by
-        that name, or else a new one in small letters.
+        In a mapping with free keys, such as `prompts`, it sets the file's key of that name, or else
+        a new one in small letters.
         """
         if variable in self.paths or not variable.startswith(self._stem):
             return self.paths.get(variable)
-        for key, written in self._free_keys():
+        for key, names in self._free_keys():
             name = variable.removeprefix(f"{self._stem}{_in_capitals(key)}_")
             if name != variable and name and name == _in_capitals(name):
-                return key, written.get(name, [name.lower()])[0]
+                return key, names.get(name, [name.lower()])[0]
         return None
 
     def override(self, variables: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
-        """Return the entry with the values that variables give, and the variable of each value."""
+        """Return the entry with the values of variables, and the variable of each value."""
         entry = dict(self._entry)
         found = {path: name for name in variables if (path := self.path(name))}
         for path in sorted(found, key=len):  # a section before its keys
@@ -95,7 +95,7 @@ class ModelVariables:
                     yield f"{clash}; choose another name for one of them"
 
     def _value(self, path: Path, text: str) -> Any:
-        """Read a text as YAML reads one without quotes, or keep it if the key takes text."""
+        """Read a text as unquoted YAML, or return it as it is if the key takes text."""
         kind = self._types.get(path) or get_args(self._types[path[:1]])[1]
         value = read_plain_value(text)
         takes_text = str in get_args(kind) or path == ("aliases",)

@@ -37,16 +37,16 @@ _Loader.yaml_implicit_resolvers = {
 
 @dataclass(slots=True)
 class Document:
-    """The value of a file, the line of each part of it, and what could not be read."""
+    """The value of a file, the line of each part of it, and its problems."""
 
     value: Any = None
     lines: dict[Where, int] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
     broken: set[Where] = field(default_factory=set)
-    """Where values are missing because they were reported."""
+    """Values that are missing because of a reported problem."""
     variables: set[str] = field(default_factory=set)
     defaults: set[Where] = field(default_factory=set)
-    """Where values are the default of a variable that is not set."""
+    """Values that are the default of a variable that is not set."""
 
     def line(self, where: Where) -> int:
         """Return the line of a value, or of the nearest mapping or list around it."""
@@ -79,19 +79,19 @@ def expand(text: str, variables: Mapping[str, str]) -> Expansion:
 
     `$$` writes a dollar sign. As in a shell, `:-` also replaces an empty value.
     """
-    asked: list[str] = []
+    names: list[str] = []
     is_any_set = False
 
     def value(match: re.Match[str]) -> str:
         if match["broken"]:
-            written = text[match.start() :].partition("\n")[0][:40]
+            start = text[match.start() :].partition("\n")[0][:40]
             raise ExpansionInvalid(
-                f"{written!r} is not ${{VAR}} or ${{VAR:-default}} (braces do not nest; "
+                f"{start!r} is not ${{VAR}} or ${{VAR:-default}} (braces do not nest; "
                 "$$ writes a dollar sign)"
             )
         if not (name := match["name"]):
             return "$"
-        asked.append(name)
+        names.append(name)
         nonlocal is_any_set
         if match["fallback"]:
             is_any_set = is_any_set or bool(variables.get(name))
@@ -103,7 +103,7 @@ def expand(text: str, variables: Mapping[str, str]) -> Expansion:
         return variables[name]
 
     expanded = _PART.sub(value, text)
-    return Expansion(expanded, tuple(asked), bool(asked) and not is_any_set)
+    return Expansion(expanded, tuple(names), bool(names) and not is_any_set)
 
 
 class _Nothing(Enum):
@@ -112,7 +112,7 @@ class _Nothing(Enum):
     ABSENT = auto()
     """Its variable is empty: it counts as if its key were not there."""
     BROKEN = auto()
-    """It was reported; in a list its place is kept, so that the others keep theirs."""
+    """It was reported as a problem; in a list null takes its place."""
 
 
 def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
@@ -186,7 +186,7 @@ class _Builder:
     def _mapping(
         self, node: yaml.MappingNode, where: Where, around: tuple[yaml.Node, ...]
     ) -> dict[str, Any]:
-        if id(node) not in self._flat:  # an anchor's mapping is built once for each mention
+        if id(node) not in self._flat:  # an anchor's mapping is built once for each use
             self._flat.add(id(node))
             self._report_duplicates(node)
             self._loader.flatten_mapping(node)

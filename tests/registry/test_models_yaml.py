@@ -122,9 +122,9 @@ def test_expanded_values_have_yaml_types(file: Path) -> None:
 def test_the_variables_asked_for_are_known(file: Path) -> None:
     """`config` and the hints about strays need their names, set or not."""
     reading = read(file, "version: 1\nmodels: {m: {kind: '${A:-chat}', source: '${B:-hub:a/b}'}}")
-    assert reading.asked == {"A", "B"}
-    assert reading.variables == {"A", "B"} | reading.of_keys
-    assert all(name.startswith("GATEWAY_M_") for name in reading.of_keys)
+    assert reading.expansions == {"A", "B"}
+    assert reading.variables == {"A", "B"} | reading.overrides
+    assert all(name.startswith("GATEWAY_M_") for name in reading.overrides)
 
 
 @pytest.mark.parametrize(
