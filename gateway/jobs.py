@@ -256,7 +256,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """An echoed prompt: the text of each token and, if requested, the logprobs of all but the first."""
+    """An echoed prompt: each token's text and, if requested, the logprobs of all but the first."""
 
     texts: Sequence[str]
     logprobs: Sequence[TokenLogprob] = ()

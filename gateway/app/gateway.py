@@ -1,6 +1,6 @@
-"""Where concrete parts meet: an engine and a batcher for every spec, and the life of them all.
+"""The application of one gateway: its parts, made from the settings, and their lifetimes.
 
-Settings end here: what is built below is given plain arguments.
+The settings end here: the parts take plain arguments.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from gateway.api.middleware import InFlight
 from gateway.api.requests import Bodies, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes
-from gateway.app.loading import Batcher, Engines, Opener
+from gateway.app.loading import Batcher, Engines, ModelLoader
 from gateway.errors import (
     GatewayError,
     ModelLoading,
@@ -61,14 +61,14 @@ class Gauges:
 
     @contextlib.contextmanager
     def register(self) -> Iterator[None]:
-        """Add the gauges to the metrics until exit; enter it on the loop whose tasks count."""
+        """Add the gauges to the metrics until exit; enter it on the loop whose tasks they count."""
         loop = asyncio.get_running_loop()
         with metrics.register(lambda: self._read(loop)):
             yield
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> Iterator[metrics.Reading]:
         rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
-        for entry in self._models.entries:  # an id may have two: one leaves, one replaces it
+        for entry in self._models.entries:  # an id may have two: one that leaves, and its successor
             model = entry.spec.id
             leases[model] += entry.leases + entry.waiting_callers
             if (batcher := entry.model) is not None:
@@ -92,7 +92,7 @@ log = logs.get("app")
 
 LOAD_POLL_S = 0.5  # between two attempts to lease a model that is still loading
 READING_S = 10.0  # for models.yaml: its disk may not answer
-GRACE_S = 1.0  # for requests that were ended to send their error
+GRACE_S = 1.0  # for ended requests to send their error
 
 
 class Gateway:
@@ -124,7 +124,7 @@ class Gateway:
         self._bodies = Bodies(settings.max_bodies_bytes)
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
         self._models: ModelCache[Batcher] = ModelCache(
-            Opener(
+            ModelLoader(
                 settings,
                 engines,
                 self._lane,
@@ -170,7 +170,7 @@ class Gateway:
         Requests under way finish with the models they have; later ones get the changed models,
         loaded again. Raises ModelsFileInvalid, and then nothing has changed.
         """
-        async with self._reloading:  # of two at once, the later reads the later file
+        async with self._reloading:  # one at a time, so that the last one reads the newest file
             if self.in_flight.is_draining:
                 raise Unavailable("The gateway is shutting down.", retry_after_s=1)
             try:
@@ -305,7 +305,7 @@ class Gateway:
         return "ready" if self.is_preloaded.is_set() else "loading"
 
     def _fingerprint(self, spec: ModelSpec) -> str:
-        """Return what identical answers depend on: the gateway's version, revision and device."""
+        """Return the `system_fingerprint`: the gateway's version, the revision and the device."""
         source = spec.source
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
