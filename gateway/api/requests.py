@@ -61,7 +61,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The floors below, as handlers use them."""
+    """The models, settings and state that handlers use."""
 
     catalog: Callable[[], Catalog]
     models: ModelCache[EmbeddingBatcher | GenerationBatcher]
@@ -175,9 +175,9 @@ def _locate_errors(wire_request: WireRequest) -> Iterator[None]:
     try:
         yield
     except GatewayError as error:
-        if (located := wire_request.locate(error)) is error:
+        if (field_error := wire_request.locate(error)) is error:
             raise
-        raise located from error
+        raise field_error from error
 
 
 @contextlib.contextmanager
@@ -204,8 +204,8 @@ def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
 
 def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
     """Return a header with the first of the names, percent-encoded; none if there are no names."""
-    quoted = [quote(name[:64], safe="[]") for name in names[:MAX_HEADER_NAMES]]
-    return {header: ",".join(quoted)} if quoted else {}
+    values = [quote(name[:64], safe="[]") for name in names[:MAX_HEADER_NAMES]]
+    return {header: ",".join(values)} if values else {}
 
 
 # A body above the limit is read on and discarded, up to this many times the limit: if the

@@ -137,15 +137,15 @@ class EventStream:
 
     async def _until(self, event: asyncio.Event, timeout_s: float | None) -> None:
         """Wait for an event, until the generator ends, the client disconnects or time is up."""
-        waiting = asyncio.ensure_future(event.wait())
+        wait = asyncio.ensure_future(event.wait())
         try:
             await asyncio.wait(
-                {waiting, self._producer, self._disconnect},
+                {wait, self._producer, self._disconnect},
                 timeout=timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
-            waiting.cancel()
+            wait.cancel()
 
     async def _produce(self, events: AsyncGenerator[bytes, None]) -> None:
         try:

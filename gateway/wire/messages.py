@@ -90,17 +90,17 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
     """
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
-    merged: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    template_turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     others = (turn for turn in turns if turn["role"] != "system")
     for role, turns_of_role in groupby(others, key=itemgetter("role")):
         if role != "user":
-            merged += turns_of_role
+            template_turns += turns_of_role
             continue
         first, *rest = turns_of_role
         if rest:
             first["content"] = "\n\n".join(turn["content"] for turn in (first, *rest))
-        merged.append(first)
-    return merged or [{"role": "system", "content": ""}]
+        template_turns.append(first)
+    return template_turns or [{"role": "system", "content": ""}]
 
 
 def _turn(message: Message, place: str) -> dict[str, Any]:
@@ -248,24 +248,24 @@ def read_tools(
     names = [tool.function.name for tool in functions]
     if duplicates := [name for name, count in Counter(names).items() if count > 1]:
         raise BadRequest(f"Two tools are named '{min(duplicates)}'.", param="tools")
-    allowed, forced = _select_tools(names, choice)
-    if not allowed:
+    allowed_names, forced = _select_tools(names, choice)
+    if not allowed_names:
         return (), None
-    shown = [tool for tool in functions if tool.function.name in allowed]
+    allowed_tools = [tool for tool in functions if tool.function.name in allowed_names]
     callable_functions = [
         jobs.Function(
             tool.function.name,
             tool.function.parameters or {"type": "object", "properties": {}},
             strict=bool(tool.function.strict),
         )
-        for tool in shown
+        for tool in allowed_tools
     ]
     calling = jobs.Calling(
         functions=callable_functions,
         forced=forced,
         parallel=parallel and not isinstance(choice, NamedTool),
     )
-    return [_template_tool(tool) for tool in shown], calling
+    return [_template_tool(tool) for tool in allowed_tools], calling
 
 
 def _select_tools(names: Sequence[str], choice: ToolChoice | None) -> tuple[Sequence[str], bool]:
@@ -276,19 +276,19 @@ def _select_tools(names: Sequence[str], choice: ToolChoice | None) -> tuple[Sequ
         case "none":
             return (), False
         case "required":
-            selected, forced = list(names), True
+            chosen_names, forced = list(names), True
         case NamedTool():
-            selected, forced = [choice.function.name], True
+            chosen_names, forced = [choice.function.name], True
         case AllowedChoice():
-            selected = [tool.function.name for tool in choice.allowed_tools.tools]
+            chosen_names = [tool.function.name for tool in choice.allowed_tools.tools]
             forced = choice.allowed_tools.mode == "required"
-    if not selected:
+    if not chosen_names:
         raise BadRequest("'tool_choice' asks for a call, but there are no 'tools'.", param="tools")
-    if unknown := [name for name in selected if name not in names]:
+    if unknown := [name for name in chosen_names if name not in names]:
         raise BadRequest(
             f"Invalid 'tool_choice': there is no tool named '{unknown[0]}'.", param="tool_choice"
         )
-    return selected, forced
+    return chosen_names, forced
 
 
 def _template_tool(tool: ToolParam) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def resolve_references(items: Sequence[Item], find: Callable[[str], bytes | None
 
     Raises BadRequest for a reference without an id, ResponseNotFound for an unknown id.
     """
-    resolved = []
+    whole_items = []
     for i, item in enumerate(items):
         if item.is_reference:
             item_id = _require(item.id, f"input[{i}].id")
@@ -108,8 +108,8 @@ def resolve_references(items: Sequence[Item], find: Callable[[str], bytes | None
                     code="item_not_found",
                 )
             item = read_item(body)
-        resolved.append(item)
-    return resolved
+        whole_items.append(item)
+    return whole_items
 
 
 def read_item(body: bytes) -> Item:
@@ -162,20 +162,20 @@ def page(items: Sequence[tuple[str, bytes]], query: Mapping[str, str]) -> InputI
         raise BadRequest("Invalid 'limit': it should be 1 to 100.", param="limit")
     if order not in ("asc", "desc"):
         raise BadRequest("Invalid 'order': it should be 'asc' or 'desc'.", param="order")
-    ordered = list(items) if order == "asc" else list(reversed(items))
+    ordered_items = list(items) if order == "asc" else list(reversed(items))
     start = 0
     if "after" in query:
-        ids = [item_id for item_id, _ in ordered]
+        ids = [item_id for item_id, _ in ordered_items]
         if query["after"] not in ids:
             raise BadRequest("Invalid 'after': there is no such item.", param="after")
         start = ids.index(query["after"]) + 1
-    shown = ordered[start : start + int(limit)]
+    page_items = ordered_items[start : start + int(limit)]
     return {
         "object": "list",
-        "data": [cast(InputItem, orjson.Fragment(body)) for _, body in shown],
-        "first_id": shown[0][0] if shown else None,
-        "last_id": shown[-1][0] if shown else None,
-        "has_more": len(ordered) > start + len(shown),
+        "data": [cast(InputItem, orjson.Fragment(body)) for _, body in page_items],
+        "first_id": page_items[0][0] if page_items else None,
+        "last_id": page_items[-1][0] if page_items else None,
+        "has_more": len(ordered_items) > start + len(page_items),
     }
 
 

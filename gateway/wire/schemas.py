@@ -37,11 +37,11 @@ def schemas(
 
 
 def _schemas_of(shapes: Sequence[Any]) -> Schemas:
-    _, generated = TypeAdapter.json_schemas(
-        [(place, "validation", TypeAdapter(shape)) for place, shape in enumerate(shapes)],
+    _, document = TypeAdapter.json_schemas(
+        [(index, "validation", TypeAdapter(shape)) for index, shape in enumerate(shapes)],
         ref_template="#/components/schemas/{model}",
     )
-    definitions: Schemas = generated["$defs"]
+    definitions: Schemas = document["$defs"]
     return definitions
 
 

@@ -110,8 +110,8 @@ def read_request(
         request = shape.model_validate(fields, context=bounds)
     except ValidationError as error:
         raise _bad_request(error.errors(include_url=False)) from None
-    known = shape.harmless | shape.refused.keys()
-    outer = sorted((request.model_extra or {}).keys() - known)
+    known_fields = shape.harmless | shape.refused.keys()
+    outer = sorted((request.model_extra or {}).keys() - known_fields)
     ignored = (
         *outer,
         *request.unserved_tools(),
@@ -165,15 +165,15 @@ def _is_one_of(value: object, others: Iterable[object]) -> bool:
 
 def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     try:
-        parsed = parse(body, max_depth)
+        value = parse(body, max_depth)
     except ValueError as error:
         raise BadRequest(
             f"We could not parse the JSON body of your request: {error}. "
             "The request body must be a JSON object."
         ) from None
-    if not isinstance(parsed, dict):
+    if not isinstance(value, dict):
         raise BadRequest("The request body must be a JSON object.")
-    return parsed
+    return value
 
 
 _BOUNDS = {
