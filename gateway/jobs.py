@@ -109,6 +109,21 @@ class Embedded:
     truncated: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A query and a document as one row of token ids.
+
+    `second` is the index at which the document begins; `cut` counts the tokens cut off its end.
+    """
+
+    ids: TokenIds
+    second: int
+    cut: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the next token is chosen. A temperature of 0 is greedy; `top_k` 0 means all.
