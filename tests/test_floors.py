@@ -48,7 +48,6 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "gguf": {"checkpoint", "device"},
         "checkpoint": {"device"},
         "device": {"blas"},
-        "blas": {"openblas"},
     },
     "serving": {
         "generation": {"admission", "budget", "lane", "pace", "ports", "tokenize", "workers"},

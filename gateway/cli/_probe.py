@@ -14,8 +14,8 @@ from gateway.app.engines import MlxEngines, mlx_engines
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
 from gateway.engine.blas import BLAS
+from gateway.engine.device import gflops, multiply
 from gateway.engine.hub import on_disk
-from gateway.engine.probe import gflops, multiply
 from gateway.errors import GatewayError
 from gateway.registry import ModelSpec, read_models
 from gateway.settings import Settings, load_settings, variables

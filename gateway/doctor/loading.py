@@ -15,11 +15,10 @@ from gateway.bench.workloads import Texts, Wording
 from gateway.doctor.findings import megabytes, tolerance
 from gateway.doctor.trials import EmbeddingTrial, GenerationTrial, Trial, read_golden
 from gateway.engine.blas import BLAS
-from gateway.engine.device import Device, device_facts
+from gateway.engine.device import Device, device_facts, gflops
 from gateway.engine.embedding.engine import EmbeddingEngine
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import bound_of
-from gateway.engine.probe import gflops
 from gateway.errors import InsufficientMemory
 from gateway.registry import ChatSpec, EmbeddingSpec, PackageSource, Resolved
 from gateway.settings import Settings

@@ -10,8 +10,8 @@ sandboxed          what a process of its own runs: templates, first tries of gra
 decoders           mlx-lm's model of a folder or a GGUF file
 gguf               a chat model in one file, as llama.cpp keeps them
 checkpoint, hub    a model's folder, read and sized; where it comes from
-device, probe      which device, its dtype and memory limits; whether MLX works here
-blas, openblas     a fast BLAS, loaded before mlx is imported
+device             which device, its dtype and memory limits; how fast it multiplies
+blas               which BLAS mlx multiplies with, loaded before mlx is imported
 """
 
 from gateway.engine import blas as blas

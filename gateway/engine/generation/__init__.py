@@ -2,7 +2,8 @@
 
 detokenizer      token ids → text, stop strings, the vocabulary as bytes
 output_parts     an answer's parts: text, reasoning, calls; the marks between them
-tool_calls       formats of calls; tool_formats picks one by the chat template
+tool_formats     how each family marks its tool calls; picks one by the chat template
+tool_parsers     the text of a tool call → its function and arguments
 harmony          gpt-oss's channels
 reasoning        where thinking begins and ends
 parsing          text → parts, as it comes

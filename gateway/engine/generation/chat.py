@@ -36,13 +36,13 @@ from gateway.engine.generation.reasoning import (
 )
 from gateway.engine.generation.scoring import texts_of
 from gateway.engine.generation.sequence import OutputProcessor
-from gateway.engine.generation.tool_calls import read_arguments
 from gateway.engine.generation.tool_formats import (
     TOOL_FORMATS,
     ToolFormat,
     infer_tools,
     known_tool_parser,
 )
+from gateway.engine.generation.tool_parsers import read_arguments
 from gateway.engine.grammar.calls import CallFormat
 from gateway.engine.grammar.trial import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed

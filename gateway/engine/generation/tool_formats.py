@@ -11,7 +11,7 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from gateway.engine.generation import tool_calls
+from gateway.engine.generation import tool_parsers
 from gateway.engine.generation.harmony import HARMONY_TOKENS
 from gateway.engine.generation.output_parts import NewId, kimi_id, mistral_id, openai_id
 
@@ -33,7 +33,7 @@ class ToolFormat:
     messages of their own, separate from the answer.
     """
 
-    read: tool_calls.Reader
+    read: tool_parsers.Reader
     marks: tuple[tuple[str, str], ...] = ()
     noise: tuple[str, ...] = ()
     bare: str | None = None
@@ -55,78 +55,84 @@ class ToolFormat:
 
 
 _TOOL_CALL = (("<tool_call>", "</tool_call>"),)
-_HERMES = ToolFormat(tool_calls.read_json, _TOOL_CALL, is_json=True)
-_QWEN = ToolFormat(tool_calls.read_qwen, _TOOL_CALL)
-_GLM = ToolFormat(tool_calls.read_glm, _TOOL_CALL)
+_HERMES = ToolFormat(tool_parsers.read_json, _TOOL_CALL, is_json=True)
+_QWEN = ToolFormat(tool_parsers.read_qwen, _TOOL_CALL)
+_GLM = ToolFormat(tool_parsers.read_glm, _TOOL_CALL)
 _LLAMA = ToolFormat(
-    tool_calls.read_python,
+    tool_parsers.read_python,
     (("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),
     bare=_BARE_LLAMA,
 )
 _DEEPSEEK = ToolFormat(
-    tool_calls.read_deepseek,
+    tool_parsers.read_deepseek,
     (("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
     ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )
 _DSML = ToolFormat(
-    tool_calls.read_dsml,
+    tool_parsers.read_dsml,
     (
         ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
         ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
     ),
 )
-_COHERE = ToolFormat(tool_calls.read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),))
+_COHERE = ToolFormat(tool_parsers.read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),))
 _GEMMA = (("<|tool_call>", "<tool_call|>"),)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
-        "openai": ToolFormat(tool_calls.read_json, is_separate=True),
+        "openai": ToolFormat(tool_parsers.read_json, is_separate=True),
         "muse_spark": ToolFormat(
-            tool_calls.read_atem,
+            tool_parsers.read_atem,
             (("<atem:function_calls>", "</atem:function_calls>"),),
             is_separate=True,
         ),
         "hermes": _HERMES,
         "qwen3_coder": _QWEN,
         "glm47": _GLM,
-        "mistral": ToolFormat(tool_calls.read_mistral, (("[TOOL_CALLS]", ""),), new_id=mistral_id),
+        "mistral": ToolFormat(
+            tool_parsers.read_mistral, (("[TOOL_CALLS]", ""),), new_id=mistral_id
+        ),
         "llama3_json": _LLAMA,
         "llama4_pythonic": _LLAMA,
         "deepseek_v3": _DEEPSEEK,
         "deepseek_v32": _DSML,
         "minimax_m2": ToolFormat(
-            tool_calls.read_minimax, (("<minimax:tool_call>", "</minimax:tool_call>"),)
+            tool_parsers.read_minimax, (("<minimax:tool_call>", "</minimax:tool_call>"),)
         ),
-        "gemma4": ToolFormat(tool_calls.read_gemma, _GEMMA),
+        "gemma4": ToolFormat(tool_parsers.read_gemma, _GEMMA),
         "functiongemma": ToolFormat(
-            tool_calls.read_gemma, (("<start_function_call>", "<end_function_call>"),)
+            tool_parsers.read_gemma, (("<start_function_call>", "<end_function_call>"),)
         ),
         "longcat": ToolFormat(
-            tool_calls.read_longcat, (("<longcat_tool_call>", "</longcat_tool_call>"),)
+            tool_parsers.read_longcat, (("<longcat_tool_call>", "</longcat_tool_call>"),)
         ),
-        "lfm2": ToolFormat(tool_calls.read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),)),
-        "seed_oss": ToolFormat(tool_calls.read_seed, (("<seed:tool_call>", "</seed:tool_call>"),)),
+        "lfm2": ToolFormat(
+            tool_parsers.read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),)
+        ),
+        "seed_oss": ToolFormat(
+            tool_parsers.read_seed, (("<seed:tool_call>", "</seed:tool_call>"),)
+        ),
         "kimi_k2": ToolFormat(
-            tool_calls.read_kimi,
+            tool_parsers.read_kimi,
             (("<|tool_call_begin|>", "<|tool_call_end|>"),),
             ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             new_id=kimi_id,
         ),
         "kimi_k3": ToolFormat(
-            tool_calls.read_kimi_k3, (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),)
+            tool_parsers.read_kimi_k3, (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),)
         ),
-        "minicpm5": ToolFormat(tool_calls.read_minicpm, (("<function name=", "</function>"),)),
-        "nemotron_nano_v2": ToolFormat(tool_calls.read_json, (("<TOOLCALL>", "</TOOLCALL>"),)),
-        "hunyuan_a13b": ToolFormat(tool_calls.read_json, (("<tool_calls>", "</tool_calls>"),)),
-        "granite": ToolFormat(tool_calls.read_json, (("<|tool_call|>", ""), ("<tool_call>", ""))),
+        "minicpm5": ToolFormat(tool_parsers.read_minicpm, (("<function name=", "</function>"),)),
+        "nemotron_nano_v2": ToolFormat(tool_parsers.read_json, (("<TOOLCALL>", "</TOOLCALL>"),)),
+        "hunyuan_a13b": ToolFormat(tool_parsers.read_json, (("<tool_calls>", "</tool_calls>"),)),
+        "granite": ToolFormat(tool_parsers.read_json, (("<|tool_call|>", ""), ("<tool_call>", ""))),
         "phi4_mini_json": ToolFormat(
-            tool_calls.read_json,
+            tool_parsers.read_json,
             (("<|tool_call|>", "<|/tool_call|>"), ("functools[", "")),
         ),
         "cohere_command3": _COHERE,
         # Command-R of before tokens for it; its template has the words.
         "command_r": ToolFormat(
-            tool_calls.read_json, (("Action:```json", "```"), ("Action: ```json", "```"))
+            tool_parsers.read_json, (("Action:```json", "```"), ("Action: ```json", "```"))
         ),
     }
 )

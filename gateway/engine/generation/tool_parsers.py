@@ -1,4 +1,4 @@
-"""The text of a call, as one family of models writes it → its function and arguments.
+"""The text of a tool call, as one family of models writes it → its function and arguments.
 
 Formats whose values are text take their types from the function's own schema. Each reader gives
 {"name", "arguments"} and, where the model makes one, the call's "id"; it raises for what is not

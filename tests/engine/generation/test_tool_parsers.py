@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.generation.output_parts import arguments_json
-from gateway.engine.generation.tool_calls import read_json, read_python, read_qwen, types_of
+from gateway.engine.generation.tool_parsers import read_json, read_python, read_qwen, types_of
 
 SCHEMAS = {"f": {"type": "object", "properties": {"a": {}, "n": {"type": "number"}}}}
 

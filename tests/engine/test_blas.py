@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from gateway.engine import openblas
-from gateway.engine.openblas import (
+from gateway.engine.blas import (
+    SONAME,
     CopyFailed,
     Wheel,
     cache_folder,
@@ -511,4 +511,4 @@ def test_a_wheel_is_told_from_the_next(tmp_path: Path) -> None:
     before = wheel.stamp
     library.write_bytes(b"three")
     assert wheel.stamp != before
-    assert openblas.SONAME == "libopenblas.so.0"
+    assert SONAME == "libopenblas.so.0"
