@@ -86,6 +86,12 @@ def test_secrets_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hunter2" not in str(explain(settings))
 
 
+def test_a_urls_password_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_HUB_ENDPOINT", "https://me:hunter2@hub.example/path")
+    [endpoint] = [k.value for k in explain(load_settings()) if k.name == "hub_endpoint"]
+    assert endpoint == "https://**********@hub.example/path"
+
+
 def test_every_wrong_variable_gets_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line names the variable, its value and the bound; all are told at once."""
     (tmp_path / ".env").write_text("GATEWAY_QUEUE_LIMIT=0\n")

@@ -6,6 +6,7 @@ about values that are wrong or variables that have no effect, and for the table 
 
 import difflib
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,10 @@ def origin(name: str, env_file: Path | None = ENV_FILE) -> tuple[str | None, Ori
     return None, "default"
 
 
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+"""The user and password of a URL."""
+
+
 @dataclass(frozen=True, slots=True)
 class Knob:
     """One setting with its value in force; a secret is masked."""
@@ -120,7 +125,12 @@ def explain(
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     dumped = settings.model_dump(mode="json")
     return [
-        Knob(name, variable(name), _text(value), find_source(name, given, env_file)[1])
+        Knob(
+            name,
+            variable(name),
+            _CREDENTIALS.sub("**********@", _text(value)),
+            find_source(name, given, env_file)[1],
+        )
         for name, value in dumped.items()
     ]
 
