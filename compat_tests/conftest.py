@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all that it imports
 ROOT = Path(__file__).parents[1]
 SHIPPED, DEMO = ROOT / "models.yaml", ROOT / "demo" / "models.yaml"
 

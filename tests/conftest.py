@@ -1,10 +1,13 @@
 """What every test may ask for."""
 
 import gc
+import os
 
 import pytest
 
 import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all that it imports
 
 
 def pytest_collection_finish() -> None:

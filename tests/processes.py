@@ -23,7 +23,6 @@ def command(*arguments: str) -> list[str]:
 def environment(**given: str) -> dict[str, str]:
     """Give this process's environment, with these of the gateway's variables and no others."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
-    clean.pop("PYTHONDONTWRITEBYTECODE", None)  # each start would compile all of it
     return {**clean, "PYTHONPATH": str(ROOT), **given}
 
 
