@@ -100,7 +100,7 @@ PASSED = Verdict(single=True, rows=True, prefixes=True, window=True)
 
 
 @dataclass
-class ScriptedWriter:
+class ScriptedChat:
     """Answers a conversation with its last message, or a prompt with itself, a character a step;
     or, if there is a `script`, with its deltas, one a step.
     """
@@ -138,7 +138,7 @@ class ScriptedWriter:
     _jobs: dict[int, SequenceParams] = field(default_factory=dict)
     _echoed: dict[int, EchoedPrompt | None] = field(default_factory=dict)
 
-    def plan(self, job: GenerateJob) -> list[SequenceParams]:
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         self.jobs.append(job)
         noun = "messages" if job.prompt is None else "prompt"
         text = job.messages[-1]["content"] if job.prompt is None else _text(job.prompt)
@@ -327,7 +327,7 @@ class ScriptedEngines:
     """Loads scripted engines, counting; a model in `failing` fails."""
 
     embedder: ScriptedEmbedder = field(default_factory=ScriptedEmbedder)
-    writer: ScriptedWriter = field(default_factory=ScriptedWriter)
+    chat: ScriptedChat = field(default_factory=ScriptedChat)
     loads: list[str] = field(default_factory=list)
     failing: dict[str, Exception] = field(default_factory=dict)
     load_gate: Gate = field(default_factory=Gate)
@@ -372,7 +372,7 @@ class ScriptedEngines:
     def writing(self, spec: ChatSpec) -> Generator[GenerationEngine | None, None, None]:
         self._load(spec)
         yield None
-        yield self.writer
+        yield self.chat
 
     def _load(self, spec: ModelSpec) -> None:
         self.loads.append(spec.id)

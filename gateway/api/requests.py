@@ -23,7 +23,7 @@ from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.response_store import ResponseStore
-from gateway.serving.tokenize import Kind, TokenPool
+from gateway.serving.tokenize import Kind, ThreadPools
 from gateway.wire.bounds import Bounds
 from gateway.wire.validation import CharBounds, Parsed, read_request
 from gateway.wire.validation import Request as WireRequest
@@ -66,7 +66,7 @@ class Service:
     catalog: Callable[[], Catalog]
     models: ModelCache[EmbeddingBatcher | GenerationBatcher]
     arrivals: Arrivals
-    pool: TokenPool
+    pool: ThreadPools
     rules: Rules
     responses: ResponseStore
     fingerprint: Callable[[ModelSpec], str]

@@ -35,7 +35,7 @@ from gateway.serving.lane import Lane
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.rate_limit import Allowance
 from gateway.serving.response_store import ResponseStore
-from gateway.serving.tokenize import TokenPool
+from gateway.serving.tokenize import ThreadPools
 from gateway.serving.watch import StallLimits, Watch
 from gateway.serving.workers import run_forever
 from gateway.settings import Settings, variables
@@ -119,7 +119,7 @@ class Gateway:
             exit_process=os._exit if settings.exit_on_stall else None,
         )
         self._arrivals = Arrivals()
-        self._pool = TokenPool()
+        self._pool = ThreadPools()
         self.in_flight = InFlight()
         self._bodies = Bodies(settings.max_bodies_bytes)
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))

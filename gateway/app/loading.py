@@ -23,7 +23,7 @@ from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import Loaded, Prepared
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine
-from gateway.serving.tokenize import TokenPool
+from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
 _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
@@ -130,7 +130,7 @@ class ModelLoader:
         settings: Settings,
         engines: Engines,
         lane: Lane,
-        pool: TokenPool,
+        pool: ThreadPools,
         arrivals: Arrivals,
         budget: Budget,
         clear: Callable[[int, bool], None],

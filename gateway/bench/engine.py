@@ -137,7 +137,7 @@ class GenerationReference:
             template_args=self._template_args,
             max_chars=len(ask.body),
         )
-        [row] = self._engine.plan(job)
+        [row] = self._engine.prepare(job)
         if (grammar := row.grammar) is None:
             return row
         if grammar not in self._compiled:

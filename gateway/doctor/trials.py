@@ -349,7 +349,7 @@ class GenerationTrial:
         grammar: Grammar | None = None,
         logprobs: int | None = None,
     ) -> SequenceParams:
-        [row] = self._engine.plan(
+        [row] = self._engine.prepare(
             GenerateJob(
                 caller=_CALLER,
                 messages=[{"role": "user", "content": text}],

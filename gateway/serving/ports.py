@@ -73,7 +73,7 @@ class GenerationEngine(Protocol):
     def rows(self) -> int:
         """Return the number of rows, prefilling or decoding. Safe on any thread."""
 
-    def plan(self, job: GenerateJob) -> list[SequenceParams]:
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         """Render the template and encode the prompt: one row a choice. Safe on any thread.
 
         Raises BadRequest for what the template refuses and ContextLengthExceeded for a prompt

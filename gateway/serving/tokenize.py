@@ -46,7 +46,7 @@ SLICE_CHARS: Final = 1 << 17  # of one request in a call
 CALL_CHARS: Final = 1 << 20  # of all requests in a call, unless a single text is longer
 
 
-class TokenPool:
+class ThreadPools:
     """A context manager. At exit it drops queued calls, and does not wait for running ones, as one
     that hangs would keep the gateway from exiting. A cancelled call that is still queued is
     dropped too.
@@ -70,7 +70,7 @@ class TokenPool:
         """Call a function on a thread for grammars."""
         return await self.run(function, *args, kind="grammars")
 
-    def __enter__(self) -> "TokenPool":
+    def __enter__(self) -> "ThreadPools":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,7 +137,7 @@ class Tokeniser:
     """
 
     def __init__(
-        self, encode: Callable[[Sequence[str]], Sequence[TokenIds]], pool: TokenPool
+        self, encode: Callable[[Sequence[str]], Sequence[TokenIds]], pool: ThreadPools
     ) -> None:
         self._encode = encode
         self._pool = pool

@@ -83,16 +83,16 @@ async def test_a_pinned_model_in_use_is_unloaded_when_its_answer_ends(
     given: dict[str, Any] = {"admin_key": "sesame", "load_wait_s": 0.1}
     async with served(catalog(tmp_path, MODELS), engines, **given) as client:
         await client.post("/v1/chat/completions", json=CHAT)
-        engines.writer.gate.close()
+        engines.chat.gate.close()
         answering = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
-        await asyncio.to_thread(engines.writer.gate.reached.wait, 20)
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
         unloading = await post(client, "models/writer/unload")
         assert (unloading.status_code, unloading.json()["state"]) == (202, "loaded")
-        engines.writer.gate.open()
+        engines.chat.gate.open()
         answer = (await answering).json()
         assert answer["choices"][0]["message"]["content"] == "hi"
         async with asyncio.timeout(5):
-            while not engines.writer.is_closed:
+            while not engines.chat.is_closed:
                 await asyncio.sleep(0.01)
         assert (await client.get("/v1/models/writer")).json()["state"] == "unloaded"
 
@@ -149,13 +149,13 @@ async def test_a_reload_drops_no_request(
     client: httpx2.AsyncClient, tmp_path: Path, engines: ScriptedEngines
 ) -> None:
     """An answer under way ends on the old spec; the next one is of the new."""
-    engines.writer.gate.close()
+    engines.chat.gate.close()
     body = {**CHAT, "messages": [{"role": "user", "content": "a longer text"}]}
     answering = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=USER))
-    await asyncio.to_thread(engines.writer.gate.reached.wait, 20)
+    await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
     catalog(tmp_path, {"writer": {**MODELS["writer"], "max_context": 500}})
     assert (await post(client, "reload")).json()["changed"] == ["writer"]
-    engines.writer.gate.open()
+    engines.chat.gate.open()
     assert (await answering).json()["choices"][0]["message"]["content"] == "a longer text"
     assert (await client.post("/v1/chat/completions", json=CHAT, headers=USER)).status_code == 200
     assert engines.loads == ["writer", "writer"]

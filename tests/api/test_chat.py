@@ -200,23 +200,23 @@ async def test_a_client_that_leaves_frees_its_row(
     client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
 ) -> None:
     """Streaming or not."""
-    engines.writer.gate.close()
+    engines.chat.gate.close()
     asking = asyncio.create_task(post(client, "x" * 90, stream=stream))
-    await asyncio.to_thread(engines.writer.gate.reached.wait, 5)
+    await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
     asking.cancel()
     await asyncio.sleep(0.2)
-    engines.writer.gate.open()
+    engines.chat.gate.open()
     async with asyncio.timeout(5):
-        while not engines.writer.left:
+        while not engines.chat.left:
             await asyncio.sleep(0.01)
-    assert len(engines.writer.steps) < 30
+    assert len(engines.chat.steps) < 30
 
 
 async def test_a_failure_after_the_first_token_is_an_error_event(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """Then the stream ends, and there is no [DONE]."""
-    engines.writer.fail_at_step = 3
+    engines.chat.fail_at_step = 3
     body = ask("hello", stream=True)
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.status_code == 200
@@ -231,8 +231,8 @@ async def test_a_slow_first_token_opens_the_stream_and_keeps_it_alive(
     """With comments, which clients skip."""
     monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.05)
     async with served(models, engines, stream_open_after_s=0.05) as client:
-        engines.writer.gate.close()
-        asyncio.get_running_loop().call_later(0.4, engines.writer.gate.open)
+        engines.chat.gate.close()
+        asyncio.get_running_loop().call_later(0.4, engines.chat.gate.open)
         body = ask("hi", stream=True)
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             lines = [line async for line in answer.aiter_lines() if line]
@@ -272,11 +272,11 @@ async def test_a_deadline_header_ends_the_wait(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """With 504, and no retry."""
-    engines.writer.gate.close()
+    engines.chat.gate.close()
     answer = await client.post(
         "/v1/chat/completions", json=ask("hi"), headers={"x-gateway-timeout-s": "0.1"}
     )
-    engines.writer.gate.open()
+    engines.chat.gate.open()
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline_exceeded"
     assert answer.headers["x-should-retry"] == "false"
@@ -301,7 +301,7 @@ async def test_logprobs_are_told_as_openai_does(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """A reranker reads the first of the first token's likeliest."""
-    engines.writer.script = [
+    engines.chat.script = [
         {"text": " True", "tokens": 1, "logprobs": [LOGPROBS], "finish_reason": "length"}
     ]
     asked = {"logprobs": True, "top_logprobs": 2, "max_tokens": 1, "temperature": 0}
@@ -316,7 +316,7 @@ async def test_logprobs_are_told_as_openai_does(
         ],
     }
     assert answer["logprobs"] == {"content": [expected], "refusal": None}
-    (job,) = engines.writer.jobs
+    (job,) = engines.chat.jobs
     assert job.logprobs == 2
     assert job.template_args == {"enable_thinking": False}
     chunks = await events(client, "hi", **asked)
@@ -329,7 +329,7 @@ async def test_reasoning_is_told_beside_the_content(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """Never in it, and counted."""
-    engines.writer.script = [
+    engines.chat.script = [
         {"reasoning": "hm", "tokens": 1, "reasoning_tokens": 1},
         {"text": "{}", "tokens": 1, "finish_reason": "stop"},
     ]
@@ -337,14 +337,14 @@ async def test_reasoning_is_told_beside_the_content(
     message = answer["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "{}")
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
-    assert engines.writer.jobs[0].template_args["enable_thinking"] is True
+    assert engines.chat.jobs[0].template_args["enable_thinking"] is True
     deltas = [chunk["choices"][0]["delta"] for chunk in await events(client, "hi")]
     assert {"reasoning_content": "hm"} in deltas
     await post(client, "hi", reasoning_effort="none")
-    assert engines.writer.jobs[-1].template_args == {"enable_thinking": False}
+    assert engines.chat.jobs[-1].template_args == {"enable_thinking": False}
     kwargs = {"enable_thinking": True, "style": "x"}
     await post(client, "hi", reasoning_effort="none", chat_template_kwargs=kwargs)
-    assert engines.writer.jobs[-1].template_args == kwargs
+    assert engines.chat.jobs[-1].template_args == kwargs
 
 
 TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
@@ -359,7 +359,7 @@ CALLS: list[dict[str, Any]] = [
 
 async def test_calls_are_told_whole(client: httpx2.AsyncClient, engines: ScriptedEngines) -> None:
     """Arguments are JSON inside a string, ids are their own."""
-    engines.writer.script = CALLS
+    engines.chat.script = CALLS
     choice = (await post(client, "hi", tools=TOOLS)).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Let me see."
@@ -367,7 +367,7 @@ async def test_calls_are_told_whole(client: httpx2.AsyncClient, engines: Scripte
         {"id": "call_1", "type": "function", "function": {"name": "get", "arguments": '{"a":1}'}},
         {"id": "call_2", "type": "function", "function": {"name": "get", "arguments": '{"b":2}'}},
     ]
-    engines.writer.script = CALLS[1:]
+    engines.chat.script = CALLS[1:]
     only = (await post(client, "hi", tools=TOOLS)).json()["choices"][0]["message"]
     assert only["content"] is None
 
@@ -376,7 +376,7 @@ async def test_calls_are_streamed_with_id_and_name_once(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """SDKs concatenate what comes twice, and index what comes."""
-    engines.writer.script = CALLS
+    engines.chat.script = CALLS
     chunks = [c["choices"][0] for c in await events(client, "hi", tools=TOOLS)]
     pieces = [piece for c in chunks for piece in c["delta"].get("tool_calls", [])]
     assert [(p["index"], p.get("id"), p["function"].get("name")) for p in pieces] == [
@@ -395,7 +395,7 @@ async def test_a_call_asked_for_by_its_older_name_is_told_by_it(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """`functions` get a `function_call`."""
-    engines.writer.script = [{**CALLS[1], "finish_reason": "tool_calls"}]
+    engines.chat.script = [{**CALLS[1], "finish_reason": "tool_calls"}]
     asked = {"functions": [TOOLS[0]["function"]]}
     choice = (await post(client, "hi", **asked)).json()["choices"][0]
     assert choice["finish_reason"] == "function_call"
@@ -417,7 +417,7 @@ async def test_tool_results_go_back_in(
     ]
     answer = await post(client, "", messages=messages, tools=TOOLS)
     assert answer.status_code == 200
-    assistant, tool = engines.writer.jobs[0].messages[1:]
+    assistant, tool = engines.chat.jobs[0].messages[1:]
     assert assistant["tool_calls"][0]["function"] == {"name": "get", "arguments": {"a": 1}}
     assert (tool["role"], tool["content"], tool["tool_call_id"]) == ("tool", "42", "c")
 
@@ -427,7 +427,7 @@ async def test_a_model_whose_form_of_calls_is_unknown_is_said_to_be(
     client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
 ) -> None:
     """Its calls come as text: a header tells, where there are tools, whole or streamed."""
-    engines.writer.calls_are_text = True
+    engines.chat.calls_are_text = True
     answer = await post(client, "hi", tools=TOOLS, stream=stream)
     assert answer.headers["x-gateway-tool-format"] == "unknown"
     answer = await post(client, "hi", stream=stream)
@@ -451,10 +451,10 @@ async def test_a_last_message_of_the_assistants_may_be_continued(
     """In vLLM's way, or in Mistral's and DeepSeek's."""
     answer = await post(client, "", messages=messages, **more)
     assert answer.status_code == 200, answer.text
-    assert engines.writer.jobs[-1].continues
-    assert "prefix" not in engines.writer.jobs[-1].messages[-1]
+    assert engines.chat.jobs[-1].continues
+    assert "prefix" not in engines.chat.jobs[-1].messages[-1]
     assert (await post(client, "", messages=BEGUN)).status_code == 200
-    assert not engines.writer.jobs[-1].continues
+    assert not engines.chat.jobs[-1].continues
 
 
 @pytest.mark.parametrize(

@@ -13,28 +13,28 @@ from gateway import metrics
 from gateway.jobs import GenerateJob, Likelihood, SequenceDelta, SequenceParams, TokenLogprob
 from gateway.registry import Catalog
 from gateway.serving.generation import batcher
-from tests.fakes import ScriptedEngines, ScriptedWriter
+from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 
 
-class ScoringWriter(ScriptedWriter):
+class ScoringWriter(ScriptedChat):
     """Scores every character: its code point below zero, and the character after it less."""
 
-    def plan(self, job: GenerateJob) -> list[SequenceParams]:
-        return [replace(row, logprobs=job.logprobs) for row in super().plan(job)]
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
+        return [replace(row, logprobs=job.logprobs) for row in super().prepare(job)]
 
     def _next(self, row: int) -> list[SequenceDelta]:
         return [replace(delta, logprobs=_scores(delta.text)) for delta in super()._next(row)]
 
 
-class SlowPlanner(ScriptedWriter):
+class SlowPlanner(ScriptedChat):
     """Long prompts take a while to be read."""
 
-    def plan(self, job: GenerateJob) -> list[SequenceParams]:
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         time.sleep(len(job.prompt or "") / 1000)
-        return super().plan(job)
+        return super().prepare(job)
 
 
 def _scores(text: str) -> list[TokenLogprob]:
@@ -167,7 +167,7 @@ async def test_logprobs_are_told_by_token(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """In the four parallel lists of this endpoint; a stream's chunks add up to the same."""
-    engines.writer = ScoringWriter()
+    engines.chat = ScoringWriter()
     answer = (await post(client, "ab", logprobs=2)).json()
     expected: dict[str, Any] = {
         "tokens": ["a", "b"],
@@ -190,7 +190,7 @@ async def test_many_prompts_are_let_in_in_slices(
     prompts = [chr(97 + i) * (1 + i % 5) for i in range(20)]
     answer = (await post(client, prompts)).json()
     assert texts(answer) == prompts
-    assert max(engines.writer.steps) <= 3
+    assert max(engines.chat.steps) <= 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -208,7 +208,7 @@ async def test_a_request_does_not_fill_the_queue_against_itself(
             assert answer.status_code == 200
             assert texts(answer.json()) == prompts
     if "queue_max_tokens" in bound:
-        assert max(engines.writer.steps) <= 4
+        assert max(engines.chat.steps) <= 4
 
 
 async def test_a_request_that_is_alone_is_let_in_however_long_its_first_prompt_takes(
@@ -216,7 +216,7 @@ async def test_a_request_that_is_alone_is_let_in_however_long_its_first_prompt_t
 ) -> None:
     """The short ones beside it do not take its room while it is read."""
     writer = SlowPlanner(max_context=1000)
-    async with served(models, ScriptedEngines(writer=writer), queue_max_tokens=200) as client:
+    async with served(models, ScriptedEngines(chat=writer), queue_max_tokens=200) as client:
         answer = await post(client, ["x" * 199, "a", "b", "c"])
     assert answer.status_code == 200
     assert texts(answer.json()) == ["x" * 16, "a", "b", "c"]
@@ -243,11 +243,11 @@ async def test_a_full_queue_refuses_the_first_prompt_and_so_the_request(
 ) -> None:
     """As 429, which clients know to wait on."""
     async with served(models, engines, queue_limit=1) as client:
-        engines.writer.gate.close()
+        engines.chat.gate.close()
         holding = asyncio.create_task(post(client, "hold"))
-        await asyncio.to_thread(engines.writer.gate.reached.wait, 5)
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
         assert (await post(client, ["a", "b"])).status_code == 429
-        engines.writer.gate.open()
+        engines.chat.gate.open()
         assert (await holding).status_code == 200
 
 
@@ -256,14 +256,14 @@ async def test_a_prompt_that_waits_for_room_is_read_once(
 ) -> None:
     """Not anew each time it asks: a few of them would keep every thread that reads prompts."""
     async with served(models, engines, queue_limit=4) as client:
-        engines.writer.gate.close()
+        engines.chat.gate.close()
         asking = asyncio.create_task(post(client, ["ab", "cd", "ef"], n=3))
-        await asyncio.to_thread(engines.writer.gate.reached.wait, 5)
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
         await asyncio.sleep(0.5)
-        engines.writer.gate.open()
+        engines.chat.gate.open()
         answer = await asking
     assert texts(answer.json()) == ["ab"] * 3 + ["cd"] * 3 + ["ef"] * 3
-    assert len(engines.writer.jobs) == 3
+    assert len(engines.chat.jobs) == 3
 
 
 async def test_requests_that_share_an_id_have_a_place_each(
@@ -275,15 +275,15 @@ async def test_requests_that_share_an_id_have_a_place_each(
     """
     headers = {"x-request-id": "the-same"}
     async with served(models, engines, queue_limit=4) as client:
-        engines.writer.gate.close()
+        engines.chat.gate.close()
         asking = [
             asyncio.create_task(client.post("/v1/completions", json=ask("ab"), headers=headers))
             for _ in range(4)
         ]
         async with asyncio.timeout(10):
-            while len(engines.writer.jobs) < 4:
+            while len(engines.chat.jobs) < 4:
                 await asyncio.sleep(0.01)
-        engines.writer.gate.open()
+        engines.chat.gate.open()
         statuses = [answer.status_code for answer in await asyncio.gather(*asking)]
     assert statuses == [200] * 4
 
@@ -305,24 +305,24 @@ async def test_a_client_that_leaves_frees_every_row(
     client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
 ) -> None:
     """Of every prompt, streaming or not."""
-    engines.writer.gate.close()
+    engines.chat.gate.close()
     prompts = ["x" * 60, "y" * 60, "z" * 60]
     asking = asyncio.create_task(post(client, prompts, max_tokens=60, stream=stream))
-    await asyncio.to_thread(engines.writer.gate.reached.wait, 5)
+    await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
     asking.cancel()
     await asyncio.sleep(0.2)
-    engines.writer.gate.open()
+    engines.chat.gate.open()
     async with asyncio.timeout(5):
-        while len(set(engines.writer.left)) < len(engines.writer.joined):
+        while len(set(engines.chat.left)) < len(engines.chat.joined):
             await asyncio.sleep(0.01)
-    assert len(engines.writer.steps) < 30
+    assert len(engines.chat.steps) < 30
 
 
 async def test_a_failure_after_the_first_token_ends_the_stream(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """With an error event and no [DONE]."""
-    engines.writer.fail_at_step = 3
+    engines.chat.fail_at_step = 3
     body = ask(["hello", "world"], stream=True)
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200

@@ -29,9 +29,7 @@ async def answered(client: httpx2.AsyncClient, given: Any, **more: Any) -> Any:
 
 def prompts(engines: ScriptedEngines) -> list[list[tuple[str, str]]]:
     """Give what the model was shown, request by request."""
-    return [
-        [(turn["role"], turn["content"]) for turn in job.messages] for job in engines.writer.jobs
-    ]
+    return [[(turn["role"], turn["content"]) for turn in job.messages] for job in engines.chat.jobs]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -224,7 +222,7 @@ async def test_an_answer_that_fails_is_not_kept(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """There is nothing to go on from."""
-    engines.writer.fail_at_step = 2
+    engines.chat.fail_at_step = 2
     last = await _streamed(client, "one")
     assert last["status"] == "failed"
     assert (await client.get(f"{URL}/{last['id']}")).status_code == 404
@@ -245,11 +243,11 @@ async def test_a_prompts_tokens_are_counted_without_running_it(
 ) -> None:
     """The same as an answer's `input_tokens`, with what came before."""
     first = await answered(client, "hello")
-    steps = len(engines.writer.steps)
+    steps = len(engines.chat.steps)
     body = {"model": "writer", "input": "you", "previous_response_id": first["id"]}
     counted = await client.post(f"{URL}/input_tokens", json=body)
     assert counted.json()["object"] == "response.input_tokens"
-    assert len(engines.writer.steps) == steps
+    assert len(engines.chat.steps) == steps
     second = await client.post(URL, json=body)
     assert counted.json()["input_tokens"] == second.json()["usage"]["input_tokens"]
     long = await client.post(f"{URL}/input_tokens", json={"model": "writer", "input": "x" * 5000})
@@ -269,7 +267,7 @@ async def test_codexs_first_request_is_served(
     answer = await client.post(URL, json=body)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-gateway-ignored"] == "tools.web_search"
-    job = engines.writer.jobs[-1]
+    job = engines.chat.jobs[-1]
     shown = {tool["function"]["name"] for tool in job.tools}
     assert {"exec_command", "close_agent"} <= shown
     assert {tool["type"] for tool in answer.json()["tools"]} == {"function", "namespace"}

@@ -92,11 +92,11 @@ async def test_a_model_that_waits_for_one_in_use_is_503_in_time(models: Catalog)
     async with served(models, engines, cache_max_bytes=1000, load_wait_s=0.2) as client:
         chat = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
         await client.post("/v1/chat/completions", json=chat)
-        engines.writer.gate.close()
+        engines.chat.gate.close()
         answering = asyncio.create_task(client.post("/v1/chat/completions", json=chat))
-        await asyncio.to_thread(engines.writer.gate.reached.wait, 20)
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
         answer = await client.post("/v1/embeddings", json={"model": "embed", "input": "hi"})
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
-        engines.writer.gate.open()
+        engines.chat.gate.open()
         assert (await answering).status_code == 200

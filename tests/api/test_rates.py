@@ -120,15 +120,15 @@ async def test_a_client_that_leaves_is_charged_what_was_made(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
     """Leaving is no way around the limit."""
-    engines.writer.gate.close()
+    engines.chat.gate.close()
     async with served(models, engines, tokens_per_minute=10) as client:
         long = [{"role": "user", "content": "x" * 40}]
         asked = asyncio.create_task(
             client.post("/v1/chat/completions", json={**CHAT, "messages": long})
         )
-        await asyncio.to_thread(engines.writer.gate.reached.wait, 10)
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 10)
         asked.cancel()
-        engines.writer.gate.open()
+        engines.chat.gate.open()
         await asyncio.wait([asked])
         async with asyncio.timeout(10):
             while (await client.post("/v1/embeddings", json=EMBED)).status_code != 429:

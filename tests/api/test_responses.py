@@ -10,7 +10,7 @@ import pytest
 
 from gateway.jobs import CallDelta, SequenceDelta
 from gateway.registry import Catalog
-from tests.fakes import ScriptedEngines, ScriptedWriter
+from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 TOOL = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
 
 
-class ManyVoices(ScriptedWriter):
+class ManyVoices(ScriptedChat):
     """Small letters are text, capitals are reasoning; `!` calls the clock."""
 
     def _next(self, row: int) -> list[SequenceDelta]:
@@ -101,7 +101,7 @@ async def test_reasoning_text_and_calls_are_items_in_that_order(
     client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
 ) -> None:
     """Each as the model made it."""
-    engines.writer = ManyVoices()
+    engines.chat = ManyVoices()
     if stream:
         answer = (await events(client, "HMok!", tools=[TOOL]))[-1]["response"]
     else:
@@ -184,7 +184,7 @@ async def test_a_failure_after_the_first_token_is_told_twice(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """As an error, and as a failed response: clients watch for one or the other."""
-    engines.writer.fail_at_step = 3
+    engines.chat.fail_at_step = 3
     told = await events(client, "hello")
     assert [event["type"] for event in told[-2:]] == ["error", "response.failed"]
     assert told[-2]["code"] == "engine_failed"
@@ -197,7 +197,7 @@ async def test_a_failure_of_an_unstreamed_answer_is_a_status(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """Nothing of it has been sent."""
-    engines.writer.fail_at_step = 3
+    engines.chat.fail_at_step = 3
     answer = await post(client, "hello")
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "engine_failed"
@@ -208,16 +208,16 @@ async def test_a_client_that_leaves_frees_its_row(
     client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
 ) -> None:
     """Streaming or not."""
-    engines.writer.gate.close()
+    engines.chat.gate.close()
     asking = asyncio.create_task(post(client, "x" * 90, stream=stream))
-    await asyncio.to_thread(engines.writer.gate.reached.wait, 5)
+    await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
     asking.cancel()
     await asyncio.sleep(0.2)
-    engines.writer.gate.open()
+    engines.chat.gate.open()
     async with asyncio.timeout(5):
-        while not engines.writer.left:
+        while not engines.chat.left:
             await asyncio.sleep(0.01)
-    assert len(engines.writer.steps) < 30
+    assert len(engines.chat.steps) < 30
 
 
 async def test_a_slow_first_token_opens_the_stream_and_keeps_it_alive(
@@ -226,8 +226,8 @@ async def test_a_slow_first_token_opens_the_stream_and_keeps_it_alive(
     """With comments before the first event."""
     monkeypatch.setattr("gateway.api.streams.KEEP_ALIVE_S", 0.05)
     async with served(models, engines, stream_open_after_s=0.05) as client:
-        engines.writer.gate.close()
-        asyncio.get_running_loop().call_later(0.4, engines.writer.gate.open)
+        engines.chat.gate.close()
+        asyncio.get_running_loop().call_later(0.4, engines.chat.gate.open)
         async with client.stream("POST", "/v1/responses", json=ask("hi", stream=True)) as answer:
             lines = [line async for line in answer.aiter_lines() if line]
     assert lines[0] == ": keep-alive"
@@ -248,9 +248,9 @@ async def test_a_failure_after_the_opening_and_before_any_event_is_still_a_respo
 ) -> None:
     """Created, the error, failed: clients must see a beginning before an end."""
     async with served(models, engines, stream_open_after_s=0.05) as client:
-        engines.writer.fail_at_step = 1
-        engines.writer.gate.close()
-        asyncio.get_running_loop().call_later(0.4, engines.writer.gate.open)
+        engines.chat.fail_at_step = 1
+        engines.chat.gate.close()
+        asyncio.get_running_loop().call_later(0.4, engines.chat.gate.open)
         body = ask("hi", stream=True)
         async with client.stream("POST", "/v1/responses", json=body) as answer:
             assert answer.status_code == 200
@@ -264,7 +264,7 @@ async def test_a_model_whose_form_of_calls_is_unknown_is_said_to_be(
     models: Catalog, stream: bool
 ) -> None:
     """As on the chat endpoint."""
-    engines = ScriptedEngines(writer=ScriptedWriter(calls_are_text=True))
+    engines = ScriptedEngines(chat=ScriptedChat(calls_are_text=True))
     async with served(models, engines) as client:
         answer = await post(client, "hi", tools=[TOOL], stream=stream)
         assert answer.headers["x-gateway-tool-format"] == "unknown"

@@ -129,9 +129,9 @@ async def test_prompts_are_not_logged(
             assert (await client.post(f"/v1/{path}", json=body)).status_code == 200
             unserved = await client.post(f"/v1/{path}", json={**body, "model": "nobody"})
             assert unserved.status_code == 404
-            engines.writer.fail_at_step = len(engines.writer.steps) + 1
+            engines.chat.fail_at_step = len(engines.chat.steps) + 1
             await client.post(f"/v1/{path}", json=body)
-            engines.writer.fail_at_step = None
+            engines.chat.fail_at_step = None
     assert "/v1/" in written.getvalue()
     assert PROMPT not in written.getvalue()
 

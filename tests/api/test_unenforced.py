@@ -11,7 +11,7 @@ import orjson
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.fakes import ScriptedEngines, ScriptedWriter
+from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +23,7 @@ POINTERS = ["#/uniqueItems", "#/a~1ü"]
 
 
 @dataclass
-class SlowJudge(ScriptedWriter):
+class SlowJudge(ScriptedChat):
     """Judges nothing before `is_over` is set."""
 
     is_over: threading.Event = field(default_factory=threading.Event)
@@ -59,12 +59,12 @@ async def test_what_is_not_enforced_is_named_and_checked(
     answer = await post(client)
     assert answer.headers["x-gateway-unenforced"] == NAMED
     assert answer.headers["x-gateway-schema-valid"] == "true"
-    [(schema, text)] = engines.writer.judged
+    [(schema, text)] = engines.chat.judged
     assert (orjson.loads(schema), text) == (UNIQUE, "[1]")
     assert counted("valid") == before + 1
     held = await post(client, response_format={"type": "json_object"})
     assert not {"x-gateway-unenforced", "x-gateway-schema-valid"} & held.headers.keys()
-    assert len(engines.writer.judged) == 1
+    assert len(engines.chat.judged) == 1
 
 
 @pytest.mark.parametrize(
@@ -80,17 +80,17 @@ async def test_an_answer_that_violates_is_written_once_more(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """Usage counts both; the second stands, whatever it is."""
-    engines.writer.verdicts = [False]
+    engines.chat.verdicts = [False]
     before = counted("invalid")
     answer = await post(client)
     assert answer.headers["x-gateway-schema-valid"] == "true"
     assert answer.json()["usage"]["prompt_tokens"] == 6
     assert answer.json()["usage"]["completion_tokens"] == 8
     assert answer.json()["choices"][0]["message"]["content"] == "[1]"
-    engines.writer.verdicts = [False, False]
+    engines.chat.verdicts = [False, False]
     answer = await post(client)
     assert answer.headers["x-gateway-schema-valid"] == "false"
-    assert len(engines.writer.judged) == 4
+    assert len(engines.chat.judged) == 4
     assert counted("invalid") == before + 3
 
 
@@ -98,9 +98,9 @@ async def test_only_choices_that_violate_are_written_again(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """The others stay, in their places."""
-    engines.writer.verdicts = [True, False, True]
+    engines.chat.verdicts = [True, False, True]
     answer = await post(client, n=3)
-    assert [job.n for job in engines.writer.jobs] == [3, 1]
+    assert [job.n for job in engines.chat.jobs] == [3, 1]
     assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2]
     assert answer.headers["x-gateway-schema-valid"] == "true"
 
@@ -110,10 +110,10 @@ async def test_what_would_come_out_the_same_is_not_written_again(
     client: httpx2.AsyncClient, engines: ScriptedEngines, more: dict[str, Any]
 ) -> None:
     """A seed or no temperature: the verdict stands."""
-    engines.writer.verdicts = [False]
+    engines.chat.verdicts = [False]
     answer = await post(client, **more)
     assert answer.headers["x-gateway-schema-valid"] == "false"
-    assert len(engines.writer.jobs) == 1
+    assert len(engines.chat.jobs) == 1
 
 
 async def test_an_answer_that_was_cut_is_not_judged(
@@ -123,27 +123,27 @@ async def test_an_answer_that_was_cut_is_not_judged(
     answer = await post(client, max_tokens=2)
     assert answer.json()["choices"][0]["finish_reason"] == "length"
     assert answer.headers["x-gateway-schema-valid"] == "unknown"
-    assert not engines.writer.judged
-    assert len(engines.writer.jobs) == 1
+    assert not engines.chat.judged
+    assert len(engines.chat.jobs) == 1
 
 
 async def test_nobody_can_tell_is_said_too(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """A schema that can't be judged by, or takes too long, is neither kept to nor broken."""
-    engines.writer.verdicts = [None]
+    engines.chat.verdicts = [None]
     before = counted("unknown")
     assert (await post(client)).headers["x-gateway-schema-valid"] == "unknown"
     assert counted("unknown") == before + 1
-    assert len(engines.writer.jobs) == 1
+    assert len(engines.chat.jobs) == 1
 
 
 async def test_a_second_try_that_fails_leaves_the_first(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
     """An engine that breaks meanwhile takes no answer back."""
-    engines.writer.verdicts = [False]
-    engines.writer.fail_at_step = 5  # the first answer takes four
+    engines.chat.verdicts = [False]
+    engines.chat.fail_at_step = 5  # the first answer takes four
     answer = await post(client)
     assert answer.status_code == 200
     assert answer.headers["x-gateway-schema-valid"] == "false"
@@ -155,7 +155,7 @@ async def test_a_stream_tells_the_verdict_with_its_end(
     client: httpx2.AsyncClient, engines: ScriptedEngines, with_usage: bool
 ) -> None:
     """In the chunk that has the finish reason, and nowhere else; the header comes before."""
-    engines.writer.verdicts = [False]
+    engines.chat.verdicts = [False]
     body = ask(stream=True, stream_options={"include_usage": with_usage})
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.headers["x-gateway-unenforced"] == NAMED
@@ -164,12 +164,12 @@ async def test_a_stream_tells_the_verdict_with_its_end(
     told = [chunk for chunk in chunks if "gateway" in chunk]
     assert [chunk["choices"][0]["finish_reason"] for chunk in told] == ["stop"]
     assert told[0]["gateway"] == {"unenforced": POINTERS, "schema_valid": False}
-    assert len(engines.writer.jobs) == 1
+    assert len(engines.chat.jobs) == 1
 
 
 async def test_responses_tell_it_too(client: httpx2.AsyncClient, engines: ScriptedEngines) -> None:
     """Whole, written once more where that violates, and in a stream's last event."""
-    engines.writer.verdicts = [False, True, False]
+    engines.chat.verdicts = [False, True, False]
     form = {"format": {"type": "json_schema", "name": "a", "schema": UNIQUE}}
     body: dict[str, Any] = {"model": "writer", "input": "[1]", "text": form}
     answer = await client.post("/v1/responses", json=body)
@@ -204,7 +204,7 @@ async def test_a_bare_prompts_schema_is_always_strict(
     """Its answer would come without a verdict."""
     body = {"model": "writer", "prompt": "[1]", "guided_json": UNIQUE}
     await client.post("/v1/completions", json=body)
-    [job] = engines.writer.jobs
+    [job] = engines.chat.jobs
     assert job.grammar is not None
     assert job.grammar.strict
 
@@ -213,7 +213,7 @@ async def test_answers_that_are_slow_to_judge_keep_no_other_request(tmp_path: Pa
     """Nor are they waited for beyond the deadline: then nobody can tell."""
     judge = SlowJudge()
     models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:."}})
-    async with served(models, ScriptedEngines(writer=judge)) as client:
+    async with served(models, ScriptedEngines(chat=judge)) as client:
         hurried = {"x-gateway-timeout-s": "0.5"}
         asking = [
             asyncio.create_task(

@@ -47,13 +47,13 @@ async def test_who_runs_and_who_waits_is_told_and_comes_back_to_zero(tmp_path: P
     async with served(catalog(tmp_path, MODELS), engines, **given) as client:
         await asyncio.gather(chat(client, "loads it"), embed(client, "loads it"))
         before = await until(client, **NOBODY)
-        engines.writer.gate.close()
+        engines.chat.gate.close()
         asked = [chat(client, text) for text in ("one", "two", "three")]
-        await asyncio.to_thread(engines.writer.gate.reached.wait, 20)
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
         asked.append(embed(client, "four", "five"))
         busy = await until(client, rows=1, tickets=3, leases=4, requests=4)
         assert busy.tasks > before.tasks
-        engines.writer.gate.open()
+        engines.chat.gate.open()
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
         after = await until(client, **NOBODY)
         assert (after.held_bytes, after.limit_bytes) == (2, 1000)

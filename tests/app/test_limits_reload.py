@@ -35,7 +35,7 @@ async def test_a_chat_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> 
     async with served(
         catalog(tmp_path, {"chat": CHAT}), engines, cache_max_models=1, load_wait_s=1, **given
     ) as client:
-        gate = engines.writer.gate
+        gate = engines.chat.gate
         gate.close()
         first = asyncio.create_task(client.post("/v1/chat/completions", json=asked("first")))
         await asyncio.to_thread(gate.reached.wait, 20)
@@ -64,7 +64,7 @@ async def test_a_chat_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> 
             (await task).json()["choices"][0]["message"]["content"] for task in (first, *second)
         ]
         assert said == ["first", "se", "th"]
-        assert set(engines.writer.steps) == {1}, "one row at a time"
+        assert set(engines.chat.steps) == {1}, "one row at a time"
         long = await client.post("/v1/chat/completions", json=asked("x" * 40))
         assert long.status_code == 200, "one that is alone may hold any amount"
     assert engines.loads == ["chat"]

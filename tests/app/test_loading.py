@@ -31,9 +31,9 @@ class Watching(ScriptedEngines):
         self, spec: EmbeddingSpec, folder: Path
     ) -> Generator[EmbeddingEngine | None, None, None]:
         self._load(spec)
-        before = len(self.writer.joined)
+        before = len(self.chat.joined)
         yield None
-        self.chats_between = len(self.writer.joined) - before
+        self.chats_between = len(self.chat.joined) - before
         yield self.embedder
 
 
@@ -46,7 +46,7 @@ async def test_a_chat_that_waits_is_let_in_between_two_steps_of_a_load(tmp_path:
         embedded = asyncio.create_task(client.post("/v1/embeddings", json=EMBEDDING))
         await asyncio.to_thread(engines.load_gate.reached.wait, 20)
         chatted = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
-        while len(engines.writer.jobs) < 2:
+        while len(engines.chat.jobs) < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # its job is read: now it waits for the lane
         engines.load_gate.open()

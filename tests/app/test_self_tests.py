@@ -22,7 +22,7 @@ from gateway.engine.device import Device
 from gateway.engine.generation.self_test import self_test_digest
 from gateway.jobs import KvCost, Verdict
 from tests.checkpoints import write_chat
-from tests.fakes import PASSED, ScriptedEngines, ScriptedWriter
+from tests.fakes import PASSED, ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -31,7 +31,7 @@ FAILED = replace(PASSED, rows=False, problem="rows: logits 1.4 apart")
 
 
 @dataclass
-class Scrutinised(ScriptedWriter):
+class Scrutinised(ScriptedChat):
     """Counts its self-tests, each of whose steps takes a while."""
 
     step_s: float = 0.0
@@ -48,7 +48,7 @@ class Scrutinised(ScriptedWriter):
 
 @dataclass
 class Engines(ScriptedEngines):
-    writer: Scrutinised = field(default_factory=Scrutinised)
+    chat: Scrutinised = field(default_factory=Scrutinised)
 
 
 async def shown(client: httpx2.AsyncClient) -> Any:
@@ -66,11 +66,11 @@ async def test_a_verdict_is_found_once_and_kept(tmp_path: Path) -> None:
                 "self_test": "passed",
                 "problem": None,
             }
-        assert engines.writer.tests == expected
-        assert engines.writer.held == [PASSED]
+        assert engines.chat.tests == expected
+        assert engines.chat.held == [PASSED]
     engines = Engines()
     async with served(catalog(tmp_path, {"chat": CHAT, "b": CHAT}), engines, **given):
-        assert engines.writer.tests == 1
+        assert engines.chat.tests == 1
 
 
 async def test_a_verdict_that_is_not_lasting_is_not_kept(tmp_path: Path) -> None:
@@ -78,15 +78,15 @@ async def test_a_verdict_that_is_not_lasting_is_not_kept(tmp_path: Path) -> None
     found = replace(FAILED, is_lasting=False)
     given: dict[str, Any] = {"self_test": True, "self_test_folder": tmp_path / "kept"}
     for _ in range(2):
-        engines = Engines(writer=Scrutinised(findings=[found]))
+        engines = Engines(chat=Scrutinised(findings=[found]))
         async with served(catalog(tmp_path, {"chat": CHAT}), engines, **given):
-            assert engines.writer.held == [found]
-        assert engines.writer.tests == 1
+            assert engines.chat.held == [found]
+        assert engines.chat.tests == 1
 
 
 async def test_a_model_that_fails_runs_its_rows_one_at_a_time(tmp_path: Path) -> None:
     """Whoever else asks waits; /v1/models says why."""
-    engines = Engines(writer=Scrutinised(findings=[Verdict(), FAILED]))
+    engines = Engines(chat=Scrutinised(findings=[Verdict(), FAILED]))
     body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}], "n": 4}
     async with served(
         catalog(tmp_path, {"chat": CHAT}), engines, self_test=True, self_test_folder=tmp_path / "t"
@@ -98,8 +98,8 @@ async def test_a_model_that_fails_runs_its_rows_one_at_a_time(tmp_path: Path) ->
         }
         answer = await client.post("/v1/chat/completions", json=body)
         assert len(answer.json()["choices"]) == 4
-    assert engines.writer.held == [FAILED]
-    assert set(engines.writer.steps) == {1}
+    assert engines.chat.held == [FAILED]
+    assert set(engines.chat.steps) == {1}
 
 
 @pytest.mark.parametrize(
@@ -117,20 +117,20 @@ async def test_models_yaml_has_the_last_word(
     tmp_path: Path, batching: Any, rows: str, outcome: str
 ) -> None:
     """`force` asks no test, and `off` needs none."""
-    engines = Engines(writer=Scrutinised(findings=[FAILED]))
+    engines = Engines(chat=Scrutinised(findings=[FAILED]))
     models = {"chat": {**CHAT, "batching": batching}}
     async with served(
         catalog(tmp_path, models), engines, self_test=True, self_test_folder=tmp_path / "t"
     ) as client:
         batched = await shown(client)
     assert (batched["rows"], batched["self_test"]) == (rows, outcome)
-    assert engines.writer.tests == (batching is True)
+    assert engines.chat.tests == (batching is True)
 
 
 async def test_a_test_that_takes_too_long_is_ended_in_idle_time(tmp_path: Path) -> None:
     """Until then it is unfinished, and rows run together as they always did."""
     slow = Scrutinised(findings=[Verdict()] * 4 + [FAILED], step_s=0.7)
-    engines = Engines(writer=slow)
+    engines = Engines(chat=slow)
     async with served(
         catalog(tmp_path, {"chat": CHAT}), engines, self_test=True, self_test_folder=tmp_path / "t"
     ) as client:
@@ -154,7 +154,7 @@ async def test_the_window_is_tested_while_nobody_asks(tmp_path: Path) -> None:
     """One who comes goes first, and loses nothing of what was known."""
     known = replace(PASSED, window=None)
     waiting = Scrutinised(findings=[known, known, known, replace(known, window=False)])
-    engines = Engines(writer=waiting)
+    engines = Engines(chat=waiting)
     async with served(
         catalog(tmp_path, {"chat": CHAT}), engines, self_test=True, self_test_folder=tmp_path / "t"
     ) as client:
@@ -180,7 +180,7 @@ async def test_a_test_gives_its_memory_to_rows_that_need_it(tmp_path: Path) -> N
         self_test_tokens=200,
         max_context=3000,
     )
-    engines = Engines(writer=waiting)
+    engines = Engines(chat=waiting)
     async with served(
         catalog(tmp_path, {"chat": CHAT}),
         engines,
@@ -208,7 +208,7 @@ async def test_faults_of_batches_are_counted(tmp_path: Path) -> None:
     """The engine hands them up, for it counts nothing."""
     engines = Engines()
     before = metrics.of(metrics.BATCH_FAULTS, "chat")._value.get()
-    engines.writer.faults = ["2 rows: ValueError: no such shapes"]
+    engines.chat.faults = ["2 rows: ValueError: no such shapes"]
     body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
     async with served(catalog(tmp_path, {"chat": CHAT}), engines) as client:
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
@@ -223,13 +223,13 @@ async def test_a_batching_that_ends_while_rows_wait_lets_them_join_one_at_a_time
     body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}], "n": 3}
     async with served(catalog(tmp_path, {"chat": CHAT}), engines) as client:
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-        assert max(engines.writer.steps) == 3
-        engines.writer.is_batched = False
+        assert max(engines.chat.steps) == 3
+        engines.chat.is_batched = False
         warned = await client.post("/v1/chat/completions", json={**body, "n": 1})
         assert warned.status_code == 200
-        engines.writer.steps.clear()
+        engines.chat.steps.clear()
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-        assert set(engines.writer.steps) == {1}
+        assert set(engines.chat.steps) == {1}
         assert (await shown(client))["rows"] == "one at a time"
 
 
@@ -279,7 +279,7 @@ class TestVerdicts:
 async def test_a_verdict_that_cannot_be_kept_holds_nevertheless(tmp_path: Path) -> None:
     """A disk may be full, or read only."""
     (tmp_path / "file").write_text("in the way")
-    engines = Engines(writer=Scrutinised(findings=[FAILED]))
+    engines = Engines(chat=Scrutinised(findings=[FAILED]))
     async with served(
         catalog(tmp_path, {"chat": CHAT}),
         engines,

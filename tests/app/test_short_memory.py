@@ -15,7 +15,7 @@ from gateway.jobs import GenerateJob, KvCost, SequenceDelta, SequenceParams
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.generation.memory import Layout, RowCosts, longest_chunk
 from gateway.serving.ports import GenerationEngine
-from tests.fakes import Gate, ScriptedEmbedder, ScriptedEngines, ScriptedWriter
+from tests.fakes import Gate, ScriptedChat, ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -30,13 +30,13 @@ CHATS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Large(ScriptedWriter):
+class Large(ScriptedChat):
     max_context: int = 100_000
     planning: Gate = field(default_factory=Gate)
 
-    def plan(self, job: GenerateJob) -> list[SequenceParams]:
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         self.planning.pass_through()
-        return super().plan(job)
+        return super().prepare(job)
 
     def nbytes(self) -> int:
         return MODEL
@@ -53,14 +53,14 @@ class SizedEngines(ScriptedEngines):
     """Every chat model has a writer of its own."""
 
     embedder: ScriptedEmbedder = field(default_factory=LargeEmbedder)
-    writers: dict[str, Large] = field(default_factory=lambda: {name: Large() for name in CHATS})
+    chats: dict[str, Large] = field(default_factory=lambda: {name: Large() for name in CHATS})
 
     async def size(self, spec: ModelSpec, folder: Path) -> Size:
         return Size(MODEL, kv_token=int(isinstance(spec, ChatSpec)))
 
     def writing(self, spec: ChatSpec) -> Generator[GenerationEngine | None, None, None]:
         self._load(spec)
-        yield self.writers[spec.id]
+        yield self.chats[spec.id]
 
 
 async def ask(client: httpx2.AsyncClient, model: str, max_tokens: int = 9) -> httpx2.Response:
@@ -85,7 +85,7 @@ async def test_a_row_has_the_memory_of_a_model_that_becomes_idle(tmp_path: Path)
         embedding = asyncio.create_task(client.post("/v1/embeddings", json=body))
         await asyncio.to_thread(engines.embedder.gate.reached.wait, 20)
         row = asyncio.create_task(ask(client, "one", LONG))
-        while len(engines.writers["one"].jobs) < 2:
+        while len(engines.chats["one"].jobs) < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         engines.embedder.gate.open()
@@ -102,7 +102,7 @@ async def test_rows_of_two_models_that_wait_for_each_other_do_not_for_ever(tmp_p
     ) as client:
         for name in CHATS:
             assert (await ask(client, name)).status_code == 200
-        planning = engines.writers["two"].planning
+        planning = engines.chats["two"].planning
         planning.close()
         second = asyncio.create_task(ask(client, "two", LONG))
         await asyncio.to_thread(planning.reached.wait, 20)
@@ -130,10 +130,10 @@ async def test_what_a_pinned_model_keeps_of_prompts_gives_way(
     ) as client:
         if is_loaded:
             assert (await ask(client, "two")).status_code == 200
-        engines.writers["one"].prefix_bytes = ROW if is_loaded else MODEL
+        engines.chats["one"].prefix_bytes = ROW if is_loaded else MODEL
         assert (await ask(client, "one")).status_code == 200
         assert (await ask(client, "two", LONG)).status_code == 200
-        assert engines.writers["one"].prefix_bytes == 0
+        assert engines.chats["one"].prefix_bytes == 0
         assert sorted(engines.loads) == ["one", "two"]
 
 
@@ -151,7 +151,7 @@ async def test_no_idle_model_goes_for_rows_that_wait_where_it_does_not_help(
 ) -> None:
     """Long answers hold what the others wait for; an embedding now and then keeps its model."""
     engines = SizedEngines()
-    engines.writers["one"] = Slow()
+    engines.chats["one"] = Slow()
     models = {**CHATS, "embedder": {"kind": "embedding", "source": "path:."}}
     budget = 2 * MODEL + Layout([500]).nbytes(COSTS)
     async with served(catalog(tmp_path, models), engines, cache_max_bytes=budget) as client:

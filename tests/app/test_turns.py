@@ -69,11 +69,11 @@ async def test_choices_beyond_the_queue_limit_are_refused(tmp_path: Path) -> Non
     async with served(catalog(tmp_path, models), engines, queue_limit=8) as client:
         alone = await client.post("/v1/completions", json=asked | {"n": 1})
         assert alone.status_code == 200
-        engines.writer.gate.close()
+        engines.chat.gate.close()
         many = asyncio.create_task(client.post("/v1/completions", json=asked))
-        await asyncio.to_thread(engines.writer.gate.reached.wait, 20)
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
         refused = await client.post("/v1/completions", json=asked | {"n": 1})
         assert refused.status_code == 429
         assert "retry-after" in refused.headers
-        engines.writer.gate.open()
+        engines.chat.gate.open()
         assert len((await many).json()["choices"]) == 20

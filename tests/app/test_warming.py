@@ -8,7 +8,7 @@ import pytest
 
 from gateway.errors import EngineFailed
 from gateway.jobs import SequenceDelta, SequenceParams, Vectors
-from tests.fakes import ScriptedEmbedder, ScriptedEngines, ScriptedWriter
+from tests.fakes import ScriptedChat, ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -29,10 +29,10 @@ async def test_a_model_is_warm_before_its_first_request(tmp_path: Path, warm_up:
         answer = (await client.post("/v1/chat/completions", json=CHAT)).json()
     assert answer["choices"][0]["message"]["content"] == "Hi"
     assert len(engines.embedder.batches) == 1 + warm_up
-    assert len(engines.writer.joined) == 1 + warm_up
+    assert len(engines.chat.joined) == 1 + warm_up
 
 
-class Stumbling(ScriptedWriter):
+class Stumbling(ScriptedChat):
     """Each step fails, as the real engine's does: the row is read again, alone, and then ends."""
 
     def decode(self) -> list[SequenceDelta]:
@@ -51,7 +51,7 @@ class Stumbling(ScriptedWriter):
 
 async def test_a_step_that_fails_is_a_failed_load(tmp_path: Path) -> None:
     """A model that reads but cannot write is no model, however often it is tried."""
-    engines = ScriptedEngines(writer=Stumbling())
+    engines = ScriptedEngines(chat=Stumbling())
     async with served(catalog(tmp_path, MODELS), engines, warm_up=True) as client:
         answer = await client.post("/v1/chat/completions", json=CHAT)
     assert answer.status_code == 500

@@ -27,7 +27,7 @@ from gateway.bench.load import (
     run_closed_loop,
 )
 from gateway.bench.workloads import Texts, Wording, Workload, chat, embeddings
-from tests.fakes import ScriptedEmbedder, ScriptedEngines, ScriptedWriter
+from tests.fakes import ScriptedChat, ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -137,7 +137,7 @@ async def test_kinds_are_measured_side_by_side(tmp_path: Path) -> None:
 async def test_refusals_are_errors_by_status_and_code(tmp_path: Path) -> None:
     """A full queue, an engine that fails, a model that is not there."""
     engines = ScriptedEngines(
-        ScriptedEmbedder(poison="0"), ScriptedWriter(fail_at_step=1, max_context=3)
+        ScriptedEmbedder(poison="0"), ScriptedChat(fail_at_step=1, max_context=3)
     )
     async with gateway(tmp_path, engines) as peer:
         poisoned = await peer.ask(embeddings("embedder", ["0"]))

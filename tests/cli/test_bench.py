@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.bench.kinds import EMBEDDER, WRITER
-from tests.fakes import ScriptedEngines, ScriptedWriter
+from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ async def bench(*arguments: str, stderr: int = subprocess.PIPE) -> tuple[int, st
 
 
 def engines() -> ScriptedEngines:
-    return ScriptedEngines(writer=ScriptedWriter(max_context=1000))
+    return ScriptedEngines(chat=ScriptedChat(max_context=1000))
 
 
 @pytest.mark.anyio
@@ -101,8 +101,8 @@ async def test_wrong_answers_end_with_1_and_are_named(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_mixed_work_has_a_line_for_each_kind(tmp_path: Path) -> None:
     """Measured side by side."""
-    writer = ScriptedWriter(max_context=1000, script=[PERSON_SAID])
-    async with served(catalog(tmp_path, MODELS), ScriptedEngines(writer=writer)) as client:
+    writer = ScriptedChat(max_context=1000, script=[PERSON_SAID])
+    async with served(catalog(tmp_path, MODELS), ScriptedEngines(chat=writer)) as client:
         url = str(client.base_url)
         status, out, _ = await bench("mixed", "--url", url, "--concurrency", "2", *QUICK)
     assert status == 0
@@ -166,8 +166,8 @@ async def test_a_terminal_shows_how_far_it_is(tmp_path: Path) -> None:
 )
 async def test_the_engine_does_the_same_work(tmp_path: Path, kind: str, unit: str) -> None:
     """The models on board, in this process; the ratio is to what the server did."""
-    writer = ScriptedWriter(max_context=1000, script=[PERSON_SAID])
-    async with served(catalog(tmp_path, MODELS), ScriptedEngines(writer=writer)) as client:
+    writer = ScriptedChat(max_context=1000, script=[PERSON_SAID])
+    async with served(catalog(tmp_path, MODELS), ScriptedEngines(chat=writer)) as client:
         status, out, err = await bench(
             *(kind, "--url", str(client.base_url), "--concurrency", "2", "--json"),
             *("--engine", "--max-tokens", "8" if kind == "chat" else "200", *QUICK),

@@ -15,7 +15,7 @@ from gateway.jobs import (
     TokenLogprob,
     Vectors,
 )
-from tests.fakes import ScriptedEmbedder, ScriptedWriter
+from tests.fakes import ScriptedChat, ScriptedEmbedder
 
 ADA = {"name": "Ada", "age": 36, "is_member": True, "likes": ["music"]}
 
@@ -41,7 +41,7 @@ class Embedder(ScriptedEmbedder):
 
 
 @dataclass
-class Writer(ScriptedWriter):
+class Writer(ScriptedChat):
     """One that repeats each question after “Paris: ”, or gives Ada where a form is asked for.
 
     `other` is what it says in the place of each sixth character while rows run together, and
@@ -58,12 +58,13 @@ class Writer(ScriptedWriter):
     breaks: bool = False
     gone: list[int] = field(default_factory=list)
 
-    def plan(self, job: GenerateJob) -> list[SequenceParams]:
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         begin = "Paris: " if self.knows_paris else ""
-        said = self.form if job.grammar else begin + job.messages[-1]["content"]
+        answer = self.form if job.grammar else begin + job.messages[-1]["content"]
         most = 2000 if job.max_tokens is None else job.max_tokens
         return [
-            replace(row, prompt=list(map(ord, said)), max_tokens=most) for row in super().plan(job)
+            replace(row, prompt=list(map(ord, answer)), max_tokens=most)
+            for row in super().prepare(job)
         ]
 
     def leave(self, row: int) -> None:

@@ -13,7 +13,7 @@ from gateway.app.loading import Engines
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, SequenceParams
 from gateway.registry import Catalog
-from tests.fakes import ScriptedEngines, ScriptedWriter
+from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
 USER = {"role": "user", "content": "hi"}
@@ -30,14 +30,14 @@ LENGTHS = {
 }
 
 
-class CarefulWriter(ScriptedWriter):
+class CarefulWriter(ScriptedChat):
     """Refuses token ids that are none, as the real engine does."""
 
-    def plan(self, job: GenerateJob) -> list[SequenceParams]:
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         ids = () if job.prompt is None or isinstance(job.prompt, str) else job.prompt
         if any(token >= 0x110000 for token in ids):
             raise BadRequest("There is no such token.", part="prompt")
-        return super().plan(job)
+        return super().prepare(job)
 
 
 Ask = Callable[..., httpx2.Response]
@@ -67,7 +67,7 @@ def scripted(folder: Path) -> tuple[Catalog, Engines]:
         "embed": {"kind": "embedding", "token_ids": "accept", "matryoshka": True, **common},
         "writer": {"kind": "chat", **common},
     }
-    return catalog(folder, models), ScriptedEngines(writer=CarefulWriter())
+    return catalog(folder, models), ScriptedEngines(chat=CarefulWriter())
 
 
 def check(answer: httpx2.Response) -> None:

@@ -18,7 +18,7 @@ from gateway.jobs import (
     Vectors,
 )
 from gateway.registry import ModelSpec
-from tests.fakes import Gate, ScriptedEmbedder, ScriptedEngines, ScriptedWriter
+from tests.fakes import Gate, ScriptedChat, ScriptedEmbedder, ScriptedEngines
 
 POISON = "☠"  # a row that is to say it ends with an error; an input that has it raises
 NO_ENTRY = "⛔"  # a row with this cannot join
@@ -54,7 +54,7 @@ class HeldEmbedder(ScriptedEmbedder):
 
 
 @dataclass
-class HeldWriter(ScriptedWriter):
+class HeldWriter(ScriptedChat):
     """Every stage has a gate; that of decoding closes by itself before step `hold_at_step`."""
 
     max_context: int = 10_000
@@ -62,9 +62,9 @@ class HeldWriter(ScriptedWriter):
     step_s: float = 0.0
     gates: dict[Stage, Gate] = field(default_factory=gates)
 
-    def plan(self, job: GenerateJob) -> list[SequenceParams]:
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         self.gates[Stage.TOKENISE].pass_through()
-        return super().plan(job)
+        return super().prepare(job)
 
     def compile(self, grammar: Grammar) -> Compiled:
         self.gates[Stage.COMPILE].pass_through()
@@ -100,7 +100,7 @@ class HeldEngines(ScriptedEngines):
     """Both of them."""
 
     embedder: HeldEmbedder = field(default_factory=HeldEmbedder)
-    writer: HeldWriter = field(default_factory=HeldWriter)
+    chat: HeldWriter = field(default_factory=HeldWriter)
 
     async def files(self, spec: ModelSpec) -> Path:
         if spec.id == FAR_AWAY:
@@ -110,5 +110,5 @@ class HeldEngines(ScriptedEngines):
     def open(self) -> None:
         """Let everything go on."""
         self.load_gate.open()
-        for gate in (*self.embedder.gates.values(), *self.writer.gates.values()):
+        for gate in (*self.embedder.gates.values(), *self.chat.gates.values()):
             gate.open()

@@ -74,13 +74,13 @@ async def test_a_client_that_sent_more_than_its_body_is_seen_to_leave(
     """Old clients send a line's end after a body; others the next request."""
     before = left()
     assert (await client.post("/v1/chat/completions", json=chat("loads it"))).status_code == 200
-    engines.writer.gates[Stage.DECODE].close()
+    engines.chat.gates[Stage.DECODE].close()
     async with connected(client) as (_, writer):
         writer.write(post("a" * 90, stream=stream) + after)
-        await reached(engines.writer.gates[Stage.DECODE])
+        await reached(engines.chat.gates[Stage.DECODE])
     await until(lambda: left() == before + 1)
     engines.open()
-    await until(lambda: engines.writer.rows == 0)
+    await until(lambda: engines.chat.rows == 0)
 
 
 @pytest.mark.parametrize("between", [b"", b"\r\n", b"\r\n\r\n"])
@@ -103,10 +103,10 @@ async def test_what_is_sent_ahead_in_pieces_is_put_together(
 ) -> None:
     """While the first is being answered."""
     assert (await client.post("/v1/chat/completions", json=chat("loads it"))).status_code == 200
-    engines.writer.gates[Stage.DECODE].close()
+    engines.chat.gates[Stage.DECODE].close()
     async with connected(client) as (reader, writer):
         writer.write(post("first") + b"\r")
-        await reached(engines.writer.gates[Stage.DECODE])
+        await reached(engines.chat.gates[Stage.DECODE])
         for piece in (b"\n", post("second")[:50], post("second")[50:]):
             writer.write(piece)
             await asyncio.sleep(0.02)
@@ -121,10 +121,10 @@ async def test_a_client_that_sends_far_more_than_it_waits_for_has_left(
     """What it sends would be kept, and nobody would know when it goes."""
     before = left()
     assert (await client.post("/v1/chat/completions", json=chat("loads it"))).status_code == 200
-    engines.writer.gates[Stage.DECODE].close()
+    engines.chat.gates[Stage.DECODE].close()
     async with connected(client) as (reader, writer):
         writer.write(post("a" * 90))
-        await reached(engines.writer.gates[Stage.DECODE])
+        await reached(engines.chat.gates[Stage.DECODE])
         writer.write(b"x" * 2 * MOST_AHEAD)
         await until(lambda: left() == before + 1)
         with contextlib.suppress(ConnectionError):
@@ -269,10 +269,10 @@ async def test_a_body_after_its_answer_ends_no_other_stream(
     async with served(models, engines, api_keys=["k"]) as client:
         async with connected(client) as pair:
             http2 = Http2Client(*pair)
-            engines.writer.gates[Stage.DECODE].close()
+            engines.chat.gates[Stage.DECODE].close()
             http2.ask(1, "k")
             http2.send(1, body)
-            await reached(engines.writer.gates[Stage.DECODE])
+            await reached(engines.chat.gates[Stage.DECODE])
             for stream in (3, 5, 7):
                 http2.ask(stream, "wrong")
                 await http2.listen(stream, until_end=False)
@@ -292,10 +292,10 @@ async def test_a_connect_over_http2_ends_no_other_stream(
     """It has no path, and is refused alone."""
     async with connected(client) as pair:
         http2 = Http2Client(*pair)
-        engines.writer.gates[Stage.DECODE].close()
+        engines.chat.gates[Stage.DECODE].close()
         http2.ask(1, "k")
         http2.send(1, orjson.dumps(chat("hello")))
-        await reached(engines.writer.gates[Stage.DECODE])
+        await reached(engines.chat.gates[Stage.DECODE])
         http2.state.send_headers(3, [(":method", "CONNECT"), (":authority", "localhost")])
         http2.flush()
         await http2.listen(3)

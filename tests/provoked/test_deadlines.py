@@ -37,7 +37,7 @@ async def test_a_chat_that_takes_too_long(
     client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage, stream: bool
 ) -> None:
     """504, streamed or not, while nothing has been sent; and the next one is answered."""
-    writer = engines.writer
+    writer = engines.chat
     if stage is not Stage.LOAD:
         await ask(client, chat("loads it"))
     gate = engines.load_gate if stage is Stage.LOAD else writer.gates[stage]
@@ -76,7 +76,7 @@ async def test_a_stream_that_takes_too_long_after_its_first_token(
     client: httpx2.AsyncClient, engines: HeldEngines
 ) -> None:
     """An error event, and no [DONE]."""
-    engines.writer.hold_at_step = 5
+    engines.chat.hold_at_step = 5
     body, later = chat("a" * 90, stream=True), {"x-gateway-timeout-s": "1"}
     async with client.stream("POST", "/v1/chat/completions", json=body, headers=later) as answer:
         assert answer.status_code == 200
@@ -84,4 +84,4 @@ async def test_a_stream_that_takes_too_long_after_its_first_token(
     engines.open()
     assert "data: [DONE]" not in told
     assert json.loads(told[-1].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
-    await until(lambda: engines.writer.rows == 0)
+    await until(lambda: engines.chat.rows == 0)

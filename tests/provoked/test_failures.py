@@ -56,7 +56,7 @@ async def test_an_input_that_breaks_its_pass_fails_alone(
 async def test_a_row_that_fails_does_so_alone(models: Any, engines: HeldEngines, text: str) -> None:
     """As it is written, or as it joins; its neighbours' answers are theirs."""
     async with served(models, engines) as client:
-        gate = engines.writer.gates[Stage.DECODE]
+        gate = engines.chat.gates[Stage.DECODE]
         gate.close()
         texts = ["neighbour", text, "another"]
         asked = [asyncio.create_task(ask(client, chat(each))) for each in texts]
@@ -86,8 +86,8 @@ async def test_a_whole_batch_that_fails_leaves_those_who_wait(
     client: httpx2.AsyncClient, engines: HeldEngines
 ) -> None:
     """They had no part in it."""
-    gate = engines.writer.gates[Stage.DECODE]
-    engines.writer.fail_at_step = 2
+    gate = engines.chat.gates[Stage.DECODE]
+    engines.chat.fail_at_step = 2
     gate.close()
     running = asyncio.create_task(ask(client, chat("running")))
     await asyncio.to_thread(gate.reached.wait, 5)

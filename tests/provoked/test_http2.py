@@ -135,10 +135,10 @@ async def beside_another(
         http2 = Http2Client(*pair)
         http2.state.config.validate_outbound_headers = False
         http2.state.config.normalize_outbound_headers = False
-        engines.writer.gates[Stage.DECODE].close()
+        engines.chat.gates[Stage.DECODE].close()
         http2.ask(1, "k")
         http2.send(1, orjson.dumps(chat("hello")))
-        await reached(engines.writer.gates[Stage.DECODE])
+        await reached(engines.chat.gates[Stage.DECODE])
         yield http2
         engines.open()
         await http2.listen(1)

@@ -60,7 +60,7 @@ async def test_a_chat_whose_client_leaves(
     client: httpx2.AsyncClient, engines: HeldEngines, stage: Stage, stream: bool
 ) -> None:
     """It takes part in one more step at most, and the next one is answered."""
-    writer, before = engines.writer, counted("writer", stage)
+    writer, before = engines.chat, counted("writer", stage)
     assert (await ask(client, chat("loads it"))).status_code == 200
     ahead: asyncio.Task[Any] | None = None
     if stage is Stage.QUEUE:
@@ -128,7 +128,7 @@ async def test_one_who_leaves_many_prompts_is_counted_once(
     client: httpx2.AsyncClient, engines: HeldEngines, stream: bool
 ) -> None:
     """However many of them were under way."""
-    writer = engines.writer
+    writer = engines.chat
     before = {stage: counted("writer", stage) for stage in Stage}
     writer.gates[Stage.DECODE].close()
     body = {"model": "writer", "prompt": ["a" * 9, "b" * 9, "c" * 9], "stream": stream}

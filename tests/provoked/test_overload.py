@@ -95,7 +95,7 @@ async def test_a_stream_that_finds_no_room_for_its_tokens_after_a_load_is_refuse
         asking = [asyncio.create_task(client.post(CHAT, json=body)) for body in bodies]
         assert await asyncio.to_thread(engines.load_gate.reached.wait, 5)
         await asyncio.sleep(0.2)
-        gate = engines.writer.gates[Stage.PREFILL]
+        gate = engines.chat.gates[Stage.PREFILL]
         gate.close()
         engines.load_gate.open()
         done, _ = await asyncio.wait(asking, timeout=5, return_when=asyncio.FIRST_COMPLETED)
@@ -140,7 +140,7 @@ async def test_tokens_that_wait_are_bounded_too(
     models: Catalog, engines: HeldEngines, stream: bool
 ) -> None:
     """One request may be larger than the bound, if nothing else waits; a refusal is a real 429."""
-    gate = engines.writer.gates[Stage.DECODE]
+    gate = engines.chat.gates[Stage.DECODE]
     async with served(models, engines, queue_max_tokens=50) as client:
         gate.close()
         large = asyncio.create_task(client.post(CHAT, json=chat("x" * 60)))

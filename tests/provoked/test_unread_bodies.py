@@ -105,10 +105,10 @@ async def test_a_refused_body_in_many_frames_holds_up_no_other_stream(
     async with served(models, engines, api_keys=["k"]) as client:
         async with connected(client) as pair:
             http2 = Http2Client(*pair)
-            engines.writer.gates[Stage.DECODE].close()
+            engines.chat.gates[Stage.DECODE].close()
             http2.ask(1, "k")
             http2.send(1, orjson.dumps(chat("a" * 90, stream=True)))
-            await reached(engines.writer.gates[Stage.DECODE])
+            await reached(engines.chat.gates[Stage.DECODE])
             for stream in range(3, 43, 2):
                 http2.ask(stream, "wrong", flush=False)
                 for _ in range(MANY):

@@ -12,8 +12,8 @@ from gateway.serving.tokenize import (
     CALL_CHARS,
     LONG_CHARS,
     SLICE_CHARS,
+    ThreadPools,
     Tokeniser,
-    TokenPool,
     prompt_kind,
 )
 from tests.fakes import generate_job
@@ -38,8 +38,8 @@ class Encoder:
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[TokenPool]:
-    with TokenPool() as pool:
+async def pool() -> AsyncIterator[ThreadPools]:
+    with ThreadPools() as pool:
         yield pool
 
 
@@ -47,7 +47,7 @@ def texts(chars: int, count: int) -> list[str]:
     return ["x" * chars] * count
 
 
-async def test_each_text_has_its_row(pool: TokenPool) -> None:
+async def test_each_text_has_its_row(pool: ThreadPools) -> None:
     """In order, however the request was cut."""
     asked = ["x" * (n * 997 % 60_000) for n in range(100)]
     encoder = Encoder()
@@ -56,7 +56,7 @@ async def test_each_text_has_its_row(pool: TokenPool) -> None:
     assert max(map(sum, encoder.calls)) <= SLICE_CHARS
 
 
-async def test_a_short_request_passes_a_long_one(pool: TokenPool) -> None:
+async def test_a_short_request_passes_a_long_one(pool: ThreadPools) -> None:
     """Whatever is being encoded."""
     encoder = Encoder()
     tokeniser = Tokeniser(encoder, pool)
@@ -69,7 +69,7 @@ async def test_a_short_request_passes_a_long_one(pool: TokenPool) -> None:
     assert await long == [[LONG_CHARS]] * 100
 
 
-async def test_long_requests_take_turns(pool: TokenPool) -> None:
+async def test_long_requests_take_turns(pool: ThreadPools) -> None:
     """The one that came later and is smaller is answered first."""
     encoder = Encoder()
     tokeniser = Tokeniser(encoder, pool)
@@ -84,7 +84,7 @@ async def test_long_requests_take_turns(pool: TokenPool) -> None:
     assert max(map(sum, encoder.calls)) <= CALL_CHARS
 
 
-async def test_requests_that_wait_share_a_call(pool: TokenPool) -> None:
+async def test_requests_that_wait_share_a_call(pool: ThreadPools) -> None:
     """Short ones, as many as come while the threads are busy."""
     encoder = Encoder()
     tokeniser = Tokeniser(encoder, pool)
@@ -96,7 +96,7 @@ async def test_requests_that_wait_share_a_call(pool: TokenPool) -> None:
     assert len(encoder.calls) <= 4
 
 
-async def test_what_nobody_waits_for_is_not_encoded(pool: TokenPool) -> None:
+async def test_what_nobody_waits_for_is_not_encoded(pool: ThreadPools) -> None:
     """The slice under way ends; no other begins."""
     encoder = Encoder()
     tokeniser = Tokeniser(encoder, pool)
@@ -111,7 +111,7 @@ async def test_what_nobody_waits_for_is_not_encoded(pool: TokenPool) -> None:
     assert len(encoder.calls) == 3
 
 
-async def test_what_cannot_be_encoded_fails_only_its_own_request(pool: TokenPool) -> None:
+async def test_what_cannot_be_encoded_fails_only_its_own_request(pool: ThreadPools) -> None:
     """Of those that share a call."""
     encoder = Encoder()
     tokeniser = Tokeniser(encoder, pool)
@@ -128,7 +128,7 @@ async def test_what_cannot_be_encoded_fails_only_its_own_request(pool: TokenPool
     await asyncio.gather(*busy)
 
 
-async def test_long_prompts_and_grammars_keep_no_short_prompt(pool: TokenPool) -> None:
+async def test_long_prompts_and_grammars_keep_no_short_prompt(pool: ThreadPools) -> None:
     """Each kind of work has threads of its own."""
     gate = threading.Event()
     others: list[asyncio.Future[Any]] = [

@@ -143,7 +143,7 @@ class GenerationEngine:
         queued = len(self._queued)
         return len(self._prefill) + queued + (0 if running is None else len(running.rows))
 
-    def plan(self, job: GenerateJob) -> list[SequenceParams]:
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         """Render, encode and measure a job: one sequence per choice. Safe on any thread."""
         return prepare_sequences(
             job,

@@ -24,7 +24,7 @@ from gateway.serving.embedding.policy import (
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.pace import Pace
 from gateway.serving.ports import EmbeddingEngine
-from gateway.serving.tokenize import Tokeniser, TokenPool
+from gateway.serving.tokenize import ThreadPools, Tokeniser
 from gateway.serving.workers import run_forever
 
 
@@ -129,7 +129,7 @@ class EmbeddingBatcher:
         name: str,
         engine: EmbeddingEngine,
         lane: Lane,
-        pool: TokenPool,
+        pool: ThreadPools,
         limits: EmbeddingLimits,
         arrivals: Arrivals | None = None,
     ) -> None:

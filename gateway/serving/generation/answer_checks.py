@@ -9,7 +9,7 @@ from gateway.errors import DeadlineExceeded
 from gateway.jobs import Delta, GenerateJob
 from gateway.serving.admission import until_deadline
 from gateway.serving.ports import GenerationEngine
-from gateway.serving.tokenize import TokenPool
+from gateway.serving.tokenize import ThreadPools
 
 log = logs.get("generation")
 
@@ -34,7 +34,7 @@ class AnswerChecker:
         self,
         name: str,
         engine: GenerationEngine,
-        pool: TokenPool,
+        pool: ThreadPools,
         job: GenerateJob,
         unenforced: Sequence[str],
     ) -> None:

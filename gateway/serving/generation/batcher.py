@@ -45,7 +45,7 @@ from gateway.serving.generation.sequence import SchedulerOutput, Sequence, batch
 from gateway.serving.generation.steps import Steps
 from gateway.serving.lane import Lane, Turn
 from gateway.serving.ports import GenerationEngine
-from gateway.serving.tokenize import TokenPool, prompt_kind
+from gateway.serving.tokenize import ThreadPools, prompt_kind
 from gateway.serving.workers import run_forever
 
 log = logs.get("generation")
@@ -82,7 +82,7 @@ class GenerationBatcher:
         name: str,
         engine: GenerationEngine,
         lane: Lane,
-        pool: TokenPool,
+        pool: ThreadPools,
         limits: GenerationLimits,
         grammars: GrammarCache[Compiled],
         memory: RowMemory | None = None,
@@ -278,7 +278,7 @@ class GenerationBatcher:
     async def _plan(self, job: GenerateJob) -> abc.Sequence[SequenceParams]:
         started = clock.now()
         async with until_deadline(job.caller):
-            rows = await self._pool.run(self._engine.plan, job, kind=prompt_kind(job))
+            rows = await self._pool.run(self._engine.prepare, job, kind=prompt_kind(job))
         job.caller.timings.add(Stage.TOKENISE, clock.now() - started)
         return rows
 

@@ -21,7 +21,7 @@ ERRORS_LAST_S = 60.0
 
 
 class RunInThread(Protocol):
-    """Calls a function on a worker thread, as a `TokenPool`'s `compile` does."""
+    """Calls a function on a worker thread, as a `ThreadPools`'s `compile` does."""
 
     def __call__(self, function: Callable[[Grammar], T], grammar: Grammar, /) -> Awaitable[T]:
         """Return an awaitable of the function's result."""

@@ -86,4 +86,4 @@ def test_tools_without_a_known_form_are_told_of(tmp_path: Path) -> None:
         (Calling(functions=[BOOK], forced=True), False),
     ]:
         job = GenerateJob(caller=caller(), messages=turns(), sampling=Sampling(), calling=calling)
-        assert engine.plan(job)[0].calls_are_text is calls_are_text
+        assert engine.prepare(job)[0].calls_are_text is calls_are_text

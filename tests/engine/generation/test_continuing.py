@@ -121,7 +121,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> GenerationEngine:
 
 def test_the_answer_leaves_the_beginning_out_and_is_no_reasoning(engine: GenerationEngine) -> None:
     """Though the template opens a block of thinking for answers of its own."""
-    (planned,) = engine.plan(job("Once upon a time"))
+    (planned,) = engine.prepare(job("Once upon a time"))
     assert (planned.is_thinking, planned.may_think, planned.is_continued) == (False, False, True)
     engine.join(planned)
     deltas = []
@@ -137,4 +137,4 @@ def test_a_continued_answer_is_held_to_no_form(engine: GenerationEngine) -> None
     strict = Calling(functions=[Function("f", {"type": "object"}, strict=True)])
     for more in ({"grammar": Grammar("choice", json.dumps(["a"]))}, {"calling": strict}):
         with pytest.raises(BadRequest, match="continued"):
-            engine.plan(job("Once", **more))
+            engine.prepare(job("Once", **more))

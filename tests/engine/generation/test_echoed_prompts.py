@@ -49,7 +49,7 @@ def told(
     engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512
 ) -> list[list[SequenceDelta]]:
     """Run jobs of one row each, and collect what each was told."""
-    rows = [engine.join(engine.plan(each)[0]) for each in jobs]
+    rows = [engine.join(engine.prepare(each)[0]) for each in jobs]
     deltas: dict[int, list[SequenceDelta]] = {row: [] for row in rows}
     while engine.is_prefilling or engine.is_decoding:
         some = engine.prefill(budget) if engine.is_prefilling else []
@@ -71,7 +71,7 @@ def exact(engine: GenerationEngine, ids: Sequence[int]) -> Any:
 
 
 def check(engine: GenerationEngine, job: GenerateJob, prompt: EchoedPrompt) -> None:
-    ids = engine.plan(job)[0].prompt
+    ids = engine.prepare(job)[0].prompt
     expected = exact(engine, ids)
     assert len(prompt.texts) == len(ids)
     assert len(prompt.logprobs) == len(ids) - 1
@@ -135,13 +135,13 @@ def test_a_choice_that_says_one_token_has_its_logprobs_too(engine: GenerationEng
     (delta,) = told(engine, [job])[0]
     check(engine, job, echoed([delta]))
     (scores,) = delta.logprobs
-    ids = engine.plan(job)[0].prompt
+    ids = engine.prepare(job)[0].prompt
     assert scores.chosen.logprob == pytest.approx(exact(engine, ids)[-1].max(), abs=2e-4)
 
 
 def test_without_logprobs_token_ids_come_back_as_text(engine: GenerationEngine) -> None:
     """The texts are those of the tokens."""
-    ids = engine.plan(echo("Hello there, 日本!"))[0].prompt
+    ids = engine.prepare(echo("Hello there, 日本!"))[0].prompt
     prompt = echoed(told(engine, [echo(ids, logprobs=None)])[0])
     assert "".join(prompt.texts) == "Hello there, 日本!"
     assert list(prompt.logprobs) == []
@@ -152,9 +152,9 @@ def test_a_prompt_that_leaves_no_room_can_be_scored_but_not_continued(plain: Pat
     engine = open_engine(plain, max_context=64)
     assert len(echoed(told(engine, [echo([7] * 64)])[0]).logprobs) == 63
     with pytest.raises(ContextLengthExceeded):
-        engine.plan(echo([7] * 64, max_tokens=1))
+        engine.prepare(echo([7] * 64, max_tokens=1))
     with pytest.raises(ContextLengthExceeded):
-        engine.plan(echo([7] * 65))
+        engine.prepare(echo([7] * 65))
     engine.close()
 
 
@@ -205,7 +205,7 @@ def test_the_logits_of_a_whole_prompt_are_never_there_at_once(tmp_path: Path) ->
 def test_a_row_that_leaves_half_scored_breaks_nothing(plain: Path) -> None:
     """The next one is scored as if it had been alone."""
     engine = open_engine(plain)
-    leaving = engine.join(engine.plan(echo("a b c " * 100))[0])
+    leaving = engine.join(engine.prepare(echo("a b c " * 100))[0])
     engine.prefill(64)
     engine.leave(leaving)
     assert not engine.is_prefilling

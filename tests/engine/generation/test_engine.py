@@ -97,7 +97,7 @@ class Run:
 
     def join(self, job: GenerateJob) -> list[int]:
         rows = []
-        for row in self.engine.plan(job):
+        for row in self.engine.prepare(job):
             rows.append(self.engine.join(row))
             self.answers[rows[-1]] = Answer(ids=newest(self.engine).tokens)
         return rows
@@ -211,7 +211,7 @@ def test_a_row_can_leave_wherever_it_is(engine: GenerationEngine) -> None:
 
 def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> None:
     """So that nobody waits for a long one to be read whole."""
-    (row,) = engine.plan(job(TEXTS[4]))
+    (row,) = engine.prepare(job(TEXTS[4]))
     engine.join(row)
     chunks = []
     while engine.is_prefilling:
@@ -223,7 +223,7 @@ def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> N
 
 def test_the_end_of_a_prompt_is_read_with_its_last_chunk(engine: GenerationEngine) -> None:
     """Where it is at most a quarter of one: a pass of a few tokens costs as much as a whole one."""
-    (row,) = engine.plan(job(TEXTS[4]))
+    (row,) = engine.prepare(job(TEXTS[4]))
     length = len(row.prompt) - 1
     for beyond, passes in ((1, 1), (length // 5, 1), (length // 4, 2)):
         engine.join(row)
@@ -390,12 +390,12 @@ def test_penalties_look_at_generated_tokens_only(engine: GenerationEngine) -> No
 def test_max_tokens_is_clamped_to_the_context_and_a_longer_prompt_refused(folder: Path) -> None:
     """Graphiti asks for 16384 tokens of every model."""
     engine = open_engine(folder, max_context=64)
-    (row,) = engine.plan(job("hi", max_tokens=16384))
+    (row,) = engine.prepare(job("hi", max_tokens=16384))
     assert row.max_tokens == 64 - len(row.prompt)
-    (unbounded,) = engine.plan(job("hi", max_tokens=None))
+    (unbounded,) = engine.prepare(job("hi", max_tokens=None))
     assert unbounded.max_tokens == row.max_tokens
     with pytest.raises(ContextLengthExceeded, match="64 tokens"):
-        engine.plan(job("long " * 64))
+        engine.prepare(job("long " * 64))
     (answer,) = answers(engine, [job("hi", max_tokens=16384)])
     assert answer.tokens <= row.max_tokens
 
@@ -406,7 +406,7 @@ def test_what_the_template_refuses_is_a_bad_request(engine: GenerationEngine) ->
         caller=caller(), messages=[{"role": "oracle", "content": "x"}], sampling=GREEDY
     )
     with pytest.raises(BadRequest, match="oracle"):
-        engine.plan(bad)
+        engine.prepare(bad)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_a_request_cannot_set_what_is_not_the_templates(
 ) -> None:
     """A template of the caller's own would run as a program, and might never end."""
     with pytest.raises(BadRequest, match=name) as caught:
-        engine.plan(job("x", template_args={name: "{{ 'a' * 10**10 }}"}))
+        engine.prepare(job("x", template_args={name: "{{ 'a' * 10**10 }}"}))
     assert caught.value.part == "template_args"
 
 
@@ -426,7 +426,7 @@ def test_whatever_a_template_raises_is_a_bad_request(folder: Path) -> None:
     """It is a program, and raises whatever it likes."""
     engine = open_engine(folder, chat_template="{{ 1 // zero }}")
     with pytest.raises(BadRequest, match="division"):
-        engine.plan(job("x", template_args={"zero": 0}))
+        engine.prepare(job("x", template_args={"zero": 0}))
 
 
 def exchange(engine: GenerationEngine, model: Any) -> None:
@@ -564,7 +564,7 @@ class TestLoading:
         """And its arguments reach it."""
         template = "{{ greeting }} {{ messages[0].content }}"
         engine = open_engine(folder, chat_template=template, template_args={"greeting": "Yo"})
-        (row,) = engine.plan(job("you"))
+        (row,) = engine.prepare(job("you"))
         assert engine._chat.backend.decode(list(row.prompt)) == "Yo you"
 
     @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_the_answer_of_a_grammar_follows_the_thinking_in_an_engine(
     script = chat.backend.encode(f"{ANALYSIS}{end}{ANSWER}", add_special_tokens=False).ids
     (stop,) = chat._ids(["<|return|>"])
     engine._model = Urged(engine._model, script, stop)
-    (planned,) = engine.plan(
+    (planned,) = engine.prepare(
         GenerateJob(
             caller=caller(),
             messages=[{"role": "user", "content": "Say <|channel|>final<|message|>, yes or no."}],

@@ -210,8 +210,8 @@ def test_a_row_says_whether_its_caller_has_bounded_it(folder: Path) -> None:
         "messages": [{"role": "user", "content": "Hello"}],
         "sampling": Sampling(temperature=0),
     }
-    (bounded,) = engine.plan(GenerateJob(**asked, max_tokens=10))
-    (unbounded,) = engine.plan(GenerateJob(**asked))
+    (bounded,) = engine.prepare(GenerateJob(**asked, max_tokens=10))
+    (unbounded,) = engine.prepare(GenerateJob(**asked))
     assert (bounded.is_open, bounded.max_tokens) == (False, 10)
     assert unbounded.is_open
     assert unbounded.max_tokens == engine.max_context - len(unbounded.prompt)

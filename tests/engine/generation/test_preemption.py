@@ -95,7 +95,7 @@ class Batch:
 
     def join(self, text: str, given: dict[str, Any]) -> int:
         job = GenerateJob(caller=caller(), messages=[{"role": "user", "content": text}], **given)
-        (row,) = self.engine.plan(job)
+        (row,) = self.engine.prepare(job)
         if row.grammar is not None:
             row = replace(row, compiled=compiled(self.engine, row.grammar))
         number = self.engine.join(row)

@@ -194,7 +194,7 @@ def test_an_answer_held_to_a_grammar_is_the_same(
     for engine in (cold, warm, warm):
         run = Run(engine)
         asked = bare(BASE, Sampling(temperature=1.5, seed=3), grammar=grammar, max_tokens=60)
-        (row,) = engine.plan(asked)
+        (row,) = engine.prepare(asked)
         number = engine.join(replace(row, compiled=engine.compile(grammar)))
         run.answers[number] = answer = Answer()
         run.join(bare(BASE[:300]))

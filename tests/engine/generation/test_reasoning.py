@@ -188,7 +188,7 @@ def job(text: str, grammar: Grammar | None = None, **given: Any) -> GenerateJob:
 
 def asked(engine: GenerationEngine, job: GenerateJob) -> dict[str, Any]:
     """Run one job to its end."""
-    (planned,) = engine.plan(job)
+    (planned,) = engine.prepare(job)
     if planned.grammar is not None:
         planned = replace(planned, compiled=engine.compile(planned.grammar))
     engine.join(planned)
@@ -215,10 +215,10 @@ OFF = {"enable_thinking": False}
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_prompt_says_nothing_about_thinking(engine: GenerationEngine, text: str) -> None:
     """Only what the template adds for the answer does: a document may hold the marks."""
-    (plain,), (hostile,) = engine.plan(job("Hello")), engine.plan(job(text))
+    (plain,), (hostile,) = engine.prepare(job("Hello")), engine.prepare(job(text))
     assert hostile.is_thinking == plain.is_thinking
     assert hostile.may_think == plain.may_think
-    (off,) = engine.plan(job(text, template_args=OFF))
+    (off,) = engine.prepare(job(text, template_args=OFF))
     assert (off.is_thinking, off.may_think) == (False, False)
 
 

@@ -35,7 +35,7 @@ def said(engine: GenerationEngine, text: str = "Hello!", **asked: Any) -> Answer
 
 def held(engine: GenerationEngine, grammar: Grammar, sampling: Sampling, **more: Any) -> Answer:
     run = Run(engine)
-    (row,) = engine.plan(job("Hello!", sampling, grammar=grammar, **more))
+    (row,) = engine.prepare(job("Hello!", sampling, grammar=grammar, **more))
     assert row.grammar is not None
     sequence_id = engine.join(replace(row, compiled=engine.compile(row.grammar)))
     run.answers[sequence_id] = Answer(ids=newest(engine).tokens)
@@ -71,10 +71,10 @@ def test_text_before_the_least_tokens_is_not_searched_for_stop_strings(
 def test_more_tokens_at_least_than_at_most_is_refused(engine: GenerationEngine) -> None:
     """The message has the bound."""
     with pytest.raises(BadRequest, match="24 tokens at most") as refused:
-        engine.plan(job("x", Sampling(min_tokens=25)))
+        engine.prepare(job("x", Sampling(min_tokens=25)))
     assert refused.value.part == "min_tokens"
     with pytest.raises(BadRequest, match="min_tokens"):
-        engine.plan(job("x", Sampling(min_tokens=10**9), max_tokens=None))
+        engine.prepare(job("x", Sampling(min_tokens=10**9), max_tokens=None))
 
 
 def test_the_models_end_can_be_ignored(engine: GenerationEngine) -> None:
@@ -200,7 +200,7 @@ def test_its_say_counts_where_nobody_else_has_spoken(tmp_path: Path) -> None:
     engine = open_engine(folder)
 
     def planned(sampling: Sampling) -> Sampling:
-        return engine.plan(job("x", sampling))[0].sampling
+        return engine.prepare(job("x", sampling))[0].sampling
 
     every = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
     assert planned(Sampling(unset=every)) == Sampling(temperature=0.6, top_k=20, top_p=0.95)

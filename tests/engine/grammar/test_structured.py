@@ -63,7 +63,7 @@ def hot(text: str, seed: int, **more: Any) -> GenerateJob:
 
 def join(run: Run, asked: GenerateJob) -> int:
     """Plan, compile and join, as the batcher does."""
-    (row,) = run.engine.plan(asked)
+    (row,) = run.engine.prepare(asked)
     if row.grammar is not None:
         row = replace(row, compiled=run.engine.compile(row.grammar))
     number = run.engine.join(row)
@@ -179,7 +179,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(engine: GenerationEngine) ->
         engine.compile(unheld)
     broken = Function("f", {"type": "nonsense"})
     with pytest.raises(BadRequest, match="'f'") as caught:
-        engine.plan(job("x", calling=Calling(functions=[broken], forced=True)))
+        engine.prepare(job("x", calling=Calling(functions=[broken], forced=True)))
     assert caught.value.part == "tools"
 
 
@@ -283,7 +283,7 @@ def test_logprobs_are_those_of_the_tokens_that_were_said(engine: GenerationEngin
 
 def test_logprobs_are_the_models_own_before_any_temperature(engine: GenerationEngine) -> None:
     """Equal to the log-softmax of a plain forward pass."""
-    (row,) = engine.plan(job(FREE[0]))
+    (row,) = engine.prepare(job(FREE[0]))
     logits = engine._model(mx.array([list(row.prompt)]))[0, -1]
     logprobs: Any = (logits - mx.logsumexp(logits)).tolist()
     hot_one = Sampling(temperature=1.7, seed=1)

@@ -98,7 +98,7 @@ def written(engine: GenerationEngine, grammar: Grammar | None) -> str:
         max_tokens=40,
         grammar=grammar,
     )
-    (row,) = engine.plan(job)
+    (row,) = engine.prepare(job)
     engine.join(replace(row, compiled=engine.compile(grammar) if grammar else None))
     text = ""
     while engine.is_prefilling or engine.is_decoding:

@@ -25,7 +25,7 @@ from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.policy import EmbeddingLimits
 from gateway.serving.lane import Lane
 from gateway.serving.pace import START_TOKENS
-from gateway.serving.tokenize import TokenPool
+from gateway.serving.tokenize import ThreadPools
 from tests.fakes import ScriptedEmbedder, caller, embed_job
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +38,7 @@ LIMITS = EmbeddingLimits(max_batch_size=32, max_batch_tokens=1000, batch_window_
 async def batching(
     engine: ScriptedEmbedder, arrivals: Arrivals | None = None, **limits: Any
 ) -> AsyncIterator[EmbeddingBatcher]:
-    with TokenPool() as pool:
+    with ThreadPools() as pool:
         async with Lane() as lane:
             batcher = EmbeddingBatcher(
                 "m", engine, lane, pool, replace(LIMITS, **limits), arrivals or Arrivals()
@@ -171,7 +171,7 @@ async def test_where_the_time_went_is_written_down() -> None:
 async def test_a_wait_for_the_lane_is_counted_once_however_many_passes_follow() -> None:
     """A turn may have several, while others wait for the lane."""
     engine = ScriptedEmbedder()
-    with TokenPool() as pool:
+    with ThreadPools() as pool:
         async with Lane(weights={"embedding": 1000.0}) as lane:
             limits = replace(LIMITS, max_batch_size=1)
             async with EmbeddingBatcher("m", engine, lane, pool, limits).running() as batcher:
@@ -394,7 +394,7 @@ async def test_a_batch_that_would_take_long_is_cut_and_others_have_the_lane_betw
     engine, order = Paced(), list[str]()
     limits = replace(LIMITS, max_batch_size=64, max_batch_tokens=16_384, pass_limit_s=0.05)
     texts = [chr(ord("a") + n % 26) * (40 + n) for n in range(60)]
-    with TokenPool() as pool:
+    with ThreadPools() as pool:
         async with Lane() as lane:
             async with EmbeddingBatcher("m", engine, lane, pool, limits).running() as batcher:
 

@@ -26,15 +26,15 @@ from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.generation.scheduler import QUANTUM
 from gateway.serving.generation.steps import STEPS_PER_TURN
 from gateway.serving.lane import Lane
-from gateway.serving.tokenize import TokenPool
-from tests.fakes import ScriptedWriter, generate_job
+from gateway.serving.tokenize import ThreadPools
+from tests.fakes import ScriptedChat, generate_job
 
 pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
 async def batching(
-    engine: ScriptedWriter,
+    engine: ScriptedChat,
     *,
     rows: int = 32,
     tokens: int = NO_BOUND,
@@ -50,7 +50,7 @@ async def batching(
         queue_limit=choices,
         pass_limit_s=pass_limit_s,
     )
-    with TokenPool() as pool:
+    with ThreadPools() as pool:
         grammars = GrammarCache("m", engine.compile, pool.run)
         async with Lane() as lane:
             batcher = GenerationBatcher("m", engine, lane, pool, limits, grammars)
@@ -77,7 +77,7 @@ async def until(condition: object, seconds: float = 5) -> None:
 
 async def test_an_answer_arrives_delta_by_delta_with_its_reason() -> None:
     """The last delta, and only that one, says why it is the last."""
-    async with batching(ScriptedWriter()) as batcher:
+    async with batching(ScriptedChat()) as batcher:
         told = await deltas(batcher, generate_job("hello"))
     assert [delta.text for delta in told] == [*"hello", ""]
     assert [delta.finish_reason for delta in told] == [None] * 5 + ["stop"]
@@ -85,7 +85,7 @@ async def test_an_answer_arrives_delta_by_delta_with_its_reason() -> None:
 
 async def test_rows_that_come_at_once_decode_together() -> None:
     """Ten answers of ten steps take about ten steps, not a hundred."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine) as batcher:
         answers = await asyncio.gather(*(text(batcher, generate_job("x" * 10)) for _ in range(10)))
     assert answers == ["x" * 10] * 10
@@ -94,7 +94,7 @@ async def test_rows_that_come_at_once_decode_together() -> None:
 
 async def test_a_late_row_joins_the_running_batch() -> None:
     """Nobody waits for another's answer to end."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine) as batcher:
         engine.gate.close()
         first = asyncio.create_task(text(batcher, generate_job("a" * 50)))
@@ -110,7 +110,7 @@ async def test_a_late_row_joins_the_running_batch() -> None:
 PASS_S = 0.03  # far more than a busy machine is late by: the lane's turns are measured
 
 
-class OneByOne(ScriptedWriter):
+class OneByOne(ScriptedChat):
     """Reads one prompt a pass, which takes as long as a step."""
 
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
@@ -184,7 +184,7 @@ async def test_a_prompt_that_is_only_scored_is_not_waited_for() -> None:
 
 async def test_no_more_rows_run_than_the_limit() -> None:
     """The others wait their turn, and are served."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine, rows=3) as batcher:
         answers = await asyncio.gather(*(text(batcher, generate_job("abc")) for _ in range(8)))
     assert answers == ["abc"] * 8
@@ -193,7 +193,7 @@ async def test_no_more_rows_run_than_the_limit() -> None:
 
 async def test_choices_of_one_job_are_told_apart() -> None:
     """Each has its index and its own end."""
-    async with batching(ScriptedWriter()) as batcher:
+    async with batching(ScriptedChat()) as batcher:
         told = await deltas(batcher, generate_job("ab", n=3))
     for index in range(3):
         mine = [delta for delta in told if delta.index == index]
@@ -203,7 +203,7 @@ async def test_choices_of_one_job_are_told_apart() -> None:
 
 async def test_an_answer_cut_by_its_limit_says_length() -> None:
     """Never stop."""
-    async with batching(ScriptedWriter()) as batcher:
+    async with batching(ScriptedChat()) as batcher:
         told = await deltas(batcher, generate_job("abcdef", max_tokens=3))
     assert "".join(delta.text for delta in told) == "abc"
     assert told[-1].finish_reason == "length"
@@ -211,7 +211,7 @@ async def test_an_answer_cut_by_its_limit_says_length() -> None:
 
 async def test_a_caller_who_leaves_takes_its_row_along() -> None:
     """The row is gone within a step; the neighbour goes on."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine) as batcher:
         engine.gate.close()
         leaving = asyncio.create_task(text(batcher, generate_job("a" * 90)))
@@ -228,7 +228,7 @@ async def test_a_caller_who_leaves_takes_its_row_along() -> None:
 
 async def test_a_caller_who_leaves_while_waiting_never_joins() -> None:
     """Its place in the queue is given up."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine, rows=1) as batcher:
         engine.gate.close()
         running = asyncio.create_task(text(batcher, generate_job("a" * 5)))
@@ -244,7 +244,7 @@ async def test_a_caller_who_leaves_while_waiting_never_joins() -> None:
 
 async def test_refusals_come_before_any_delta() -> None:
     """What the template or the context refuses is known on entering."""
-    async with batching(ScriptedWriter(max_context=10)) as batcher:
+    async with batching(ScriptedChat(max_context=10)) as batcher:
         with pytest.raises(BadRequest, match="template"):
             await deltas(batcher, generate_job("refuse me"))
         with pytest.raises(ContextLengthExceeded):
@@ -253,7 +253,7 @@ async def test_refusals_come_before_any_delta() -> None:
 
 async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
     """The bound counts the tokens of prompts, those of running rows too."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine, tokens=4) as batcher:
         engine.gate.close()
         held = [asyncio.create_task(text(batcher, generate_job("ab"))) for _ in range(2)]
@@ -267,7 +267,7 @@ async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
 
 async def test_a_deadline_ends_an_answer_under_way() -> None:
     """And its row leaves the batch."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine) as batcher:
         engine.gate.close()
         with pytest.raises(DeadlineExceeded):
@@ -276,7 +276,7 @@ async def test_a_deadline_ends_an_answer_under_way() -> None:
         await until(lambda: engine.left)
 
 
-class Clumsy(ScriptedWriter):
+class Clumsy(ScriptedChat):
     """Its first row cannot leave so many times."""
 
     cannot: int = 1
@@ -308,7 +308,7 @@ async def test_a_row_that_cannot_leave_is_nobody_else_s_trouble(times: int) -> N
 
 async def test_a_request_that_is_given_up_knows_where_it_stood() -> None:
     """One that is answered, or whose rows have failed, stands nowhere."""
-    engine = ScriptedWriter(fail_at_step=4)
+    engine = ScriptedChat(fail_at_step=4)
     async with batching(engine) as batcher:
         failing = generate_job("abcdef", n=2)
         with pytest.raises(EngineFailed):
@@ -330,7 +330,7 @@ async def test_a_request_that_is_given_up_knows_where_it_stood() -> None:
 async def test_a_batch_tells_the_rows_and_tokens_it_had() -> None:
     """Not those that wait or are still being read."""
     with structlog.testing.capture_logs() as lines:
-        async with batching(ScriptedWriter()) as batcher:
+        async with batching(ScriptedChat()) as batcher:
             await asyncio.gather(*(text(batcher, generate_job("x" * n)) for n in (2, 5)))
     batches = [line for line in lines if line["event"] == "batch"]
     told = [(each["kind"], each["rows"], each["padded_tokens"]) for each in batches]
@@ -341,7 +341,7 @@ async def test_a_batch_tells_the_rows_and_tokens_it_had() -> None:
 
 async def test_an_engine_that_raises_fails_its_rows_and_serves_the_next() -> None:
     """A dead batch must not become a dead server."""
-    engine = ScriptedWriter(fail_at_step=2)
+    engine = ScriptedChat(fail_at_step=2)
     async with batching(engine) as batcher:
         with pytest.raises(EngineFailed, match="the step failed"):
             await deltas(batcher, generate_job("abc"))
@@ -350,7 +350,7 @@ async def test_an_engine_that_raises_fails_its_rows_and_serves_the_next() -> Non
 
 async def test_rows_that_run_when_the_model_goes_are_told() -> None:
     """No stream is left hanging."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine, rows=1) as batcher:
         engine.gate.close()
         asked = [asyncio.create_task(text(batcher, generate_job("a" * 9))) for _ in range(2)]
@@ -368,7 +368,7 @@ async def test_bound_rows_run_within_their_limit_while_free_rows_go_on(
     bound: int, most: int
 ) -> None:
     """One at a time unless set otherwise; nobody free waits for them."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine, bound=bound) as batcher:
         engine.gate.close()
         held = [
@@ -387,7 +387,7 @@ async def test_bound_rows_run_within_their_limit_while_free_rows_go_on(
 
 async def test_a_grammar_that_cannot_be_compiled_is_refused_before_any_delta() -> None:
     """And no row ever joins."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     job = replace(generate_job("hi"), grammar=Grammar("regex", "bad"))
     async with batching(engine) as batcher:
         with pytest.raises(BadRequest, match="bad"):
@@ -397,7 +397,7 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_before_any_delta() -
 
 async def test_a_priority_row_joins_before_those_that_came_first() -> None:
     """And a flex one after those that came later, while there is no room for all."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     order: list[str] = []
 
     async def ask(name: str, tier: Tier) -> None:
@@ -420,7 +420,7 @@ async def test_a_priority_row_joins_before_those_that_came_first() -> None:
 async def test_where_the_time_went_is_written_down() -> None:
     """By stage; the first token's moment and the tokens too."""
     job = generate_job("hello")
-    async with batching(ScriptedWriter()) as batcher:
+    async with batching(ScriptedChat()) as batcher:
         await deltas(batcher, job)
     timings = job.caller.timings
     stages = (Stage.TOKENISE, Stage.QUEUE, Stage.LANE, Stage.PREFILL, Stage.DECODE)
@@ -433,9 +433,9 @@ async def test_where_the_time_went_is_written_down() -> None:
 
 async def test_embeddings_get_their_turn_between_steps() -> None:
     """An answer under way gives the lane up when another's turn is due, and loses nothing."""
-    engine = ScriptedWriter(max_context=200)
+    engine = ScriptedChat(max_context=200)
     steps_before: list[int] = []
-    with TokenPool() as pool:
+    with ThreadPools() as pool:
         grammars = GrammarCache("m", engine.compile, pool.run)
         async with Lane() as lane:
             limits = GenerationLimits(max_batch_size=4, prefill_chunk_tokens=512)
@@ -457,7 +457,7 @@ async def test_embeddings_get_their_turn_between_steps() -> None:
     assert steps_before[0] < 20
 
 
-class Stumbling(ScriptedWriter):
+class Stumbling(ScriptedChat):
     """One that breaks its batcher, once, where no error of an engine is expected."""
 
     stumbles = 1
@@ -480,7 +480,7 @@ async def test_a_worker_that_breaks_tells_those_inside_and_works_on() -> None:
 
 async def test_a_request_of_many_choices_keeps_nobody_waiting() -> None:
     """Another's row joins with the next place, not behind thousands."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine, rows=4) as batcher:
         big = asyncio.create_task(deltas(batcher, generate_job("x" * 20, n=1000)))
         await until(lambda: len(engine.joined) >= 8)
@@ -494,7 +494,7 @@ async def test_a_request_of_many_choices_keeps_nobody_waiting() -> None:
 
 async def test_choices_are_counted_against_the_queue() -> None:
     """One request alone may have any number; beside it only as many as there is room for."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine, rows=4, choices=8) as batcher:
         engine.gate.close()
         alone = asyncio.create_task(deltas(batcher, generate_job("ab", n=20)))
@@ -508,7 +508,7 @@ async def test_choices_are_counted_against_the_queue() -> None:
 
 async def test_the_prompts_of_one_request_leave_others_half_of_the_queue() -> None:
     """Its first is let in as any request; more of them only while half is free."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine, rows=4, choices=8) as batcher:
         engine.gate.close()
         first = generate_job("ab", n=3)
@@ -527,7 +527,7 @@ async def test_the_prompts_of_one_request_leave_others_half_of_the_queue() -> No
 @pytest.mark.parametrize("others", [1, 4])
 async def test_a_short_bound_answer_waits_a_quantum_of_each_long_one(others: int) -> None:
     """Not for their ends: they take turns though only one runs at a time."""
-    engine = ScriptedWriter(max_context=10_000)
+    engine = ScriptedChat(max_context=10_000)
     async with batching(engine, bound=1) as batcher:
         long = [
             asyncio.create_task(text(batcher, replace(generate_job("g" * 4000), grammar=ANY)))
@@ -546,7 +546,7 @@ async def test_a_short_bound_answer_waits_a_quantum_of_each_long_one(others: int
 
 async def test_bound_rows_that_take_turns_say_it_all() -> None:
     """Also those whose client leaves while they are parked."""
-    engine = ScriptedWriter(max_context=10_000)
+    engine = ScriptedChat(max_context=10_000)
     async with batching(engine, bound=2) as batcher:
         asked = [
             asyncio.create_task(text(batcher, replace(generate_job(c * 300), grammar=ANY)))
@@ -563,7 +563,7 @@ async def test_bound_rows_that_take_turns_say_it_all() -> None:
 
 async def test_bound_rows_that_wait_have_read_their_prompts() -> None:
     """Their turn begins with a token, not with a prompt."""
-    engine = ScriptedWriter(max_context=10_000)
+    engine = ScriptedChat(max_context=10_000)
     async with batching(engine, bound=1) as batcher:
         asked = [
             asyncio.create_task(text(batcher, replace(generate_job("g" * 2000), grammar=ANY)))

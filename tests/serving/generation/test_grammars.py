@@ -11,7 +11,7 @@ from gateway.errors import BadRequest, Overloaded
 from gateway.jobs import Grammar
 from gateway.serving.generation import grammars
 from gateway.serving.generation.grammars import GrammarCache
-from gateway.serving.tokenize import TokenPool
+from gateway.serving.tokenize import ThreadPools
 
 
 def regex(source: str) -> Grammar:
@@ -43,12 +43,12 @@ def compiler() -> Compiler:
 
 
 @pytest.fixture
-def pool() -> Iterator[TokenPool]:
-    with TokenPool() as pool:
+def pool() -> Iterator[ThreadPools]:
+    with ThreadPools() as pool:
         yield pool
 
 
-async def test_equal_grammars_compile_once(compiler: Compiler, pool: TokenPool) -> None:
+async def test_equal_grammars_compile_once(compiler: Compiler, pool: ThreadPools) -> None:
     """In flight or afterwards; counted by outcome."""
     cache = GrammarCache("once", compiler, pool.run)
     compiler.gate.clear()
@@ -65,7 +65,7 @@ async def test_equal_grammars_compile_once(compiler: Compiler, pool: TokenPool) 
     assert counted == {"miss": 1, "joined": 4, "hit": 1}
 
 
-async def test_kinds_are_not_mixed_up(compiler: Compiler, pool: TokenPool) -> None:
+async def test_kinds_are_not_mixed_up(compiler: Compiler, pool: ThreadPools) -> None:
     """The same text as a regex and as a choice is two grammars."""
     cache = GrammarCache("kinds", compiler, pool.run)
     await cache.get(regex("a"))
@@ -73,7 +73,9 @@ async def test_kinds_are_not_mixed_up(compiler: Compiler, pool: TokenPool) -> No
     assert compiler.asked == ["a", "a"]
 
 
-async def test_one_who_leaves_does_not_stop_the_others(compiler: Compiler, pool: TokenPool) -> None:
+async def test_one_who_leaves_does_not_stop_the_others(
+    compiler: Compiler, pool: ThreadPools
+) -> None:
     """Not even the one who asked first."""
     cache = GrammarCache("leaving", compiler, pool.run)
     compiler.gate.clear()
@@ -87,7 +89,7 @@ async def test_one_who_leaves_does_not_stop_the_others(compiler: Compiler, pool:
     assert compiler.asked == ["a"]
 
 
-async def test_the_least_recently_used_leaves(compiler: Compiler, pool: TokenPool) -> None:
+async def test_the_least_recently_used_leaves(compiler: Compiler, pool: ThreadPools) -> None:
     """The cache is bounded."""
     cache = GrammarCache("bounded", compiler, pool.run, size=2)
     for source in ("a", "b", "a", "c", "a", "b"):
@@ -97,7 +99,7 @@ async def test_the_least_recently_used_leaves(compiler: Compiler, pool: TokenPoo
 
 
 async def test_refusals_are_remembered_for_a_while(
-    compiler: Compiler, pool: TokenPool, monkeypatch: pytest.MonkeyPatch
+    compiler: Compiler, pool: ThreadPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each asker hears it; wire gives it the field of their own request."""
     cache = GrammarCache("refusing", compiler, pool.run)
@@ -112,7 +114,7 @@ async def test_refusals_are_remembered_for_a_while(
     assert compiler.asked == ["bad", "bad"]
 
 
-async def test_bugs_are_not_remembered(compiler: Compiler, pool: TokenPool) -> None:
+async def test_bugs_are_not_remembered(compiler: Compiler, pool: ThreadPools) -> None:
     """What is not the grammar's fault is tried again."""
     cache = GrammarCache("bugs", compiler, pool.run)
     for _ in range(2):
@@ -122,7 +124,7 @@ async def test_bugs_are_not_remembered(compiler: Compiler, pool: TokenPool) -> N
     assert compiler.asked == ["bug", "bug"]
 
 
-async def test_compiling_has_a_deadline(compiler: Compiler, pool: TokenPool) -> None:
+async def test_compiling_has_a_deadline(compiler: Compiler, pool: ThreadPools) -> None:
     """The request is refused, saying how long was allowed; who waits behind it is told to retry."""
     cache = GrammarCache("slow", compiler, pool.run, timeout_s=0.1, at_once=1)
     compiler.gate.clear()
@@ -138,7 +140,7 @@ async def test_compiling_has_a_deadline(compiler: Compiler, pool: TokenPool) -> 
     assert compiler.asked == ["a", "b"]
 
 
-async def test_a_slow_grammar_keeps_no_other(compiler: Compiler, pool: TokenPool) -> None:
+async def test_a_slow_grammar_keeps_no_other(compiler: Compiler, pool: ThreadPools) -> None:
     """Another is compiled beside it."""
     cache = GrammarCache("beside", compiler, pool.compile)
     compiler.gate.clear()
@@ -152,7 +154,7 @@ async def test_a_slow_grammar_keeps_no_other(compiler: Compiler, pool: TokenPool
 
 
 async def test_of_grammars_that_wait_the_shortest_is_next(
-    compiler: Compiler, pool: TokenPool
+    compiler: Compiler, pool: ThreadPools
 ) -> None:
     """Large ones, however many, keep a small one waiting for those at work alone; one that nobody
     waits for any more takes no turn.

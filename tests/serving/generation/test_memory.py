@@ -19,8 +19,8 @@ from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts, RowMemory
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.lane import Lane
-from gateway.serving.tokenize import TokenPool
-from tests.fakes import ScriptedWriter, generate_job
+from gateway.serving.tokenize import ThreadPools
+from tests.fakes import ScriptedChat, generate_job
 
 pytestmark = pytest.mark.anyio
 LIMITS = GenerationLimits(max_batch_size=32, prefill_chunk_tokens=512)
@@ -128,9 +128,9 @@ def test_rows_fit_in_what_nobody_has() -> None:
 
 @asynccontextmanager
 async def batching(
-    engine: ScriptedWriter, memory: RowMemory, limits: GenerationLimits = LIMITS
+    engine: ScriptedChat, memory: RowMemory, limits: GenerationLimits = LIMITS
 ) -> AsyncIterator[GenerationBatcher]:
-    with TokenPool() as pool:
+    with ThreadPools() as pool:
         grammars = GrammarCache("m", engine.compile, pool.run)
         async with Lane() as lane:
             batcher = GenerationBatcher("m", engine, lane, pool, limits, grammars, memory)
@@ -150,7 +150,7 @@ def text(deltas: list[Delta]) -> str:
 async def test_rows_beyond_the_budget_wait_and_are_all_answered() -> None:
     """Three at once, where so many fit."""
     budget = Budget(3 * (28 + KV_STEP))
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine, RowMemory(budget, costs())) as batcher:
         answers = await asyncio.gather(
             *(said(batcher, generate_job(f"number {i}", max_tokens=20)) for i in range(10))
@@ -172,7 +172,7 @@ async def test_a_row_joins_when_another_holder_gives_bytes_back() -> None:
         cleared.append(nbytes)
 
     memory = RowMemory(budget, costs(most=2 * KV_STEP), clear)
-    async with batching(ScriptedWriter(), memory) as batcher:
+    async with batching(ScriptedChat(), memory) as batcher:
         waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
         while not cleared:
             await asyncio.sleep(0.001)
@@ -196,7 +196,7 @@ async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> N
             other.release()
 
     memory = RowMemory(budget, costs(most=2 * KV_STEP), clear)
-    async with batching(ScriptedWriter(), memory) as batcher:
+    async with batching(ScriptedChat(), memory) as batcher:
         waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
         while not asked:
             await asyncio.sleep(0.001)
@@ -212,7 +212,7 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
     other.resize(2 * KV_STEP)
     memory = RowMemory(budget, costs(most=4 * KV_STEP))
     limits = replace(LIMITS, memory_wait_s=0.05)
-    async with batching(ScriptedWriter(max_context=1000), memory, limits) as batcher:
+    async with batching(ScriptedChat(max_context=1000), memory, limits) as batcher:
         big = generate_job("b" * 200, max_tokens=80)
         answers = await asyncio.gather(
             said(batcher, big),
@@ -229,7 +229,7 @@ async def test_a_row_that_waits_for_others_alone_is_told_so_in_time() -> None:
 
 async def test_who_waits_for_rows_of_its_own_model_waits_on() -> None:
     """They give back what they hold, however long it takes them."""
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     memory = RowMemory(Budget(100 + KV_STEP), costs())
     async with batching(engine, memory, replace(LIMITS, memory_wait_s=0.01)) as batcher:
         engine.gate.close()
@@ -243,7 +243,7 @@ async def test_who_waits_for_rows_of_its_own_model_waits_on() -> None:
 async def test_what_is_kept_of_prompts_goes_when_others_are_short() -> None:
     """Once: what is kept after that stays, though nobody runs."""
     budget = Budget(10**6)
-    engine = ScriptedWriter(prefix_bytes=1000)
+    engine = ScriptedChat(prefix_bytes=1000)
     async with batching(engine, RowMemory(budget, costs(most=10**6))) as batcher:
         await said(batcher, generate_job("one", max_tokens=9))
         while budget.free_bytes != budget.limit_bytes - 1000:
@@ -260,7 +260,7 @@ async def test_what_is_kept_of_prompts_goes_when_others_are_short() -> None:
 async def test_what_is_kept_of_prompts_never_overdraws_the_budget_for_long() -> None:
     """The engine bounds it by a setting of its own, which may be more than there is."""
     budget = Budget(2 * KV_STEP)
-    engine = ScriptedWriter(prefix_bytes=10**6)
+    engine = ScriptedChat(prefix_bytes=10**6)
     async with batching(engine, RowMemory(budget, costs(most=2 * KV_STEP))) as batcher:
         assert text(await said(batcher, generate_job("one", max_tokens=9))) == "one"
         while budget.free_bytes < 0:
@@ -271,7 +271,7 @@ async def test_what_is_kept_of_prompts_never_overdraws_the_budget_for_long() -> 
 async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
     """Prefixes only save time."""
     budget = Budget(2 * KV_STEP)
-    engine = ScriptedWriter(prefix_bytes=KV_STEP)
+    engine = ScriptedChat(prefix_bytes=KV_STEP)
     memory = RowMemory(budget, costs(most=2 * KV_STEP))
     memory.set_prefix_bytes(KV_STEP)
     async with batching(engine, memory) as batcher:
@@ -283,7 +283,7 @@ async def test_what_is_kept_of_prompts_gives_way_to_rows() -> None:
 async def test_a_cancelled_row_gives_its_bytes_back() -> None:
     """While it waits, and while it runs."""
     budget = Budget(2 * KV_STEP)
-    engine = ScriptedWriter()
+    engine = ScriptedChat()
     async with batching(engine, RowMemory(budget, costs(most=2 * KV_STEP))) as batcher:
         engine.gate.close()
         first, second, third = (
@@ -305,7 +305,7 @@ async def test_a_row_that_fits_passes_one_that_others_keep_waiting() -> None:
     budget = Budget(4 * KV_STEP)
     other = budget.share()
     other.resize(2 * KV_STEP)
-    async with batching(ScriptedWriter(max_context=1000), RowMemory(budget, costs())) as batcher:
+    async with batching(ScriptedChat(max_context=1000), RowMemory(budget, costs())) as batcher:
         big = asyncio.create_task(said(batcher, generate_job("b" * 200, max_tokens=80)))
         while not batcher.tickets:
             await asyncio.sleep(0.001)
@@ -330,7 +330,7 @@ async def test_each_row_that_is_stuck_waits_its_own_time() -> None:
             await said(batcher, generate_job(word, max_tokens=9))
         ends[word] = clock.now() - began
 
-    async with batching(ScriptedWriter(), RowMemory(budget, costs()), limits) as batcher:
+    async with batching(ScriptedChat(), RowMemory(budget, costs()), limits) as batcher:
         first = asyncio.create_task(refused(batcher, "first"))
         await asyncio.sleep(0.3)
         await asyncio.gather(first, refused(batcher, "second"))
@@ -343,7 +343,7 @@ async def test_a_row_that_cannot_grow_though_it_is_alone_ends_with_length(
 ) -> None:
     """Where its memory does, as if it had been bounded so."""
     budget = Budget(240 + KV_STEP)
-    engine = ScriptedWriter(max_context=20_000)
+    engine = ScriptedChat(max_context=20_000)
     memory = RowMemory(budget, costs(answer_tokens=90))
     async with batching(engine, memory) as batcher:
         job = generate_job("a" * 150, max_tokens=max_tokens)
@@ -360,7 +360,7 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
 ) -> None:
     """Both have begun; only one can go on to its end."""
     budget = Budget(2 * (260 + KV_STEP))
-    engine = ScriptedWriter(max_context=20_000)
+    engine = ScriptedChat(max_context=20_000)
     counted = metrics.of(metrics.PREEMPTIONS, "m")._value
     before = counted.get()
     jobs = [generate_job(letter * 150, max_tokens=max_tokens) for letter in "ab"]
@@ -383,7 +383,7 @@ async def test_when_memory_ends_the_youngest_gives_way_and_says_it_all_later(
 async def test_rows_that_read_one_token_are_counted_by_their_own_prompts() -> None:
     """A reranker's beside a long answer: they never enter its rectangle."""
     budget = Budget(2000 + 2 * KV_STEP + 8 * (10 + 1 + KV_STEP))
-    engine = ScriptedWriter(max_context=5000)
+    engine = ScriptedChat(max_context=5000)
     async with batching(engine, RowMemory(budget, costs())) as batcher:
         engine.gate.close()
         long = asyncio.create_task(said(batcher, generate_job("x" * 1700, max_tokens=300)))
@@ -402,7 +402,7 @@ async def test_rows_that_read_one_token_are_counted_by_their_own_prompts() -> No
 async def test_one_that_gave_way_waits_ahead_of_newcomers() -> None:
     """It came before them, and its caller has begun to read."""
     budget = Budget(2 * (260 + KV_STEP))
-    engine = ScriptedWriter(max_context=20_000)
+    engine = ScriptedChat(max_context=20_000)
     ends: list[str] = []
 
     async def ask(batcher: GenerationBatcher, letter: str) -> None:
@@ -421,7 +421,7 @@ async def test_one_that_gave_way_waits_ahead_of_newcomers() -> None:
 async def test_a_client_may_leave_while_its_row_waits_to_be_read_again() -> None:
     """Nothing of it is left, in the engine either."""
     budget = Budget(2 * (260 + KV_STEP))
-    engine = ScriptedWriter(max_context=20_000)
+    engine = ScriptedChat(max_context=20_000)
     async with batching(engine, RowMemory(budget, costs(answer_tokens=90))) as batcher:
         asked = [asyncio.create_task(said(batcher, generate_job(letter * 150))) for letter in "ab"]
         while not engine.preempted:
@@ -439,7 +439,7 @@ async def test_one_that_gave_way_and_finds_no_memory_again_ends_with_what_it_has
     """With `length`, and never with an error: its caller has begun to read."""
     budget = Budget(2 * (260 + KV_STEP))
     other = budget.share()
-    engine = ScriptedWriter(max_context=20_000)
+    engine = ScriptedChat(max_context=20_000)
     limits = replace(LIMITS, memory_wait_s=0.05)
     async with batching(engine, RowMemory(budget, costs(answer_tokens=90)), limits) as batcher:
         asked = [asyncio.create_task(said(batcher, generate_job(letter * 150))) for letter in "ab"]
@@ -457,7 +457,7 @@ async def test_no_answer_is_lost_when_memory_ends_again_and_again(seed: int) -> 
     """Rows of all lengths in little memory, some whose clients leave; none gives way thrice."""
     chance = random.Random(seed)
     budget = Budget(chance.choice([1500, 2500, 4000]))
-    engine = ScriptedWriter(max_context=20_000)
+    engine = ScriptedChat(max_context=20_000)
     memory = RowMemory(budget, costs(answer_tokens=chance.choice([16, 64])))
     limits = replace(LIMITS, structured_rows=chance.choice([1, 2]))
 
@@ -493,7 +493,7 @@ async def test_forty_calls_with_a_huge_bound_run_as_many_as_really_fit() -> None
     """As Graphiti sends them: 16,384 tokens at the most, 200 written, where 16 such have room."""
     prompt, answer = 800, 200
     budget = Budget(16 * (prompt + answer + KV_STEP))
-    engine = ScriptedWriter(max_context=20_000, script=[{"text": "x", "tokens": 1}] * answer)
+    engine = ScriptedChat(max_context=20_000, script=[{"text": "x", "tokens": 1}] * answer)
     engine.script[-1] = {"text": "x", "tokens": 1, "finish_reason": "stop"}
     async with batching(engine, RowMemory(budget, costs())) as batcher, asyncio.timeout(30):
         answers = await asyncio.gather(

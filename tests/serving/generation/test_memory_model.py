@@ -21,8 +21,8 @@ from gateway.serving.generation.memory import KV_STEP, RowCosts, RowMemory
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import Loaded, ModelCache, Prepared
-from gateway.serving.tokenize import TokenPool
-from tests.fakes import ScriptedWriter, generate_job
+from gateway.serving.tokenize import ThreadPools
+from tests.fakes import ScriptedChat, generate_job
 
 pytestmark = pytest.mark.anyio
 WEIGHTS = {"a": 1000, "b": 2000, "c": 3000, "d": 9000}
@@ -33,7 +33,7 @@ LIMITS = GenerationLimits(max_batch_size=3, prefill_chunk_tokens=64, memory_wait
 class Shelf:
     """Gives batchers of scripted writers, some of which are larger than they seemed or fail."""
 
-    def __init__(self, chance: random.Random, lane: Lane, pool: TokenPool) -> None:
+    def __init__(self, chance: random.Random, lane: Lane, pool: ThreadPools) -> None:
         self._chance = chance
         self._lane = lane
         self._pool = pool
@@ -77,7 +77,7 @@ class Shelf:
         if self._chance.random() < 0.05:
             raise ModelLoadFailed(spec.id, "bad luck")
         nbytes = WEIGHTS[spec.id] + self._chance.choice([0, 0, 500])
-        engine = ScriptedWriter(max_context=3000, prefix_bytes=self._chance.choice([0, 800, 9000]))
+        engine = ScriptedChat(max_context=3000, prefix_bytes=self._chance.choice([0, 800, 9000]))
         included = self._chance.choice([0, 512])
         costs = RowCosts(KvCost(1), included, lambda: LIMIT - nbytes, answer_tokens=90)
         memory = RowMemory(self.budget, costs, self.models.room.clear)
@@ -133,7 +133,7 @@ async def survived(shelf: Shelf, chance: random.Random) -> None:
 async def test_no_byte_row_or_lease_is_left_whatever_happens(seed: int) -> None:
     """Leases, rows, clients who leave, unloads and reloads; models that fail or are too large."""
     chance = random.Random(seed)
-    with TokenPool() as pool:
+    with ThreadPools() as pool:
         async with Lane() as lane:
             shelf = Shelf(chance, lane, pool)
             async with shelf.models, asyncio.timeout(20):

@@ -7,14 +7,14 @@ import pytest
 
 from gateway.jobs import Pass, SequenceDelta
 from gateway.serving.pace import START_TOKENS
-from tests.fakes import ScriptedWriter, generate_job
+from tests.fakes import ScriptedChat, generate_job
 from tests.serving.generation.test_batcher import batching, text
 
 pytestmark = pytest.mark.anyio
 
 
 @dataclass
-class SlowReader(ScriptedWriter):
+class SlowReader(ScriptedChat):
     """Reads a prompt by its budget, half a millisecond a token."""
 
     max_context: int = 10_000
