@@ -1,7 +1,7 @@
 """The maths: the only floor that imports mlx, mlx_lm, outlines and tokenizers.
 
-Plain synchronous code: no await, no log line, no metric, and no lock: all of it runs under the
-one global MLX lock, which is serving/lane. From the top down:
+Plain synchronous code: no await, no log line, no metric, no lock. Whatever touches MLX is called
+under the one global MLX lock, which is serving/lane. From the top down:
 
 generation         prompts → tokens, in batches; a grammar can be a row's own
 embedding          texts → vectors, one pass for many

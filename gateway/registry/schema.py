@@ -54,7 +54,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _value(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
-    """Allow a variable where the schema asks for a plain value, and null where none is required."""
+    """Allow a variable for a plain value, and null for an optional one."""
     bare = {key: value for key, value in schema.items() if key not in ("title", *_ABOUT)}
     about = {key: schema[key] for key in _ABOUT if schema.get(key) is not None}
     options = [_inner(each) for each in bare.pop("anyOf", [bare]) if each != _NULL]

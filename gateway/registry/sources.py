@@ -91,7 +91,7 @@ def parse_source(text: str, folder: Path) -> Source:
         if not rest:
             raise ValueError("path: names no folder")
         path = folder / os.path.expanduser(rest)
-        # A link keeps its own name: what it leads to in the hub's cache has no ending.
+        # A link is not resolved: its target in the hub's cache has no file extension.
         return PathSource(Path(os.path.abspath(path)) if is_gguf(rest) else path.resolve())
     if scheme == "hub":
         match = _HUB.fullmatch(rest)

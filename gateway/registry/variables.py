@@ -56,17 +56,17 @@ class ModelVariables:
     def override(self, variables: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
         """Return the entry with the values of variables, and the variable of each value."""
         entry = dict(self._entry)
-        found = {path: name for name in variables if (path := self.path(name))}
-        for path in sorted(found, key=len):  # a section before its keys
-            value = self._value(path, variables[found[path]])
+        names = {path: name for name in variables if (path := self.path(name))}
+        for path in sorted(names, key=len):  # a section before its keys
+            value = self._value(path, variables[names[path]])
             key = path[0]
             if len(path) == 1:
-                entry[key] = _aliases(entry.get(key), value) if key == "aliases" else value
+                entry[key] = _replace_aliases(entry.get(key), value) if key == "aliases" else value
                 continue
             section = read_batching(entry.get(key)) if key == "batching" else entry.get(key)
             if section is None or isinstance(section, dict):  # else it is reported as it is
                 entry[key] = {**(section or {}), path[1]: value}
-        return entry, found
+        return entry, names
 
     def clashes(self, others: Iterable["ModelVariables"]) -> Iterator[str]:
         """Describe the variables of this model that have another meaning as well.
@@ -78,7 +78,7 @@ class ModelVariables:
                 clash = f"{name} is a setting of the gateway and would be {_quote(path)} here too"
                 yield f"{clash}; choose another id"
         for other in others:
-            # Of names that begin differently none is the same.
+            # Names that begin differently cannot clash.
             begin_alike = self._stem.startswith(other._stem) or other._stem.startswith(self._stem)
             for name in (*self.paths, *other.paths) if begin_alike else ():
                 if (own := self.path(name)) and (path := other.path(name)):
@@ -87,8 +87,8 @@ class ModelVariables:
                     )
                     yield f"{clash}; choose another id for one of them"
                     break
-        for mapping, written in self._free_keys():
-            for name, keys in written.items():
+        for mapping, names in self._free_keys():
+            for name, keys in names.items():
                 if len(keys) > 1:
                     both = " and ".join(_quote((mapping, key)) for key in keys)
                     clash = f"{self._stem}{_in_capitals(mapping)}_{name} would be {both}"
@@ -105,9 +105,9 @@ class ModelVariables:
         """Yield each mapping that takes any key, with the keys in the file by their capitals."""
         for path, kind in self._types.items():
             if get_origin(kind) is dict:
-                written = self._entry.get(path[0])
+                mapping = self._entry.get(path[0])
                 names: dict[str, list[str]] = {}
-                for key in written if isinstance(written, dict) else ():
+                for key in mapping if isinstance(mapping, dict) else ():
                     names.setdefault(_in_capitals(key), []).append(key)
                 yield path[0], names
 
@@ -121,12 +121,12 @@ def _types(spec: type[BaseModel]) -> Iterator[tuple[Path, Any]]:
             yield from (((key, *path), each) for path, each in _types(field.annotation))
 
 
-def _aliases(written: object, names: str | None) -> object:
-    """Replace the aliases that are written as text; those that are mappings stay."""
-    if not isinstance(written, list):
+def _replace_aliases(aliases: object, names: str | None) -> object:
+    """Replace the aliases that are text with `names`; mappings stay."""
+    if not isinstance(aliases, list):
         return names
     # Mappings keep their places in the list, by which their lines are found.
-    return ["" if isinstance(each, str) else each for each in written] + [names or ""]
+    return ["" if isinstance(each, str) else each for each in aliases] + [names or ""]
 
 
 def _in_capitals(text: str) -> str:
