@@ -18,7 +18,9 @@ def shorten(text: str) -> str:
 
 
 # The part of a job that an error is about; wire has each endpoint's own name for it.
-Part = Literal["prompt", "prompt_name", "template_args", "tools", "answer_form", "min_tokens"]
+Part = Literal[
+    "prompt", "documents", "prompt_name", "template_args", "tools", "answer_form", "min_tokens"
+]
 
 
 class ErrorDetails(TypedDict):
@@ -39,7 +41,7 @@ class ErrorBody(TypedDict):
 class GatewayError(Exception):
     """An answer other than success, sent with its `headers`."""
 
-    status: ClassVar[int] = HTTPStatus.INTERNAL_SERVER_ERROR
+    status: int = HTTPStatus.INTERNAL_SERVER_ERROR
     type: ClassVar[str] = "server_error"
     code: str | None = None
 
@@ -101,14 +103,16 @@ class ContextLengthExceeded(BadRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(self, limit: int, tokens: int, *, noun: str = "messages") -> None:
+    def __init__(
+        self, limit: int, tokens: int, *, noun: str = "messages", part: Part = "prompt"
+    ) -> None:
         self.tokens = tokens
         # litellm looks for OpenAI's sentence, langchain for the code inside the message.
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, your {noun} "
             f"resulted in {tokens} tokens. Please reduce the length of the {noun}. "
             f"({type(self).code})",
-            part="prompt",
+            part=part,
         )
 
 

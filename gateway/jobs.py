@@ -125,6 +125,37 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RerankJob:
+    """Documents to score by how well each answers the query.
+
+    `queries`, one for each document, replace `query`. Documents are cut to `max_tokens_per_doc`,
+    and to what the model can read; without `truncate` the latter are refused. A score is between 0
+    and 1, or if `is_raw` the model's own. `prompt_name` is for embedding models without a prompt
+    for queries or for documents.
+    """
+
+    caller: Caller
+    documents: Sequence[str]
+    query: str = ""
+    queries: Sequence[str] = ()
+    max_tokens_per_doc: int | None = None
+    truncate: bool = True
+    is_raw: bool = False
+    prompt_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reranked:
+    """The answer to a `RerankJob`: (documents,) float64, in the order of the documents; as float32
+    the best scores would be equal. `truncated` counts the texts that were cut.
+    """
+
+    scores: npt.NDArray[np.float64]
+    prompt_tokens: int
+    truncated: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the next token is chosen. A temperature of 0 is greedy; `top_k` 0 means all.
 

@@ -20,7 +20,9 @@ from gateway.jobs import (
     Grammar,
     KvCost,
     Likelihood,
+    Pair,
     Pass,
+    RerankJob,
     Sampling,
     SequenceDelta,
     SequenceParams,
@@ -29,8 +31,8 @@ from gateway.jobs import (
     Vectors,
     Verdict,
 )
-from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
-from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 
 FAR = 1e12  # a deadline beyond every test
 _requests = count()
@@ -76,8 +78,8 @@ class ScriptedEmbedder:
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         return self.encode([text[: self.max_tokens + 1] for text in texts])
 
-    def truncate(self, tokens: TokenIds) -> list[int]:
-        return list(tokens[: self.max_tokens])
+    def truncate(self, tokens: TokenIds, limit: int | None = None) -> list[int]:
+        return list(tokens[: limit or self.max_tokens])
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
         return vectors[:, :dimensions]
@@ -88,6 +90,56 @@ class ScriptedEmbedder:
         if self.poison and any(ord(self.poison) in row for row in rows):
             raise RuntimeError("poisoned")
         return np.array([[len(row), row[0], 0, 1] for row in rows], dtype=np.float32)
+
+    def nbytes(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class ScriptedReranker:
+    """A pair's tokens are a mark, the query's characters, a mark and the document's; its logits are
+    how many of the query's characters the document has, after `others`.
+    """
+
+    max_tokens: int = 100
+    gate: Gate = field(default_factory=Gate)
+    batches: list[list[int]] = field(default_factory=list)
+    queries: list[str] = field(default_factory=list)
+    others: tuple[float, ...] = ()
+    poison: str | None = None
+    unsure: str | None = None
+    is_closed: bool = False
+
+    def encode_pairs(
+        self, query: str, documents: Sequence[str], *, max_document_tokens: int | None = None
+    ) -> list[Pair]:
+        self.queries.append(query)
+        room = max(0, self.max_tokens - 2 - len(query))
+        most = room if max_document_tokens is None else min(room, max_document_tokens)
+        return [
+            Pair(
+                [0, *map(ord, query), 0, *map(ord, document[:most])],
+                len(query) + 2,
+                max(0, len(document) - most),
+            )
+            for document in documents
+        ]
+
+    def score(self, rows: Sequence[Pair]) -> Vectors:
+        self.batches.append([len(row) for row in rows])
+        self.gate.pass_through()
+        if self.poison and any(ord(self.poison) in row.ids for row in rows):
+            raise RuntimeError("poisoned")
+        logits = []
+        for row in rows:
+            query, document = row.ids[1 : row.second - 1], row.ids[row.second :]
+            logit = float(sum(token in document for token in query))
+            is_unsure = self.unsure and ord(self.unsure) in document
+            logits.append([*self.others, float("nan") if is_unsure else logit])
+        return np.array(logits, dtype=np.float32)
 
     def nbytes(self) -> int:
         return 1
@@ -328,6 +380,7 @@ class ScriptedEngines:
 
     embedder: ScriptedEmbedder = field(default_factory=ScriptedEmbedder)
     chat: ScriptedChat = field(default_factory=ScriptedChat)
+    reranker: ScriptedReranker = field(default_factory=ScriptedReranker)
     loads: list[str] = field(default_factory=list)
     failing: dict[str, Exception] = field(default_factory=dict)
     load_gate: Gate = field(default_factory=Gate)
@@ -364,6 +417,13 @@ class ScriptedEngines:
         yield None
         yield self.embedder
 
+    def cross_encoder(
+        self, spec: RerankSpec, folder: Path
+    ) -> Generator[RerankEngine | None, None, None]:
+        self._load(spec)
+        yield None
+        yield self.reranker
+
     async def generation(
         self, spec: ChatSpec, folder: Path
     ) -> Generator[GenerationEngine | None, None, None]:
@@ -387,6 +447,10 @@ def caller(deadline: float = FAR) -> Caller:
 
 def embed_job(*texts: str, deadline: float = FAR, truncate: bool = False) -> EmbedJob:
     return EmbedJob(caller=caller(deadline), texts=texts, truncate=truncate)
+
+
+def rerank_job(query: str, *documents: str, deadline: float = FAR, **options: Any) -> RerankJob:
+    return RerankJob(caller=caller(deadline), query=query, documents=documents, **options)
 
 
 def generate_job(

@@ -57,7 +57,16 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "api": {
         "app": {
-            *("access", "chat", "completions", "embeddings", "responses", "models", "ops"),
+            *(
+                "access",
+                "chat",
+                "completions",
+                "embeddings",
+                "responses",
+                "rerank",
+                "models",
+                "ops",
+            ),
             *("endpoint", "middleware", "requests"),
         },
         "access": {"middleware"},
@@ -65,6 +74,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "completions": {"generation", "middleware", "streams", "requests"},
         "responses": {"generation", "streams", "requests"},
         "embeddings": {"streams", "requests"},
+        "rerank": {"streams", "requests"},
         "models": {"streams", "requests"},
         "ops": {"openapi", "endpoint", "requests"},
         "openapi": {"endpoint"},
@@ -84,6 +94,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "completions": {"legacy", "generation", "validation", "bounds"},
         "legacy": {"messages", "generation", "bounds"},
         "embeddings": {"validation", "bounds"},
+        "rerank": {"validation", "bounds"},
         "messages": {"validation", "bounds"},
         "generation": {"validation", "bounds"},
         "schemas": {"validation", "bounds"},

@@ -1,5 +1,6 @@
 """The endpoints, in one table, and the ASGI application that serves them."""
 
+from collections.abc import Iterable
 from functools import partial
 from http import HTTPStatus
 
@@ -12,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from gateway import metrics
-from gateway.api import chat, completions, embeddings, models, ops, responses
+from gateway.api import chat, completions, embeddings, models, ops, rerank, responses
 from gateway.api.access import Guard, Rates
 from gateway.api.endpoint import MODEL_ERRORS, REQUEST_ERRORS, STORED_ERRORS, Endpoint
 from gateway.api.middleware import Context, InFlight, error_response
@@ -31,6 +32,7 @@ from gateway.serving.rate_limit import KINDS, Accounts, Allowance
 from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from gateway.wire.completions import Completion, CompletionRequest
 from gateway.wire.embeddings import Embeddings, EmbeddingsRequest
+from gateway.wire.rerank import Reranking, RerankRequest, ScoreRequest, Scores
 from gateway.wire.responses import DeletedResponse, InputTokens, ResponsesRequest
 from gateway.wire.responses import Response as WireResponse
 from gateway.wire.responses_items import InputItems
@@ -59,6 +61,31 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "`truncate` and `prompt_name`.",
         request=EmbeddingsRequest,
         answer=Embeddings,
+        errors=REQUEST_ERRORS,
+        is_metered=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/rerank",
+        rerank.rerank,
+        also="/v2/rerank",
+        summary="Sort documents by how well they answer a query",
+        details="Takes the bodies of Cohere, Jina, vLLM, infinity and llama.cpp; one with `texts` "
+        "is [TEI's](#reranking). By a rerank model or, with the cosine, any embedding model.",
+        request=RerankRequest,
+        answer=Reranking,
+        errors=REQUEST_ERRORS,
+        is_metered=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/score",
+        rerank.score,
+        summary="Score pairs of texts",
+        details="As vLLM does: `text_1` is one text, or as many as `text_2`; in the order of the "
+        "request.",
+        request=ScoreRequest,
+        answer=Scores,
         errors=REQUEST_ERRORS,
         is_metered=True,
     ),
@@ -229,9 +256,15 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_admin=True,
     ),
 )
-PATHS = frozenset(endpoint.bare_path for endpoint in ENDPOINTS if not endpoint.is_admin)
-OPEN_PATHS = frozenset(endpoint.bare_path for endpoint in ENDPOINTS if endpoint.is_open)
-METERED_PATHS = frozenset(endpoint.bare_path for endpoint in ENDPOINTS if endpoint.is_metered)
+
+
+def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
+    return frozenset(path.removeprefix("/v1") for each in endpoints for path in each.paths)
+
+
+PATHS = _paths(each for each in ENDPOINTS if not each.is_admin)
+OPEN_PATHS = _paths(each for each in ENDPOINTS if each.is_open)
+METERED_PATHS = _paths(each for each in ENDPOINTS if each.is_metered)
 
 
 def create_app(
@@ -250,10 +283,10 @@ def create_app(
     """Return the ASGI application; without an admin key, it has nothing under /admin."""
     router = Starlette(
         routes=[
-            Route(prefix + each.bare_path, partial(each.handler, service), methods=[each.method])
+            Route(path, partial(each.handler, service), methods=[each.method])
             for each in ENDPOINTS
             if admin_key or not each.is_admin
-            for prefix in ([""] if each.is_admin else ["/v1", ""])
+            for path in each.paths
         ],
         exception_handlers={
             GatewayError: _answer_error,
@@ -300,7 +333,7 @@ def _route_admin(admin: ASGIApp, others: ASGIApp) -> ASGIApp:
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
     model = request.scope["gateway.timings"].model
-    if isinstance(error, Overloaded) and model is not None:
+    if error.status == Overloaded.status and model is not None:
         metrics.of(metrics.REJECTED, model).inc()
     return error_response(error)
 

@@ -45,11 +45,11 @@ STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)  # if a stored response i
 class Endpoint:
     """One method of one path: its handler, and what the document and the docs have about it.
 
-    `path` is served with /v1 and without. `answer` is None if its shape is not described; `events`
-    is the shape of a stream's events. `statuses` are those of success; `errors` are in addition to
-    the errors of every endpoint and those of the key check. If `is_open` it needs no key; if
-    `is_admin` it needs the admin key, and has no /v1; if `is_metered` it counts against the
-    caller's rate limits.
+    `path` is served with /v1 and without, `also` as it is. `answer` is None if its shape is not
+    described; `events` is the shape of a stream's events. `statuses` are those of success; `errors`
+    are in addition to the errors of every endpoint and those of the key check. If `is_open` it
+    needs no key; if `is_admin` it needs the admin key, and has no /v1; if `is_metered` it counts
+    against the caller's rate limits.
     """
 
     method: str
@@ -58,6 +58,7 @@ class Endpoint:
     _: KW_ONLY
     summary: str
     details: str = ""
+    also: str | None = None
     request: type[WireRequest] | None = None
     answer: Any = None
     events: Any = None
@@ -71,6 +72,12 @@ class Endpoint:
     @property
     def bare_path(self) -> str:
         return self.path.removeprefix("/v1")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return every path that it is served by."""
+        versions = (self.path,) if self.is_admin else (self.bare_path, f"/v1{self.bare_path}")
+        return versions if self.also is None else (*versions, self.also)
 
     @property
     def all_errors(self) -> Errors:

@@ -33,7 +33,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     root: str
-    kind: Literal["chat", "embedding"]
+    kind: Literal["chat", "embedding", "rerank"]
     state: Annotated[str, WithJsonSchema({"type": "string", "enum": STATES})]
     bytes: Annotated[int | None, Field(description="What it holds of the memory budget.")]
     last_used: Annotated[float | None, Field(description="Unix time.")]

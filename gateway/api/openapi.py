@@ -33,8 +33,9 @@ def document(
     """Return the OpenAPI document for these settings, with the catalog's models as examples."""
     names = {
         kind: [each.name for each in catalog if each.spec.kind == kind]
-        for kind in ("chat", "embedding")
+        for kind in ("chat", "embedding", "rerank")
     }
+    names["rerank"] += names["embedding"]  # which score by cosine
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
     if has_admin:
         schemes["admin_key"] = {"type": "http", "scheme": "bearer"}
@@ -43,7 +44,10 @@ def document(
         if has_admin or not endpoint.is_admin:
             servers = {"servers": ROOT} if endpoint.is_admin else {}
             path = paths.setdefault(_template(endpoint.bare_path), servers)
-            path[endpoint.method.lower()] = _operation(endpoint, names)
+            path[endpoint.method.lower()] = _operation(endpoint, endpoint.bare_path, names)
+            if endpoint.also is not None:
+                path = paths.setdefault(_template(endpoint.also), {"servers": ROOT})
+                path[endpoint.method.lower()] = _operation(endpoint, endpoint.also, names)
     requests = list(dict.fromkeys(each.request for each in endpoints if each.request))
     shapes = [shape for each in endpoints for shape in (each.answer, each.events) if shape]
     return {
@@ -68,8 +72,8 @@ def _template(path: str) -> str:
     return path.replace(":path", "")
 
 
-def _operation(endpoint: Endpoint, names: Names) -> Schema:
-    path = _template(endpoint.bare_path)
+def _operation(endpoint: Endpoint, path: str, names: Names) -> Schema:
+    path = _template(path)
     words = path.replace("{name}", "one").replace(".", "/").split("/")
     operation: Schema = {
         "operationId": "_".join([endpoint.method.lower(), *words[1:]]),
@@ -118,9 +122,10 @@ def endpoints_table(endpoints: Iterable[Endpoint]) -> str:
     """Return the table of endpoints in docs/api.md."""
     rows = ["| Endpoint | What it does |", "| --- | --- |"]
     for endpoint in endpoints:
-        path = _template(endpoint.path)
+        paths = filter(None, (endpoint.path, endpoint.also))
+        cell = ", ".join(f"`{endpoint.method} {_template(path)}`" for path in paths)
         words = f"{endpoint.summary}. {endpoint.details}".strip()
-        rows.append(f"| `{endpoint.method} {path}` | {words} |")
+        rows.append(f"| {cell} | {words} |")
     return "\n".join(rows)
 
 

@@ -17,15 +17,24 @@ from starlette.types import Scope
 from gateway import clock, logs
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge, SlowBody, TooLarge, Unavailable
 from gateway.jobs import Caller, Stage, Tier
-from gateway.registry import Catalog, Changes, ChatSpec, EmbeddingSpec, ModelSpec, Resolved
+from gateway.registry import (
+    Catalog,
+    Changes,
+    ChatSpec,
+    EmbeddingSpec,
+    ModelSpec,
+    RerankSpec,
+    Resolved,
+)
 from gateway.serving.admission import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
+from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, ThreadPools
 from gateway.wire.bounds import Bounds
-from gateway.wire.validation import CharBounds, Parsed, read_request
+from gateway.wire.validation import CharBounds, Parsed, missing_parameter, read_request
 from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("service")
@@ -64,7 +73,7 @@ class Service:
     """The models, settings and state that handlers use."""
 
     catalog: Callable[[], Catalog]
-    models: ModelCache[EmbeddingBatcher | GenerationBatcher]
+    models: ModelCache[EmbeddingBatcher | RerankBatcher | GenerationBatcher]
     arrivals: Arrivals
     pool: ThreadPools
     rules: Rules
@@ -84,11 +93,13 @@ class Service:
         translate: Callable[[R], T],
         *,
         is_large: Callable[[R], bool] = lambda _: False,
+        body: bytearray | None = None,
     ) -> tuple[Parsed[R], T]:
         """Read, check and translate a request's body: off the loop if it is large, or if
-        `is_large` returns True for the request.
+        `is_large` returns True for the request. `body` is the body if it has been read already.
         """
-        body = await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
+        if body is None:
+            body = await self.read_body(request)
 
         def parse() -> Parsed[R]:
             rules = self.rules
@@ -109,6 +120,10 @@ class Service:
             if is_large(read.request):
                 return read, await self.pool.run(translate, read.request, kind=kind)
             return read, translate(read.request)
+
+    async def read_body(self, request: Request) -> bytearray:
+        """Read the whole body. Raises what the function of this name does."""
+        return await read_body(request, self.rules.max_body_bytes, self.rules.body_timeout_s)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
         """Return the caller; its deadline is `x-gateway-timeout-s` from now, or the setting."""
@@ -146,6 +161,15 @@ class Service:
                 yield cast(EmbeddingBatcher, model)
 
     @contextlib.asynccontextmanager
+    async def lease_reranker(
+        self, spec: EmbeddingSpec | RerankSpec, caller: Caller, wire_request: WireRequest
+    ) -> AsyncIterator[EmbeddingBatcher | RerankBatcher]:
+        """Lease an embedding or rerank model; errors inside name the request's fields."""
+        with _locate_errors(wire_request):
+            async with self.models.lease(spec, caller) as model:
+                yield cast(EmbeddingBatcher | RerankBatcher, model)
+
+    @contextlib.asynccontextmanager
     async def lease_chat(
         self, spec: ChatSpec, caller: Caller, wire_request: WireRequest
     ) -> AsyncIterator[GenerationBatcher]:
@@ -155,18 +179,38 @@ class Service:
                 yield cast(GenerationBatcher, model)
 
     def embedding_spec(self, name: str) -> tuple[Resolved, EmbeddingSpec]:
-        """Return an embedding model's spec. Raises BadRequest for a chat model."""
+        """Return an embedding model's spec. Raises BadRequest for a model of another kind."""
         resolved = self.catalog().resolve(name)
         if not isinstance(resolved.spec, EmbeddingSpec):
-            raise _wrong_kind(name, "chat", "embeddings")
+            raise _wrong_kind(resolved, "embeddings")
         return resolved, resolved.spec
 
     def chat_spec(self, name: str) -> tuple[Resolved, ChatSpec]:
-        """Return a chat model's spec. Raises BadRequest for an embedding model."""
+        """Return a chat model's spec. Raises BadRequest for a model of another kind."""
         resolved = self.catalog().resolve(name)
         if not isinstance(resolved.spec, ChatSpec):
-            raise _wrong_kind(name, "embedding", "chat completions")
+            raise _wrong_kind(resolved, "chat completions")
         return resolved, resolved.spec
+
+    def rerank_spec(self, name: str | None) -> tuple[Resolved, EmbeddingSpec | RerankSpec]:
+        """Return the spec of a rerank or embedding model. Raises BadRequest for a chat model.
+
+        Without a name it is that of a loaded rerank model, else of the first one in models.yaml,
+        else of the first embedding model.
+        """
+        resolved = self.catalog().resolve(self._default_reranker() if name is None else name)
+        if isinstance(resolved.spec, ChatSpec):
+            raise _wrong_kind(resolved, "reranking")
+        return resolved, resolved.spec
+
+    def _default_reranker(self) -> str:
+        specs = self.catalog().specs
+        rerankers = [spec for spec in specs if isinstance(spec, RerankSpec)]
+        loaded = [spec for spec in rerankers if self.models.model(spec) is not None]
+        embedders = [spec for spec in specs if isinstance(spec, EmbeddingSpec)]
+        for spec in (*loaded, *rerankers, *embedders):
+            return spec.id
+        raise missing_parameter("model")
 
 
 @contextlib.contextmanager
@@ -188,10 +232,11 @@ def time_stage(request: Request, stage: Stage) -> Iterator[None]:
     request.scope["gateway.timings"].add(stage, clock.now() - started)
 
 
-def _wrong_kind(name: str, kind: str, wanted: str) -> BadRequest:
+def _wrong_kind(resolved: Resolved, wanted: str) -> BadRequest:
+    kind = resolved.spec.kind
     article = "an" if kind == "embedding" else "a"
     return BadRequest(
-        f"The model `{name}` is {article} {kind} model and cannot be used for {wanted}.",
+        f"The model `{resolved.name}` is {article} {kind} model and cannot be used for {wanted}.",
         param="model",
         code="unsupported_model",
     )

@@ -40,9 +40,9 @@ from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk
-from gateway.errors import ModelUnavailable
-from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
-from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.errors import ModelLoadFailed, ModelUnavailable
+from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.sandbox import Sandbox
 from gateway.settings import Settings
 
@@ -168,6 +168,8 @@ class MlxEngines:
             folder = Checkpoint(spec.id, files)
             inner = read_recipe(folder, spec.pooling, spec.normalize).transformer
             return Size(weights_bytes(folder.inside(inner), self._device, dtype))
+        if isinstance(spec, RerankSpec):
+            return Size(weights_bytes(Checkpoint(spec.id, files), self._device, dtype))
         checkpoint = open_checkpoint(spec.id, files)
         is_packed = self._must_stay_packed(checkpoint, spec)
         return Size(
@@ -202,6 +204,12 @@ class MlxEngines:
             max_context=spec.max_context,
             prompts=spec.prompts,
         )
+
+    def cross_encoder(
+        self, spec: RerankSpec, files: Path
+    ) -> Generator[RerankEngine | None, None, None]:
+        """Load a rerank model in steps; the last one yields the engine."""
+        raise ModelLoadFailed(spec.id, "no rerank model can be loaded yet.")
 
     async def generation(
         self, spec: ChatSpec, files: Path

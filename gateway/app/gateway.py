@@ -107,6 +107,7 @@ class Gateway:
             on_close=engines.end,
             weights={
                 "embedding": settings.lane_weight_embedding,
+                "rerank": settings.lane_weight_embedding,
                 "prefill": settings.lane_weight_prefill,
                 "decode": settings.lane_weight_decode,
                 "load": settings.lane_weight_load,

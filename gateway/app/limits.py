@@ -1,6 +1,6 @@
 """The limits of each model: the settings, overridden by the model's keys of models.yaml."""
 
-from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
+from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.embedding.policy import EmbeddingLimits, Windows
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.settings import Settings
@@ -18,8 +18,8 @@ def settings_of(spec: ModelSpec, settings: Settings) -> Settings:
     return settings.model_copy(update=spec.overrides())
 
 
-def embedding_limits(settings: Settings, spec: EmbeddingSpec) -> EmbeddingLimits:
-    """Return the limits of an embedding model's batches and queue."""
+def embedding_limits(settings: Settings, spec: EmbeddingSpec | RerankSpec) -> EmbeddingLimits:
+    """Return the limits of an embedding or rerank model's batches and queue."""
     own = settings_of(spec, settings)
     windows = Windows(
         low_s=own.embedding_window_low_ms / 1000,

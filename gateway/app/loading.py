@@ -13,16 +13,17 @@ from gateway.app.limits import embedding_limits, generation_limits
 from gateway.app.self_tests import SelfTest, VerdictStore
 from gateway.errors import EngineFailed, ModelLoadFailed
 from gateway.jobs import Compiled, KvCost, Sampling, SequenceParams
-from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec
+from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
 from gateway.serving.embedding.batcher import EmbeddingBatcher
+from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import Loaded, Prepared
-from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
@@ -33,6 +34,14 @@ def warm_embedder(name: str, engine: EmbeddingEngine) -> None:
     """Embed a word; raises ModelLoadFailed if the engine fails."""
     try:
         engine.embed(engine.encode(["Hello"]))
+    except EngineFailed as error:
+        raise ModelLoadFailed(name, error.reason) from error
+
+
+def warm_reranker(name: str, engine: RerankEngine) -> None:
+    """Score a pair; raises ModelLoadFailed if the engine fails."""
+    try:
+        engine.score(engine.encode_pairs("Hello", ["Hello"]))
     except EngineFailed as error:
         raise ModelLoadFailed(name, error.reason) from error
 
@@ -52,8 +61,8 @@ def warm_chat(name: str, engine: GenerationEngine) -> None:
             raise ModelLoadFailed(name, delta.error)
 
 
-Batcher = EmbeddingBatcher | GenerationBatcher
-E = TypeVar("E", EmbeddingEngine, GenerationEngine)
+Batcher = EmbeddingBatcher | RerankBatcher | GenerationBatcher
+E = TypeVar("E", EmbeddingEngine, RerankEngine, GenerationEngine)
 T = TypeVar("T")
 
 
@@ -113,6 +122,11 @@ class Engines(Protocol):
     ) -> Generator[EmbeddingEngine | None, None, None]:
         """Load in steps, on the lane; the last one yields the engine."""
 
+    def cross_encoder(
+        self, spec: RerankSpec, files: Path
+    ) -> Generator[RerankEngine | None, None, None]:
+        """Load in steps, on the lane; the last one yields the engine."""
+
     async def generation(
         self, spec: ChatSpec, files: Path
     ) -> Generator[GenerationEngine | None, None, None]:
@@ -162,6 +176,8 @@ class ModelLoader:
         model: AbstractAsyncContextManager[tuple[Batcher, int]]
         if isinstance(spec, EmbeddingSpec):
             model = self._open_embedding(spec, files)
+        elif isinstance(spec, RerankSpec):
+            model = self._open_reranker(spec, files)
         else:
             model = self._open_chat(spec, files, size)
         async with model as (batcher, nbytes):
@@ -169,8 +185,8 @@ class ModelLoader:
 
     def _adopt(self, batcher: Batcher, spec: ModelSpec) -> None:
         """Apply the limits of a reloaded models.yaml to a loaded model."""
-        if isinstance(batcher, EmbeddingBatcher):
-            assert isinstance(spec, EmbeddingSpec)
+        if isinstance(batcher, EmbeddingBatcher | RerankBatcher):
+            assert isinstance(spec, EmbeddingSpec | RerankSpec)
             batcher.adopt(embedding_limits(self._settings, spec))
         else:
             assert isinstance(spec, ChatSpec)
@@ -186,6 +202,17 @@ class ModelLoader:
             batcher = EmbeddingBatcher(
                 spec.id, engine, self._lane, self._pool, limits, self._arrivals
             )
+            async with batcher.running():
+                yield batcher, nbytes
+
+    @contextlib.asynccontextmanager
+    async def _open_reranker(
+        self, spec: RerankSpec, files: Path
+    ) -> AsyncIterator[tuple[Batcher, int]]:
+        limits = embedding_limits(self._settings, spec)
+        steps = self._engines.cross_encoder(spec, files)
+        async with self._open_engine(steps, partial(warm_reranker, spec.id)) as (engine, nbytes):
+            batcher = RerankBatcher(spec.id, engine, self._lane, self._pool, limits, self._arrivals)
             async with batcher.running():
                 yield batcher, nbytes
 

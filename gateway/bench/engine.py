@@ -171,6 +171,7 @@ async def open_reference(
             truncate = spec.overflow == "truncate"
             reference: Reference = EmbeddingReference(engine, wording, truncate=truncate)
         else:
+            assert isinstance(spec, ChatSpec), "a rerank model has no reference yet"
             engine = next(filter(None, await engines.generation(spec, files)))
             chunk = settings_of(spec, settings).prefill_chunk_tokens
             reference = GenerationReference(engine, workload, resolved, prefill_chunk_tokens=chunk)

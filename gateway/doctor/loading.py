@@ -69,6 +69,7 @@ def load(resolved: Resolved, engines: MlxEngines, settings: Settings) -> Trial:
     )
     if isinstance(spec, EmbeddingSpec):
         return _load_embedding(spec, files, engines, wording)
+    assert isinstance(spec, ChatSpec), "only kinds with stages are tried"
     return _load_chat(
         spec.model_copy(update={"thinking": False}), files, engines, settings, wording
     )

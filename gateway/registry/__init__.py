@@ -29,6 +29,7 @@ from gateway.registry.specs import (
     EmbeddingBatching,
     EmbeddingSpec,
     ModelSpec,
+    RerankSpec,
     Sampling,
 )
 
@@ -45,6 +46,7 @@ __all__ = [
     "PackageSource",
     "PathSource",
     "Reading",
+    "RerankSpec",
     "Resolved",
     "Sampling",
     "Source",

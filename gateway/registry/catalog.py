@@ -16,7 +16,7 @@ ADOPTABLE: Final = MappingProxyType(
         "": {
             *("aliases", "preload", "pinned", "ttl_s", "queue_limit", "queue_max_tokens"),
             *("sampling", "thinking"),
-            *("overflow", "matryoshka", "token_ids", "default_prompt_name"),
+            *("overflow", "matryoshka", "token_ids", "default_prompt_name", "max_tokens_per_doc"),
         },
         "structured": {"backend", "rows", "schema_in_prompt"},
         "batching": {

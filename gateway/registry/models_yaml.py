@@ -209,7 +209,8 @@ class _Reader:
             return None
 
     def _report_kind(self, name: str, kind: object) -> None:
-        kinds = " or ".join(SPECS)
+        *others, last = SPECS
+        kinds = f"{', '.join(others)} or {last}"
         if kind is None:
             self._report(("models", name), f"{name}: `kind` is missing: {kinds}")
         else:

@@ -260,7 +260,7 @@ ReasoningParser = Annotated[
 
 
 class _Spec(Section):
-    """The keys of models of either kind."""
+    """The keys of models of every kind."""
 
     id: Name = Field(description="The model's own name: its key in the file.")
     source: Annotated[
@@ -287,6 +287,12 @@ class _Spec(Section):
     )
     queue_limit: int | None = override("queue_limit")
     queue_max_tokens: int | None = override("queue_max_tokens")
+
+
+def _refuse_gguf(source: Source, needs: str) -> Source:
+    if source.is_gguf:
+        raise ValueError(f"GGUF files are served as chat models only; {needs} a folder")
+    return source
 
 
 class EmbeddingSpec(_Spec):
@@ -328,9 +334,7 @@ class EmbeddingSpec(_Spec):
     @field_validator("source")
     @classmethod
     def _no_gguf(cls, source: Source) -> Source:
-        if source.is_gguf:
-            raise ValueError("GGUF files are served as chat models only; embeddings need a folder")
-        return source
+        return _refuse_gguf(source, "embeddings need")
 
     @field_validator("aliases")
     @classmethod
@@ -348,6 +352,33 @@ class EmbeddingSpec(_Spec):
                 context = {"key": key, "message": message}
                 raise PydanticCustomError("prompt_missing", "{message}", context)
         return self
+
+
+class RerankSpec(_Spec):
+    """A cross-encoder, which scores documents by how well they answer a query."""
+
+    kind: Literal["rerank"] = Field(description="This is a rerank model.")
+    max_tokens_per_doc: int | None = Field(
+        default=None,
+        ge=1,
+        description="Longest document in tokens, where a request sets no limit; longer ones are "
+        "cut.",
+    )
+    batching: EmbeddingBatching = Field(
+        default_factory=EmbeddingBatching, description="Overrides of the gateway's settings."
+    )
+
+    @field_validator("source")
+    @classmethod
+    def _no_gguf(cls, source: Source) -> Source:
+        return _refuse_gguf(source, "a rerank model needs")
+
+    @field_validator("aliases")
+    @classmethod
+    def _names_only(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
+        if any((alias.thinking, alias.prompt_name) != (None, None) for alias in aliases):
+            raise ValueError("a rerank model's alias has a name only")
+        return aliases
 
 
 class ChatSpec(_Spec):
@@ -391,7 +422,7 @@ class ChatSpec(_Spec):
         return aliases
 
 
-ModelSpec = EmbeddingSpec | ChatSpec
-SPECS: Mapping[str, type[EmbeddingSpec] | type[ChatSpec]] = MappingProxyType(
-    {"embedding": EmbeddingSpec, "chat": ChatSpec}
+ModelSpec = EmbeddingSpec | RerankSpec | ChatSpec
+SPECS: Mapping[str, type[EmbeddingSpec] | type[RerankSpec] | type[ChatSpec]] = MappingProxyType(
+    {"embedding": EmbeddingSpec, "rerank": RerankSpec, "chat": ChatSpec}
 )

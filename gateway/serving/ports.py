@@ -8,6 +8,7 @@ from gateway.jobs import (
     GenerateJob,
     Grammar,
     KvCost,
+    Pair,
     Pass,
     SequenceDelta,
     SequenceParams,
@@ -46,14 +47,36 @@ class EmbeddingEngine(Protocol):
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise as much as `truncate` needs; a longer text has more ids than `max_tokens`."""
 
-    def truncate(self, tokens: TokenIds) -> list[int]:
-        """Cut one input to `max_tokens` as sentence-transformers would."""
+    def truncate(self, tokens: TokenIds, limit: int | None = None) -> list[int]:
+        """Cut one input to `limit`, or to `max_tokens`, as sentence-transformers would."""
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
         """Keep the first `dimensions` of each vector, normalised again if the model does."""
 
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
         """Return (rows, dimensions) float32. On the lane only."""
+
+    def nbytes(self) -> int:
+        """Return the bytes held on the device."""
+
+    def close(self) -> None:
+        """Free every array. On the lane only."""
+
+
+class RerankEngine(Protocol):
+    """The maths of one cross-encoder, which reads a query and a document together."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the longest pair the model can read, special tokens included."""
+
+    def encode_pairs(
+        self, query: str, documents: Sequence[str], *, max_document_tokens: int | None = None
+    ) -> list[Pair]:
+        """Tokenise the query with each document, which is cut to fit. Safe on any thread."""
+
+    def score(self, rows: Sequence[Pair]) -> Vectors:
+        """Return the logits, (rows, labels) float32. On the lane only."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device."""

@@ -277,7 +277,10 @@ class Settings(BaseSettings):
         default=128, ge=1, le=65_536, description="Compiled grammars kept, per model."
     )
     lane_weight_embedding: float = Field(
-        default=1, gt=0, le=1000, description="Share of the device, while others wait: embedding."
+        default=1,
+        gt=0,
+        le=1000,
+        description="Share of the device, while others wait: embedding, and reranking.",
     )
     lane_weight_prefill: float = Field(
         default=1, gt=0, le=1000, description="The same: reading prompts."

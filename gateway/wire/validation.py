@@ -28,7 +28,7 @@ class Request(BaseModel):
     harmless: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[Mapping[str, str]] = {}
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    kind: ClassVar[Literal["chat", "embedding"]] = "chat"
+    kind: ClassVar[Literal["chat", "embedding", "rerank"]] = "chat"
     example: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
@@ -47,7 +47,10 @@ class Request(BaseModel):
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields with the model's input, for the log of prompts."""
-        prompts = {"input", "instructions", "messages", "prompt"}
+        prompts = {
+            *("input", "instructions", "messages", "prompt"),
+            *("query", "documents", "texts", "text_1", "text_2", "instruction"),
+        }
         return self.model_dump(include=prompts, exclude_none=True)
 
     def unserved_tools(self) -> Sequence[str]:

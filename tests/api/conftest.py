@@ -38,6 +38,8 @@ def models(tmp_path: Path) -> Catalog:
             },
             "any-size": {"kind": "embedding", "matryoshka": True, **common},
             "writer": {"kind": "chat", "aliases": ["gpt"], **common},
+            "org/judge": {"kind": "rerank", "aliases": ["judge"], **common},
+            "short-judge": {"kind": "rerank", "max_tokens_per_doc": 2, **common},
         },
     )
 

@@ -63,10 +63,12 @@ def test_a_misspelt_kind_or_scheme_is_told_the_nearest(file: Path) -> None:
     """Also where nothing else of the entry can be checked."""
     text = "version: 1\nmodels:\n  a: {kind: chatt}\n  b: {kind: chat, source: 'hb:x/y'}\n  c: {}"
     a, b, c = problems(file, text)
-    assert a == "models.yaml:3: a: kind 'chatt' is not embedding or chat; did you mean 'chat'?"
+    assert (
+        a == "models.yaml:3: a: kind 'chatt' is not embedding, rerank or chat; did you mean 'chat'?"
+    )
     assert b.startswith("models.yaml:4: b: `source`: 'hb:x/y' is no source")
     assert b.endswith("did you mean 'hub:x/y'?")
-    assert c == "models.yaml:5: c: `kind` is missing: embedding or chat"
+    assert c == "models.yaml:5: c: `kind` is missing: embedding, rerank or chat"
 
 
 def test_what_must_be_there_is_missed(file: Path) -> None:

@@ -154,9 +154,9 @@ class EmbeddingEngine:
         """Tokenise as far as `truncate` keeps. More ids than `max_tokens` mean a longer text."""
         return self.tokenizer.encode_start(texts, self.max_tokens)
 
-    def truncate(self, tokens: Sequence[int]) -> list[int]:
-        """Cut one input to `max_tokens` as sentence-transformers would."""
-        return self.tokenizer.truncate(tokens, self.max_tokens)
+    def truncate(self, tokens: Sequence[int], limit: int | None = None) -> list[int]:
+        """Cut one input to `limit`, or to `max_tokens`, as sentence-transformers would."""
+        return self.tokenizer.truncate(tokens, limit or self.max_tokens)
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
         """Keep the first `dimensions` of each vector, normalised again if the model does."""

@@ -1,5 +1,7 @@
-"""Inputs → vectors, in batches across requests.
+"""Inputs → vectors, pairs → scores, in batches across requests.
 
-batcher    the queue of inputs, and the passes that embed them
-policy     which inputs the next pass takes, how long it waits for more; cached vectors
+batcher      texts → vectors, and their cosine as a score
+reranker     pairs of a query and a document → scores
+row_batcher  the queue of either, and the passes that compute them
+policy       which rows the next pass takes, how long it waits for more; cached vectors
 """

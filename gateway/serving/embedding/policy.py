@@ -6,13 +6,14 @@ Also the cache of vectors, and the checks of inputs.
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from gateway import metrics
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import EmbedJob, TokenIds
+from gateway.jobs import EmbedJob, TokenIds, Vectors
 from gateway.serving.admission import NO_BOUND
 from gateway.serving.ports import EmbeddingEngine
 
@@ -174,6 +175,28 @@ def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]
             f"The model `{model}` has no prompt `{name}`; it has: {names}.", part="prompt_name"
         )
     return [engine.prompts[name] + text for text in job.texts]
+
+
+QUERY_PROMPTS: Final = ("query",)
+DOCUMENT_PROMPTS: Final = ("document", "passage")  # Qwen3's name, and e5's
+
+
+def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | None) -> str:
+    """Return the first of the model's prompts that has one of `names`; else that of the default
+    name, else of the model's own default, else none.
+    """
+    for name in (*names, default, engine.default_prompt_name):
+        if name is not None and name in engine.prompts:
+            return engine.prompts[name]
+    return ""
+
+
+def cosines(queries: Vectors, documents: Vectors) -> npt.NDArray[np.float64]:
+    """Return (documents,): the cosine of each row with that of the query, or with its own."""
+    ones, others = queries.astype(np.float64), documents.astype(np.float64)
+    lengths = np.linalg.norm(ones, axis=1) * np.linalg.norm(others, axis=1)
+    found: npt.NDArray[np.float64] = (ones * others).sum(axis=1) / np.where(lengths, lengths, 1)
+    return np.clip(found, -1, 1)
 
 
 def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> None:

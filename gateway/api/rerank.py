@@ -1,0 +1,112 @@
+"""POST /v1/rerank, /v2/rerank and /v1/score."""
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.requests import Service, ignored_header, reply, time_stage
+from gateway.api.streams import while_connected
+from gateway.errors import GatewayError
+from gateway.jobs import Reranked, RerankJob, Stage
+from gateway.registry import EmbeddingSpec, RerankSpec, Resolved
+from gateway.serving.admission import Arrival
+from gateway.wire import rerank as wire
+
+R = TypeVar("R", bound=wire.ScoringRequest)
+
+
+async def rerank(service: Service, request: Request) -> Response:
+    """Answer with the documents' scores, best first; in TEI's form if they are `texts`."""
+    with service.arrivals.expect() as arrival:
+        body = await service.read_body(request)
+        if wire.is_texts(body):
+            try:
+                return await _rerank_texts(service, request, body, arrival)
+            except GatewayError as error:
+                raise wire.TextsError(error) from error
+        scored = await _score(service, request, wire.RerankRequest, arrival, body)
+        with time_stage(request, Stage.SERIALISE):
+            answer = wire.write_reranking(
+                scored.answer, scored.request, name=_name("rerank"), model=scored.model
+            )
+            return reply(answer, headers=scored.headers)
+
+
+async def _rerank_texts(
+    service: Service, request: Request, body: bytearray, arrival: Arrival
+) -> Response:
+    scored = await _score(service, request, wire.TextsRequest, arrival, body)
+    with time_stage(request, Stage.SERIALISE):
+        return reply(wire.write_ranked_texts(scored.answer, scored.request), headers=scored.headers)
+
+
+async def score(service: Service, request: Request) -> Response:
+    """Answer with the score of every pair of texts, in order."""
+    with service.arrivals.expect() as arrival:
+        scored = await _score(service, request, wire.ScoreRequest, arrival)
+    with time_stage(request, Stage.SERIALISE):
+        created = int(time.time())
+        answer = wire.write_scores(
+            scored.answer, name=_name("score"), created=created, model=scored.model
+        )
+        return reply(answer, headers=scored.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored(Generic[R]):
+    """A request and its scores, with the model's name and the headers for the answer."""
+
+    request: R
+    answer: Reranked
+    model: str
+    headers: dict[str, str]
+
+
+async def _score(
+    service: Service,
+    request: Request,
+    shape: type[R],
+    arrival: Arrival,
+    body: bytearray | None = None,
+) -> _Scored[R]:
+    def translate(wire_request: R) -> tuple[Resolved, EmbeddingSpec | RerankSpec, RerankJob]:
+        resolved, spec = service.rerank_spec(wire_request.model)
+        job = wire.to_job(
+            wire_request,
+            service.caller(request),
+            max_tokens_per_doc=spec.max_tokens_per_doc if isinstance(spec, RerankSpec) else None,
+            prompt_name=spec.default_prompt_name if isinstance(spec, EmbeddingSpec) else None,
+            bounds=service.rules.chars,
+        )
+        return resolved, spec, job
+
+    parsed, (resolved, spec, job) = await service.read(request, shape, translate, body=body)
+    answer = await while_connected(
+        request.receive, _rerank(service, spec, job, parsed.request, arrival)
+    )
+    ignored = parsed.ignored
+    if parsed.request.instruction is not None:  # no model reads one
+        ignored = (*ignored, "instruction")
+    headers = ignored_header(ignored)
+    if answer.truncated:
+        headers["x-gateway-truncated"] = str(answer.truncated)
+    return _Scored(parsed.request, answer, resolved.name, headers)
+
+
+async def _rerank(
+    service: Service,
+    spec: EmbeddingSpec | RerankSpec,
+    job: RerankJob,
+    wire_request: wire.ScoringRequest,
+    arrival: Arrival,
+) -> Reranked:
+    async with service.lease_reranker(spec, job.caller, wire_request) as batcher:
+        return await batcher.rerank(job, arrival)
+
+
+def _name(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(12)}"

@@ -1,0 +1,120 @@
+"""Pairs of a query and a document → scores, in passes that requests share."""
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gateway import clock, metrics
+from gateway.errors import ContextLengthExceeded, EngineFailed
+from gateway.jobs import Pair, Reranked, RerankJob, Stage, Vectors
+from gateway.serving.admission import Arrival, Arrivals
+from gateway.serving.embedding.policy import EmbeddingLimits
+from gateway.serving.embedding.row_batcher import RowBatcher
+from gateway.serving.lane import Lane
+from gateway.serving.ports import RerankEngine
+from gateway.serving.tokenize import LONG_CHARS, SHORT_CHARS, SLICE_CHARS, Kind, ThreadPools
+
+Part: TypeAlias = Sequence[tuple[str, Sequence[str]]]
+
+
+class RerankBatcher(RowBatcher[Pair]):
+    """One cross-encoder's queue of requests, and the worker that scores their pairs."""
+
+    kind = "rerank"
+
+    def __init__(
+        self,
+        name: str,
+        engine: RerankEngine,
+        lane: Lane,
+        pool: ThreadPools,
+        limits: EmbeddingLimits,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        super().__init__(name, self._score, lane, limits, arrivals)
+        self._engine = engine
+        self._pool = pool
+
+    @property
+    def engine(self) -> RerankEngine:
+        """Return the engine, for its facts about the model."""
+        return self._engine
+
+    async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
+        """Return a score for every document, in order. `arrival` ends once the pairs are queued.
+
+        Raises Overloaded when too much waits, ContextLengthExceeded for a query, or if not
+        `truncate` a document, that is too long, DeadlineExceeded, and EngineFailed when the model
+        fails, or a score is not finite.
+        """
+        timings = job.caller.timings
+        async with self._begin(job.caller, arrival) as expected:
+            started, limit = clock.now(), job.max_tokens_per_doc
+            pairs = [pair for part in _slices(job) for pair in await self._encode(part, limit)]
+            timings.add(Stage.TOKENISE, clock.now() - started)
+            self._check(pairs, truncate=job.truncate)
+            logits = await self._queue(pairs, timings, expected)
+        tokens, truncated = sum(map(len, pairs)), sum(pair.cut > 0 for pair in pairs)
+        timings.tokens_in, timings.stage = tokens, None
+        metrics.of(metrics.TOKENS_IN, self._name).inc(tokens)
+        if truncated:
+            metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
+        return Reranked(relevance(logits, is_raw=job.is_raw), tokens, truncated)
+
+    async def _encode(self, part: Part, limit: int | None) -> list[Pair]:
+        """Encode queries, each with its documents: off the loop unless they are short."""
+
+        def encode() -> list[Pair]:
+            return [
+                pair
+                for query, texts in part
+                for pair in self._engine.encode_pairs(query, texts, max_document_tokens=limit)
+            ]
+
+        chars = sum(len(query) + sum(map(len, texts)) for query, texts in part)
+        if chars <= SHORT_CHARS:
+            return encode()
+        kind: Kind = "long texts" if chars > LONG_CHARS else "short texts"
+        return await self._pool.run(encode, kind=kind)
+
+    def _check(self, pairs: Sequence[Pair], *, truncate: bool) -> None:
+        limit = self._engine.max_tokens
+        if any(len(pair) > limit for pair in pairs):
+            raise ContextLengthExceeded(limit, max(map(len, pairs)), noun="query")
+        if not truncate and any(pair.cut for pair in pairs):
+            tokens = max(len(pair) + pair.cut for pair in pairs)
+            raise ContextLengthExceeded(limit, tokens, noun="documents", part="documents")
+
+    def _score(self, pairs: Sequence[Pair]) -> Vectors:
+        """Return the logits of pairs, all finite. On the lane only."""
+        logits = self._engine.score(pairs)
+        if not np.isfinite(logits).all():
+            raise EngineFailed(self._name, "a score is not finite.")
+        return logits
+
+
+def _slices(job: RerankJob) -> Iterator[Part]:
+    """Yield queries, each with its documents, about SLICE_CHARS of them at once."""
+    pairs = zip(job.queries or repeat(job.query), job.documents)  # noqa: B905
+    part: dict[int, tuple[str, list[str]]] = {}
+    chars = 0
+    for index, (query, document) in enumerate(pairs):
+        if part and chars + len(document) > SLICE_CHARS:
+            yield list(part.values())
+            part, chars = {}, 0
+        part.setdefault(index if job.queries else 0, (query, []))[1].append(document)
+        chars += len(document)
+    yield list(part.values())
+
+
+def relevance(logits: Vectors, *, is_raw: bool) -> npt.NDArray[np.float64]:
+    """Return (rows,): the log-odds of relevance, which a model's only label is and of several the
+    last has against the others; unless `is_raw`, its probability.
+    """
+    odds = logits[:, -1].astype(np.float64)
+    if logits.shape[1] > 1:
+        odds = odds - np.logaddexp.reduce(logits[:, :-1].astype(np.float64), axis=1)
+    return odds if is_raw else np.exp(-np.logaddexp(0, -odds))

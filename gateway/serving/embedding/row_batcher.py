@@ -1,0 +1,317 @@
+"""Computes the rows of waiting requests in shared, padded passes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from typing import ClassVar, Generic, Self, TypeVar
+
+import numpy as np
+
+from gateway import clock, logs, metrics
+from gateway.errors import EngineFailed, GatewayError, Unavailable
+from gateway.jobs import Caller, Stage, Timings, Vectors
+from gateway.serving.admission import Admission, Arrival, Arrivals, Noun, until_deadline
+from gateway.serving.embedding.policy import EmbeddingLimits, patience, take_batch, window
+from gateway.serving.lane import Lane, Turn
+from gateway.serving.pace import Pace
+from gateway.serving.workers import run_forever
+
+R = TypeVar("R", bound=Sized)
+
+log = logs.get("embedding")
+
+
+class RowRequest(Generic[R]):
+    """One request's rows, taken shortest first to keep padding low."""
+
+    def __init__(self, rows: Sequence[R], timings: Timings) -> None:
+        self.arrived = clock.now()
+        self.results: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
+        self._rows = rows
+        self._timings = timings
+        self._order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        self._taken = 0
+        self._left = len(rows)
+        self._array: Vectors | None = None
+        self._inferred_s = 0.0
+        self._lane_s = 0.0
+        self._turn: Turn | None = None  # the last one that computed rows of it
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if it has results or an error, or its caller has left."""
+        return self.results.done()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return True if any of its rows wait for a batch."""
+        return not self.is_over and self._taken < len(self._order)
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of rows that wait."""
+        return len(self._order) - self._taken
+
+    def lengths(self, most: int) -> list[int]:
+        """Return the lengths in tokens of the next rows, at most `most`."""
+        return [len(self._rows[i]) for i in self._order[self._taken : self._taken + most]]
+
+    def take(self, count: int) -> "list[Row[R]]":
+        """Take the next rows, for a batch."""
+        taken = self._order[self._taken : self._taken + count]
+        self._taken += count
+        return [Row(self, index, self._rows[index]) for index in taken]
+
+    def note_pass(self, seconds: float, turn: Turn) -> None:
+        """Add the seconds of a pass and, once a turn, of the wait for the lane before it.
+
+        That wait may have begun before the request arrived.
+        """
+        self._inferred_s += seconds
+        if turn is not self._turn:
+            self._turn = turn
+            self._lane_s += max(0.0, min(turn.waited_s, turn.gained - self.arrived))
+
+    def answer(self, index: int, result: Vectors) -> None:
+        """Add one row's result, (width,); the last one completes the results."""
+        if self._array is None:
+            self._array = np.empty((len(self._rows), len(result)), dtype=np.float32)
+        self._array[index] = result
+        self._left -= 1
+        if self._left == 0 and not self.is_over:
+            self.results.set_result(self._array)
+
+    def close(self) -> None:
+        """Record the stage it reached, and take part in no further pass."""
+        self._timings.stage = Stage.INFERENCE if self._taken else Stage.QUEUE
+        self.results.cancel()
+
+    def write_timings(self) -> None:
+        """Record the time in each stage: what was neither lane nor inference was queue."""
+        waited = clock.now() - self.arrived
+        add = self._timings.add
+        add(Stage.QUEUE, max(0.0, waited - self._inferred_s - self._lane_s))
+        add(Stage.LANE, self._lane_s)
+        add(Stage.INFERENCE, self._inferred_s)
+
+    def refuse(self, error: GatewayError) -> None:
+        """Fail with an error unless it is over."""
+        if not self.is_over:
+            self.results.set_exception(error)
+
+
+class Row(Generic[R]):
+    """One row inside a batch."""
+
+    __slots__ = ("index", "request", "row")
+
+    def __init__(self, request: RowRequest[R], index: int, row: R) -> None:
+        self.request = request
+        self.index = index
+        self.row = row
+
+
+class RowBatcher(Generic[R]):
+    """One model's queue of requests, and the worker that computes their rows.
+
+    `kind` names its turns of the lane. `compute` runs on the lane, with rows sorted by length; it
+    returns one result for each, as an array of (rows, width) float32.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self,
+        name: str,
+        compute: Callable[[Sequence[R]], Vectors],
+        lane: Lane,
+        limits: EmbeddingLimits,
+        arrivals: Arrivals | None,
+    ) -> None:
+        self._name = name
+        self._compute = compute
+        self._lane = lane
+        self._limits = limits
+        self._arrivals = arrivals or Arrivals()
+        self._pace = Pace(limits.pass_limit_s)
+        self._waiting: list[RowRequest[R]] = []
+        self._tokens = Admission(name, Noun.TOKENS, limits.queue_max_tokens)
+        self._arrived = asyncio.Event()
+
+    @property
+    def tickets(self) -> int:
+        """Return the number of requests with rows that wait."""
+        return sum(request.is_waiting for request in self._waiting)
+
+    def adopt(self, limits: EmbeddingLimits) -> None:
+        """Apply new limits, also to waiting requests."""
+        self._limits = limits
+        self._pace.limit_s = limits.pass_limit_s
+        self._tokens.limit = limits.queue_max_tokens
+
+    @contextlib.asynccontextmanager
+    async def _begin(self, caller: Caller, arrival: Arrival | None) -> AsyncIterator[Arrival]:
+        """Until the caller's deadline, yield its arrival, which ends once its rows are queued."""
+        timings = caller.timings
+        timings.model, timings.stage = self._name, Stage.TOKENISE
+        async with until_deadline(caller):
+            if arrival is not None:
+                yield arrival
+                return
+            with self._arrivals.expect() as own_arrival:
+                yield own_arrival
+
+    async def _queue(self, rows: Sequence[R], timings: Timings, arrival: Arrival) -> Vectors:
+        """Queue rows and return their results. Raises Overloaded when too many tokens wait."""
+        with self._tokens.admit(sum(map(len, rows))):
+            request = RowRequest(rows, timings)
+            self._waiting.append(request)
+            self._arrived.set()
+            arrival.end()
+            try:
+                results = await request.results
+            finally:
+                request.close()
+            request.write_timings()
+            return results
+
+    async def _work(self) -> None:
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._has_work():
+                await self._collect()
+                async with self._lane.turn(self.kind) as turn:
+                    await self._pass(turn)
+                    # Several passes a turn, where others wait and it is not their turn yet.
+                    while self._has_work() and turn.is_contended and not turn.is_up:
+                        await self._pass(turn)
+
+    def _end_failed(self, error: Exception) -> None:
+        self.end(_as_gateway_error(self._name, error))
+
+    def _has_work(self) -> bool:
+        self._waiting = [request for request in self._waiting if request.is_waiting]
+        return bool(self._waiting)
+
+    async def _collect(self) -> None:
+        """While the lane is idle, wait for the rest of a burst of requests."""
+        is_first = True
+        await self._arrivals.yield_to_loop()
+        while self._lane.is_idle and self._has_work():
+            arrivals, limits = self._arrivals, self._limits
+            more_s = patience(
+                sum(request.waiting for request in self._waiting),
+                clock.now() - self._waiting[0].arrived,
+                window(len(self._waiting) + arrivals.count, limits),
+                limits,
+                newest_age_s=arrivals.newest_age_s,
+            )
+            if more_s <= 0:
+                if is_first:
+                    metrics.of(metrics.FAST_PATH, self._name).inc()
+                return
+            is_first = False
+            await arrivals.wait_for_change(more_s)
+
+    async def _pass(self, turn: Turn) -> None:
+        """Compute a batch, chosen now that the lane is held."""
+        if not (batch := self._take()):
+            return
+        started = clock.now()
+        try:
+            await self._run(turn, batch)
+        except asyncio.CancelledError:
+            _refuse(batch, _unloaded_error(self._name))
+            raise
+        except Exception as error:
+            _refuse(batch, _as_gateway_error(self._name, error))
+            raise
+        self._record(batch, turn, started)
+
+    def _take(self) -> list[Row[R]]:
+        self._has_work()
+        most = self._limits.max_batch_size
+        requests = self._waiting[:most]
+        lengths = [request.lengths(most) for request in requests]
+        tokens = min(self._limits.max_batch_tokens, self._pace.tokens)
+        counts = take_batch(lengths, most, tokens)
+        pairs = zip(requests, counts, strict=True)
+        chosen = [each for request, count in pairs for each in request.take(count)]
+        return sorted(chosen, key=lambda each: len(each.row))
+
+    async def _run(self, turn: Turn, batch: list[Row[R]]) -> None:
+        turn.set_shape((self._name, len(batch).bit_length(), len(batch[-1].row).bit_length()))
+        try:
+            _answer(batch, await turn(self._compute, [each.row for each in batch]))
+        except Exception as error:
+            log.warning("batch_failed", model=self._name, rows=len(batch), error=str(error))
+            await self._retry_alone(turn, batch, error)
+
+    async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
+        """Compute each row alone, so that only those at fault fail."""
+        for each in batch:
+            if len(batch) > 1:
+                try:
+                    _answer([each], await turn(self._compute, [each.row]))
+                    continue
+                except Exception as alone:
+                    error = alone
+            _refuse([each], _as_gateway_error(self._name, error))
+
+    def _record(self, batch: Sequence[Row[R]], turn: Turn, started: float) -> None:
+        seconds = clock.now() - started
+        for request in {each.request for each in batch}:
+            request.note_pass(seconds, turn)
+        padded = len(batch) * max(1, len(batch[-1].row))
+        self._pace.note(padded, seconds)
+        metrics.of(metrics.BATCH_ROWS, self._name).observe(len(batch))
+        metrics.of(metrics.BATCH_PADDING, self._name).observe(
+            1 - sum(len(each.row) for each in batch) / padded
+        )
+        log.debug(
+            "batch",
+            kind=self.kind,
+            model=self._name,
+            rows=len(batch),
+            padded_tokens=padded,
+            ms=round(1000 * seconds, 2),
+        )
+
+    def end(self, error: GatewayError) -> None:
+        """Fail every waiting request with an error."""
+        for request in self._waiting:
+            request.refuse(error)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Serve the queue while entered; requests that still wait at the end fail."""
+        worker = asyncio.create_task(
+            run_forever(f"{self.kind} {self._name}", self._work, self._end_failed)
+        )
+        try:
+            yield self
+        finally:
+            worker.cancel()
+            await asyncio.wait([worker])
+            self.end(_unloaded_error(self._name))
+
+
+def _answer(batch: Sequence[Row[R]], results: Vectors) -> None:
+    if len(results) != len(batch):
+        raise ValueError(f"{len(results)} results were given for {len(batch)} rows")
+    for each, result in zip(batch, results, strict=True):
+        each.request.answer(each.index, result)
+
+
+def _refuse(batch: Sequence[Row[R]], error: GatewayError) -> None:
+    for each in batch:
+        each.request.refuse(error)
+
+
+def _unloaded_error(model: str) -> GatewayError:
+    return Unavailable(f"The model `{model}` was unloaded meanwhile.", retry_after_s=1)
+
+
+def _as_gateway_error(model: str, error: Exception) -> GatewayError:
+    return error if isinstance(error, GatewayError) else EngineFailed(model, str(error))

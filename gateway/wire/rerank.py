@@ -1,0 +1,359 @@
+"""/v1/rerank and /v1/score: request → RerankJob; scores → JSON, as Cohere, TEI or vLLM write it."""
+
+import re
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple, NotRequired
+
+import numpy as np
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from typing_extensions import TypedDict
+
+from gateway.errors import (
+    BadRequest,
+    GatewayError,
+    ModelNotFound,
+    Overloaded,
+    Unavailable,
+)
+from gateway.errors import Part as ErrorPart
+from gateway.jobs import Caller, Reranked, RerankJob
+from gateway.wire.bounds import FAIL_FAST, Label
+from gateway.wire.validation import MAX_INPUTS, CharBounds, Request
+
+_TEXT: Final = {"type": "string", "minLength": 1}
+_TEXTS: Final = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS}
+_DOCUMENT: Final = {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}
+_DOCUMENTS: Final = {**_TEXTS, "items": {"anyOf": [_TEXT, _DOCUMENT]}}
+
+
+def _read_documents(value: object) -> object:
+    """Return a text, or texts of which some are {"text": …}, as a list of texts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        return value
+    return [
+        each["text"] if isinstance(each, dict) and isinstance(each.get("text"), str) else each
+        for each in value
+    ]
+
+
+_Texts = Annotated[list[str], Field(max_length=MAX_INPUTS), FAIL_FAST]
+Text = Annotated[str, WithJsonSchema(_TEXT)]
+Texts = Annotated[_Texts, WithJsonSchema(_TEXTS)]
+OneOrMoreTexts = Annotated[
+    _Texts, BeforeValidator(_read_documents), WithJsonSchema({"anyOf": [_TEXT, _TEXTS]})
+]
+Documents = Annotated[
+    _Texts, BeforeValidator(_read_documents), WithJsonSchema({"anyOf": [_TEXT, _DOCUMENTS]})
+]
+
+
+class Empty(BadRequest):
+    """A query, a document or a list of documents that is empty."""
+
+
+class Judged(NamedTuple):
+    """The texts of a request, each with the field that it came from; `queries` is 1 or N long."""
+
+    queries: Sequence[str]
+    documents: Sequence[str]
+    queries_field: str
+    documents_field: str
+
+
+class ScoringRequest(Request):
+    """The fields that all requests for scores have."""
+
+    harmless = frozenset({"user", "priority", "rank_fields"})
+    kind = "rerank"
+
+    model: Annotated[Label, Field(min_length=1)] | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = None
+    instruction: str | None = None
+    truncate: bool | None = None
+    raw_scores: bool = False
+    use_activation: bool = True
+
+    def judged(self) -> Judged:
+        """Return the texts to score."""
+        raise NotImplementedError
+
+    def param_of(self, part: ErrorPart) -> str:
+        """Return the field that a part of the job came from: only a query can be too long."""
+        judged = self.judged()
+        names = {"prompt": judged.queries_field, "documents": judged.documents_field}
+        return names.get(part, part)
+
+
+class RerankRequest(ScoringRequest):
+    """What Cohere, Jina, vLLM, infinity and llama.cpp take."""
+
+    example: ClassVar = {
+        "query": "What is the capital of France?",
+        "documents": ["Paris is the capital of France.", "Bananas are yellow."],
+    }
+
+    query: Text
+    documents: Documents
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool = False
+
+    def judged(self) -> Judged:
+        """Return the texts to score."""
+        return Judged([self.query], self.documents, "query", "documents")
+
+
+class TextsRequest(ScoringRequest):
+    """What TEI's /rerank takes."""
+
+    refused: ClassVar = {"truncation_direction": "Texts are cut at their end."}
+    neutral: ClassVar = {"truncation_direction": ("right", "Right")}
+
+    query: Text
+    texts: Texts
+    return_text: bool = False
+
+    def judged(self) -> Judged:
+        """Return the texts to score."""
+        return Judged([self.query], self.texts, "query", "texts")
+
+
+class ScoreRequest(ScoringRequest):
+    """What vLLM's /v1/score takes: one text and several, or as many of either."""
+
+    example: ClassVar = {
+        "text_1": "What is the capital of France?",
+        "text_2": ["Paris is the capital of France.", "Bananas are yellow."],
+    }
+
+    text_1: OneOrMoreTexts
+    text_2: OneOrMoreTexts
+
+    def judged(self) -> Judged:
+        """Return the texts to score."""
+        return Judged(self.text_1, self.text_2, "text_1", "text_2")
+
+
+def to_job(
+    request: ScoringRequest,
+    caller: Caller,
+    *,
+    max_tokens_per_doc: int | None,
+    prompt_name: str | None,
+    bounds: CharBounds,
+) -> RerankJob:
+    """Return the job of a request, with the model's defaults for what it leaves out.
+
+    Raises BadRequest for an empty text, and for texts that are too many or too long.
+    """
+    queries, documents, *fields = judged = request.judged()
+    for texts, field in zip((queries, documents), fields, strict=True):
+        _refuse_empty(texts, field)
+        bounds.check(texts, param=field, noun="A text")
+    if len(queries) not in (1, len(documents)):
+        raise BadRequest(
+            f"'{judged.queries_field}' should be one text, or as many as "
+            f"'{judged.documents_field}' has: {len(documents)}, not {len(queries)}.",
+            param=judged.queries_field,
+        )
+    return RerankJob(
+        caller=caller,
+        query=queries[0],
+        queries=queries if len(queries) > 1 else (),
+        documents=documents,
+        max_tokens_per_doc=request.max_tokens_per_doc or max_tokens_per_doc,
+        truncate=request.truncate is not False,
+        is_raw=request.raw_scores or not request.use_activation,
+        prompt_name=prompt_name,
+    )
+
+
+def _refuse_empty(texts: Sequence[str], field: str) -> None:
+    if texts and all(texts):
+        return
+    place = f"{field}[{list(texts).index('')}]" if texts and field != "query" else field
+    raise Empty(f"Invalid '{place}': it should not be empty.", param=place, code="invalid_value")
+
+
+class RerankedDocument(TypedDict):
+    """A document, as it was sent."""
+
+    text: str
+
+
+class RerankResult(TypedDict):
+    """A document's score; `index` is its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[RerankedDocument]
+
+
+class RerankUsage(TypedDict):
+    """Tokens read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class BilledUnits(TypedDict):
+    """What Cohere would bill."""
+
+    search_units: int
+
+
+class RerankTokens(TypedDict):
+    """Tokens read, in Cohere's words."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+class RerankMeta(TypedDict):
+    """What Cohere says besides."""
+
+    billed_units: BilledUnits
+    tokens: RerankTokens
+
+
+class Reranking(TypedDict):
+    """The documents' scores, best first; equal ones in the order of the request."""
+
+    id: str
+    object: Literal["list"]
+    model: str
+    results: list[RerankResult]
+    usage: RerankUsage
+    meta: RerankMeta
+
+
+def write_reranking(
+    answer: Reranked, request: RerankRequest, *, name: str, model: str
+) -> Reranking:
+    """Return the answer with the `top_n` best documents."""
+    results: list[RerankResult] = []
+    for index in _best_first(answer)[: request.top_n or None]:
+        result: RerankResult = {"index": index, "relevance_score": float(answer.scores[index])}
+        if request.return_documents:
+            result["document"] = {"text": request.documents[index]}
+        results.append(result)
+    return {
+        "id": name,
+        "object": "list",
+        "model": model,
+        "results": results,
+        "usage": _usage(answer),
+        "meta": {
+            "billed_units": {"search_units": 1},
+            "tokens": {"input_tokens": answer.prompt_tokens, "output_tokens": 0},
+        },
+    }
+
+
+class RankedText(TypedDict):
+    """A text's score in TEI's answer; `index` is its place in the request."""
+
+    index: int
+    score: float
+    text: NotRequired[str]
+
+
+def write_ranked_texts(answer: Reranked, request: TextsRequest) -> list[RankedText]:
+    """Return TEI's answer: every text, best first."""
+    results: list[RankedText] = []
+    for index in _best_first(answer):
+        result: RankedText = {"index": index, "score": float(answer.scores[index])}
+        if request.return_text:
+            result["text"] = request.texts[index]
+        results.append(result)
+    return results
+
+
+class Score(TypedDict):
+    """The score of one pair of texts."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(TypedDict):
+    """The score of every pair of texts, in order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: RerankUsage
+
+
+def write_scores(answer: Reranked, *, name: str, created: int, model: str) -> Scores:
+    """Return vLLM's answer."""
+    data: list[Score] = [
+        {"index": index, "object": "score", "score": score}
+        for index, score in enumerate(answer.scores.tolist())
+    ]
+    return {
+        "id": name,
+        "object": "list",
+        "created": created,
+        "model": model,
+        "data": data,
+        "usage": _usage(answer),
+    }
+
+
+def _best_first(answer: Reranked) -> list[int]:
+    order: list[int] = np.argsort(-answer.scores, kind="stable").tolist()
+    return order
+
+
+def _usage(answer: Reranked) -> RerankUsage:
+    return {"prompt_tokens": answer.prompt_tokens, "total_tokens": answer.prompt_tokens}
+
+
+# Inside a string a quotation mark has a backslash before it, and only a name has a colon after it.
+_TEXTS_NAME: Final = re.compile(rb'"texts"\s*:')
+_DOCUMENTS_NAME: Final = re.compile(rb'"documents"\s*:')
+
+
+def is_texts(body: bytes | bytearray) -> bool:
+    """Return True for a body in TEI's form: with `texts` and without `documents`."""
+    return (
+        b'"texts"' in body and not _DOCUMENTS_NAME.search(body) and bool(_TEXTS_NAME.search(body))
+    )
+
+
+class TextsErrorBody(TypedDict):
+    """TEI's error."""
+
+    error: str
+    error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Empty"]
+
+
+class TextsError(GatewayError):
+    """An error of a request in TEI's form, with TEI's status and body."""
+
+    def __init__(self, error: GatewayError) -> None:
+        super().__init__(
+            error.message, retry_after_s=error.retry_after_s, should_retry=error.should_retry
+        )
+        self.error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Empty"]
+        match error:
+            case Empty():
+                self.status, self.error_type = HTTPStatus.BAD_REQUEST, "Empty"
+            case Overloaded():
+                self.status, self.error_type = error.status, "Overloaded"
+            case Unavailable():
+                self.status, self.error_type = error.status, "Unhealthy"
+            case BadRequest() | ModelNotFound() if error.code != "unsupported_model":
+                self.status, self.error_type = HTTPStatus.UNPROCESSABLE_ENTITY, "Validation"
+            case _:
+                self.status, self.error_type = HTTPStatus.FAILED_DEPENDENCY, "Backend"
+
+    def body(self) -> TextsErrorBody:  # type: ignore[override]
+        """Return TEI's error."""
+        return {"error": self.message, "error_type": self.error_type}
