@@ -113,7 +113,8 @@ class Embedded:
 class Pair:
     """A query and a document as one row of token ids.
 
-    `second` is the index at which the document begins; `cut` counts the tokens cut off its end.
+    `second` is the index at which the document begins; `cut` counts the tokens cut off its end,
+    or fewer if a long document was not encoded whole.
     """
 
     ids: TokenIds

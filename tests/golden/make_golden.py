@@ -106,6 +106,17 @@ def save_golden(model: SentenceTransformer, folder: Path) -> None:
     (folder / "ids.json").write_text(json.dumps(ids) + "\n")
 
 
+def make_noise(net: PreTrainedModel) -> None:
+    """Fill a model with seeded noise."""
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        for weight in net.parameters():
+            if weight.ndim == 1:
+                weight.add_(torch.randn_like(weight) * 0.1)
+            else:
+                weight.copy_(torch.randn_like(weight) * 0.25)
+
+
 def tiny(
     name: str,
     net: PreTrainedModel,
@@ -115,13 +126,7 @@ def tiny(
     max_seq_length: int,
 ) -> None:
     """Fill a tiny model with seeded noise, save it as sentence-transformers does, and run it."""
-    torch.manual_seed(SEED)
-    with torch.no_grad():
-        for weight in net.parameters():
-            if weight.ndim == 1:
-                weight.add_(torch.randn_like(weight) * 0.1)
-            else:
-                weight.copy_(torch.randn_like(weight) * 0.25)
+    make_noise(net)
     folder = HERE / name
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as plain:
@@ -151,28 +156,43 @@ def trained(
     return tokenizer
 
 
-def template(tokenizer: Tokenizer, before: str | None, after: str) -> None:
-    """Add special tokens around a text."""
+def template(tokenizer: Tokenizer, before: str | None, after: str, pair: str | None = None) -> None:
+    """Add special tokens around a text, and around a pair."""
     names = [name for name in (before, after) if name]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=" ".join([*([before] if before else []), "$A", after]),
+        pair=pair,
         special_tokens=[(name, tokenizer.token_to_id(name)) for name in names],
     )
 
 
-def bert() -> None:
-    """BERT with cls pooling and a WordPiece vocabulary."""
+_BERT_NAMES = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
+
+
+def word_piece() -> Tokenizer:
+    """Train a WordPiece vocabulary."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
     def prepare(tokenizer: Tokenizer) -> None:
         tokenizer.normalizer = normalizers.BertNormalizer()
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
 
-    tokenizer = trained(
+    return trained(
         models.WordPiece(unk_token="[UNK]"),
         trainers.WordPieceTrainer(vocab_size=200, special_tokens=special),
         prepare,
     )
+
+
+def bert() -> None:
+    """BERT with cls pooling and a WordPiece vocabulary."""
+    tokenizer = word_piece()
     template(tokenizer, "[CLS]", "[SEP]")
     config = BertConfig(
         vocab_size=tokenizer.get_vocab_size(),
@@ -182,13 +202,11 @@ def bert() -> None:
         intermediate_size=64,
         max_position_embeddings=64,
     )
-    names = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
-    names |= {"cls_token": "[CLS]", "mask_token": "[MASK]"}
     tiny(
         "bert",
         BertModel(config, add_pooling_layer=True),
         tokenizer,
-        {"tokenizer_class": "BertTokenizer", "do_lower_case": True, **names},
+        {"tokenizer_class": "BertTokenizer", "do_lower_case": True, **_BERT_NAMES},
         "cls",
         48,
     )
@@ -246,14 +264,14 @@ def roberta() -> None:
     )
 
 
-def xlm_roberta() -> None:
-    """XLM-RoBERTa with mean pooling and a Unigram vocabulary."""
+def unigram() -> Tokenizer:
+    """Train a Unigram vocabulary."""
 
     def prepare(tokenizer: Tokenizer) -> None:
         tokenizer.normalizer = normalizers.NFKC()
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
 
-    tokenizer = trained(
+    return trained(
         models.Unigram(),
         trainers.UnigramTrainer(
             vocab_size=220,
@@ -263,6 +281,11 @@ def xlm_roberta() -> None:
         ),
         prepare,
     )
+
+
+def xlm_roberta() -> None:
+    """XLM-RoBERTa with mean pooling and a Unigram vocabulary."""
+    tokenizer = unigram()
     template(tokenizer, "<s>", "</s>")
     config = XLMRobertaConfig(vocab_size=tokenizer.get_vocab_size(), **_ROBERTA_SIZE)
     tiny(

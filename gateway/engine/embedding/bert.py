@@ -1,7 +1,7 @@
 """BERT and RoBERTa: absolute positions, token types, post-norm layers; positions differ.
 
 Weights and names are Hugging Face's (transformers, models/bert/modeling_bert.py); the
-pooler and task heads are not used.
+pooler and task heads are not used here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,11 +28,11 @@ class Dense:
     """A linear layer. The weight is kept transposed: (inputs, outputs)."""
 
     weight: mx.array
-    bias: mx.array
+    bias: mx.array | None
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map (rows, inputs) to (rows, outputs)."""
-        return mx.addmm(self.bias, x, self.weight)
+        return x @ self.weight if self.bias is None else mx.addmm(self.bias, x, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,19 @@ class Norm:
     """Layer normalisation."""
 
     weight: mx.array
-    bias: mx.array
+    bias: mx.array | None
     epsilon: float
     normalize: Normalization
 
     def __call__(self, x: mx.array) -> mx.array:
         """Normalise each row of (rows, dimensions)."""
         return self.normalize(x, self.weight, self.bias, self.epsilon)
+
+
+def arrays_of(*parts: Dense | Norm) -> list[mx.array]:
+    """List every array the parts hold."""
+    both = [array for part in parts for array in (part.weight, part.bias)]
+    return [array for array in both if array is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +81,21 @@ class Layer:
 
     def parameters(self) -> list[mx.array]:
         """List every array the layer holds."""
-        parts = (self.qkv, self.attention_out, self.attention_norm, self.up, self.down, self.norm)
-        return [array for part in parts for array in (part.weight, part.bias)]
+        return arrays_of(
+            self.qkv, self.attention_out, self.attention_norm, self.up, self.down, self.norm
+        )
+
+
+def make_dense(weights: Mapping[str, mx.array], name: str) -> Dense:
+    """Make a linear layer from the weight and, if there is one, the bias under a name."""
+    return Dense(mx.contiguous(weights[f"{name}.weight"].T), weights.get(f"{name}.bias"))
 
 
 def make_norm(
     weights: Mapping[str, mx.array], name: str, choice: Arithmetic, epsilon: float
 ) -> Norm:
-    """Make a normalisation from the two weights under a name."""
-    return Norm(weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon, choice.normalize)
+    """Make a normalisation from the weight and, if there is one, the bias under a name."""
+    return Norm(weights[f"{name}.weight"], weights.get(f"{name}.bias"), epsilon, choice.normalize)
 
 
 def make_layer(
@@ -94,26 +106,17 @@ def make_layer(
 ) -> Layer:
     """Make a layer from its weights, named as in the checkpoint below `encoder.layer.N.`."""
 
-    def dense(*names: str, first_scale: float = 1.0) -> Dense:
-        """Fuse several products into one, the first of them scaled."""
-        scales = [first_scale] + [1.0] * (len(names) - 1)
-        pairs = list(zip(names, scales, strict=True))
-        weight = mx.concatenate([weights[f"{n}.weight"] * s for n, s in pairs])
-        bias = mx.concatenate([weights[f"{n}.bias"] * s for n, s in pairs])
-        return Dense(mx.contiguous(weight.T), bias)
-
-    attention = "attention.self."
+    scales = {"query": choice.query_scale, "key": 1.0, "value": 1.0}
+    weight, bias = (
+        mx.concatenate([weights[f"attention.self.{n}.{part}"] * s for n, s in scales.items()])
+        for part in ("weight", "bias")
+    )
     return Layer(
-        qkv=dense(
-            f"{attention}query",
-            f"{attention}key",
-            f"{attention}value",
-            first_scale=choice.query_scale,
-        ),
-        attention_out=dense("attention.output.dense"),
+        qkv=Dense(mx.contiguous(weight.T), bias),
+        attention_out=make_dense(weights, "attention.output.dense"),
         attention_norm=make_norm(weights, "attention.output.LayerNorm", choice, epsilon),
-        up=dense("intermediate.dense"),
-        down=dense("output.dense"),
+        up=make_dense(weights, "intermediate.dense"),
+        down=make_dense(weights, "output.dense"),
         norm=make_norm(weights, "output.LayerNorm", choice, epsilon),
         heads=heads,
         attend=choice.attend,
@@ -229,8 +232,9 @@ class Bert:
     prefix = "bert."
 
     def __init__(
-        self, checkpoint: Checkpoint, config: Config, device: Device, dtype: str | None
+        self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
     ) -> None:
+        config = read_config(checkpoint, raw)
         packed = dequantize(checkpoint, checkpoint.weights(), config.quantization)
         arrays = {modern_name(n.removeprefix(self.prefix)): a for n, a in packed.items()}
         weights = fit_weights(checkpoint, arrays, weight_shapes(config), IGNORED)
@@ -244,11 +248,10 @@ class Bert:
         self.max_tokens = self._max_tokens(config)
         self._dtype = kept
         self._words = weights["embeddings.word_embeddings.weight"]
-        # Every text is token type 0, so its vector is part of every position.
-        self._positions = (
-            weights["embeddings.position_embeddings.weight"]
-            + weights["embeddings.token_type_embeddings.weight"][0]
-        )
+        # Most tokens are of type 0, so its vector is part of every position.
+        types = weights["embeddings.token_type_embeddings.weight"]
+        self._positions = weights["embeddings.position_embeddings.weight"] + types[0]
+        self._second = types[1] - types[0] if config.token_types > 1 else None
         self._norm = make_norm(weights, "embeddings.LayerNorm", choice, config.epsilon)
         self._layers = [
             make_layer(
@@ -260,7 +263,9 @@ class Bert:
             for prefix in (f"encoder.layer.{index}." for index in range(config.layers))
         ]
 
-    def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
+    def __call__(
+        self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
+    ) -> Iterator[mx.array]:
         """Yield the states after the embedding and after each layer."""
         rows, length = tokens.shape
         shape = (rows, length, self.dimensions)
@@ -268,6 +273,8 @@ class Bert:
         if mask is not None:
             bias = mx.where(mask, 0.0, PADDING_SCORE)[:, None, None, :].astype(self._dtype)
         x = self._words[tokens] + self._position_vectors(tokens)
+        if types is not None and self._second is not None:
+            x = x + types[..., None].astype(self._dtype) * self._second
         x = self._norm(x.reshape(rows * length, self.dimensions))
         yield x.reshape(shape)
         for layer in self._layers:
@@ -276,7 +283,9 @@ class Bert:
 
     def parameters(self) -> list[mx.array]:
         """List every array the encoder holds."""
-        arrays = [self._words, self._positions, self._norm.weight, self._norm.bias]
+        arrays = [self._words, self._positions, *arrays_of(self._norm)]
+        if self._second is not None:
+            arrays.append(self._second)
         for layer in self._layers:
             arrays += layer.parameters()
         return arrays
@@ -315,18 +324,3 @@ def position_ids(tokens: mx.array, padding_id: int) -> mx.array:
     """
     real = (tokens != padding_id).astype(mx.int32)
     return mx.cumsum(real, axis=1) * real + padding_id
-
-
-ENCODERS: Final[dict[str, type[Bert]]] = {
-    "bert": Bert,
-    "roberta": Roberta,
-    "xlm-roberta": Roberta,
-    "camembert": Roberta,
-}
-
-
-def load_encoder(
-    checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
-) -> Bert:
-    """Load the encoder that config.json (`raw`) names; its model_type must be in ENCODERS."""
-    return ENCODERS[raw["model_type"]](checkpoint, read_config(checkpoint, raw), device, dtype)

@@ -41,7 +41,9 @@ class Decoder:
         if probed != (1, 1, self.dimensions):
             raise checkpoint.failed(f"its hidden states have shape {probed}")
 
-    def __call__(self, tokens: mx.array, mask: mx.array | None) -> Iterator[mx.array]:
+    def __call__(
+        self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
+    ) -> Iterator[mx.array]:
         """Yield the hidden states. `mask` is not needed: no token sees those after it."""
         yield self._hidden(tokens)
 

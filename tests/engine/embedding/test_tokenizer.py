@@ -14,7 +14,7 @@ from gateway.errors import ModelLoadFailed
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 TEXTS: list[str] = json.loads((GOLDEN / "texts.json").read_text())
-ARCHITECTURES = ["bert", "roberta", "xlm-roberta", "qwen3"]
+ARCHITECTURES = ["bert", "roberta", "xlm-roberta", "modernbert", "qwen3"]
 
 
 def load(folder: Path, *, lower_case: bool = False) -> TextTokenizer:

@@ -1,0 +1,284 @@
+"""One reranker: pairs of texts → token ids → scores, by a classification head on an encoder."""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import mlx.core as mx
+
+from gateway.engine.checkpoint import Checkpoint, at_once, dequantize, fit_weights, read_in_slices
+from gateway.engine.device import Device
+from gateway.engine.embedding.bert import Dense, Norm, arrays_of, make_dense, make_norm
+from gateway.engine.embedding.encoder import (
+    ENCODERS,
+    Encoder,
+    EncoderEngine,
+    Results,
+    open_encoder,
+    read_max_tokens,
+    read_transformer_settings,
+)
+from gateway.engine.embedding.kernels import ACTIVATIONS, Activation, arithmetic
+from gateway.engine.embedding.pooling import pool
+from gateway.engine.embedding.tokenizer import (
+    PairTemplate,
+    TextTokenizer,
+    load_text_tokenizer,
+    read_pair_template,
+)
+from gateway.errors import ContextLengthExceeded
+from gateway.jobs import Pair
+
+Pooling = Literal["cls", "mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """From a row's hidden states to its logits: pool, dense, activation, norm if any, out."""
+
+    pooling: Pooling
+    dense: Dense
+    activation: Activation
+    norm: Norm | None
+    out: Dense
+
+    def __call__(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
+        """Map (rows, tokens, dimensions) to (rows, labels), in float32."""
+        pooled = pool(hidden, counts, mask, self.pooling)
+        x = self.activation(self.dense(pooled))
+        return self.out(x if self.norm is None else self.norm(x)).astype(mx.float32)
+
+    @property
+    def labels(self) -> int:
+        """Count the logits of a row."""
+        return int(self.out.weight.shape[1])
+
+    def parameters(self) -> list[mx.array]:
+        """List every array the head holds."""
+        return arrays_of(self.dense, self.out, *([self.norm] if self.norm else []))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNames:
+    """The names of a head's weights, as of transformers' …ForSequenceClassification."""
+
+    dense: str
+    out: str
+    norm: str | None = None
+
+
+_OF_ROBERTA: Final = HeadNames("classifier.dense", "classifier.out_proj")
+# By config.json's model_type.
+HEADS: Final = {
+    "bert": HeadNames("bert.pooler.dense", "classifier"),
+    "roberta": _OF_ROBERTA,
+    "xlm-roberta": _OF_ROBERTA,
+    "camembert": _OF_ROBERTA,
+    "modernbert": HeadNames("head.dense", "classifier", norm="head.norm"),
+}
+assert HEADS.keys() == ENCODERS.keys()
+
+
+class CrossEncoderEngine(EncoderEngine):
+    """One loaded reranker. Call it only on the thread that loaded it, but for `encode_pairs`."""
+
+    result = "score"
+
+    def __init__(
+        self,
+        name: str,
+        encoder: Encoder,
+        head: Head,
+        tokenizer: TextTokenizer,
+        template: PairTemplate,
+        *,
+        device: Device,
+        max_tokens: int,
+        activation: str,
+    ) -> None:
+        super().__init__(name, encoder, device=device, max_tokens=max_tokens)
+        self.tokenizer = tokenizer
+        self.labels = head.labels
+        self._head = head
+        self._template = template
+        self._activation = activation
+
+    @property
+    def activation(self) -> str:
+        """Return what the model's files say its logits go through: `sigmoid`, `identity` or the
+        name of another of torch's classes, in lower case. `score` does not apply it.
+        """
+        return self._activation
+
+    def close(self) -> None:
+        """Release every array."""
+        del self._head
+        super().close()
+
+    def nbytes(self) -> int:
+        """Count the bytes of the weights."""
+        return super().nbytes() + sum(array.nbytes for array in self._head.parameters())
+
+    def encode_pairs(
+        self, query: str, documents: Sequence[str], *, max_document_tokens: int | None = None
+    ) -> list[Pair]:
+        """Tokenise a query, once, with each document. Safe on any thread.
+
+        A document is cut to `max_document_tokens`, and then until the pair has `max_tokens`; the
+        query is kept whole. sentence-transformers cuts whichever text is the longer, token by token
+        (base/modules/transformer.py, truncation="longest_first"), and so may cut the query, without
+        which no document can be judged; the results are the same where only documents are cut.
+        Raises ContextLengthExceeded for a query that leaves no room for a token of a document.
+        """
+        [first] = self.tokenizer.encode([query], with_specials=False)
+        room = self.max_tokens - self._template.specials - len(first)
+        if room < 1:
+            least = self.max_tokens - room + 1
+            raise ContextLengthExceeded(self.max_tokens, least, noun="query")
+        keep = room if max_document_tokens is None else min(room, max_document_tokens)
+        encoded = self.tokenizer.encode_start(documents, keep, with_specials=False)
+        return [
+            Pair(
+                *self._template.join(first, self.tokenizer.cut(ids, keep)), max(0, len(ids) - keep)
+            )
+            for ids in encoded
+        ]
+
+    def score(self, rows: Sequence[Pair]) -> Results:
+        """Return (rows, labels): each pair's raw logits, whatever the other pairs are.
+
+        Raises ContextLengthExceeded and BadRequest for a pair the model cannot read; EngineFailed,
+        naming the model and the row, for a score that is not finite.
+        """
+        lead = self._template.lead
+        starts = None if lead is None else [row.second - lead for row in rows]
+        return self._run([row.ids for row in rows], self.labels, starts)
+
+    def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
+        return self._head(hidden, counts, mask)
+
+
+def load_cross_encoder_in_steps(
+    folder: Path,
+    *,
+    name: str,
+    device: Device,
+    dtype: str | None = None,
+    max_context: int | None = None,
+) -> Generator[CrossEncoderEngine | None]:
+    """Load a reranker from a folder of safetensors. Raises ModelLoadFailed.
+
+    There is a step for the tokenizer and one for each slice of the weights, as in
+    `load_embedding_in_steps`: the last yields the engine. `max_context` can only lower the model's
+    own limit.
+    """
+    checkpoint = Checkpoint(name, folder)
+    inner = _transformer(checkpoint)
+    limits = read_transformer_settings(inner, "sequence-classification", "scores")
+    config = inner.read_object("config.json")
+    _refuse_other_tasks(inner, config)
+    tokenizer = load_text_tokenizer(inner, lower_case=bool(limits.get("do_lower_case")))
+    template = read_pair_template(inner, tokenizer)
+    yield None
+    encoder = open_encoder(inner, config, device, dtype)
+    head = _open_head(inner, config, device, encoder)
+    yield from read_in_slices(inner, [*encoder.parameters(), *head.parameters()])
+    yield CrossEncoderEngine(
+        name,
+        encoder,
+        head,
+        tokenizer,
+        template,
+        device=device,
+        max_tokens=read_max_tokens(inner, encoder.max_tokens, limits, max_context),
+        activation=_read_activation(checkpoint, config, head.labels),
+    )
+
+
+load_cross_encoder = at_once(load_cross_encoder_in_steps)
+
+
+def _transformer(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the folder of the one module that modules.json lists, if there is that file."""
+    listing = checkpoint.read_json("modules.json")
+    if listing is None:
+        return checkpoint
+    try:
+        modules = {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listing}
+    except (TypeError, KeyError) as error:
+        raise checkpoint.failed("modules.json is no list of modules with type and path") from error
+    if list(modules) != ["Transformer"]:
+        raise checkpoint.failed(
+            f"modules.json lists {', '.join(modules)}, where a reranker has a Transformer alone"
+        )
+    return checkpoint.inside(modules["Transformer"])
+
+
+def _refuse_other_tasks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Raise for a model without a known head, or with that of another task, whose weights may have
+    the same names.
+    """
+    if (kind := config.get("model_type")) not in HEADS:
+        raise checkpoint.failed(
+            f"its architecture, `{kind}`, is not supported for reranking: "
+            f"those that are, are {', '.join(HEADS)}"
+        )
+    for task in config.get("architectures") or ():
+        if not str(task).endswith("ForSequenceClassification"):
+            raise checkpoint.failed(
+                f"config.json: architectures has {task}, where a reranker is for "
+                "SequenceClassification"
+            )
+
+
+def _open_head(
+    checkpoint: Checkpoint, config: Mapping[str, Any], device: Device, encoder: Encoder
+) -> Head:
+    """Open the head above an encoder, in its dtype; the weights are read when first evaluated."""
+    names = HEADS[config["model_type"]]
+    d = encoder.dimensions
+    kept = encoder.parameters()[0].dtype
+    opened = dequantize(checkpoint, checkpoint.weights(), config.get("quantization") or {})
+    parts = [part for part in (names.dense, names.out, names.norm) if part is not None]
+    arrays = {n: a for n, a in opened.items() if n.rpartition(".")[0] in parts}
+    bias = arrays.get(f"{names.out}.bias")
+    labels = 1 if bias is None else bias.size
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{names.dense}.weight": (d, d),
+        f"{names.out}.weight": (labels, d),
+        f"{names.out}.bias": (labels,),
+    }
+    # ModernBERT has no biases but the last, unless its config says otherwise.
+    if names.norm is None or config.get("classifier_bias"):
+        shapes[f"{names.dense}.bias"] = (d,)
+    if names.norm is not None:
+        shapes[f"{names.norm}.weight"] = (d,)
+    weights = {n: a.astype(kept) for n, a in fit_weights(checkpoint, arrays, shapes).items()}
+    dense, out = make_dense(weights, names.dense), make_dense(weights, names.out)
+    if names.norm is None:
+        return Head("cls", dense, mx.tanh, None, out)
+    if (pooling := config.get("classifier_pooling", "cls")) not in get_args(Pooling):
+        raise checkpoint.failed(f"config.json: classifier_pooling `{pooling}` is not supported")
+    if (named := config.get("classifier_activation", "gelu")) not in ACTIVATIONS:
+        raise checkpoint.failed(
+            f"config.json: classifier_activation `{named}` is none of {', '.join(ACTIVATIONS)}"
+        )
+    choice = arithmetic(device, kept, named, d, heads=1)
+    norm = make_norm(weights, names.norm, choice, float(config.get("norm_eps", 1e-5)))
+    return Head(pooling, dense, choice.activation, norm, out)
+
+
+def _read_activation(checkpoint: Checkpoint, config: Mapping[str, Any], labels: int) -> str:
+    """Return the activation that a model's files name, or the default for so many labels.
+
+    Source: sentence-transformers, cross_encoder/model.py: config_sentence_transformers.json is read
+    first, then config.json with the key of version 4 and with that of older ones; what is not
+    torch's is not trusted.
+    """
+    saved = checkpoint.read_object("config_sentence_transformers.json").get("activation_fn")
+    own = (config.get("sentence_transformers") or {}).get("activation_fn")
+    named = saved or own or config.get("sbert_ce_default_activation_function")
+    if isinstance(named, str) and named.startswith("torch."):
+        return named.rpartition(".")[2].lower()
+    return "sigmoid" if labels == 1 else "identity"

@@ -1,0 +1,324 @@
+"""ModernBERT: rotary positions, global attention in some layers and a window in the others, GeGLU.
+
+Weights and names are Hugging Face's (transformers, models/modernbert/modeling_modernbert.py); its
+heads are not used here. Layers normalise what they read (pre-norm), but for the first, which reads
+what the embedding has normalised. Biases are off in every published checkpoint, and refused.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+
+from gateway.engine.checkpoint import Checkpoint, dequantize, fit_weights
+from gateway.engine.device import Device, pick_dtype
+from gateway.engine.embedding.bert import Dense, Norm, arrays_of, make_dense, make_norm
+from gateway.engine.embedding.kernels import (
+    ACTIVATIONS,
+    PADDING_SCORE,
+    Activation,
+    Arithmetic,
+    Attention,
+    arithmetic,
+)
+
+# Queries that attend at once: their scores fit a CPU's cache, and a window wastes few of them.
+BLOCK: Final = 256
+# A query of padding may see nothing but padding; float16 would make -inf of PADDING_SCORE, and
+# NaN of a row of them.
+HALF_PADDING_SCORE: Final = -3e4
+# What sits on top of the encoder in checkpoints saved with a head.
+IGNORED: Final = ("head.", "decoder.", "classifier.")
+
+Rotation = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The part of config.json that the numbers depend on.
+
+    `windows` has, for each layer, how far a token sees to either side, None for everything;
+    `thetas` the base of its rotations.
+    """
+
+    vocabulary: int
+    dimensions: int
+    heads: int
+    intermediate: int
+    positions: int
+    padding_id: int
+    epsilon: float
+    activation: str
+    windows: Sequence[int | None]
+    thetas: Sequence[float]
+    quantization: Mapping[str, Any]
+
+
+def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
+    """Read config.json's keys, of transformers 4 and 5, refusing what is not computed here."""
+    for key in ("attention_bias", "mlp_bias", "norm_bias"):
+        if raw.get(key):
+            raise checkpoint.failed(f"config.json: {key} is not supported for this architecture")
+    if (activation := raw.get("hidden_activation", "gelu")) not in ACTIVATIONS:
+        raise checkpoint.failed(
+            f"config.json: hidden_activation `{activation}` is none of {', '.join(ACTIVATIONS)}"
+        )
+    try:
+        are_local = _local_layers(raw)
+        window = int(raw.get("local_attention", 128)) // 2
+        thetas = _thetas(checkpoint, raw)
+        config = Config(
+            vocabulary=int(raw["vocab_size"]),
+            dimensions=int(raw["hidden_size"]),
+            heads=int(raw["num_attention_heads"]),
+            intermediate=int(raw["intermediate_size"]),
+            positions=int(raw["max_position_embeddings"]),
+            padding_id=int(raw.get("pad_token_id") or 0),
+            epsilon=float(raw.get("norm_eps", 1e-5)),
+            activation=activation,
+            windows=[window if is_local else None for is_local in are_local],
+            thetas=[thetas[is_local] for is_local in are_local],
+            quantization=dict(raw.get("quantization") or {}),
+        )
+    except KeyError as error:
+        raise checkpoint.failed(f"config.json has no {error.args[0]}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise checkpoint.failed(f"config.json has a value that is no number: {error}") from error
+    if config.heads < 1 or config.dimensions % (2 * config.heads):
+        raise checkpoint.failed("config.json: hidden_size is no even multiple of the heads")
+    return config
+
+
+def _local_layers(raw: Mapping[str, Any]) -> list[bool]:
+    """Return, for each layer, whether its attention is local."""
+    layers = int(raw["num_hidden_layers"])
+    if types := raw.get("layer_types"):
+        known = {"full_attention": False, "sliding_attention": True}
+        return [known[each] for each in types[:layers]]
+    every = int(raw.get("global_attn_every_n_layers", 3))
+    return [index % every != 0 for index in range(layers)]
+
+
+def _thetas(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the base of the rotations of global layers, and of local ones."""
+    every = raw.get("rope_parameters") or {}
+    full, local = every.get("full_attention") or {}, every.get("sliding_attention") or {}
+    for rope in (full, local, raw.get("rope_scaling") or {}):
+        if (kind := rope.get("rope_type", "default")) != "default":
+            raise checkpoint.failed(f"config.json: rope_type `{kind}` is not supported")
+    whole = float(full.get("rope_theta") or raw.get("global_rope_theta") or 160_000.0)
+    return whole, float(local.get("rope_theta") or raw.get("local_rope_theta") or 10_000.0)
+
+
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name every weight the encoder needs, with its shape."""
+    d, i = config.dimensions, config.intermediate
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.tok_embeddings.weight": (config.vocabulary, d),
+        "embeddings.norm.weight": (d,),
+        "final_norm.weight": (d,),
+    }
+    for index in range(len(config.windows)):
+        layer = f"layers.{index}."
+        if index:
+            shapes[f"{layer}attn_norm.weight"] = (d,)
+        shapes[f"{layer}attn.Wqkv.weight"] = (3 * d, d)
+        shapes[f"{layer}attn.Wo.weight"] = (d, d)
+        shapes[f"{layer}mlp_norm.weight"] = (d,)
+        shapes[f"{layer}mlp.Wi.weight"] = (2 * i, d)
+        shapes[f"{layer}mlp.Wo.weight"] = (d, i)
+    return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Queries that attend together, the keys that they see, and what is added to the scores."""
+
+    queries: slice
+    keys: slice
+    bias: mx.array | None
+
+
+def make_spans(
+    length: int, mask: mx.array | None, window: int | None, block: int, dtype: mx.Dtype
+) -> list[Span]:
+    """Cut a row's queries into blocks; with a window, each sees the keys that it reaches.
+
+    A token sees those at most `window` away (transformers, masking_utils.py,
+    sliding_window_bidirectional_overlay). `mask` (rows, length) is true at real tokens.
+    """
+    least = HALF_PADDING_SCORE if dtype == mx.float16 else PADDING_SCORE
+    spans = []
+    for start in range(0, length, block):
+        end, low, high = min(start + block, length), 0, length
+        seen = None if mask is None else mask[:, None, None, :]
+        if window is not None and length > window + 1:
+            low, high = max(0, start - window), min(length, end + window)
+            apart = mx.abs(mx.arange(start, end)[:, None] - mx.arange(low, high)[None])
+            near = (apart <= window)[None, None]
+            seen = near if seen is None else near & seen[..., low:high]
+        bias = None if seen is None else mx.where(seen, 0.0, least).astype(dtype)
+        spans.append(Span(slice(start, end), slice(low, high), bias))
+    return spans
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Attention, then the gated product; each reads what is normalised, and is added."""
+
+    attention_norm: Norm | None
+    qkv: Dense
+    attention_out: Dense
+    norm: Norm
+    up: Dense
+    gate: Dense
+    down: Dense
+    heads: int
+    attend: Attention
+    activation: Activation
+
+    def __call__(self, x: mx.array, rows: int, rotate: Rotation, spans: Sequence[Span]) -> mx.array:
+        """Map (rows * tokens, dimensions) to the same: flat, so that each product is one GEMM."""
+        flat, width = x.shape
+        read = x if self.attention_norm is None else self.attention_norm(x)
+        split = self.qkv(read).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
+        qkv = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
+        q, k, v = rotate(qkv[0]), rotate(qkv[1]), qkv[2]
+        parts = [
+            self.attend(q[:, :, each.queries], k[:, :, each.keys], v[:, :, each.keys], each.bias)
+            for each in spans
+        ]
+        mixed = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        x = x + self.attention_out(mixed.transpose(0, 2, 1, 3).reshape(flat, width))
+        read = self.norm(x)
+        return x + self.down(self.activation(self.up(read)) * self.gate(read))
+
+    def parameters(self) -> list[mx.array]:
+        """List every array the layer holds."""
+        parts = (self.qkv, self.attention_out, self.norm, self.up, self.gate, self.down)
+        return arrays_of(*parts, *([self.attention_norm] if self.attention_norm else []))
+
+
+def make_layer(
+    weights: Mapping[str, mx.array], choice: Arithmetic, heads: int, epsilon: float
+) -> Layer:
+    """Make a layer from its weights, named as in the checkpoint below `layers.N.`."""
+    has_norm = "attn_norm.weight" in weights
+    q, k, v = mx.split(weights["attn.Wqkv.weight"], 3)
+    up, gate = mx.split(weights["mlp.Wi.weight"], 2)
+    return Layer(
+        attention_norm=make_norm(weights, "attn_norm", choice, epsilon) if has_norm else None,
+        qkv=Dense(mx.contiguous(mx.concatenate([q * choice.query_scale, k, v]).T), None),
+        attention_out=make_dense(weights, "attn.Wo"),
+        norm=make_norm(weights, "mlp_norm", choice, epsilon),
+        up=Dense(mx.contiguous(up.T), None),
+        gate=Dense(mx.contiguous(gate.T), None),
+        down=make_dense(weights, "mlp.Wo"),
+        heads=heads,
+        attend=choice.attend,
+        activation=choice.activation,
+    )
+
+
+def rotation_table(theta: float, size: int, positions: int) -> mx.array:
+    """Return (2, positions, size): what a head is multiplied by, and what its swapped halves are.
+
+    Source: RoFormer, arXiv:2104.09864, with the halves of a head as the two coordinates.
+    """
+    frequencies = theta ** -(np.arange(0, size, 2) / size)
+    angles = np.arange(positions)[:, None] * frequencies
+    cosine, sine = np.cos(angles), np.sin(angles)
+    table = np.stack([np.hstack([cosine, cosine]), np.hstack([-sine, sine])])
+    return mx.array(table.astype(np.float32))  # evaluated: later several streams read it
+
+
+def rotate_by_table(x: mx.array, table: mx.array) -> mx.array:
+    """Rotate heads (…, tokens, size) by their positions; cos and sin are slow on a CPU."""
+    tokens, half = x.shape[-2], x.shape[-1] // 2
+    swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
+    cosine, sine = table[:, :tokens].astype(x.dtype)
+    return x * cosine + swapped * sine
+
+
+class ModernBert:
+    """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
+
+    Its weights are read when its parameters are first evaluated.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
+    ) -> None:
+        config = read_config(checkpoint, raw)
+        packed = dequantize(checkpoint, checkpoint.weights(), config.quantization)
+        arrays = {name.removeprefix("model."): array for name, array in packed.items()}
+        weights = fit_weights(checkpoint, arrays, weight_shapes(config), IGNORED)
+        kept = pick_dtype(device, dtype, weights["embeddings.tok_embeddings.weight"].dtype)
+        weights = {name: array.astype(kept) for name, array in weights.items()}
+        choice = arithmetic(device, kept, config.activation, config.dimensions, config.heads)
+        self.config = config
+        self.dimensions = config.dimensions
+        self.vocabulary = config.vocabulary
+        self.padding_id = config.padding_id
+        self.max_tokens = config.positions
+        self._dtype = kept
+        self._on_cpu = device is Device.CPU
+        self._words = weights["embeddings.tok_embeddings.weight"]
+        self._norms = [
+            make_norm(weights, name, choice, config.epsilon)
+            for name in ("embeddings.norm", "final_norm")
+        ]
+        self._layers = [
+            make_layer(
+                {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)},
+                choice,
+                config.heads,
+                config.epsilon,
+            )
+            for prefix in (f"layers.{index}." for index in range(len(config.windows)))
+        ]
+        self._head_size = config.dimensions // config.heads
+        self._tables = {
+            theta: rotation_table(theta, self._head_size, config.positions)
+            for theta in (set(config.thetas) if self._on_cpu else ())
+        }
+
+    def __call__(
+        self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
+    ) -> Iterator[mx.array]:
+        """Yield the states after the embedding, after each layer and after the last norm.
+
+        There are no token types.
+        """
+        rows, length = tokens.shape
+        shape = (rows, length, self.dimensions)
+        spans = {window: self._spans(length, mask, window) for window in set(self.config.windows)}
+        first, last = self._norms
+        x = first(self._words[tokens].reshape(rows * length, self.dimensions))
+        yield x.reshape(shape)
+        each = zip(self._layers, self.config.thetas, self.config.windows, strict=True)
+        for layer, theta, window in each:
+            x = layer(x, rows, self._rotation(theta), spans[window])
+            yield x.reshape(shape)
+        yield last(x).reshape(shape)
+
+    def parameters(self) -> list[mx.array]:
+        """List every array the encoder holds."""
+        arrays = [self._words, *arrays_of(*self._norms)]
+        for layer in self._layers:
+            arrays += layer.parameters()
+        return arrays
+
+    def _spans(self, length: int, mask: mx.array | None, window: int | None) -> list[Span]:
+        # A GPU's own attention keeps no scores, and needs blocks only to leave out distant keys.
+        block = length if window is None and not self._on_cpu else BLOCK
+        return make_spans(length, mask, window, block, self._dtype)
+
+    def _rotation(self, theta: float) -> Rotation:
+        if self._on_cpu:
+            return lambda x: rotate_by_table(x, self._tables[theta])
+        return lambda x: mx.fast.rope(
+            x, self._head_size, traditional=False, base=theta, scale=1.0, offset=0
+        )

@@ -1,0 +1,384 @@
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from gateway.engine.checkpoint import Checkpoint
+from gateway.engine.device import Device
+from gateway.engine.embedding.cross_encoder import (
+    CrossEncoderEngine,
+    load_cross_encoder,
+    load_cross_encoder_in_steps,
+)
+from gateway.engine.embedding.engine import load_embedding
+from gateway.engine.embedding.tokenizer import load_text_tokenizer, read_pair_template
+from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
+from gateway.jobs import Pair
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+PAIRS: list[tuple[str, str]] = json.loads((GOLDEN / "pairs.json").read_text())
+TINY = [
+    "bert-reranker",
+    "xlm-roberta-reranker",
+    "modernbert-cls-reranker",
+    "modernbert-mean-reranker",
+]
+_engines: dict[tuple[str, Device], CrossEncoderEngine] = {}
+
+
+def load(folder: Path, device: Device = Device.CPU, **settings: Any) -> CrossEncoderEngine:
+    return load_cross_encoder(folder, name="tiny", device=device, **settings)
+
+
+def golden(name: str, device: Device = Device.CPU) -> CrossEncoderEngine:
+    if (name, device) not in _engines:
+        _engines[name, device] = load(GOLDEN / name, device)
+    return _engines[name, device]
+
+
+def rows(engine: CrossEncoderEngine) -> list[Pair]:
+    return [engine.encode_pairs(query, [document])[0] for query, document in PAIRS]
+
+
+def tiny(path: Path, name: str = "bert-reranker") -> Path:
+    return Path(shutil.copytree(GOLDEN / name, path / name))
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    old = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**old, **changes}))
+
+
+def rewrite_weights(folder: Path, **changes: mx.array) -> None:
+    """Replace arrays; one that is empty goes."""
+    file = str(folder / "model.safetensors")
+    weights = mx.load(file)
+    assert isinstance(weights, dict)
+    mx.eval(weights)
+    mx.save_safetensors(file, {n: a for n, a in (weights | changes).items() if a.size})
+
+
+@pytest.mark.parametrize("device", [Device.CPU, Device.METAL])
+@pytest.mark.parametrize("name", TINY)
+def test_every_pair_gets_the_score_of_sentence_transformers(name: str, device: Device) -> None:
+    """64 pairs of all lengths in one batch, and each alone, over scripts, blanks and long texts."""
+    engine = golden(name, device)
+    pairs = rows(engine)
+    expected = np.load(GOLDEN / name / "scores.npy")
+    together = engine.score(pairs)
+    assert together.dtype == np.float32
+    assert together.shape == (64, engine.labels) == expected.shape
+    assert np.abs(together - expected).max() <= 1e-5
+    alone = np.concatenate([engine.score([pair]) for pair in pairs])
+    assert np.abs(alone - expected).max() <= 1e-5
+    assert expected.std() > 0.5  # else any score would do
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_pairs_are_joined_and_cut_as_transformers_does(name: str) -> None:
+    """Ids and token types equal those of its tokenizer with truncation="only_second"."""
+    saved = json.loads((GOLDEN / name / "pairs.json").read_text())
+    pairs = rows(golden(name))
+    assert [list(pair.ids) for pair in pairs] == [each["ids"] for each in saved]
+    lead = golden(name)._template.lead
+    types = [len(pair) if lead is None else pair.second - lead for pair in pairs]
+    assert types == [each["second"] for each in saved]
+    lengths = [len(pair.ids) for pair in pairs]
+    assert max(lengths) == golden(name).max_tokens
+    cut = [pair.cut > 0 for pair in pairs]
+    assert {length for length, is_cut in zip(lengths, cut, strict=True) if is_cut} == {max(lengths)}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_documents_are_encoded_together_as_alone(name: str) -> None:
+    """A call for many documents gives the pairs that a call for each gives."""
+    documents = [document for _, document in PAIRS]
+    alone = [golden(name).encode_pairs("hello", [each])[0] for each in documents]
+    assert golden(name).encode_pairs("hello", documents) == alone
+    assert golden(name).encode_pairs("hello", []) == []
+
+
+def test_pairs_are_encoded_on_any_thread() -> None:
+    """Encoding only reads."""
+    engine, documents = golden("bert-reranker"), [document for _, document in PAIRS]
+    expected = engine.encode_pairs("hello", documents)
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(lambda _: engine.encode_pairs("hello", documents), range(16))
+    assert all(result == expected for result in results)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_document_is_cut_to_its_own_limit(name: str) -> None:
+    """Its first tokens stay; one within the limit is left as it is."""
+    engine = golden(name)
+    [whole] = engine.encode_pairs("hello", ["one two three four"])
+    [cut] = engine.encode_pairs("hello", ["one two three four"], max_document_tokens=3)
+    [empty] = engine.encode_pairs("hello", [""])
+    assert (whole.cut, cut.cut, empty.cut) == (0, len(whole) - len(cut), 0)
+    assert len(cut.ids) == len(empty.ids) + 3
+    end = engine._template.after
+    assert [*cut.ids] == [*whole.ids[: len(cut.ids) - len(end)], *end]
+    [same] = engine.encode_pairs("hello", ["one two three four"], max_document_tokens=999)
+    assert same == whole
+
+
+def test_a_query_is_never_cut() -> None:
+    """Not even if it is the longer text: only the document is, down to one token."""
+    engine = load(GOLDEN / "bert-reranker", max_context=16)
+    query = "abcdefghijkl"
+    [ids] = engine.tokenizer.encode([query], with_specials=False)
+    for limit in range(16, len(ids) + 3, -1):
+        engine = load(GOLDEN / "bert-reranker", max_context=limit)
+        [pair] = engine.encode_pairs(query, ["one two three four five"])
+        assert list(pair.ids[1 : len(ids) + 1]) == ids
+        assert len(pair.ids) == limit
+        assert pair.cut
+
+
+def test_a_query_without_room_for_a_document_is_refused() -> None:
+    """The message counts the query, the special tokens and one token of a document."""
+    [ids] = golden("bert-reranker").tokenizer.encode(["abcdefghijkl"], with_specials=False)
+    engine = load(GOLDEN / "bert-reranker", max_context=len(ids) + 3)
+    with pytest.raises(ContextLengthExceeded, match="your query") as caught:
+        engine.encode_pairs("abcdefghijkl", ["a"])
+    assert caught.value.tokens == len(ids) + 4
+
+
+def test_a_tokenizer_that_cuts_on_the_left_keeps_a_document_s_end(tmp_path: Path) -> None:
+    """As transformers does: truncation_side is the model's own."""
+    folder = tiny(tmp_path)
+    rewrite(folder / "tokenizer_config.json", truncation_side="left")
+    [whole] = load(folder).encode_pairs("hello", ["one two three four"])
+    [cut] = load(folder).encode_pairs("hello", ["one two three four"], max_document_tokens=3)
+    assert cut.ids[-4:] == whole.ids[-4:]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_padding_does_not_change_a_score(name: str) -> None:
+    """Among the longest, on a CPU and in a GPU's wider buckets, and whatever the padding."""
+    engine = golden(name)
+    short, *_ = engine.encode_pairs("hello", ["world"])
+    [long] = engine.encode_pairs("hello", ["word " * 700])
+    alone = engine.score([short])
+    among = engine.score([long] * 20 + [short] + [long] * 20)
+    assert np.abs(among[20] - alone[0]).max() <= 1e-5
+    *_, padded = engine._forward([short.ids, long.ids], [short.second, long.second])
+    assert np.abs(np.array(padded)[0] - alone[0]).max() <= 1e-5
+    assert np.abs(golden(name, Device.METAL).score([short]) - alone).max() <= 1e-5
+
+
+def test_scores_come_back_in_the_order_given() -> None:
+    """Rows are sorted by length for the passes, and put back."""
+    engine = golden("bert-reranker")
+    pairs = rows(engine)
+    scores = engine.score(pairs)
+    assert np.abs(engine.score(pairs[::-1])[::-1] - scores).max() <= 1e-5
+    assert engine.score([]).shape == (0, 1)
+
+
+def test_token_types_change_a_score() -> None:
+    """A BERT that knows two types is told which text is which; the others know one."""
+    for name in TINY:
+        engine = golden(name)
+        [pair] = engine.encode_pairs("hello", ["one two three"])
+        assert 0 < pair.second < len(pair)
+        untyped = Pair(pair.ids, len(pair))
+        is_other = np.abs(engine.score([untyped]) - engine.score([pair])).max() > 1e-3
+        assert is_other == (name == "bert-reranker")
+
+
+def test_types_are_left_out_where_the_model_is_not_given_them(tmp_path: Path) -> None:
+    """tokenizer_config.json lists what the model reads."""
+    folder = tiny(tmp_path)
+    rewrite(folder / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
+    [pair] = load(folder).encode_pairs("hello", ["one two three"])
+    untyped = golden("bert-reranker").score([Pair(pair.ids, len(pair))])
+    assert np.array_equal(load(folder).score([pair]), untyped)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("[CLS] $B [SEP] $A:1 [SEP]:1", "order"),
+        ("[CLS] $A [SEP] $B:2 [SEP]:2", "types"),
+        ("[CLS]:1 $A [SEP] $B:1 [SEP]:1", "types"),
+        ("[CLS]:1 $A:1 [SEP]:1 $B:1 [SEP]:1", "types"),
+    ],
+)
+def test_a_template_that_is_not_understood_is_refused(
+    tmp_path: Path, pair: str, message: str
+) -> None:
+    """Rather than joined wrongly."""
+    folder = tiny(tmp_path)
+    file = folder / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    parts = [part.partition(":") for part in pair.split()]
+    raw["post_processor"]["pair"] = [
+        {"Sequence": {"id": name[1:], "type_id": int(kind or 0)}}
+        if name.startswith("$")
+        else {"SpecialToken": {"id": name, "type_id": int(kind or 0)}}
+        for name, _, kind in parts
+    ]
+    file.write_text(json.dumps(raw))
+    checkpoint = Checkpoint("tiny", folder)
+    tokenizer = load_text_tokenizer(checkpoint, lower_case=False)
+    with pytest.raises(ModelLoadFailed, match=message):
+        read_pair_template(checkpoint, tokenizer)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_step_of_loading_but_the_last_gives_nothing(name: str) -> None:
+    """The last one gives the engine, with its properties."""
+    *before, engine = load_cross_encoder_in_steps(GOLDEN / name, name="tiny", device=Device.CPU)
+    assert before == [None, None]
+    assert engine is not None
+    assert engine.dtype == mx.float32
+    assert engine.vocab_size > max(max(pair.ids) for pair in rows(engine))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_closed_engine_holds_no_memory(name: str) -> None:
+    """The head's arrays are counted, and released, with the encoder's."""
+    before = mx.get_active_memory()
+    engine = load(GOLDEN / name)
+    engine.score(rows(engine)[:2])
+    assert mx.get_active_memory() - before >= engine.nbytes()
+    engine.close()
+    assert mx.get_active_memory() - before < 1000
+
+
+def test_half_precision_scores_are_close_and_finite() -> None:
+    """Where a window sees nothing but padding, too."""
+    for name in TINY:
+        engine = load(GOLDEN / name, Device.METAL, dtype="float16")
+        scores = engine.score(rows(engine))
+        assert np.abs(scores - np.load(GOLDEN / name / "scores.npy")).max() <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "expected"),
+    [
+        ("config_sentence_transformers.json", {}, "sigmoid"),
+        ("config_sentence_transformers.json", {"activation_fn": "own.module.Scale"}, "sigmoid"),
+        ("config_sentence_transformers.json", {"activation_fn": "torch.nn.Softmax"}, "softmax"),
+        ("config.json", {"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, None),
+        ("config.json", {"sbert_ce_default_activation_function": "torch.nn.Identity"}, None),
+    ],
+)
+def test_the_activation_is_what_the_files_name(
+    tmp_path: Path, file: str, changes: dict[str, Any], expected: str | None
+) -> None:
+    """The sentence-transformers file first, then config.json; only torch's own are trusted."""
+    folder = tiny(tmp_path)
+    if file == "config.json":
+        (folder / "config_sentence_transformers.json").unlink()
+    rewrite(folder / file, **changes)
+    assert load(folder).activation == (expected or "identity")
+
+
+def test_the_activation_without_a_name_follows_the_labels(tmp_path: Path) -> None:
+    """One label is a probability, several are logits."""
+    for name, expected in (("bert-reranker", "sigmoid"), ("xlm-roberta-reranker", "identity")):
+        folder = tiny(tmp_path, name)
+        (folder / "config_sentence_transformers.json").unlink()
+        assert load(folder).activation == expected
+
+
+def test_a_plain_folder_of_transformers_is_read_alike(tmp_path: Path) -> None:
+    """Most rerankers on the hub have no modules.json."""
+    folder = tiny(tmp_path)
+    for file in ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"):
+        (folder / file).unlink()
+    engine = load(folder)
+    assert np.array_equal(engine.score(rows(engine)), golden("bert-reranker").score(rows(engine)))
+
+
+def test_a_folder_with_more_modules_is_refused(tmp_path: Path) -> None:
+    """A pooling module means an embedding model; a listing that is none is named."""
+    folder = tiny(tmp_path)
+    shutil.copy(GOLDEN / "bert" / "modules.json", folder)
+    with pytest.raises(ModelLoadFailed, match="Pooling"):
+        load(folder)
+    (folder / "modules.json").write_text("[3]")
+    with pytest.raises(ModelLoadFailed, match=r"modules\.json"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("bert-reranker", {"model_type": "qwen3"}, "not supported for reranking"),
+        ("bert-reranker", {"architectures": ["BertForTokenClassification"]}, "TokenClass"),
+        ("modernbert-cls-reranker", {"classifier_pooling": "max"}, "classifier_pooling"),
+        ("modernbert-cls-reranker", {"classifier_activation": "silu"}, "classifier_activation"),
+        ("modernbert-cls-reranker", {"classifier_bias": True}, r"head\.dense\.bias"),
+    ],
+)
+def test_a_head_that_cannot_be_computed_is_refused(
+    tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    """The message names the key, the value or the weight."""
+    folder = tiny(tmp_path, name)
+    rewrite(folder / "config.json", **changes)
+    with pytest.raises(ModelLoadFailed, match=message):
+        load(folder)
+
+
+def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    """An embedding model's weights lack it, and noise would rank the documents."""
+    folder = tiny(tmp_path, "xlm-roberta")
+    (folder / "modules.json").unlink()
+    (folder / "sentence_bert_config.json").unlink()
+    rewrite(folder / "config.json", architectures=None)
+    with pytest.raises(ModelLoadFailed, match=r"missing: classifier\.dense\.bias"):
+        load(folder)
+
+
+def test_a_bias_of_the_head_is_added(tmp_path: Path) -> None:
+    """ModernBERT's config may ask for one."""
+    folder = tiny(tmp_path, "modernbert-cls-reranker")
+    rewrite(folder / "config.json", classifier_bias=True)
+    rewrite_weights(folder, **{"head.dense.bias": mx.ones(32)})
+    [pair] = load(folder).encode_pairs("hello", ["one two three"])
+    plain = golden("modernbert-cls-reranker").score([pair])
+    assert np.abs(load(folder).score([pair]) - plain).max() > 1e-3
+
+
+def test_a_pair_the_model_cannot_read_is_refused() -> None:
+    """As a text of an embedding model is."""
+    engine = golden("bert-reranker")
+    with pytest.raises(ContextLengthExceeded, match="80 tokens"):
+        engine.score([Pair([2] * 81, 40)])
+    with pytest.raises(BadRequest, match="outside the vocabulary"):
+        engine.score([Pair([2, 10_000], 1)])
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path, name: str) -> None:
+    """One broken weight vector spoils only the pairs that hold its token."""
+    folder = tiny(tmp_path, name)
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    [words] = [
+        n for n in weights if n.endswith(("word_embeddings.weight", "tok_embeddings.weight"))
+    ]
+    table = np.array(weights[words])
+    table[9] = np.nan
+    rewrite_weights(folder, **{words: mx.array(table)})
+    engine = load(folder)
+    with pytest.raises(EngineFailed, match=r"`tiny`.*score of row 1 "):
+        engine.score([Pair([2, 8, 3], 3), Pair([2, 9, 3, 3], 4), Pair([2, 3], 2)])
+
+
+def test_a_reranker_s_encoder_still_embeds(tmp_path: Path) -> None:
+    """Its head is left out; every text is of token type 0."""
+    folder = tiny(tmp_path)
+    (folder / "modules.json").unlink()
+    (folder / "sentence_bert_config.json").unlink()
+    engine = load_embedding(folder, name="tiny", device=Device.CPU, pooling="cls", normalize=False)
+    assert np.isfinite(engine.embed([[2, 9, 8, 3]])).all()
