@@ -187,3 +187,11 @@ def test_openais_own_tests_pass_for_the_paths_served(tmp_path: Path) -> None:
     }
     assert not unexpected, printed
     assert len(cases) - len(failed) >= 140, printed
+
+
+def test_who_asks_for_rankings_has_them(url: str) -> None:
+    """Cohere's SDK, LiteLLM in four dialects, LangChain, llama-index by Cohere's wire and TEI's."""
+    code, printed = run("rerank_clients.py", url)
+    assert code == 0, printed
+    rankings = re.findall(r"^(.+) \[1,", printed, re.MULTILINE)
+    assert len(rankings) == 9, printed
