@@ -19,6 +19,8 @@ def examples(page: str) -> list[tuple[str, str]]:
 
 
 EXAMPLES = examples("README.md")
+[(_, RAG)] = examples("docs/rag.md")
+[(_, RANKING)] = examples("docs/api.md")
 STRUCTURED = [code for _, code in examples("docs/structured-output.md")]
 
 
@@ -26,7 +28,8 @@ def test_there_are_examples() -> None:
     """One for the SDK, two for curl; and no page has one that nothing runs."""
     assert [language for language, _ in EXAMPLES] == ["python", "sh", "sh"]
     pages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")]
-    assert [page for page in pages if examples(page)] == ["docs/structured-output.md"]
+    with_examples = {page for page in pages if examples(page)}
+    assert with_examples == {"docs/api.md", "docs/rag.md", "docs/structured-output.md"}
 
 
 def printed(url: str, language: str, code: str) -> str:
@@ -57,3 +60,17 @@ def test_the_structured_examples_answer_in_their_form(shipped_url: str) -> None:
         "age": int,
     }
     assert choice in ("yes", "no")
+
+
+def test_the_example_of_retrieval_finds_and_answers(shipped_url: str) -> None:
+    found, answer = printed(shipped_url, "python", RAG).splitlines()
+    assert found == "Found: Books may be kept for four weeks and renewed twice."
+    assert answer.startswith("Answer: ")
+    assert "four weeks" in answer
+
+
+def test_the_example_of_reranking_returns_the_best_document(shipped_url: str) -> None:
+    [best] = json.loads(printed(shipped_url, "sh", RANKING))["results"]
+    assert best["index"] == 1
+    assert best["document"] == {"text": "Goethe wrote Faust."}
+    assert 0.5 < best["relevance_score"] < 1

@@ -25,7 +25,8 @@ wire/embeddings into an EmbedJob; serving/models/cache leases the model, for whi
 have to go; serving/embedding/batcher tokenises and queues it; when it gains serving/lane, it takes
 inputs of every waiting request in turn until the batch is full (embedding/policy), and
 engine/embedding/engine does one forward pass; each request gets its rows, and the way back is the
-way in.
+way in. A rerank request takes the same way, by serving/embedding/reranker and
+engine/embedding/cross_encoder; an embedding model scores by the cosine of its vectors.
 
 A chat request: the same by api/chat and wire/chat, until serving/generation/scheduler lets its rows
 join, when there is memory for their KV. Reading prompts (engine/generation/prefill) and decoding

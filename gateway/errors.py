@@ -19,9 +19,8 @@ def shorten(text: str) -> str:
 
 # The part of a job that an error is about; wire has each endpoint's own name for it.
 Part = Literal[
-    "prompt", "documents", "questions", "prompt_name", "template_args", "tools", "answer_form",
-    "min_tokens",
-]  # fmt: skip
+    "prompt", "documents", "prompt_name", "template_args", "tools", "answer_form", "min_tokens"
+]
 
 
 class ErrorDetails(TypedDict):

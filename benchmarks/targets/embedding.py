@@ -67,7 +67,7 @@ async def alone(rig: Rig) -> list[Verdict]:
             for _ in range(blocks):
                 answers += [await peer.ask(workload.next()) for _ in range(CALLS)]
                 await rest()
-                inside += [_timed(engine.embed, 1) for _ in range(CALLS)]
+                inside += [_timed(engine.run, 1) for _ in range(CALLS)]
                 await rest()
                 for _ in range(CALLS):
                     answer = await peer.ask(workload.next())
@@ -105,8 +105,8 @@ async def together(rig: Rig) -> list[Verdict]:
                 at_once = await burst(peer, workload, TOGETHER_CALLS)
                 wrong += errors(in_turn) + errors(at_once)
                 await rest()
-                singles = [_timed(engine.embed, 1) for _ in range(TOGETHER_CALLS)]
-                batch_s = _timed(engine.embed, TOGETHER_CALLS)
+                singles = [_timed(engine.run, 1) for _ in range(TOGETHER_CALLS)]
+                batch_s = _timed(engine.run, TOGETHER_CALLS)
                 await rest()
                 calls = [answer.seconds for answer in in_turn]
                 shares.append(gain(calls, _span(at_once), singles, batch_s))
@@ -135,13 +135,13 @@ async def long(rig: Rig) -> list[Verdict]:
     pairs = max(3, round(rig.seconds(8)))
     async with rig.embedder(wording) as engine, rig.gateway() as peer:
         await peer.ask(workload.next())
-        engine.embed(1)
+        engine.run(1)
         for _ in range(rig.rounds):
             added = []
             for _ in range(pairs):
                 answer = await peer.ask(workload.next())
                 await rest()
-                inside = _timed(engine.embed, 1)
+                inside = _timed(engine.run, 1)
                 await rest()
                 wrong += answer.error is not None
                 added.append(answer.seconds / inside - 1)
@@ -156,8 +156,8 @@ async def _words_for(rig: Rig, seconds: float) -> int:
     for _ in range(2):
         wording = rig.wording(MINILM, words=words, texts=LONG_TEXTS)
         async with rig.embedder(wording) as engine:
-            engine.embed(1)
-            taken = median([_timed(engine.embed, 1) for _ in range(5)])
+            engine.run(1)
+            taken = median([_timed(engine.run, 1) for _ in range(5)])
         words = max(2, min(200, round(words * seconds / taken)))
     return words
 

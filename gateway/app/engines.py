@@ -33,6 +33,7 @@ from gateway.engine.device import (
     memory_bytes,
     prepare_malloc,
 )
+from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_encoder_in_steps
 from gateway.engine.embedding.engine import load_embedding_in_steps
 from gateway.engine.embedding.pooling import read_recipe
 from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
@@ -40,7 +41,7 @@ from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk
-from gateway.errors import ModelLoadFailed, ModelUnavailable
+from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.sandbox import Sandbox
@@ -169,7 +170,8 @@ class MlxEngines:
             inner = read_recipe(folder, spec.pooling, spec.normalize).transformer
             return Size(weights_bytes(folder.inside(inner), self._device, dtype))
         if isinstance(spec, RerankSpec):
-            return Size(weights_bytes(Checkpoint(spec.id, files), self._device, dtype))
+            transformer = find_transformer(Checkpoint(spec.id, files))
+            return Size(weights_bytes(transformer, self._device, dtype))
         checkpoint = open_checkpoint(spec.id, files)
         is_packed = self._must_stay_packed(checkpoint, spec)
         return Size(
@@ -209,7 +211,13 @@ class MlxEngines:
         self, spec: RerankSpec, files: Path
     ) -> Generator[RerankEngine | None, None, None]:
         """Load a rerank model in steps; the last one yields the engine."""
-        raise ModelLoadFailed(spec.id, "no rerank model can be loaded yet.")
+        return load_cross_encoder_in_steps(
+            files,
+            name=spec.id,
+            device=self._device,
+            dtype=_dtype(spec),
+            max_context=spec.max_context,
+        )
 
     async def generation(
         self, spec: ChatSpec, files: Path

@@ -14,11 +14,12 @@ from typing import Protocol
 from gateway.api.generation import template_args
 from gateway.app.engines import mlx_engines
 from gateway.app.limits import settings_of
+from gateway.bench.kinds import USUAL, Kind
 from gateway.bench.workloads import Ask, Wording, Workload
 from gateway.errors import EngineFailed
 from gateway.jobs import Caller, Compiled, Grammar, Sampling, SequenceParams
-from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, Resolved
-from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.registry import Catalog, ChatSpec, EmbeddingSpec, RerankSpec, Resolved
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.settings import Settings
 from gateway.wire import chat as wire
 from gateway.wire.validation import read_request
@@ -46,34 +47,29 @@ class Reference(Protocol):
         """Return the best batch; None if the number of clients alone decides it."""
 
 
-class EmbeddingReference:
-    """Encodes and embeds batch after batch."""
+class TextsReference:
+    """Encodes and computes batch after batch of texts."""
 
-    def __init__(self, engine: EmbeddingEngine, wording: Wording, *, truncate: bool) -> None:
-        self._engine = engine
+    def __init__(self, wording: Wording) -> None:
         self._wording = wording
-        self._truncate = truncate
         self._numbers = count()
 
-    def embed(self, requests: int) -> int:
-        """Embed the texts of that many requests in one pass; return the number of texts."""
-        texts = [text for _ in range(requests) for text in self._wording.inputs(self._next())]
-        rows = self._engine.encode(texts)
-        if self._truncate:
-            rows = [self._engine.truncate(row) for row in rows]
-        return len(self._engine.embed(rows))
+    def run(self, requests: int) -> int:
+        """Do the work of that many requests in one pass; return the number of texts."""
+        raise NotImplementedError
 
     def rate(self, clients: int, seconds: float) -> float:
-        """Return vectors a second at the batch that that many clients make."""
-        self.embed(clients)  # the first pass of a shape allocates
-        vectors, started = 0, now()
+        """Return texts a second at the batch that that many clients make."""
+        self.run(clients)  # the first pass of a shape allocates
+        texts, started = 0, now()
         while (spent := now() - started) < seconds:
-            vectors += self.embed(clients)
-        return vectors / spent
+            texts += self.run(clients)
+        return texts / spent
 
     def best(self, seconds: float) -> Best:
         """Measure each of BATCHES for an equal share of the time; return the best."""
         requests = [max(1, batch // self._wording.texts_per_request) for batch in BATCHES]
+        requests = list(dict.fromkeys(requests))
         found = [
             Best(each * self._wording.texts_per_request, self.rate(each, seconds / len(requests)))
             for each in requests
@@ -82,6 +78,51 @@ class EmbeddingReference:
 
     def _next(self) -> int:
         return next(self._numbers)
+
+
+class EmbeddingReference(TextsReference):
+    """Embeds the texts or, if they are reranked, each request's query too."""
+
+    def __init__(
+        self, engine: EmbeddingEngine, wording: Wording, *, truncate: bool, has_query: bool = False
+    ) -> None:
+        super().__init__(wording)
+        self._engine = engine
+        self._truncate = truncate
+        self._has_query = has_query
+
+    def run(self, requests: int) -> int:
+        """Embed the texts of that many requests in one pass; return their number."""
+        numbers = [self._next() for _ in range(requests)]
+        texts = [text for number in numbers for text in self._wording.inputs(number)]
+        queries = [self._wording.prompts[number] for number in numbers] if self._has_query else []
+        rows = self._engine.encode(texts + queries)
+        if self._truncate:
+            rows = [self._engine.truncate(row) for row in rows]
+        return len(self._engine.embed(rows)) - len(queries)
+
+
+class RerankReference(TextsReference):
+    """Scores the texts of each request by its query."""
+
+    def __init__(self, engine: RerankEngine, wording: Wording) -> None:
+        super().__init__(wording)
+        self._engine = engine
+
+    def run(self, requests: int) -> int:
+        """Score the pairs of that many requests in one pass; return their number."""
+        numbers = [self._next() for _ in range(requests)]
+        return len(
+            self._engine.score(
+                [
+                    pair
+                    for number in numbers
+                    for pair in self._engine.encode_pairs(
+                        self._wording.prompts[number], self._wording.inputs(number)
+                    )
+                ]
+            )
+        )
 
 
 class GenerationReference:
@@ -165,13 +206,18 @@ async def open_reference(
     with ExitStack() as stack:
         engines.begin()
         stack.callback(engines.close_sandboxes)  # not `end`: this thread goes on
-        engine: EmbeddingEngine | GenerationEngine
+        engine: EmbeddingEngine | RerankEngine | GenerationEngine
         if isinstance(spec, EmbeddingSpec):
             engine = next(filter(None, engines.embedding(spec, files)))
-            truncate = spec.overflow == "truncate"
-            reference: Reference = EmbeddingReference(engine, wording, truncate=truncate)
+            has_query = workload.unit == USUAL[Kind.RERANK].unit
+            truncate = has_query or spec.overflow == "truncate"
+            reference: Reference = EmbeddingReference(
+                engine, wording, truncate=truncate, has_query=has_query
+            )
+        elif isinstance(spec, RerankSpec):
+            engine = next(filter(None, engines.cross_encoder(spec, files)))
+            reference = RerankReference(engine, wording)
         else:
-            assert isinstance(spec, ChatSpec), "a rerank model has no reference yet"
             engine = next(filter(None, await engines.generation(spec, files)))
             chunk = settings_of(spec, settings).prefill_chunk_tokens
             reference = GenerationReference(engine, workload, resolved, prefill_chunk_tokens=chunk)

@@ -52,6 +52,23 @@ def _vector(given: Any) -> npt.NDArray[np.float32]:
         raise WrongAnswer("vector is no numbers") from None
 
 
+def expect_scores(count: int) -> Judge:
+    """Return the judge of a rerank answer: each of `count` documents once, the best first."""
+
+    def judge(answer: Any) -> int:
+        results = answer["results"]
+        if sorted(each["index"] for each in results) != list(range(count)):
+            raise WrongAnswer("wrong documents")
+        scores = [each["relevance_score"] for each in results]
+        if not all(isinstance(each, int | float) and math.isfinite(each) for each in scores):
+            raise WrongAnswer("score is not finite")
+        if scores != sorted(scores, reverse=True):
+            raise WrongAnswer("documents are not sorted")
+        return count
+
+    return judge
+
+
 def judge_text(answer: Any) -> int:
     """Judge a chat answer: it is finished, and has text for the tokens that it counts.
 

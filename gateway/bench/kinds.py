@@ -8,6 +8,7 @@ class Kind(StrEnum):
     """A kind of work."""
 
     EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
     CHAT = "chat"
     STRUCTURED = "structured"
     LOGPROBS = "logprobs"
@@ -21,11 +22,13 @@ class Usual:
     model: str
     unit: str
     max_tokens: int | None = None
+    texts: int = 1
 
 
 EMBEDDER, WRITER = "text-embedding-3-small", "gpt-4o-mini"
 USUAL = {
     Kind.EMBEDDINGS: Usual(EMBEDDER, "vectors"),
+    Kind.RERANK: Usual(EMBEDDER, "pairs", texts=32),
     Kind.CHAT: Usual(WRITER, "tokens", 64),
     Kind.STRUCTURED: Usual(WRITER, "tokens", 256),
     Kind.LOGPROBS: Usual(WRITER, "tokens", 1),  # as rerankers ask: yes or no

@@ -89,7 +89,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """What the requests of a kind contain: some of `texts` to embed, or one of `prompts`."""
+    """What the requests of a kind contain: some of `texts`, one of `prompts`, or both: the
+    documents to rerank, and the query.
+    """
 
     model: str
     texts: Texts
@@ -98,7 +100,7 @@ class Wording:
     max_tokens: int
 
     def inputs(self, number: int) -> list[str]:
-        """Return the texts that request `number` embeds."""
+        """Return the texts that request `number` embeds or reranks."""
         first = number * self.texts_per_request
         return [self.texts[first + i] for i in range(self.texts_per_request)]
 
@@ -107,6 +109,10 @@ class Wording:
         match kind:
             case Kind.EMBEDDINGS:
                 return Workload("vectors", lambda n: embeddings(self.model, self.inputs(n)))
+            case Kind.RERANK:
+                return Workload(
+                    "pairs", lambda n: rerank(self.model, self.prompts[n], self.inputs(n))
+                )
             case Kind.CHAT:
                 return self._chat(is_streamed=True)
             case Kind.STRUCTURED:
@@ -128,6 +134,12 @@ def embeddings(model: str, inputs: Sequence[str]) -> Ask:
     """Make a request for vectors, in base64 as OpenAI's SDKs do."""
     body = {"model": model, "input": list(inputs), "encoding_format": "base64"}
     return Ask("/embeddings", orjson.dumps(body), judging.expect_vectors(len(inputs)))
+
+
+def rerank(model: str, query: str, documents: Sequence[str]) -> Ask:
+    """Make a request to sort all documents, in Cohere's form."""
+    body = {"model": model, "query": query, "documents": list(documents)}
+    return Ask("/rerank", orjson.dumps(body), judging.expect_scores(len(documents)))
 
 
 def chat(

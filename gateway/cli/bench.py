@@ -66,7 +66,10 @@ def bench(
     ] = Numbers((1, 8, 32)),
     duration: Annotated[float, typer.Option(min=0.1, help="Seconds measured, of each.")] = 10,
     warmup: Annotated[float, typer.Option(min=0, help="Seconds before them.")] = 2,
-    texts: Annotated[int, typer.Option(min=1, help="Texts in an embeddings request.")] = 1,
+    texts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Texts in a request to embed or rerank.", show_default="by kind"),
+    ] = None,
     words: Annotated[
         Numbers,
         typer.Option(parser=_numbers, metavar="N,N,…", help="Words in a text: a length, or a mix."),
@@ -109,7 +112,7 @@ def bench(
         part: Wording(
             model=name,
             texts=Texts(seed, words.each),
-            texts_per_request=texts,
+            texts_per_request=texts or USUAL[part].texts,
             prompts=Texts(seed, prompt_words.each),
             max_tokens=max_tokens or USUAL[part].max_tokens or 1,
         )

@@ -51,6 +51,33 @@ def test_wrong_vectors_are_named(answer: Any, name: str) -> None:
         judge_answer(judging.expect_vectors(2), answer)
 
 
+def ranked(*results: tuple[int, Any]) -> dict[str, Any]:
+    return {"results": [{"index": index, "relevance_score": score} for index, score in results]}
+
+
+def test_documents_are_all_scored_and_the_best_come_first() -> None:
+    assert judge_answer(judging.expect_scores(2), ranked((1, 0.9), (0, 0.9))) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        ({}, "answer has another shape"),
+        ({"results": [{"index": 0}]}, "wrong documents"),
+        ({"results": [{"index": 0}, {"index": 1}]}, "answer has another shape"),
+        (ranked((0, 0.9)), "wrong documents"),
+        (ranked((0, 0.9), (0, 0.8)), "wrong documents"),
+        (ranked((0, 0.9), (2, 0.8)), "wrong documents"),
+        (ranked((0, 0.8), (1, 0.9)), "documents are not sorted"),
+        (ranked((0, None), (1, 0.9)), "score is not finite"),
+        (ranked((0, float("nan")), (1, 0.9)), "score is not finite"),
+    ],
+)
+def test_a_wrong_ranking_is_named(answer: Any, name: str) -> None:
+    with pytest.raises(WrongAnswer, match=name):
+        judge_answer(judging.expect_scores(2), answer)
+
+
 def test_an_answer_ends_for_a_reason() -> None:
     """And says how many tokens it has."""
     assert judge_answer(judging.judge_text, said("hi")) == 3

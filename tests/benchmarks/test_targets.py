@@ -199,7 +199,7 @@ async def test_engines_count_what_they_make(folder: Path) -> None:
     words = wording("near-free")
     async with open_reference(chosen, catalog, words, words.workload(Kind.EMBEDDINGS)) as embedder:
         assert isinstance(embedder, EmbeddingReference)
-        assert embedder.embed(3) == 6
+        assert embedder.run(3) == 6
         assert embedder.rate(2, 0.05) > 0
         assert embedder.best(0.2).batch in (2, 4, 8, 16, 32, 64)
     words = wording("chat")

@@ -16,7 +16,7 @@ from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
 ROOT = Path(__file__).parents[2]
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "embedder": {"kind": "embedding", "source": "path:.", "aliases": [EMBEDDER]},
     "writer": {"kind": "chat", "source": "path:.", "aliases": [WRITER]},
 }
@@ -67,6 +67,19 @@ async def test_a_line_for_each_number_of_clients(tmp_path: Path) -> None:
     ]
     assert all(float(row[2]) > 0 for row in rows)
     assert [row[-3:] for row in rows] == [["–", "–", "0"]] * 2
+
+
+@pytest.mark.anyio
+async def test_reranking_is_counted_in_pairs(tmp_path: Path) -> None:
+    """By a rerank model or an embedding model; 32 documents a request unless --texts says so."""
+    models: dict[str, dict[str, Any]] = {**MODELS, "judge": {"kind": "rerank", "source": "path:."}}
+    async with served(catalog(tmp_path, models), engines()) as client:
+        arguments = ("rerank", "--url", str(client.base_url), "--concurrency", "2", *QUICK)
+        for options, texts in (((), 32), (("--model", "judge", "--texts", "3"), 3)):
+            status, out, err = await bench(*arguments, "--json", *options)
+            assert (status, err) == (0, "")
+            [result] = json.loads(out)["results"]
+            assert result["pairs_per_s"] == pytest.approx(texts * result["requests_per_s"], rel=0.1)
 
 
 @pytest.mark.anyio

@@ -174,7 +174,7 @@ def load_cross_encoder_in_steps(
     own limit.
     """
     checkpoint = Checkpoint(name, folder)
-    inner = _transformer(checkpoint)
+    inner = find_transformer(checkpoint)
     limits = read_transformer_settings(inner, "sequence-classification", "scores")
     config = inner.read_object("config.json")
     _refuse_other_tasks(inner, config)
@@ -199,7 +199,7 @@ def load_cross_encoder_in_steps(
 load_cross_encoder = at_once(load_cross_encoder_in_steps)
 
 
-def _transformer(checkpoint: Checkpoint) -> Checkpoint:
+def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
     """Return the folder of the one module that modules.json lists, if there is that file."""
     listing = checkpoint.read_json("modules.json")
     if listing is None:

@@ -84,8 +84,9 @@ class RerankBatcher(RowBatcher[Pair]):
         limit = self._engine.max_tokens
         if any(len(pair) > limit for pair in pairs):
             raise ContextLengthExceeded(limit, max(map(len, pairs)), noun="query")
-        if not truncate and any(pair.cut for pair in pairs):
-            tokens = max(len(pair) + pair.cut for pair in pairs)
+        cut = [pair for pair in pairs if pair.cut and len(pair) == limit]
+        if cut and not truncate:
+            tokens = max(len(pair) + pair.cut for pair in cut)
             raise ContextLengthExceeded(limit, tokens, noun="documents", part="documents")
 
     def _score(self, pairs: Sequence[Pair]) -> Vectors:
@@ -111,8 +112,10 @@ def _slices(job: RerankJob) -> Iterator[Part]:
 
 
 def relevance(logits: Vectors, *, is_raw: bool) -> npt.NDArray[np.float64]:
-    """Return (rows,): the log-odds of relevance, which a model's only label is and of several the
-    last has against the others; unless `is_raw`, its probability.
+    """Return (rows,): the log-odds of relevance or, unless `is_raw`, its probability.
+
+    Of several labels the last is relevance, and its probability that of a softmax, as llama.cpp has
+    it for two; vLLM and sentence-transformers rank by models with one label only.
     """
     odds = logits[:, -1].astype(np.float64)
     if logits.shape[1] > 1:

@@ -136,6 +136,8 @@ async def test_documents_are_cut_to_fit_and_counted() -> None:
         shorter = await batcher.rerank(rerank_job("abc", "abc", "a", max_tokens_per_doc=1))
         with pytest.raises(ContextLengthExceeded) as too_long:
             await batcher.rerank(rerank_job("abc", "abcd", truncate=False))
+        asked = rerank_job("abc", "abcd", truncate=False, max_tokens_per_doc=1)
+        assert (await batcher.rerank(asked)).truncated == 1
     assert cut.scores.tolist() == [0, 3, 3]
     assert cut.truncated == 2
     assert shorter.truncated == 1

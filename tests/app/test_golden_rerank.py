@@ -1,0 +1,98 @@
+"""The golden scores of sentence-transformers' CrossEncoder, through HTTP and the batcher."""
+
+import asyncio
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from gateway.app.engines import MlxEngines
+from gateway.engine.hub import Hub
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+GOLDEN = Path(__file__).parents[1] / "golden"
+PAIRS: list[tuple[str, str]] = json.loads((GOLDEN / "pairs.json").read_text("utf-8"))
+QUERIES, DOCUMENTS = ([pair[side] for pair in PAIRS] for side in (0, 1))
+ONE_LABEL = ["bert-reranker", "modernbert-cls-reranker", "modernbert-mean-reranker"]
+
+
+async def scores(client: httpx2.AsyncClient, **body: Any) -> list[float]:
+    answer = await client.post("/v1/score", json={"model": "judge", **body})
+    assert answer.status_code == 200, answer.text
+    return [each["score"] for each in answer.json()["data"]]
+
+
+def models(folder: Path, name: str) -> Any:
+    spec = {"kind": "rerank", "source": f"path:{GOLDEN / name}"}
+    return catalog(folder, {"judge": spec})
+
+
+@pytest.mark.parametrize("name", ONE_LABEL)
+async def test_scores_through_http_are_those_of_sentence_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    """All pairs in one request, each in one of its own at once, and by query, sorted."""
+    expected = np.load(GOLDEN / name / "scores.npy")[:, 0]
+    by_query = defaultdict(list)
+    for index, query in enumerate(QUERIES):
+        by_query[query].append(index)
+    async with served(models(tmp_path, name), MlxEngines("cpu", None, Hub())) as client:
+        together = await scores(client, text_1=QUERIES, text_2=DOCUMENTS, use_activation=False)
+        singles = await asyncio.gather(
+            *(scores(client, text_1=one, text_2=two, raw_scores=True) for one, two in PAIRS)
+        )
+        for query, places in by_query.items():
+            documents = [DOCUMENTS[place] for place in places]
+            body = {"query": query, "documents": documents}
+            results = (await client.post("/v2/rerank", json=body)).json()["results"]
+            probabilities = [1 / (1 + np.exp(-expected[places[each["index"]]])) for each in results]
+            found = [each["relevance_score"] for each in results]
+            assert found == pytest.approx(probabilities, abs=1e-5)
+            assert found == sorted(found, reverse=True)
+    assert np.abs(np.array(together) - expected).max() <= 1e-5
+    assert np.abs(np.array(singles)[:, 0] - expected).max() <= 1e-5
+
+
+async def test_the_last_of_three_labels_is_relevance(tmp_path: Path) -> None:
+    logits = np.load(GOLDEN / "xlm-roberta-reranker" / "scores.npy").astype(np.float64)
+    expected = np.exp(logits[:, -1]) / np.exp(logits).sum(axis=1)
+    engines = MlxEngines("cpu", None, Hub())
+    async with served(models(tmp_path, "xlm-roberta-reranker"), engines) as client:
+        found = await scores(client, text_1=QUERIES, text_2=DOCUMENTS)
+        long = await client.post("/rerank", json={"query": "hello", "documents": ["a b c" * 999]})
+        too_long = await client.post("/rerank", json={"query": "a b" * 999, "documents": ["c"]})
+    assert np.abs(np.array(found) - expected).max() <= 1e-5
+    assert long.headers["x-gateway-truncated"] == "1"
+    assert too_long.json()["error"]["code"] == "context_length_exceeded"
+    assert too_long.json()["error"]["param"] == "query"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"architectures": ["BertForTokenClassification"]}, "SequenceClassification"),
+        ({"model_type": "llama"}, "llama"),
+        (None, "architecture"),
+    ],
+)
+async def test_a_folder_that_is_no_rerank_model_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any] | None, expected: str
+) -> None:
+    folder = shutil.copytree(GOLDEN / "bert-reranker", tmp_path / "model")
+    config = folder / "config.json"
+    if change is None:
+        config.unlink()
+    else:
+        config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    specs = catalog(tmp_path, {"judge": {"kind": "rerank", "source": f"path:{folder}"}})
+    async with served(specs, MlxEngines("cpu", None, Hub())) as client:
+        answer = await client.post("/rerank", json={"query": "a", "documents": ["b"]})
+    assert answer.status_code in (500, 503)
+    assert "`judge`" in answer.json()["error"]["message"]
+    assert expected in answer.json()["error"]["message"]
