@@ -146,6 +146,7 @@ NOT_SERVED = [
 SERVED = [
     "chat/test_completions.py",
     "test_completions.py",
+    "test_decisions.py",
     "test_embeddings.py",
     "test_models.py",
     "test_responses.py",

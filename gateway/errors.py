@@ -19,8 +19,9 @@ def shorten(text: str) -> str:
 
 # The part of a job that an error is about; wire has each endpoint's own name for it.
 Part = Literal[
-    "prompt", "documents", "prompt_name", "template_args", "tools", "answer_form", "min_tokens"
-]
+    "prompt", "documents", "questions", "prompt_name", "template_args", "tools", "answer_form",
+    "min_tokens",
+]  # fmt: skip
 
 
 class ErrorDetails(TypedDict):

@@ -244,6 +244,15 @@ class Calling:
     parallel: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Number `number` of a request's questions: its text, and the answers that are judged."""
+
+    number: int
+    text: str
+    labels: Sequence[str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateJob:
     """A conversation, or a bare `prompt`, to continue `n` times.
@@ -252,7 +261,8 @@ class GenerateJob:
     chat template reads; `prompt`, text or token ids, takes no template. `logprobs` is the number of
     likeliest alternatives to return with each token's logprob; None for no logprobs. With `echo`
     the prompt is returned, with its logprobs if there are any; `max_tokens` may then be 0. With
-    `continues` the last message is the beginning of the answer.
+    `continues` the last message is the beginning of the answer. With `questions` no answer is
+    written: each question's text completes the last message, and its labels are judged.
     """
 
     caller: Caller
@@ -269,6 +279,7 @@ class GenerateJob:
     logprobs: int | None = None
     continues: bool = False
     echo: bool = False
+    questions: Sequence[Question] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +321,28 @@ class EchoedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelStep:
+    """One step into a question's labels: tokens that may come next, and the places of the labels
+    that they belong to. The probabilities of one entry's tokens add up. `is_first`: no token of a
+    label comes before.
+    """
+
+    question: int
+    entries: Sequence[tuple[TokenIds, Sequence[int]]]
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The logprobs (natural) of one step into a question's labels, by the place of the label, whose
+    own logprob is the sum over its steps.
+    """
+
+    question: int
+    logprobs: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
 class CallDelta:
     """A piece of call number `index` of a choice; the first one has its id and name."""
 
@@ -324,7 +357,8 @@ class Delta:
     """A piece of choice `index`: text, reasoning or a piece of a call.
 
     The first delta of a choice has its `cached_tokens`, and its `prompt` if that is echoed; the
-    last one has its `finish_reason`.
+    last one has its `finish_reason`. A step into a question's labels has one delta, with its
+    `judgement`.
     """
 
     index: int
@@ -337,6 +371,7 @@ class Delta:
     reasoning_tokens: int = 0
     cached_tokens: int = 0
     prompt: EchoedPrompt | None = None
+    judgement: Judgement | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +385,8 @@ class SequenceParams:
     plain text. `is_thinking`: the prompt ends inside a block of thinking; `may_think`: the model
     may open one first. The grammar begins after it. `is_either`: the answer has a form, or is
     calls. `earlier_calls` counts those of the conversation so far. `calls_are_text`: the model may
-    call functions, in an unknown format. `compiled` is the compiled `grammar`.
+    call functions, in an unknown format. `compiled` is the compiled `grammar`. With a `step` the
+    prompt is only read, and the step's tokens are judged: nothing is sampled.
     """
 
     prompt: TokenIds
@@ -370,6 +406,7 @@ class SequenceParams:
     earlier_calls: int = 0
     calls_are_text: bool = False
     compiled: Compiled | None = None
+    step: LabelStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +478,7 @@ class SequenceDelta:
     """The output of one step for one sequence. After a `finish_reason` or an `error` it has ended.
 
     Its first delta has `cached_tokens`, the prompt tokens that were not read again, and the prompt
-    if that is echoed.
+    if that is echoed. A step into labels has one delta, with its `judgement`.
     """
 
     sequence_id: int
@@ -455,3 +492,4 @@ class SequenceDelta:
     reasoning_tokens: int = 0
     cached_tokens: int = 0
     prompt: EchoedPrompt | None = None
+    judgement: Judgement | None = None

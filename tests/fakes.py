@@ -18,10 +18,13 @@ from gateway.jobs import (
     EmbedJob,
     GenerateJob,
     Grammar,
+    Judgement,
     KvCost,
+    LabelStep,
     Likelihood,
     Pair,
     Pass,
+    Question,
     RerankJob,
     Sampling,
     SequenceDelta,
@@ -200,6 +203,8 @@ class ScriptedChat:
         if room < (job.max_tokens != 0):
             raise ContextLengthExceeded(self.max_context, len(text), noun=noun)
         wanted = room if job.max_tokens is None else min(job.max_tokens, room)
+        if job.questions:
+            return [_judged_row(job, text, question) for question in job.questions]
         row = SequenceParams(
             prompt=[ord(c) for c in text],
             max_tokens=wanted,
@@ -298,6 +303,11 @@ class ScriptedChat:
             SequenceDelta(row, finish_reason="length", prompt=_echo(self._waiting.pop(row)))
             for row in whole
         ]
+        judged = {row: job.step for row, job in self._waiting.items() if job.step is not None}
+        if judged:
+            self.gate.pass_through()
+        for row, step in judged.items():
+            ended.append(_judge(row, self._waiting.pop(row), step))
         for row, job in self._waiting.items():
             if row not in self._said:
                 self._echoed[row] = _echo(job)
@@ -363,6 +373,30 @@ class ScriptedChat:
 
 def _text(prompt: str | TokenIds) -> str:
     return prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+
+
+def _judged_row(job: GenerateJob, head: str, question: Question) -> SequenceParams:
+    """One step a question, of one entry a label."""
+    entries = [((ord(label[0]),), [i]) for i, label in enumerate(question.labels)]
+    return SequenceParams(
+        prompt=[ord(c) for c in head + question.text],
+        max_tokens=1,
+        sampling=job.sampling,
+        step=LabelStep(question.number, entries, is_first=True),
+    )
+
+
+def _judge(row: int, job: SequenceParams, step: LabelStep) -> SequenceDelta:
+    """The first label has a logprob of -1, the second of -2, …; a poisoned question fails."""
+    if "poison" in _text(job.prompt):
+        return SequenceDelta(row, error="poisoned")
+    logprobs = [(label, -1.0 - label) for _, labels in step.entries for label in labels]
+    return SequenceDelta(
+        row,
+        finish_reason="stop",
+        cached_tokens=step.question,
+        judgement=Judgement(step.question, logprobs),
+    )
 
 
 def _echo(job: SequenceParams) -> EchoedPrompt | None:

@@ -13,7 +13,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from gateway import metrics
-from gateway.api import chat, completions, embeddings, models, ops, rerank, responses
+from gateway.api import (
+    chat,
+    completions,
+    decisions,
+    embeddings,
+    models,
+    ops,
+    rerank,
+    responses,
+)
 from gateway.api.access import Guard, Rates
 from gateway.api.endpoint import MODEL_ERRORS, REQUEST_ERRORS, STORED_ERRORS, Endpoint
 from gateway.api.middleware import Context, InFlight, error_response
@@ -31,6 +40,7 @@ from gateway.errors import (
 from gateway.serving.rate_limit import KINDS, Accounts, Allowance
 from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from gateway.wire.completions import Completion, CompletionRequest
+from gateway.wire.decisions import Decision, DecisionsRequest
 from gateway.wire.embeddings import Embeddings, EmbeddingsRequest
 from gateway.wire.rerank import Reranking, RerankRequest, ScoreRequest, Scores
 from gateway.wire.responses import DeletedResponse, InputTokens, ResponsesRequest
@@ -111,6 +121,18 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=CompletionRequest,
         answer=Completion,
         events=Completion,
+        errors=REQUEST_ERRORS,
+        is_metered=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/decisions",
+        decisions.answer,
+        summary="Answer questions about an input with probabilities",
+        details="Up to 400 predicates, choices and scores, on any chat model. Nothing is "
+        "generated: the probabilities are those of the labels as answers.",
+        request=DecisionsRequest,
+        answer=Decision,
         errors=REQUEST_ERRORS,
         is_metered=True,
     ),

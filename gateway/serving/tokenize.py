@@ -81,7 +81,8 @@ class ThreadPools:
 def prompt_kind(job: GenerateJob) -> Kind:
     """Return the kind of work that rendering a job's prompt is."""
     prompt = job.prompt if isinstance(job.prompt, str) else ""
-    is_long = _is_longer(LONG_CHARS, [prompt, *job.messages, *job.tools])
+    questions = [text for each in job.questions for text in (each.text, *each.labels)]
+    is_long = _is_longer(LONG_CHARS, [prompt, *job.messages, *job.tools, *questions])
     return "long prompts" if is_long else "short prompts"
 
 

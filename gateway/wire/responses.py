@@ -8,7 +8,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest, GatewayError
 from gateway.errors import Part as ErrorPart
-from gateway.jobs import Caller, GenerateJob, Grammar, Sampling
+from gateway.jobs import Caller, GenerateJob, Grammar, Sampling, Usage
 from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
 from gateway.wire.generation import (
     ANY_OBJECT,
@@ -332,6 +332,16 @@ class ResponseUsage(TypedDict):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+
+
+def usage_dict(usage: Usage) -> ResponseUsage:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 class ResponseError(TypedDict):

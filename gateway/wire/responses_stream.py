@@ -21,7 +21,7 @@ from gateway.wire.responses import (
     ReasoningItem,
     ReasoningText,
     Response,
-    ResponseUsage,
+    usage_dict,
 )
 from gateway.wire.responses_tools import QualifiedName
 
@@ -391,7 +391,7 @@ class ResponseWriter:
             "status": "incomplete" if is_cut else "completed",
             "completed_at": None if is_cut else at,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "usage": _usage(usage),
+            "usage": usage_dict(usage),
         }
         return [*events, self._event("response.incomplete" if is_cut else "response.completed")]
 
@@ -465,13 +465,3 @@ class ResponseWriter:
     ) -> ResponseStatusEvent:
         number = next(self._numbers)
         return {"type": kind, "sequence_number": number, "response": self.to_dict()}
-
-
-def _usage(usage: Usage) -> ResponseUsage:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }

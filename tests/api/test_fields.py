@@ -6,7 +6,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from openai.types import completion_create_params, embedding_create_params
+from openai.types import (
+    completion_create_params,
+    decision_create_params,
+    embedding_create_params,
+)
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
@@ -20,6 +24,11 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "writer", "input": "hi"},
     "/v1/rerank": {"model": "judge", "query": "hi", "documents": ["hi"]},
     "/v1/score": {"model": "judge", "text_1": "hi", "text_2": "hi"},
+    "/v1/decisions": {
+        "model": "writer",
+        "input": "hi",
+        "questions": [{"type": "predicate", "instructions": "It is so."}],
+    },
 }
 OPENAI: dict[str, list[type]] = {
     "/v1/embeddings": [embedding_create_params.EmbeddingCreateParams],
@@ -35,6 +44,7 @@ OPENAI: dict[str, list[type]] = {
         response_create_params.ResponseCreateParamsBase,
         response_create_params.ResponseCreateParamsStreaming,
     ],
+    "/v1/decisions": [decision_create_params.DecisionCreateParams],
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 FUNCTION = {"name": "f", "parameters": SCHEMA}

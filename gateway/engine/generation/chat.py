@@ -124,9 +124,18 @@ class ChatTokenizer:
         ids = self._encode(text, add_special_tokens=False)
         if self._is_harmony:  # free of its grammar until the answer's own message begins
             return Prompt(ids, is_thinking=True)
+        marks = (*self._reasoning.starts, *self._reasoning.ends)
+        return Prompt(
+            ids,
+            is_thinking=self._is_thinking(opening),
+            may_think=not any(mark in opening for mark in marks),
+        )
+
+    def _is_thinking(self, opening: str) -> bool:
+        """Return True if the answer that a template opens begins inside a block of thinking."""
         opened = max((opening.rfind(mark) for mark in self._reasoning.starts), default=-1)
         closed = max((opening.rfind(mark) for mark in self._reasoning.ends), default=-1)
-        return Prompt(ids, is_thinking=opened > closed, may_think=opened < 0 and closed < 0)
+        return opened > closed
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text. As a batch, since only tokenizers' batch calls release the GIL:
@@ -150,6 +159,41 @@ class ChatTokenizer:
             raise BadRequest("The model's chat template cannot continue an answer.", part="prompt")
         before = text[: text.index(word)]
         return Prompt(self.vocabulary.encode(before + last["content"], len(before)))
+
+    def encode_questions(self, job: GenerateJob) -> tuple[list[int], list[list[int]]]:
+        """Return the ids of a conversation up to its questions, and those of each question up to
+        where the answer begins. The last message ends with the question.
+
+        A placeholder word is rendered for the questions, so that the template runs once. What the
+        template opens for thinking is closed, and the answer's own message begun.
+        """
+        *earlier, last = job.messages
+        word = f"question{secrets.token_hex(16)}"
+        turns = [*earlier, {**last, "content": last["content"] + word}]
+        text, opening = self._render(replace(job, messages=turns))
+        if text.count(word) != 1:
+            raise BadRequest("The model's chat template cannot ask questions.", part="prompt")
+        head, after = text.split(word)
+        if self._is_harmony:
+            after += "<|channel|>final<|message|>"
+        elif self._is_thinking(opening):
+            line = "\n" if after.endswith("\n") else "\n\n"
+            after += f"{line}{self._reasoning.ends[0]}\n\n"
+        texts = [head, *(question.text + after for question in job.questions)]
+        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        ids = [list(each.ids) for each in encoded]
+        return ids[0], ids[1:]
+
+    def encode_labels(self, labels: Sequence[str]) -> list[list[int]]:
+        """Return the ids of labels, each as the beginning of an answer. Control tokens in them are
+        letters.
+        """
+        added = self.backend.get_added_tokens_decoder().keys()
+        encoded = self.backend.encode_batch_fast(list(labels), add_special_tokens=False)
+        return [
+            self.vocabulary.encode(label, 0) if not added.isdisjoint(each.ids) else list(each.ids)
+            for label, each in zip(labels, encoded, strict=True)
+        ]
 
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
         """Return the texts of a bare prompt's tokens; `prompt` is what the caller sent."""

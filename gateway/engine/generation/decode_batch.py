@@ -154,6 +154,10 @@ def copy_layer(layer: Any) -> Any:
     return twin
 
 
+def cache_nbytes(cache: list[Any]) -> int:
+    return sum(int(layer.nbytes) for layer in cache)
+
+
 def _to_host(
     scores: Scores, rows: abc.Sequence[Sequence | None]
 ) -> Iterator[tuple[Sequence, TokenScores]]:

@@ -16,7 +16,8 @@ from gateway.engine.checkpoint import measure_kv
 from gateway.engine.decoders import floating_dtype, parameters
 from gateway.engine.device import clear_cache
 from gateway.engine.generation.chat import ChatTokenizer
-from gateway.engine.generation.decode_batch import DecodeBatch, Doubt, SequenceOutput
+from gateway.engine.generation.decode_batch import DecodeBatch, Doubt, cache_nbytes
+from gateway.engine.generation.judging import judge
 from gateway.engine.generation.prefill import Prefill, PrefillBatch
 from gateway.engine.generation.prefix_cache import PrefixCache
 from gateway.engine.generation.prepare import prepare_sequences
@@ -259,8 +260,7 @@ class GenerationEngine:
         self.synchronize()
         try:
             self._prefill.read(batch, token_budget)
-            rows = len(batch.rows)
-            tokens = sum(batch.positions) - there
+            rows, tokens = len(batch.rows), sum(batch.positions) - there
             self.last_pass = Pass(rows, tokens, rows * (batch.read - begun))
             return self._start(batch) if batch.is_read else []
         except Exception as error:
@@ -321,7 +321,7 @@ class GenerationEngine:
         running = self._running.cache if self._running is not None else []
         others = [*self._queued, *self._parked.values()]
         caches = [each.cache for each in others if isinstance(each, DecodeBatch)]
-        kv = self._prefill.nbytes + _nbytes(running) + sum(map(_nbytes, caches))
+        kv = self._prefill.nbytes + sum(map(cache_nbytes, [running, *caches]))
         return weights + kv + self._prefixes.nbytes
 
     def close(self) -> None:
@@ -339,13 +339,19 @@ class GenerationEngine:
             return [row.echo_delta() for row in batch.rows]
         inputs = mx.array([row.context[-1] for row in batch.rows])
         cache = batch.lm_batch.prompt_cache
-        started = self._choose(batch.rows, cache, self._launch_pass(inputs, cache))
+        logits = self._launch_pass(inputs, cache)
+        if batch.rows[0].job.step is not None:
+            judged = judge(batch.rows, logits)
+            for row, delta in zip(batch.rows, judged, strict=True):
+                self._clear_or_dismiss(row, is_finite=delta.error is None)
+            return judged
+        started = self._choose(batch.rows, cache, logits)
         last = [row.is_at_last for row in batch.rows]
         deltas: list[SequenceDelta] = []
         if any(last) or batch.rows[0].is_suspect:
             self._redraw_unsure(started)
             for each, is_last in zip(started.read(), last, strict=True):
-                self._clear_or_dismiss(each)
+                self._clear_or_dismiss(each.row, is_finite=each.is_finite)
                 if is_last:
                     deltas += each.to_deltas(
                         each.row.append(each.token) if each.is_finite else None
@@ -379,13 +385,13 @@ class GenerationEngine:
                 rows += [running] if isinstance(running, Sequence) else running.rows
         return next((row for row in rows if row.id == sequence_id), None)
 
-    def _clear_or_dismiss(self, output: SequenceOutput) -> None:
+    def _clear_or_dismiss(self, row: Sequence, *, is_finite: bool) -> None:
         """Record the outcome of a sequence read alone; too many faults end batching."""
-        output.row.is_suspect = False
-        if output.is_finite:
-            self._faults.clear_of_blame(output.row.id)
+        row.is_suspect = False
+        if is_finite:
+            self._faults.clear_of_blame(row.id)
         else:
-            self._faults.dismiss(output.row.id)
+            self._faults.dismiss(row.id)
         if self._faults.is_batching_to_blame:
             self.apply_verdict(Verdict(rows=False))
 
@@ -492,7 +498,3 @@ class GenerationEngine:
             row.suspect()
         self._prefill.readmit(rows)
         return []
-
-
-def _nbytes(cache: list[Any]) -> int:
-    return sum(int(layer.nbytes) for layer in cache)

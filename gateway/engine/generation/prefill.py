@@ -266,5 +266,5 @@ class Prefill:
 
 def _alike(one: Sequence, other: Sequence) -> bool:
     """Return True if two sequences may share a batch: equally scored, to the same end."""
-    ends = [row.job.max_tokens == 0 for row in (one, other)]
+    ends = [(row.job.max_tokens == 0, row.job.step is None) for row in (one, other)]
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.engine.generation.chat import ChatTokenizer
+from gateway.engine.generation.judging import prepare_questions
 from gateway.engine.grammar.structured import Structured
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import GenerateJob, Sampling, SequenceParams
@@ -18,12 +19,15 @@ def prepare_sequences(
     vocab_size: int,
     own: Mapping[str, float],
 ) -> list[SequenceParams]:
-    """Return the parameters of one sequence per choice. Safe on any thread.
+    """Return the parameters of one sequence per choice, or per step into the labels of a job's
+    questions. Safe on any thread.
 
     `own` are the sampling defaults of the model's files, for fields that the job leaves unset.
     Raises BadRequest for what the template refuses, ContextLengthExceeded for a prompt that leaves
     no room for one token.
     """
+    if job.questions:
+        return prepare_questions(job, chat, max_context, vocab_size)
     read = chat.prompt(job)
     prompt = read.ids
     is_bare = job.prompt is not None

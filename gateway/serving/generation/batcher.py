@@ -193,7 +193,8 @@ class GenerationBatcher:
                 for index, row in enumerate(rows)
             ]
             self._wait(sequences)
-            usage = Usage(prompt_tokens=len(rows[0].prompt))
+            counted = [each.params for each in sequences if each.counts_prompt]
+            usage = Usage(prompt_tokens=sum(len(row.prompt) for row in counted))
             timings.tokens_in = usage.prompt_tokens
             metrics.of(metrics.TOKENS_IN, self._name).inc(usage.prompt_tokens)
             checker = AnswerChecker(
@@ -263,6 +264,28 @@ class GenerationBatcher:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
+
+    async def judge(
+        self, jobs: abc.Sequence[GenerateJob]
+    ) -> tuple[abc.Sequence[abc.Sequence[float]], Usage]:
+        """Return each label's logprob, by question, and the usage, with every question's prompt.
+
+        Questions are numbered across jobs. Raises as `generate_many` does.
+        """
+        labels = {each.number: len(each.labels) for job in jobs for each in job.questions}
+        logprobs = [[0.0] * labels[number] for number in range(len(labels))]
+        usage = Usage(0)
+        async with contextlib.aclosing(self.generate_many(jobs)) as outputs:
+            async for output in outputs:
+                prompt = output.prompt_tokens if isinstance(output, Usage) else 0
+                usage = Usage(
+                    usage.prompt_tokens + prompt,
+                    cached_tokens=usage.cached_tokens + output.cached_tokens,
+                )
+                if isinstance(output, Delta) and (judgement := output.judgement) is not None:
+                    for label, logprob in judgement.logprobs:
+                        logprobs[judgement.question][label] += logprob
+        return logprobs, usage
 
     async def count_tokens(self, job: GenerateJob) -> int:
         """Return the tokens of a job's prompt, even if it is longer than the model's context.

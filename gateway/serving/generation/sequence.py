@@ -53,6 +53,14 @@ class Sequence:
         return self.row is None and not self.is_over
 
     @property
+    def counts_prompt(self) -> bool:
+        """Return True if its prompt counts for the usage: all choices have the same prompt, and all
+        steps into the labels of a question.
+        """
+        step = self.params.step
+        return self.index == 0 if step is None else step.is_first
+
+    @property
     def used(self) -> int:
         """Return the tokens of its prompt and its answer so far."""
         return len(self.params.prompt) + self.tokens
@@ -120,9 +128,9 @@ class Sequence:
                 call=delta.call,
                 logprobs=delta.logprobs,
                 reasoning_tokens=delta.reasoning_tokens,
-                # All choices have the same prompt, which is counted once.
-                cached_tokens=0 if self.index else delta.cached_tokens,
+                cached_tokens=delta.cached_tokens if self.counts_prompt else 0,
                 prompt=delta.prompt,
+                judgement=delta.judgement,
             )
         )
 

@@ -1,0 +1,161 @@
+"""Questions judged by the probabilities of their labels: nothing is sampled.
+
+A question's prompt is the conversation up to its questions, the question and the template's
+opening of the answer. Each of the two parts is encoded by itself, so that all questions have the
+first one's tokens in common, which are read once. A label is encoded by itself too, as the answer's
+beginning, and marks in it are plain letters.
+
+The labels of a question form a tree of tokens. Every token that others follow is a step: a sequence
+that is read up to there, and then gives the logprobs of the tokens that may come next. A label's
+logprob is the sum over its steps. Where a label is also the beginning of another, it counts only if
+the answer ends there.
+"""
+
+import math
+from collections import abc
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from gateway.engine.generation.chat import ChatTokenizer
+from gateway.engine.generation.sequence import Sequence
+from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.jobs import (
+    GenerateJob,
+    Judgement,
+    LabelStep,
+    Question,
+    SequenceDelta,
+    SequenceParams,
+    TokenIds,
+)
+
+MAX_STEPS = 4096  # of one job's labels
+LEAST = -9999.0  # instead of -inf, which sums and differences have no use for
+
+
+@dataclass(slots=True)
+class _Node:
+    """The labels that begin with the same tokens, and by which of them that is the whole."""
+
+    labels: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    next: dict[int, "_Node"] = field(default_factory=dict)
+
+
+def prepare_questions(
+    job: GenerateJob, chat: ChatTokenizer, max_context: int, vocab_size: int
+) -> list[SequenceParams]:
+    """Return the parameters of one sequence per step into the labels. Safe on any thread.
+
+    Raises BadRequest for labels that have the same tokens, or none, and for too many of them;
+    ContextLengthExceeded for a prompt that leaves no room for its labels.
+    """
+    head, rests = chat.encode_questions(job)
+    labels = iter(chat.encode_labels([each for one in job.questions for each in one.labels]))
+    rows: list[SequenceParams] = []
+    for question, rest in zip(job.questions, rests, strict=True):
+        prompt = [*head, *rest]
+        ids = [next(labels) for _ in question.labels]
+        for path, step in _steps(question, ids, chat.eos_ids, vocab_size):
+            tokens = [*prompt, *path]
+            if len(tokens) >= max_context:
+                raise ContextLengthExceeded(max_context, len(tokens), noun="input")
+            rows.append(
+                SequenceParams(prompt=tokens, max_tokens=1, sampling=job.sampling, step=step)
+            )
+        if len(rows) > MAX_STEPS:
+            raise BadRequest(
+                f"The labels of these questions have more than {MAX_STEPS} tokens to read.",
+                part="questions",
+            )
+    return rows
+
+
+def _steps(
+    question: Question,
+    labels: abc.Sequence[TokenIds],
+    eos_ids: abc.Collection[int],
+    vocab_size: int,
+) -> abc.Iterator[tuple[TokenIds, LabelStep]]:
+    """Yield the steps into a question's labels, each with the tokens before it; the root first."""
+    root = _Node()
+    for label, ids in enumerate(labels):
+        if not ids or not all(0 <= token < vocab_size for token in ids):
+            raise BadRequest("A label has no tokens of this model.", part="questions")
+        node = root
+        node.labels.append(label)
+        for token in ids:
+            node = node.next.setdefault(token, _Node())
+            node.labels.append(label)
+        node.ends.append(label)
+        if len(node.ends) > 1:
+            raise BadRequest(
+                f"Two labels of question {question.number} have the same tokens in this model.",
+                part="questions",
+            )
+    found: list[tuple[tuple[int, ...], _Node]] = [((), root)]
+    for path, node in found:
+        if not node.next:
+            continue
+        entries: list[tuple[TokenIds, abc.Sequence[int]]] = [
+            ((token,), each.labels) for token, each in node.next.items()
+        ]
+        if node.ends:
+            ends = sorted(token for token in eos_ids if token < vocab_size)
+            entries.append((ends, node.ends))
+        yield path, LabelStep(question.number, entries, is_first=not path)
+        found += [((*path, token), each) for token, each in node.next.items()]
+
+
+def judge(rows: abc.Sequence[Sequence], logits: mx.array) -> list[SequenceDelta]:
+    """Return the only delta of each row, from the logits, (rows, vocabulary), at its end.
+
+    The logprobs are the log-softmax over the whole vocabulary, as those of sampled tokens are.
+    """
+    wanted = [
+        (i, token)
+        for i, row in enumerate(rows)
+        for tokens, _ in _step_of(row).entries
+        for token in tokens
+    ]
+    some = logits.astype(mx.float32)
+    totals: Any = mx.logsumexp(some, axis=-1).tolist()
+    places = mx.array([i for i, _ in wanted]), mx.array([token for _, token in wanted])
+    found: Any = some[places].tolist()
+    values = iter(found)
+    return [
+        _delta(row, [[next(values) - total for _ in each] for each, _ in _step_of(row).entries])
+        for row, total in zip(rows, totals, strict=True)
+    ]
+
+
+def _delta(row: Sequence, logprobs: abc.Sequence[abc.Sequence[float]]) -> SequenceDelta:
+    step = _step_of(row)
+    if any(math.isnan(each) for some in logprobs for each in some):
+        return SequenceDelta(row.id, error="its output is not a number")
+    by_label = [
+        (label, max(LEAST, _add(some)))
+        for (_, labels), some in zip(step.entries, logprobs, strict=True)
+        for label in labels
+    ]
+    return SequenceDelta(
+        row.id,
+        finish_reason="stop",
+        cached_tokens=row.cached_tokens,
+        judgement=Judgement(step.question, by_label),
+    )
+
+
+def _add(logprobs: abc.Sequence[float]) -> float:
+    """Return the logprob of any of several tokens; -inf of none."""
+    most = max(logprobs, default=-math.inf)
+    if most == -math.inf:
+        return most
+    return most + math.log(math.fsum(math.exp(each - most) for each in logprobs))
+
+
+def _step_of(row: Sequence) -> LabelStep:
+    assert row.job.step is not None
+    return row.job.step

@@ -1,0 +1,391 @@
+"""POST /v1/decisions: an input and questions → GenerateJobs; the labels' logprobs → answers.
+
+The input is evidence, not a conversation to continue: messages, calls and outputs are written as
+one text, in one user message with the question after it. docs/decisions.md has the recipe.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import orjson
+from pydantic import BeforeValidator, Field
+from typing_extensions import TypeAliasType, TypedDict
+
+from gateway.errors import BadRequest
+from gateway.errors import Part as ErrorPart
+from gateway.jobs import Caller, GenerateJob, Question, Sampling, Timings, Usage
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
+from gateway.wire.responses import ResponseUsage, usage_dict
+from gateway.wire.validation import CharBounds, Part, Request, missing_parameter
+
+MAX_QUESTIONS = 400
+MAX_LABELS = 255  # of a question
+SLICE = 64  # questions of one job: a long list is admitted in slices
+HEAD = "Judge the following input by the question after it.\n\nInput:\n{input}\n\n"
+PREDICATE = (
+    "Question: Is this statement about the input true?\n{instructions}\n\nAnswer with yes or no, "
+    "and nothing else."
+)
+CHOICE = (
+    "Question: {instructions}\n\nChoices:\n{labels}\n\nAnswer with exactly one of the choices, and "
+    "nothing else."
+)
+SCORE = (
+    "Question: {instructions}\n\nLevels, from the lowest to the highest:\n{labels}\n\nAnswer with "
+    "exactly one of the levels, and nothing else."
+)
+YES_NO = ("yes", "no")
+_TEXTS = ("input_text", "output_text", "text")
+_OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
+_KINDS = ("message", *_OUTPUTS.values(), *_OUTPUTS)
+
+
+class ContentPart(Part):
+    """A piece of a text: text, a refusal, or JSON."""
+
+    harmless = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+
+    type: Label = Field(json_schema_extra={"enum": [*_TEXTS, "refusal", "input_json"]})
+    text: str | None = None
+    refusal: str | None = None
+    data: dict[str, Any] | list[dict[str, Any]] | None = None
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[
+    list[ContentPart],
+    FAIL_FAST,
+    ITEM_LIMIT,
+    BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart]),
+]
+
+
+class InputItem(Part):
+    """A message, a call, or a call's output."""
+
+    harmless = frozenset({"id", "phase", "status"})
+
+    type: Label = Field("message", json_schema_extra={"enum": list(_KINDS)})
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Parts | None = None
+    call_id: Label | None = None
+    name: Label | None = None
+    namespace: Label | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: Parts | None = None
+
+
+def _as_items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Items = Annotated[
+    list[InputItem],
+    FAIL_FAST,
+    ITEM_LIMIT,
+    BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+    Field(min_length=1),
+]
+LabelText = Annotated[Label, Field(min_length=1)]
+
+
+class ChoiceParam(Part):
+    """One of a question's choices."""
+
+    value: bool | LabelText
+    description: str | None = None
+
+
+class LevelParam(Part):
+    """One of a question's levels."""
+
+    label: LabelText
+    description: str | None = None
+
+
+class QuestionParam(Part):
+    """A statement that may be true, some choices, or some levels from the lowest to the highest."""
+
+    type: Literal["predicate", "choice", "score"]
+    instructions: Parts
+    name: Label | None = None
+    choices: (
+        Annotated[list[ChoiceParam], FAIL_FAST, Field(min_length=2, max_length=MAX_LABELS)] | None
+    ) = None
+    levels: (
+        Annotated[list[LevelParam], FAIL_FAST, Field(min_length=2, max_length=MAX_LABELS)] | None
+    ) = None
+
+    @property
+    def values(self) -> Sequence[str | bool]:
+        """Return the values of the choices, or the labels of the levels."""
+        if self.type == "choice":
+            return [each.value for each in self.choices or ()]
+        return [each.label for each in self.levels or ()]
+
+
+class DecisionsRequest(Request):
+    """What OpenAI's endpoint takes, without images."""
+
+    harmless = frozenset(
+        {"metadata", "prompt_cache_key", "prompt_cache_options", "safety_identifier", "user"}
+    )
+    example: ClassVar = {
+        "input": "The parcel came late, and the box was broken.",
+        "questions": [{"type": "predicate", "instructions": "The customer complains."}],
+    }
+
+    model: Annotated[Label, Field(min_length=1)]
+    input: Items
+    questions: Annotated[
+        list[QuestionParam], FAIL_FAST, Field(min_length=1, max_length=MAX_QUESTIONS)
+    ]
+
+    def param_of(self, part: ErrorPart) -> str:
+        """Return the field that a part of the job came from."""
+        return "input" if part == "prompt" else part
+
+
+def to_jobs(
+    request: DecisionsRequest,
+    caller: Caller,
+    template_args: Mapping[str, Any],
+    *,
+    bounds: CharBounds,
+) -> list[GenerateJob]:
+    """Return the jobs of a request, of at most SLICE questions each.
+
+    Raises BadRequest for a question without what its type needs, for equal values or labels, and
+    for content that is not text.
+    """
+    head = HEAD.format(input=_input_text(request.input))
+    questions = [_question(i, each) for i, each in enumerate(request.questions)]
+    bounds.check([head], param="input", noun="The input")
+    bounds.check([each.text for each in questions], param="questions", noun="A question")
+    starts = range(0, len(questions), SLICE)
+    caller.timings.parallel = [Timings() for _ in starts[1:]]
+    return [
+        GenerateJob(
+            # The jobs run in parallel; the request's timings are those of the first.
+            caller=replace(caller, timings=timings),
+            messages=[{"role": "user", "content": head}],
+            questions=questions[start : start + SLICE],
+            sampling=Sampling(),
+            max_tokens=1,
+            # A label is the answer itself, so no thinking comes before it.
+            template_args={**template_args, "enable_thinking": False},
+        )
+        for start, timings in zip(starts, [caller.timings, *caller.timings.parallel], strict=True)
+    ]
+
+
+def _input_text(items: Sequence[InputItem]) -> str:
+    """Return the input as one text. A single user message is its own text; of several items, each
+    has its role, or the name of its function, in a line above it.
+    """
+    if len(items) == 1 and items[0].type == "message" and items[0].role == "user":
+        return _text(items[0].content, "input[0].content")
+    names: dict[tuple[str, str], str] = {}
+    blocks = []
+    for i, item in enumerate(items):
+        place = f"input[{i}]"
+        heading: str
+        match item.type:
+            case "message":
+                if item.role is None:
+                    raise missing_parameter(f"{place}.role")
+                heading, text = item.role, _text(item.content, f"{place}.content")
+            case "function_call" | "custom_tool_call":
+                field = "arguments" if item.type == "function_call" else "input"
+                call_id, name = _require(item, place, "call_id"), _require(item, place, "name")
+                full_name = f"{item.namespace}.{name}" if item.namespace else name
+                names[item.type, call_id] = full_name
+                heading, text = f"call of {full_name}", _require(item, place, field)
+            case "function_call_output" | "custom_tool_call_output":
+                call_id = _require(item, place, "call_id")
+                called = names.get((_OUTPUTS[item.type], call_id))
+                if called is None:
+                    raise BadRequest(
+                        f"Invalid '{place}.call_id': no call before it has this id.",
+                        param=f"{place}.call_id",
+                    )
+                heading, text = f"output of {called}", _text(item.output, f"{place}.output")
+            case other:
+                raise BadRequest(
+                    f"Invalid '{place}.type': items of type '{other}' are not served.",
+                    param=f"{place}.type",
+                )
+        blocks.append(f"[{heading}]\n{text}")
+    return "\n\n".join(blocks)
+
+
+def _require(item: InputItem, place: str, field: str) -> str:
+    value: str | None = getattr(item, field)
+    if value is None:
+        raise missing_parameter(f"{place}.{field}")
+    return value
+
+
+def _text(parts: Sequence[ContentPart] | None, place: str) -> str:
+    if parts is None:
+        raise missing_parameter(place)
+    texts = []
+    for i, part in enumerate(parts):
+        field = {"refusal": "refusal", "input_json": "data"}.get(part.type, "text")
+        if field == "text" and part.type not in _TEXTS:
+            raise BadRequest(
+                f"Invalid '{place}': a part of type '{part.type}' is not served; this gateway "
+                "reads text.",
+                param=place,
+            )
+        value = getattr(part, field)
+        if value is None:
+            raise missing_parameter(f"{place}[{i}].{field}")
+        texts.append(value if isinstance(value, str) else orjson.dumps(value).decode())
+    return "".join(texts)
+
+
+def _question(number: int, param: QuestionParam) -> Question:
+    place = f"questions[{number}]"
+    instructions = _text(param.instructions, f"{place}.instructions").strip()
+    if not instructions:
+        raise BadRequest(
+            f"Invalid '{place}.instructions': they are empty.", param=f"{place}.instructions"
+        )
+    if param.type == "predicate":
+        return Question(number, PREDICATE.format(instructions=instructions), YES_NO)
+    field, form = ("choices", CHOICE) if param.type == "choice" else ("levels", SCORE)
+    options: Sequence[ChoiceParam | LevelParam] | None = getattr(param, field)
+    if options is None:
+        raise missing_parameter(f"{place}.{field}")
+    labels = _labels(param.values)
+    if len(set(labels)) < len(labels):
+        raise BadRequest(f"Invalid '{place}.{field}': two are the same.", param=f"{place}.{field}")
+    lines = [
+        f"- {label}: {option.description}" if option.description else f"- {label}"
+        for label, option in zip(labels, options, strict=True)
+    ]
+    text = form.format(instructions=instructions, labels="\n".join(lines))
+    return Question(number, text, labels)
+
+
+def _labels(values: Sequence[str | bool]) -> list[str]:
+    """Return each value as the model writes it: a boolean as JSON does, a string as it is. All
+    strings are quoted if one is spelled like a boolean beside it.
+    """
+    spelled = {str(value).lower() for value in values if isinstance(value, bool)}
+    is_quoted = any(value in spelled for value in values if isinstance(value, str))
+    return [
+        value if isinstance(value, str) and not is_quoted else orjson.dumps(value).decode()
+        for value in values
+    ]
+
+
+class PredicateAnswer(TypedDict):
+    """How likely a statement is true."""
+
+    type: Literal["predicate"]
+    name: str | None
+    probability: float
+
+
+class ChoiceProbability(TypedDict):
+    """How likely a choice is."""
+
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(TypedDict):
+    """The likeliest choice, and every choice's probability."""
+
+    type: Literal["choice"]
+    name: str | None
+    choice: str | bool
+    confidence: float
+    probabilities: list[ChoiceProbability]
+
+
+class LevelProbability(TypedDict):
+    """How likely a level is. `value` counts the levels from 0."""
+
+    label: str
+    value: int
+    probability: float
+
+
+class ScoreAnswer(TypedDict):
+    """The expected level, and every level's probability."""
+
+    type: Literal["score"]
+    name: str | None
+    score: float
+    confidence: float
+    probabilities: list[LevelProbability]
+
+
+Answer = TypeAliasType("Answer", PredicateAnswer | ChoiceAnswer | ScoreAnswer)
+
+
+class Decision(TypedDict):
+    """The answers, in the order of the questions."""
+
+    model: str
+    answers: list[Answer]
+    usage: ResponseUsage
+
+
+def to_decision(
+    request: DecisionsRequest, logprobs: Sequence[Sequence[float]], usage: Usage
+) -> Decision:
+    """Return the answers, from the logprob of every label by question."""
+    answers = [
+        _answer(question, _normalise(each))
+        for question, each in zip(request.questions, logprobs, strict=True)
+    ]
+    return {"model": request.model, "answers": answers, "usage": usage_dict(usage)}
+
+
+def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
+    if question.type == "predicate":
+        return {"type": "predicate", "name": question.name, "probability": probabilities[0]}
+    count, most = len(probabilities), max(probabilities)
+    # 0 if all are equally likely, 1 if one is certain.
+    confidence = max(0.0, (count * most - 1) / (count - 1))
+    if question.type == "choice":
+        return {
+            "type": "choice",
+            "name": question.name,
+            "choice": question.values[probabilities.index(most)],
+            "confidence": confidence,
+            "probabilities": [
+                {"value": value, "probability": probability}
+                for value, probability in zip(question.values, probabilities, strict=True)
+            ],
+        }
+    return {
+        "type": "score",
+        "name": question.name,
+        "score": math.fsum(level * each for level, each in enumerate(probabilities)),
+        "confidence": confidence,
+        "probabilities": [
+            {"label": str(label), "value": level, "probability": probability}
+            for level, (label, probability) in enumerate(
+                zip(question.values, probabilities, strict=True)
+            )
+        ],
+    }
+
+
+def _normalise(logprobs: Sequence[float]) -> list[float]:
+    """Return probabilities that add up to 1."""
+    most = max(logprobs)
+    weights = [math.exp(each - most) for each in logprobs]
+    total = math.fsum(weights)
+    return [each / total for each in weights]

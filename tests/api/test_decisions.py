@@ -1,0 +1,286 @@
+"""POST /v1/decisions over a socket, with a scripted engine: label i has the logprob -1 - i."""
+
+import asyncio
+import math
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.registry import Catalog
+from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.serving_app import served
+
+pytestmark = pytest.mark.anyio
+WEIGHTS = [math.exp(-i) for i in range(3)]
+PREDICATE = {"type": "predicate", "instructions": "It rains."}
+
+
+@pytest.fixture
+def engines() -> ScriptedEngines:
+    return ScriptedEngines(chat=ScriptedChat(max_context=10_000))
+
+
+def ask(questions: Any, evidence: Any = "The sky is grey.", **more: Any) -> dict[str, Any]:
+    return {"model": "writer", "input": evidence, "questions": questions, **more}
+
+
+async def post(
+    client: httpx2.AsyncClient, questions: Any, evidence: Any = "The sky is grey.", **more: Any
+) -> httpx2.Response:
+    return await client.post("/v1/decisions", json=ask(questions, evidence, **more))
+
+
+def shares(count: int) -> Any:
+    total = sum(WEIGHTS[:count])
+    return pytest.approx([weight / total for weight in WEIGHTS[:count]])
+
+
+async def test_answers_come_in_the_order_of_the_questions(client: httpx2.AsyncClient) -> None:
+    """One of each type, with its name and its probabilities."""
+    choices = [{"value": "late", "description": "after five"}, {"value": True}]
+    levels = [{"label": "bad"}, {"label": "fair"}, {"label": "good"}]
+    response = await post(
+        client,
+        [
+            {**PREDICATE, "name": "rain"},
+            {"type": "choice", "instructions": "Which?", "choices": choices},
+            {"type": "score", "instructions": "How?", "levels": levels, "name": "mood"},
+        ],
+    )
+    assert response.status_code == 200
+    decision = response.json()
+    predicate, choice, score = decision["answers"]
+    two, three = shares(2).expected, shares(3).expected
+    assert decision["model"] == "writer"
+    assert predicate == {
+        "type": "predicate",
+        "name": "rain",
+        "probability": pytest.approx(two[0]),
+    }
+    assert (choice["type"], choice["name"], choice["choice"]) == ("choice", None, "late")
+    assert [each["value"] for each in choice["probabilities"]] == ["late", True]
+    assert [each["probability"] for each in choice["probabilities"]] == shares(2)
+    assert choice["confidence"] == pytest.approx(2 * two[0] - 1)
+    assert (score["type"], score["name"]) == ("score", "mood")
+    assert [(each["label"], each["value"]) for each in score["probabilities"]] == [
+        ("bad", 0),
+        ("fair", 1),
+        ("good", 2),
+    ]
+    assert [each["probability"] for each in score["probabilities"]] == shares(3)
+    assert score["score"] == pytest.approx(three[1] + 2 * three[2])
+    assert score["confidence"] == pytest.approx((3 * three[0] - 1) / 2)
+    usage = decision["usage"]
+    assert usage["input_tokens"] > 0
+    assert usage["input_tokens_details"] == {"cached_tokens": 0 + 1 + 2, "cache_write_tokens": 0}
+    assert (usage["output_tokens"], usage["output_tokens_details"]["reasoning_tokens"]) == (0, 0)
+    assert usage["total_tokens"] == usage["input_tokens"]
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 400])
+async def test_as_many_questions_as_openai_takes(client: httpx2.AsyncClient, count: int) -> None:
+    """A long list is admitted in slices, and answered in order."""
+    questions = [{**PREDICATE, "name": f"q{i}"} for i in range(count)]
+    decision = (await post(client, questions)).json()
+    assert [each["name"] for each in decision["answers"]] == [f"q{i}" for i in range(count)]
+    assert decision["usage"]["input_tokens_details"]["cached_tokens"] == sum(range(count))
+
+
+async def test_fields_of_openai_that_change_nothing_are_accepted(
+    client: httpx2.AsyncClient,
+) -> None:
+    response = await post(
+        client,
+        [PREDICATE],
+        prompt_cache_key="k",
+        prompt_cache_options={"mode": "explicit", "ttl": "30m"},
+        safety_identifier="s",
+        unheard_of=1,
+    )
+    assert response.status_code == 200
+    assert response.headers["x-gateway-ignored"] == "unheard_of"
+
+
+BAD: list[tuple[Any, str]] = [
+    ([], "questions"),
+    ([PREDICATE] * 401, "questions"),
+    ([{"type": "essay", "instructions": "x"}], "questions[0].type"),
+    ([{"type": "predicate"}], "questions[0].instructions"),
+    ([{**PREDICATE, "instructions": " "}], "questions[0].instructions"),
+    ([{"type": "choice", "instructions": "x"}], "questions[0].choices"),
+    (
+        [{"type": "choice", "instructions": "x", "choices": [{"value": "a"}]}],
+        "questions[0].choices",
+    ),
+    (
+        [{"type": "choice", "instructions": "x", "choices": [{"value": "a"}, {"value": 1}]}],
+        "questions[0].choices[1].value",
+    ),
+    (
+        [{"type": "choice", "instructions": "x", "choices": [{"value": True}, {"value": True}]}],
+        "questions[0].choices",
+    ),
+    (
+        [PREDICATE, {"type": "choice", "instructions": "x", "choices": [{"value": "a"}] * 2}],
+        "questions[1].choices",
+    ),
+    (
+        [
+            {
+                "type": "choice",
+                "instructions": "x",
+                "choices": [{"value": f"{i}"} for i in range(256)],
+            }
+        ],
+        "questions[0].choices",
+    ),
+    ([{"type": "score", "instructions": "x"}], "questions[0].levels"),
+    (
+        [{"type": "score", "instructions": "x", "levels": [{"label": "a"}] * 2}],
+        "questions[0].levels",
+    ),
+    (
+        [{**PREDICATE, "instructions": [{"type": "input_image", "image_url": "data:,"}]}],
+        "questions[0].instructions",
+    ),
+]
+
+
+@pytest.mark.parametrize(("questions", "param"), BAD)
+async def test_a_bad_question_is_named(
+    client: httpx2.AsyncClient, questions: Any, param: str
+) -> None:
+    response = await post(client, questions)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+BAD_INPUTS: list[tuple[Any, str]] = [
+    ([], "input"),
+    (
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+        "input[0].content",
+    ),
+    ([{"type": "message", "content": "x"}, {"content": "y"}], "input[0].role"),
+    ([{"type": "reasoning"}], "input[0].type"),
+    ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "input[0].call_id"),
+    ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "input[0].name"),
+]
+
+
+@pytest.mark.parametrize(("evidence", "param"), BAD_INPUTS)
+async def test_a_bad_item_is_named(client: httpx2.AsyncClient, evidence: Any, param: str) -> None:
+    response = await post(client, [PREDICATE], evidence)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+async def test_an_input_of_items_is_one_text(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """Each item has a line above it with its role or the function it belongs to."""
+    response = await post(
+        client,
+        [PREDICATE],
+        [
+            {"role": "developer", "content": "Be kind."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "Rain? "},
+                    {"type": "input_json", "data": {"town": "Ulm"}},
+                ],
+            },
+            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "wet"},
+            {"type": "custom_tool_call", "call_id": "c", "name": "run", "input": "ls"},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "c",
+                "output": [{"type": "input_text", "text": "a b"}],
+            },
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        ],
+    )
+    assert response.status_code == 200, response.text
+    (job,) = engines.chat.jobs
+    (message,) = job.messages
+    assert message["content"] == (
+        "Judge the following input by the question after it.\n\nInput:\n"
+        '[developer]\nBe kind.\n\n[user]\nRain? {"town":"Ulm"}\n\n[call of look]\n{}\n\n'
+        "[output of look]\nwet\n\n[call of run]\nls\n\n[output of run]\na b\n\n[assistant]\nNo.\n\n"
+    )
+
+
+async def test_a_boolean_is_no_string(client: httpx2.AsyncClient, engines: ScriptedEngines) -> None:
+    """`true` and `"true"` are two choices, with two labels."""
+    choices = [{"value": True}, {"value": "true"}, {"value": "other"}]
+    question = {"type": "choice", "instructions": "Which?", "choices": choices}
+    decision = (await post(client, [question])).json()
+    values = [each["value"] for each in decision["answers"][0]["probabilities"]]
+    assert [type(value) for value in values] == [bool, str, str]
+    assert decision["answers"][0]["choice"] is True
+    (asked,) = engines.chat.jobs[0].questions
+    assert asked.labels == ["true", '"true"', '"other"']
+
+
+async def test_thinking_is_off(client: httpx2.AsyncClient, engines: ScriptedEngines) -> None:
+    await post(client, [PREDICATE])
+    assert engines.chat.jobs[0].template_args["enable_thinking"] is False
+
+
+async def test_an_embedding_model_cannot_decide(client: httpx2.AsyncClient) -> None:
+    response = await client.post("/v1/decisions", json={**ask([PREDICATE]), "model": "embed"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
+
+
+async def test_an_input_too_long_is_refused_by_its_name(client: httpx2.AsyncClient) -> None:
+    response = await post(client, [PREDICATE], "x" * 20_000)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
+async def test_a_question_that_breaks_is_an_error(client: httpx2.AsyncClient) -> None:
+    """Others' answers are not shown without it; the next request is served."""
+    broken = await post(client, [PREDICATE, {**PREDICATE, "instructions": "poison"}])
+    assert broken.status_code == 500
+    assert (await post(client, [PREDICATE])).status_code == 200
+
+
+async def test_requests_at_once_each_have_their_answers(client: httpx2.AsyncClient) -> None:
+    counts = [1, 70, 3, 130]
+    decisions = await asyncio.gather(
+        *(post(client, [{**PREDICATE, "name": f"{count}"}] * count) for count in counts)
+    )
+    for count, response in zip(counts, decisions, strict=True):
+        names = [each["name"] for each in response.json()["answers"]]
+        assert names == [f"{count}"] * count
+
+
+async def test_questions_count_as_choices(models: Catalog, engines: ScriptedEngines) -> None:
+    """A full queue is a 429, and what was held is free again after the answer."""
+    engines.chat.gate.close()
+    async with served(models, engines, queue_limit=4) as client:
+        first = asyncio.create_task(post(client, [PREDICATE] * 4))
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
+        refused = await post(client, [PREDICATE])
+        assert refused.status_code == 429
+        assert "retry-after" in refused.headers
+        engines.chat.gate.open()
+        assert (await first).status_code == 200
+        assert (await post(client, [PREDICATE])).status_code == 200
+
+
+async def test_a_client_that_leaves_takes_its_questions_along(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    engines.chat.gate.close()
+    async with served(models, engines, queue_limit=4) as client:
+        with pytest.raises(httpx2.ReadTimeout):
+            await client.post("/v1/decisions", json=ask([PREDICATE] * 4), timeout=0.3)
+        engines.chat.gate.open()
+        async with asyncio.timeout(5):
+            while (await post(client, [PREDICATE])).status_code != 200:
+                await asyncio.sleep(0.02)

@@ -1,0 +1,317 @@
+"""Labels judged at the end of a prompt: their probabilities are the model's own, however read."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.judging import LEAST, MAX_STEPS
+from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.jobs import GenerateJob, Question, Sampling, SequenceDelta
+from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
+from tests.engine.generation.test_engine import job, open_engine
+
+INPUT = "The parcel arrived late, and the box was broken. " * 6
+LABELS = [
+    ["yes", "no"],
+    ["a", "ab", "abc", "b"],
+    ["日本", "🙂", "late delivery", "late"],
+    ["1", "2"],
+]
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "states": STATEFUL}
+
+
+def judging(*labels: Sequence[str], text: str = INPUT, **more: Any) -> GenerateJob:
+    questions = [
+        Question(i, f"Question {i}: is it so? " + "Think well. " * i, some)
+        for i, some in enumerate(labels)
+    ]
+    return job(text, questions=questions, **more)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GenerationEngine]:
+    folder = write_chat(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
+    engine = open_engine(folder, prefix_cache_bytes=1 << 24)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def plain(folder: Path) -> Iterator[GenerationEngine]:
+    engine = open_engine(folder, prefix_cache_bytes=1 << 24)
+    yield engine
+    engine.close()
+
+
+def run(
+    engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512
+) -> list[list[SequenceDelta]]:
+    """Run jobs side by side; return the deltas of each."""
+    owners = {
+        engine.join(row): number for number, each in enumerate(jobs) for row in engine.prepare(each)
+    }
+    deltas: list[list[SequenceDelta]] = [[] for _ in jobs]
+    while engine.is_prefilling or engine.is_decoding:
+        some = engine.prefill(budget) if engine.is_prefilling else []
+        for delta in (*some, *engine.decode()):
+            deltas[owners[delta.sequence_id]].append(delta)
+    return deltas
+
+
+def add_up(job: GenerateJob, deltas: Sequence[SequenceDelta]) -> list[list[float]]:
+    """Add the steps of each label."""
+    logprobs = [[0.0] * len(question.labels) for question in job.questions]
+    for delta in deltas:
+        assert (delta.error, delta.finish_reason, delta.tokens) == (None, "stop", 0)
+        assert delta.judgement is not None
+        for label, logprob in delta.judgement.logprobs:
+            logprobs[delta.judgement.question][label] += logprob
+    return logprobs
+
+
+def exact(engine: GenerationEngine, ids: Sequence[int]) -> Any:
+    """Return the logprobs, (tokens, vocabulary), of one pass over all the tokens."""
+    logits = engine._model(mx.array([ids]))[0].astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True), dtype=np.float64)
+
+
+def expected(engine: GenerationEngine, job: GenerateJob) -> list[list[float]]:
+    """Read each question's prompt with each label behind it, alone and whole."""
+    chat = engine._chat
+    head, rests = chat.encode_questions(job)
+    answers = []
+    for question, rest in zip(job.questions, rests, strict=True):
+        ids = [chat.vocabulary.encode(label, 0) for label in question.labels]
+        logprobs = []
+        for label in ids:
+            table = exact(engine, [*head, *rest, *label])[-len(label) - 1 :]
+            logprob = sum(table[i][token] for i, token in enumerate(label))
+            if any(other != label and other[: len(label)] == label for other in ids):
+                logprob += math.log(sum(math.exp(table[-1][end]) for end in chat.eos_ids))
+            logprobs.append(logprob)
+        answers.append(logprobs)
+    return answers
+
+
+def check(engine: GenerationEngine, job: GenerateJob, deltas: Sequence[SequenceDelta]) -> None:
+    for found, right in zip(add_up(job, deltas), expected(engine, job), strict=True):
+        assert found == pytest.approx(right, abs=1e-5, rel=2e-6)  # float32 has 7 digits
+
+
+@pytest.mark.parametrize("budget", [16, 100, 512])
+def test_a_labels_logprob_is_the_models_own(engine: GenerationEngine, budget: int) -> None:
+    """Alone and with others, whatever the chunks and what is cached; for labels of any length."""
+    engine.clear_prefixes()
+    jobs = [judging(*LABELS), judging(LABELS[0], text="x")]
+    for each, deltas in zip(jobs, run(engine, jobs, budget), strict=True):
+        check(engine, each, deltas)
+
+
+def test_beside_rows_that_decode_nothing_changes_for_either(engine: GenerationEngine) -> None:
+    writing = [job(text, max_tokens=20) for text in ("Hello there!", "a b c " * 60)]
+    alone = ["".join(each.text for each in run(engine, [one])[0]) for one in writing]
+    asked = judging(*LABELS)
+    deltas = run(engine, [writing[0], asked, writing[1]], 100)
+    check(engine, asked, deltas[1])
+    assert ["".join(each.text for each in deltas[i]) for i in (0, 2)] == alone
+
+
+def test_what_the_questions_share_is_read_once(plain: GenerationEngine) -> None:
+    """Only the first question's prompt is read whole, even if all of them come at once."""
+    asked = judging(*[["a", "b"]] * 12)
+    (deltas,) = run(plain, [asked])
+    check(plain, asked, deltas)
+    head, _ = plain._chat.encode_questions(asked)
+    shared = len(head) - len(head) % 64
+    assert shared > 0
+    assert [delta.cached_tokens for delta in deltas] == [0, *[shared] * 11]
+
+
+def test_single_token_labels_take_one_sequence_a_question(plain: GenerationEngine) -> None:
+    rows = plain.prepare(judging(["a", "b"], ["1", "2", "3"]))
+    assert [row.step.question for row in rows if row.step] == [0, 1]
+    assert all(row.step and row.step.is_first for row in rows)
+
+
+def test_a_label_that_begins_another_counts_where_the_answer_ends(plain: GenerationEngine) -> None:
+    """So no answer counts for two labels, and the probabilities add up to at most 1."""
+    asked = judging(["a", "a b", "a b c"])
+    (deltas,) = run(plain, [asked])
+    check(plain, asked, deltas)
+    ((first, second, third),) = add_up(asked, deltas)
+    assert sum(map(math.exp, (first, second, third))) < 1
+
+
+def test_quantised_weights(folder: Path, tmp_path: Path) -> None:
+    engine = open_engine(folder, prefix_cache_bytes=1 << 24)
+    layers: Any = nn  # untyped
+    layers.quantize(engine._model, group_size=32, bits=4)
+    asked = judging(*LABELS)
+    (deltas,) = run(engine, [asked])
+    check(engine, asked, deltas)
+    engine.close()
+
+
+def test_a_label_may_be_impossible(plain: GenerationEngine, monkeypatch: Any) -> None:
+    """Its logprob is a number all the same."""
+    asked = judging(["a", "b"])
+    rows = plain.prepare(asked)
+    assert rows[0].step is not None
+    token = rows[0].step.entries[0][0][0]
+    model = plain._model
+
+    class Barring:
+        layers = model.layers
+
+        def __call__(self, *args: Any, **more: Any) -> mx.array:
+            logits: mx.array = model(*args, **more)
+            logits[..., token] = -mx.inf
+            return logits
+
+    plain._model = plain._prefill._model = Barring()
+    (deltas,) = run(plain, [asked])
+    assert min(add_up(asked, deltas)[0]) == LEAST
+    plain._model = plain._prefill._model = model
+
+
+class Failing:
+    """A model whose passes fail, or are not numbers, for prompts with a token."""
+
+    def __init__(self, model: Any, token: int, *, raises: bool) -> None:
+        self._model, self._token, self._raises = model, token, raises
+        self.layers = model.layers
+
+    def __call__(self, tokens: mx.array, **more: Any) -> mx.array:
+        logits: mx.array = self._model(tokens, **more)
+        has_it = mx.any(tokens == self._token, axis=1)
+        if self._raises and mx.any(has_it).item():
+            raise RuntimeError("the pass failed")
+        return mx.where(has_it[:, None, None], mx.array(math.nan), logits)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_question_that_fails_fails_alone(folder: Path, raises: bool) -> None:
+    engine = open_engine(folder)
+    asked = judging(["a", "b"], ["a", "b"], ["a", "b"])
+    rows = engine.prepare(asked)
+    # The last token of the second question's prompt, and of no other.
+    prompts = [[*row.prompt[:-1], 1000 + i] for i, row in enumerate(rows)]
+    model = engine._model
+    right = [
+        [float(exact(engine, prompt)[-1][tokens[0]]) for tokens, _ in row.step.entries]
+        for row, prompt in zip(rows, prompts, strict=True)
+        if row.step is not None
+    ]
+    engine._model = engine._prefill._model = Failing(model, 1001, raises=raises)
+    ids = [
+        engine.join(replace(row, prompt=prompt)) for row, prompt in zip(rows, prompts, strict=True)
+    ]
+    deltas: dict[int, SequenceDelta] = {}
+    while engine.is_prefilling:
+        deltas |= {delta.sequence_id: delta for delta in engine.prefill(512)}
+    assert deltas[ids[1]].error is not None
+    for i in (0, 2):
+        judgement = deltas[ids[i]].judgement
+        assert judgement is not None
+        assert [each for _, each in judgement.logprobs] == pytest.approx(right[i], abs=1e-5)
+    assert engine.rows == 0
+    engine.close()
+
+
+def test_a_question_may_leave_while_it_is_read(plain: GenerationEngine) -> None:
+    asked = judging(["a", "b"], ["a", "b"])
+    rows = [plain.join(row) for row in plain.prepare(asked)]
+    assert plain.prefill(16) == []
+    plain.leave(rows[0])
+    deltas: list[SequenceDelta] = []
+    while plain.is_prefilling:
+        deltas += plain.prefill(512)
+    assert [delta.sequence_id for delta in deltas] == [rows[1]]
+
+
+def test_a_preempted_question_is_read_again(plain: GenerationEngine) -> None:
+    asked = judging(["a", "b"])
+    (row,) = [plain.join(row) for row in plain.prepare(asked)]
+    assert plain.prefill(16) == []
+    plain.preempt(row)
+    assert not plain.is_prefilling
+    plain.resume(row)
+    deltas: list[SequenceDelta] = []
+    while plain.is_prefilling:
+        deltas += plain.prefill(512)
+    check(plain, asked, deltas)
+
+
+def test_the_thinking_that_a_template_opens_is_closed(tmp_path: Path) -> None:
+    """A label is the beginning of the answer, never of a thought."""
+    engine = open_engine(teach_thinking(write_chat(tmp_path), opens=True))
+    asked = judging(["a", "b"], text="x")
+    (row,) = engine.prepare(asked)
+    assert engine._chat.tokenizer.decode(row.prompt).endswith("<think>\n\n</think>\n\n")
+    engine.close()
+
+
+def test_labels_are_refused_that_cannot_be_told_apart(plain: GenerationEngine) -> None:
+    for labels in (["a", "a"], ["a", ""]):
+        with pytest.raises(BadRequest) as caught:
+            plain.prepare(judging(labels))
+        assert caught.value.part == "questions"
+
+
+def test_too_many_steps_are_refused(plain: GenerationEngine) -> None:
+    labels = [f"{i} {i} {i} {i} {i} {i} {i} {i} {i} {i}" for i in range(MAX_STEPS // 10)]
+    with pytest.raises(BadRequest, match=str(MAX_STEPS)):
+        plain.prepare(judging(labels, labels))
+
+
+def test_a_prompt_longer_than_the_context_is_refused(folder: Path) -> None:
+    engine = open_engine(folder, max_context=100)
+    with pytest.raises(ContextLengthExceeded):
+        engine.prepare(judging(["a", "b"]))
+    engine.close()
+
+
+def test_an_answer_to_the_same_prompt_has_the_same_logprobs(plain: GenerationEngine) -> None:
+    """Judged or sampled, a token's logprob is one figure."""
+    asked = judging(["a", "b"])
+    (row,) = plain.prepare(asked)
+    (deltas,) = run(plain, [asked])
+    bare = GenerateJob(
+        caller=asked.caller,
+        prompt=row.prompt,
+        sampling=Sampling(temperature=0),
+        max_tokens=1,
+        logprobs=5,
+    )
+    ((delta,),) = run(plain, [bare])
+    chosen = delta.logprobs[0].chosen
+    assert row.step is not None
+    labels = [plain._chat.vocabulary.text(tokens[0]) for tokens, _ in row.step.entries]
+    logprobs = {each.token: each.logprob for each in (chosen, *delta.logprobs[0].top)}
+    table = exact(plain, row.prompt)[-1]
+    assert chosen.logprob == pytest.approx(table.max(), abs=1e-5)
+    for label, logprob in zip(labels, add_up(asked, deltas)[0], strict=True):
+        assert logprobs.get(label, logprob) == pytest.approx(logprob, abs=1e-5)
+
+
+def test_one_conversation_gives_one_shared_beginning(plain: GenerationEngine) -> None:
+    """Every question's prompt begins with the same tokens, those of the conversation."""
+    asked = judging(*LABELS)
+    head, _ = plain._chat.encode_questions(asked)
+    for row in plain.prepare(asked):
+        assert list(row.prompt[: len(head)]) == head
