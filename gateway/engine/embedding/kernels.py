@@ -24,6 +24,11 @@ LOG2_E: Final = math.log2(math.e)
 # What is added to the score of a padding token: far below any score, far above -inf, which
 # would make NaN of inf - inf.
 PADDING_SCORE: Final = -1e9
+# Texts beyond LONG tokens attend so many queries at a time on a CPU: their scores stay in the cache
+# (MiniLM is 1.3 times as fast at 512 tokens; at 160 it would be a little slower), and those of a
+# very long text never fill memory.
+LONG: Final = 256
+QUERY_BLOCK: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,11 @@ def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
     q, k, v are (rows, heads, tokens, head size); bias is added to the scores. The division by
     the sum waits until after the product, where there is less to divide.
     """
+    if (tokens := q.shape[2]) > LONG:
+        assert bias is None or bias.shape[2] == 1
+        starts = range(0, tokens, QUERY_BLOCK)
+        blocks = [attend_base2(q[:, :, at : at + QUERY_BLOCK], k, v, bias) for at in starts]
+        return mx.concatenate(blocks, axis=2)
     scores = q @ k.swapaxes(-1, -2)
     if bias is not None:
         scores = scores + bias

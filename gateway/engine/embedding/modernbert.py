@@ -24,8 +24,8 @@ from gateway.engine.embedding.kernels import (
     arithmetic,
 )
 
-# Queries that attend at once: their scores fit a CPU's cache, and a window wastes few of them.
-BLOCK: Final = 256
+# Queries that attend at once where there is a window, which wastes few of their scores.
+BLOCK: Final = 128
 # A query of padding may see nothing but padding; float16 would make -inf of PADDING_SCORE, and
 # NaN of a row of them.
 HALF_PADDING_SCORE: Final = -3e4
@@ -312,8 +312,7 @@ class ModernBert:
         return arrays
 
     def _spans(self, length: int, mask: mx.array | None, window: int | None) -> list[Span]:
-        # A GPU's own attention keeps no scores, and needs blocks only to leave out distant keys.
-        block = length if window is None and not self._on_cpu else BLOCK
+        block = length if window is None else BLOCK
         return make_spans(length, mask, window, block, self._dtype)
 
     def _rotation(self, theta: float) -> Rotation:

@@ -13,6 +13,7 @@ from gateway.engine.embedding.bert import position_ids
 from gateway.engine.embedding.engine import EmbeddingEngine, load_embedding
 from gateway.engine.embedding.kernels import (
     LOG2_E,
+    LONG,
     attend_base2,
     attend_fused,
     exp2,
@@ -110,6 +111,22 @@ def test_attention_equals_mlx_attention(spread: float) -> None:
         fused = np.array(attend_fused(q, k, v, mask))
         base2 = np.array(attend_base2(q * LOG2_E, k, v, mask))
         assert np.allclose(fused, base2, atol=2e-6 * spread**2)
+
+
+def test_attention_to_a_long_text_holds_the_scores_of_some_queries_only() -> None:
+    """All at once they would take gigabytes; the numbers are the same but for rounding."""
+    tokens, heads = 5 * LONG + 5, 4
+    q, k, v = (mx.random.normal((1, heads, tokens, 8), key=mx.random.key(i)) for i in range(3))
+    bias = mx.where(mx.arange(tokens) < tokens - 7, 0.0, -1e9)[None, None, None]
+    whole = attend_fused(q, k, v, bias)
+    mx.eval(whole)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    ours = attend_base2(q * LOG2_E, k, v, bias)
+    mx.eval(ours)
+    assert mx.get_peak_memory() - before < 2 * heads * tokens**2 * 4
+    assert np.abs(np.array(ours - whole)).max() <= 1e-5  # rounding of 1,285 terms
 
 
 def test_positions_count_real_tokens_from_the_padding_id() -> None:
