@@ -141,13 +141,10 @@ def _signal_name(number: int) -> str:
 
 
 def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> list[ModelSpec]:
-    """Choose a model of each kind that is tried: one on board, else one that is on disk, else the
-    first.
-    """
+    """Choose a model of each kind: one on board, else one that is on disk, else the first."""
     first: dict[str, ModelSpec] = {}
     for spec in sorted(specs, key=lambda spec: (not _is_on_board(spec), not is_here(spec))):
-        if spec.kind in STAGES:
-            first.setdefault(spec.kind, spec)
+        first.setdefault(spec.kind, spec)
     return [first[kind] for kind in sorted(first, reverse=True)]
 
 

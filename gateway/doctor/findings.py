@@ -33,7 +33,8 @@ class Tolerance:
     """How much numbers may differ by rounding alone.
 
     `logits`: the root mean square of a position's differences, in standard deviations.
-    `distance`: the length of two vectors' difference, as a share of the first's length.
+    `distance`: the length of two vectors' difference, as a share of the first's length; that of
+    logits, as a share of their root mean square.
     `tie_nats`: how much likelier a token may be than the one chosen instead of it.
     """
 
@@ -64,14 +65,24 @@ def judge_texts_together(distance: float, texts: int, allowed: Tolerance) -> Fin
     return _judge_distance("batch", distance, texts, allowed, "the same texts alone")
 
 
+def judge_pairs_together(distance: float, pairs: int, allowed: Tolerance) -> Finding:
+    """Compare the logits of a batch with those of the same pairs alone."""
+    return _judge_distance("batch", distance, pairs, allowed, "the same pairs alone", "logits")
+
+
 def _judge_distance(
-    check: str, distance: float, texts: int, allowed: Tolerance, others: str
+    check: str,
+    distance: float,
+    texts: int,
+    allowed: Tolerance,
+    others: str,
+    noun: str = "vectors",
 ) -> Finding:
     is_close = distance <= allowed.distance  # False for NaN
     return Finding(
         check,
         "ok" if is_close else "fail",
-        f"{texts} vectors are {distance:.1g} away from {others}; {allowed.distance:g} is allowed.",
+        f"{texts} {noun} are {distance:.1g} away from {others}; {allowed.distance:g} is allowed.",
         {"texts": texts, "apart": distance, "allowed": allowed.distance},
     )
 

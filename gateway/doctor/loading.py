@@ -9,18 +9,19 @@ from typing import Any, Final
 from gateway.api.generation import template_args
 from gateway.app.engines import MlxEngines
 from gateway.app.limits import budget_bytes, settings_of
-from gateway.bench.engine import EmbeddingReference, GenerationReference
+from gateway.bench.engine import EmbeddingReference, GenerationReference, RerankReference
 from gateway.bench.kinds import Kind
 from gateway.bench.workloads import Texts, Wording
 from gateway.doctor.findings import megabytes, tolerance
-from gateway.doctor.trials import EmbeddingTrial, GenerationTrial, Trial, read_golden
+from gateway.doctor.trials import EmbeddingTrial, GenerationTrial, RerankTrial, Trial, read_golden
 from gateway.engine.blas import BLAS
 from gateway.engine.device import Device, device_facts, gflops
+from gateway.engine.embedding.cross_encoder import CrossEncoderEngine
 from gateway.engine.embedding.engine import EmbeddingEngine
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import bound_of
 from gateway.errors import InsufficientMemory
-from gateway.registry import ChatSpec, EmbeddingSpec, PackageSource, Resolved
+from gateway.registry import ChatSpec, EmbeddingSpec, PackageSource, RerankSpec, Resolved
 from gateway.settings import Settings
 
 MEASURED_S: Final = 1.0  # of each speed, after a batch that is not measured
@@ -69,7 +70,8 @@ def load(resolved: Resolved, engines: MlxEngines, settings: Settings) -> Trial:
     )
     if isinstance(spec, EmbeddingSpec):
         return _load_embedding(spec, files, engines, wording)
-    assert isinstance(spec, ChatSpec), "only kinds with stages are tried"
+    if isinstance(spec, RerankSpec):
+        return _load_reranker(spec, files, engines, wording)
     return _load_chat(
         spec.model_copy(update={"thinking": False}), files, engines, settings, wording
     )
@@ -89,6 +91,20 @@ def _load_embedding(
         partial(reference.rate, seconds=MEASURED_S),
         dtype=_name(engine),
         is_golden=golden.is_of(spec),
+    )
+
+
+def _load_reranker(
+    spec: RerankSpec, files: Path, engines: MlxEngines, wording: Wording
+) -> RerankTrial:
+    engine = next(filter(None, engines.cross_encoder(spec, files)))
+    assert isinstance(engine, CrossEncoderEngine)
+    return RerankTrial(
+        engine,
+        read_golden().texts,
+        tolerance(engines.device, _name(engine), bound_of(engine.dtype)),
+        partial(RerankReference(engine, wording).rate, seconds=MEASURED_S),
+        dtype=_name(engine),
     )
 
 
@@ -113,6 +129,6 @@ def _load_chat(
     )
 
 
-def _name(engine: EmbeddingEngine | GenerationEngine) -> str:
+def _name(engine: EmbeddingEngine | CrossEncoderEngine | GenerationEngine) -> str:
     """Return float32 for mlx.core.float32."""
     return str(engine.dtype).rpartition(".")[2]

@@ -31,10 +31,11 @@ from gateway.jobs import (
     Vectors,
 )
 from gateway.registry import EmbeddingSpec
-from gateway.serving.ports import EmbeddingEngine, GenerationEngine
+from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 
 STAGES: Final[Mapping[str, Sequence[str]]] = {
     "embedding": ("load", "vectors", "batch", "speed", "memory"),
+    "rerank": ("load", "batch", "speed", "memory"),
     "chat": ("load", "batch", "alone", "together", "speed", "memory"),
 }
 LOAD: Final = "load"
@@ -183,6 +184,48 @@ class EmbeddingTrial:
     def _speed(self) -> list[Finding]:
         return [
             findings.judge_speed("texts", {count: self._rate(count) for count in TEXTS_AT_ONCE})
+        ]
+
+
+class RerankTrial:
+    """The trial of a cross-encoder; `rate` returns pairs a second, for a number of requests."""
+
+    def __init__(
+        self,
+        engine: RerankEngine,
+        texts: Sequence[str],
+        allowed: Tolerance,
+        rate: Callable[[int], float],
+        *,
+        dtype: str,
+    ) -> None:
+        self.dtype = dtype
+        self._engine = engine
+        self._allowed = allowed
+        self._rate = rate
+        self._pairs = engine.encode_pairs("Hello", texts)
+
+    def stages(self) -> Sequence[Stage]:
+        """Return what is tried, in order."""
+        return (Stage("batch", self._batch), Stage("speed", self._speed))
+
+    def release(self) -> None:
+        """Do nothing: a cross-encoder holds only its weights."""
+
+    def close(self) -> None:
+        """Release the weights."""
+        self._engine.close()
+
+    def _batch(self) -> list[Finding]:
+        alone = np.concatenate([self._engine.score([pair]) for pair in self._pairs])
+        together = self._engine.score(self._pairs)
+        size = float(np.sqrt((alone.astype(np.float64) ** 2).mean()))
+        distance = float(np.abs(alone - together).max()) / size if size else math.nan
+        return [findings.judge_pairs_together(distance, len(self._pairs), self._allowed)]
+
+    def _speed(self) -> list[Finding]:
+        return [
+            findings.judge_speed("pairs", {count: self._rate(count) for count in TEXTS_AT_ONCE})
         ]
 
 

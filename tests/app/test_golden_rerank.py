@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import math
 import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -96,3 +98,24 @@ async def test_a_folder_that_is_no_rerank_model_is_refused_by_name(
     assert answer.status_code in (500, 503)
     assert "`judge`" in answer.json()["error"]["message"]
     assert expected in answer.json()["error"]["message"]
+
+
+async def test_weights_that_are_no_numbers_fail_each_request_by_name(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "bert-reranker", tmp_path / "model")
+    file = str(folder / "model.safetensors")
+    weights = mx.load(file)
+    assert isinstance(weights, dict)
+    weights["classifier.weight"] = mx.full(weights["classifier.weight"].shape, math.nan)
+    mx.eval(weights)
+    mx.save_safetensors(file, weights)
+    specs = catalog(tmp_path, {"judge": {"kind": "rerank", "source": f"path:{folder}"}})
+    async with served(specs, MlxEngines("cpu", None, Hub())) as client:
+        body = {"query": "hello", "documents": ["a", "b"]}
+        answers = await asyncio.gather(*(client.post("/rerank", json=body) for _ in range(2)))
+        texts = await client.post("/rerank", json={"query": "hello", "texts": ["a"]})
+    for answer in answers:
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "engine_failed"
+        assert "`judge`" in answer.json()["error"]["message"]
+    assert texts.status_code == 424
+    assert texts.json()["error_type"] == "Backend"

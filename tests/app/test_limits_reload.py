@@ -12,6 +12,7 @@ from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
 CHAT: dict[str, Any] = {"kind": "chat", "source": "path:."}
+JUDGE: dict[str, Any] = {"kind": "rerank", "source": "path:."}
 EMBEDDER: dict[str, Any] = {"kind": "embedding", "source": "path:."}
 ADMIN = {"authorization": "Bearer admin"}
 
@@ -107,3 +108,17 @@ async def test_what_a_load_depends_on_is_loaded_anew(tmp_path: Path) -> None:
             assert changes["changed"] == ["chat"], key
         assert (await client.post("/v1/chat/completions", json=asked("hi"))).status_code == 200
     assert engines.loads == ["chat"] * 5
+
+
+async def test_a_rerank_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> None:
+    engines = ScriptedEngines()
+    given: dict[str, Any] = {"admin_key": "admin", "models": tmp_path / "models.yaml"}
+    body = {"query": "a", "documents": ["abc"] * 4}
+    async with served(catalog(tmp_path, {"judge": JUDGE}), engines, **given) as client:
+        await client.post("/rerank", json=body)
+        changed = {**JUDGE, "max_tokens_per_doc": 2, "batching": {"max_batch_size": 2}}
+        assert (await reloaded(client, tmp_path, judge=changed))["changed"] == []
+        answer = await client.post("/rerank", json=body)
+        assert answer.headers["x-gateway-truncated"] == "4"
+    assert engines.reranker.batches == [[6] * 4, [5] * 2, [5] * 2]
+    assert engines.loads == ["judge"]

@@ -1,7 +1,7 @@
 """What is tried on an engine: one that is right passes, and what is wrong is found by its name."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from gateway.doctor.trials import (
     EmbeddingTrial,
     GenerationTrial,
     Golden,
+    RerankTrial,
     read_golden,
     run_trial,
 )
 from gateway.errors import ModelLoadFailed
-from gateway.jobs import Verdict
+from gateway.jobs import Pair, Vectors, Verdict
 from tests.doctor.engines import Embedder, Writer
+from tests.fakes import ScriptedReranker
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MB = 1 << 20
@@ -201,6 +203,27 @@ def test_a_model_without_golden_vectors_skips_them() -> None:
     """And is compared with itself."""
     found = examined(embedding(Embedder(is_off=True), is_golden=False))
     assert states(found) == {"vectors": "skip"}
+
+
+class Judge(ScriptedReranker):
+    """Its logits are off by `wrong` in a batch."""
+
+    wrong = 0.0
+
+    def score(self, rows: Sequence[Pair]) -> Vectors:
+        return super().score(rows) + self.wrong * (len(rows) > 1)
+
+
+@pytest.mark.parametrize(("wrong", "failed"), [(0.0, {}), (0.5, {"batch": "fail"})])
+def test_a_reranker_is_compared_with_itself_alone(wrong: float, failed: dict[str, str]) -> None:
+    judge = Judge()
+    judge.wrong = wrong
+    texts = ["Hello", "He", "lo lo", "nothing"]
+    trial = RerankTrial(judge, texts, EXACT, lambda count: 10.0 * count, dtype="float32")
+    found = examined(trial)
+    assert tuple(found) == STAGES["rerank"]
+    assert states(found) == failed
+    assert judge.is_closed
 
 
 def test_a_model_that_does_not_load_is_told_in_the_gateways_words() -> None:
