@@ -60,6 +60,17 @@ NEAR_FREE = {
     "hidden_act": "gelu",
     "pad_token_id": 0,
 }
+# Of the shape of ms-marco-MiniLM-L6-v2: https://huggingface.co/cross-encoder/ms-marco-MiniLM-L6-v2
+RERANKER = {
+    **NEAR_FREE,
+    "architectures": ["BertForSequenceClassification"],
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}
 
 
 def write_chat(folder: Path, **config: Any) -> Path:
@@ -97,13 +108,32 @@ def write_embedder(folder: Path) -> Path:
 
     models.yaml must say its pooling and whether it normalises.
     """
+    return _write_bert(folder, NEAR_FREE)
+
+
+def write_reranker(folder: Path) -> Path:
+    """Write a BERT of 6 layers by 384 with a head of one label."""
+    size = RERANKER["hidden_size"]
+    head = {
+        "bert.pooler.dense.weight": (size, size),
+        "bert.pooler.dense.bias": (size,),
+        "classifier.weight": (1, size),
+        "classifier.bias": (1,),
+    }
+    return _write_bert(folder, RERANKER, prefix="bert.", more=head)
+
+
+def _write_bert(
+    folder: Path, config: dict[str, Any], *, prefix: str = "", more: dict[str, Any] | None = None
+) -> Path:
     folder.mkdir(parents=True)
     tokenizer = _word_pieces()
     tokenizer.save(str(folder / "tokenizer.json"))
-    whole = {**NEAR_FREE, "vocab_size": tokenizer.get_vocab_size()}
+    whole = {**config, "vocab_size": tokenizer.get_vocab_size()}
     _write(folder / "config.json", whole)
     mx.random.seed(0)
-    weights = {name: mx.random.normal(shape) * 0.1 for name, shape in _bert_shapes(whole)}
+    shapes = {prefix + name: shape for name, shape in _bert_shapes(whole)} | (more or {})
+    weights = {name: mx.random.normal(shape) * 0.1 for name, shape in shapes.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
 
@@ -142,8 +172,8 @@ def write_unpacked(file: Path, folder: Path) -> Unpacked:
 
 
 def _bert_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name each weight as Hugging Face does; all of the layer's are square here."""
-    size = config["hidden_size"]
+    """Name each weight as Hugging Face does."""
+    size, wide = config["hidden_size"], config["intermediate_size"]
     for name, rows in (
         ("word", config["vocab_size"]),
         ("position", config["max_position_embeddings"]),
@@ -152,14 +182,18 @@ def _bert_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
         yield f"embeddings.{name}_embeddings.weight", (rows, size)
     yield "embeddings.LayerNorm.weight", (size,)
     yield "embeddings.LayerNorm.bias", (size,)
-    layer = "encoder.layer.0."
     parts = [f"attention.self.{part}" for part in ("query", "key", "value")]
-    for dense in (*parts, "attention.output.dense", "intermediate.dense", "output.dense"):
-        yield f"{layer}{dense}.weight", (size, size)
-        yield f"{layer}{dense}.bias", (size,)
-    for norm in ("attention.output.LayerNorm", "output.LayerNorm"):
-        yield f"{layer}{norm}.weight", (size,)
-        yield f"{layer}{norm}.bias", (size,)
+    for layer in (f"encoder.layer.{index}." for index in range(config["num_hidden_layers"])):
+        for dense, rows, columns in (
+            *((part, size, size) for part in (*parts, "attention.output.dense")),
+            ("intermediate.dense", wide, size),
+            ("output.dense", size, wide),
+        ):
+            yield f"{layer}{dense}.weight", (rows, columns)
+            yield f"{layer}{dense}.bias", (rows,)
+        for norm in ("attention.output.LayerNorm", "output.LayerNorm"):
+            yield f"{layer}{norm}.weight", (size,)
+            yield f"{layer}{norm}.bias", (size,)
 
 
 def _byte_pairs() -> Tokenizer:
@@ -187,7 +221,7 @@ def _word_pieces() -> Tokenizer:
     tokenizer.train_from_iterator((Texts(0, [30])[n] for n in range(1000)), trainer)
     ends = [(mark, tokenizer.token_to_id(mark)) for mark in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=ends
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
     )
     return tokenizer
 

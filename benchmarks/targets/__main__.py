@@ -24,6 +24,7 @@ from benchmarks.targets import (
     onboard,
     prefix,
     recording,
+    reranking,
     small,
     structured,
 )
@@ -40,6 +41,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "chat": chatting.chat,
     "smollm2": onboard.onboard,
     "long-request": embedding.long,
+    "rerank": reranking.reranking,
     "structured": structured.together,
     "structured-stream": structured.stream,
     "beside": beside.beside,

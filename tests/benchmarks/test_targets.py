@@ -10,12 +10,17 @@ from aiohttp import ClientSession
 
 from benchmarks import servers
 from benchmarks.batch_generator import BatchReference
-from benchmarks.checkpoints import write_chat, write_embedder, write_unpacked
+from benchmarks.checkpoints import write_chat, write_embedder, write_reranker, write_unpacked
 from benchmarks.llama_cpp import llama_cpp
 from benchmarks.targets.onboard import Round, judged
 from benchmarks.targets.small import read_wrk
 from benchmarks.targets.verdicts import Target, markdown, not_measured
-from gateway.bench.engine import EmbeddingReference, GenerationReference, open_reference
+from gateway.bench.engine import (
+    EmbeddingReference,
+    GenerationReference,
+    RerankReference,
+    open_reference,
+)
 from gateway.bench.figures import Answer
 from gateway.bench.kinds import Kind
 from gateway.bench.load import Peer
@@ -31,6 +36,7 @@ models:
   chat: {kind: chat, source: "path:chat", preload: true}
   near-free:
     {kind: embedding, source: "path:near-free", pooling: mean, normalize: true, preload: true}
+  reranker: {kind: rerank, source: "path:reranker"}
 """
 
 
@@ -40,6 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     write_chat(folder / "chat", **TINY)
     write_embedder(folder / "near-free")
+    write_reranker(folder / "reranker")
     (folder / "models.yaml").write_text(MODELS)
     return folder
 
@@ -202,6 +209,10 @@ async def test_engines_count_what_they_make(folder: Path) -> None:
         assert embedder.run(3) == 6
         assert embedder.rate(2, 0.05) > 0
         assert embedder.best(0.2).batch in (2, 4, 8, 16, 32, 64)
+    words = wording("reranker")
+    async with open_reference(chosen, catalog, words, words.workload(Kind.RERANK)) as reranker:
+        assert isinstance(reranker, RerankReference)
+        assert reranker.run(3) == 6
     words = wording("chat")
     async with open_reference(chosen, catalog, words, words.workload(Kind.CHAT)) as writer:
         assert isinstance(writer, GenerationReference)
