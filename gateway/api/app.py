@@ -24,7 +24,7 @@ from gateway.api import (
     responses,
 )
 from gateway.api.access import Guard, Rates
-from gateway.api.endpoint import MODEL_ERRORS, REQUEST_ERRORS, STORED_ERRORS, Endpoint
+from gateway.api.endpoint import MODEL_ERRORS, REQUEST_ERRORS, STORED_ERRORS, Endpoint, Form
 from gateway.api.middleware import Context, InFlight, error_response
 from gateway.api.requests import Bodies, Service
 from gateway.errors import (
@@ -42,7 +42,16 @@ from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from gateway.wire.completions import Completion, CompletionRequest
 from gateway.wire.decisions import Decision, DecisionsRequest
 from gateway.wire.embeddings import Embeddings, EmbeddingsRequest
-from gateway.wire.rerank import Reranking, RerankRequest, ScoreRequest, Scores
+from gateway.wire.rerank import (
+    TEXTS_ERROR_STATUSES,
+    RankedText,
+    Reranking,
+    RerankRequest,
+    ScoreRequest,
+    Scores,
+    TextsErrorBody,
+    TextsRequest,
+)
 from gateway.wire.responses import DeletedResponse, InputTokens, ResponsesRequest
 from gateway.wire.responses import Response as WireResponse
 from gateway.wire.responses_items import InputItems
@@ -83,6 +92,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         details="Takes the bodies of Cohere, Jina, vLLM, infinity and llama.cpp; one with `texts` "
         "is [TEI's](#reranking). By a rerank model or, with the cosine, any embedding model.",
         request=RerankRequest,
+        form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody, TEXTS_ERROR_STATUSES),
         answer=Reranking,
         errors=REQUEST_ERRORS,
         is_metered=True,

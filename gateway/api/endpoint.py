@@ -1,8 +1,8 @@
 """What an endpoint is: how it is routed, guarded, metered and described. The table is in app.py."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -41,11 +41,24 @@ REQUEST_ERRORS: Errors = (
 STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)  # if a stored response is named
 
 
+class Form(NamedTuple):
+    """Another form of an endpoint's requests: what makes a body one, the items of its answer, which
+    is a list, and the shape and statuses of its errors.
+    """
+
+    name: str
+    request: type[WireRequest]
+    item: Any
+    error: Any
+    error_statuses: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One method of one path: its handler, and what the document and the docs have about it.
 
-    `path` is served with /v1 and without, `also` as it is. `answer` is None if its shape is not
+    `path` is served with /v1 and without, `also` as it is. `form` is a form of its requests besides
+    `request`. `answer` is None if its shape is not
     described; `events` is the shape of a stream's events. `statuses` are those of success; `errors`
     are in addition to the errors of every endpoint and those of the key check. If `is_open` it
     needs no key; if `is_admin` it needs the admin key, and has no /v1; if `is_metered` it counts
@@ -60,6 +73,7 @@ class Endpoint:
     details: str = ""
     also: str | None = None
     request: type[WireRequest] | None = None
+    form: Form | None = None
     answer: Any = None
     events: Any = None
     content_type: str = "application/json"

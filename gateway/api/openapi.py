@@ -5,7 +5,7 @@ from http import HTTPStatus
 
 from gateway import __version__
 from gateway.api.endpoint import Endpoint
-from gateway.errors import ErrorBody, GatewayError
+from gateway.errors import ErrorBody
 from gateway.registry import Catalog
 from gateway.wire.schemas import Schema, reference, schemas
 from gateway.wire.validation import Request as WireRequest
@@ -48,8 +48,11 @@ def document(
             if endpoint.also is not None:
                 path = paths.setdefault(_template(endpoint.also), {"servers": ROOT})
                 path[endpoint.method.lower()] = _operation(endpoint, endpoint.also, names)
+    forms = [each.form for each in endpoints if each.form]
     requests = list(dict.fromkeys(each.request for each in endpoints if each.request))
+    requests += [form.request for form in forms]
     shapes = [shape for each in endpoints for shape in (each.answer, each.events) if shape]
+    shapes += [shape for form in forms for shape in (form.item, form.error)]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -78,7 +81,7 @@ def _operation(endpoint: Endpoint, path: str, names: Names) -> Schema:
     operation: Schema = {
         "operationId": "_".join([endpoint.method.lower(), *words[1:]]),
         "summary": endpoint.summary,
-        "responses": {**_error_responses(endpoint.all_errors), **_success_responses(endpoint)},
+        "responses": {**_error_responses(endpoint), **_success_responses(endpoint)},
     }
     if endpoint.details:
         operation["description"] = endpoint.details
@@ -89,7 +92,10 @@ def _operation(endpoint: Endpoint, path: str, names: Names) -> Schema:
     if (request := endpoint.request) is not None:
         models = names[request.kind]
         example = {**({"model": models[0]} if models else {}), **request.example}
-        content = {"schema": reference(request), "example": example}
+        schema = reference(request)
+        if endpoint.form is not None:
+            schema = {"anyOf": [schema, reference(endpoint.form.request)]}
+        content = {"schema": schema, "example": example}
         operation["parameters"] = [TIMEOUT]
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     if endpoint.is_admin:
@@ -100,7 +106,11 @@ def _operation(endpoint: Endpoint, path: str, names: Names) -> Schema:
 def _success_responses(endpoint: Endpoint) -> Schema:
     content: Schema = {endpoint.content_type: {}}
     if endpoint.answer is not None:
-        content[endpoint.content_type] = {"schema": reference(endpoint.answer)}
+        schema = reference(endpoint.answer)
+        if endpoint.form is not None:
+            items = {"type": "array", "items": reference(endpoint.form.item)}
+            schema = {"anyOf": [schema, items]}
+        content[endpoint.content_type] = {"schema": schema}
     if endpoint.events is not None:
         content["text/event-stream"] = {
             "schema": {"type": "string"},
@@ -109,9 +119,16 @@ def _success_responses(endpoint: Endpoint) -> Schema:
     return {str(status): _response(status, content) for status in endpoint.statuses}
 
 
-def _error_responses(errors: Iterable[type[GatewayError]]) -> Schema:
-    envelope = {"application/json": {"schema": reference(ErrorBody)}}
-    return {str(int(error.status)): _response(error.status, envelope) for error in errors}
+def _error_responses(endpoint: Endpoint) -> Schema:
+    shapes = {int(error.status): [ErrorBody] for error in endpoint.all_errors}
+    if endpoint.form is not None:
+        for status in endpoint.form.error_statuses:
+            shapes[status] = [*shapes.get(status, ()), endpoint.form.error]
+    responses: Schema = {}
+    for status, each in shapes.items():
+        schema = reference(each[0]) if len(each) == 1 else {"anyOf": list(map(reference, each))}
+        responses[str(status)] = _response(status, {"application/json": {"schema": schema}})
+    return responses
 
 
 def _response(status: int, content: Schema) -> Schema:
@@ -133,12 +150,15 @@ def fields_table(endpoints: Iterable[Endpoint]) -> str:
     """Return the table of request fields in docs/api.md."""
     rows = ["| Endpoint | Honoured | Accepted, without effect | Refused with 400 |"]
     rows.append("| --- | --- | --- | --- |")
-    first: dict[type[WireRequest], Endpoint] = {}
+    first: dict[type[WireRequest], str] = {}
     for endpoint in endpoints:
+        name = f"`{endpoint.method} {endpoint.path}`"
         if endpoint.request is not None:
-            first.setdefault(endpoint.request, endpoint)
-    for request, endpoint in first.items():
+            first.setdefault(endpoint.request, name)
+        if endpoint.form is not None:
+            first[endpoint.form.request] = f"{name} {endpoint.form.name}"
+    for request, name in first.items():
         columns = (request.served_fields(), sorted(request.harmless), list(request.refused))
-        cells = [" ".join(f"`{name}`" for name in names) for names in columns]
-        rows.append(f"| `{endpoint.method} {endpoint.path}` | {' | '.join(cells)} |")
+        cells = [" ".join(f"`{field}`" for field in fields) for fields in columns]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -108,6 +108,10 @@ class RerankRequest(ScoringRequest):
 class TextsRequest(ScoringRequest):
     """What TEI's /rerank takes."""
 
+    example: ClassVar = {
+        "query": "What is the capital of France?",
+        "texts": ["Paris is the capital of France.", "Bananas are yellow."],
+    }
     refused: ClassVar = {"truncation_direction": "Texts are cut at their end."}
     neutral: ClassVar = {"truncation_direction": ("right", "Right")}
 
@@ -332,6 +336,9 @@ class TextsErrorBody(TypedDict):
 
     error: str
     error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Empty"]
+
+
+TEXTS_ERROR_STATUSES: Final = (400, 422, 424, 429, 503)
 
 
 class TextsError(GatewayError):

@@ -158,6 +158,30 @@ async def test_answers_are_as_told(client: httpx2.AsyncClient, path: str) -> Non
         check(found, content["text/event-stream"]["x-event-schema"], event)
 
 
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"query": "hi", "texts": ["a", "b"], "return_text": True}, 200),
+        ({"query": "hi", "texts": []}, 400),
+        ({"query": "hi", "texts": 7}, 422),
+        ({"query": "hi", "texts": ["a"], "model": "writer"}, 424),
+    ],
+)
+async def test_the_other_form_of_reranking_is_described(
+    client: httpx2.AsyncClient, body: dict[str, Any], status: int
+) -> None:
+    found = await fetched(client)
+    operation = found["paths"]["/rerank"]["post"]
+    answer = await client.post("/rerank", json=body)
+    assert answer.status_code == status
+    described = operation["responses"][str(status)]["content"]["application/json"]["schema"]
+    check(found, described, answer.json())
+    [content] = operation["requestBody"]["content"].values()
+    schema = {**content["schema"], "components": found["components"]}
+    allowed = jsonschema.Draft202012Validator(schema).is_valid(body)
+    assert allowed == (status in (200, 424))
+
+
 @pytest.mark.parametrize("path", ["/models", "/models/writer", "/health", "/ready"])
 async def test_what_is_got_is_as_told(client: httpx2.AsyncClient, path: str) -> None:
     """The same of those that take nothing."""

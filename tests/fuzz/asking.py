@@ -22,6 +22,8 @@ POSTS: dict[str, dict[str, Any]] = {
     "/chat/completions": {"model": "writer", "messages": [USER]},
     "/completions": {"model": "writer", "prompt": "hi"},
     "/responses": {"model": "writer", "input": "hi"},
+    "/rerank": {"model": "embed", "query": "hi", "documents": ["hi", "there"]},
+    "/score": {"model": "embed", "text_1": "hi", "text_2": ["hi", "there"]},
 }
 LENGTHS = {
     "/chat/completions": "max_tokens",
@@ -89,6 +91,10 @@ def check(answer: httpx2.Response) -> None:
 
 
 def _check_error(body: Any) -> None:
+    if "error_type" in body:  # TEI's
+        assert set(body) == {"error", "error_type"}
+        assert body["error"]
+        return
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]

@@ -13,7 +13,7 @@ from gateway.api.app import ENDPOINTS
 from gateway.errors import GatewayError
 from gateway.jobs import Caller, Sampling
 from gateway.registry import Catalog
-from gateway.wire import chat, completions, embeddings, responses, responses_items
+from gateway.wire import chat, completions, embeddings, rerank, responses, responses_items
 from gateway.wire.bounds import Bounds
 from gateway.wire.validation import CharBounds, read_request
 from tests.fuzz.asking import POSTS
@@ -224,6 +224,11 @@ def translated(path: str, asked: Any) -> object:
             dimensions=None,
             prompt_name=None,
             bounds=CharBounds(CHARS, CHARS),
+        )
+    if path in ("/rerank", "/score"):
+        bounds = CharBounds(CHARS, CHARS)
+        return rerank.to_job(
+            asked, caller, max_tokens_per_doc=None, prompt_name=None, bounds=bounds
         )
     if path == "/completions":
         return completions.to_jobs(asked, caller, Sampling(), bounds=CharBounds(CHARS, CHARS))
