@@ -132,7 +132,7 @@ class RerankJob:
     `queries`, one for each document, replace `query`. Documents are cut to `max_tokens_per_doc`,
     and to what the model can read; without `truncate` the latter are refused. A score is between 0
     and 1, or if `is_raw` the model's own. `prompt_name` is for embedding models without a prompt
-    for queries or for documents.
+    for queries or for documents; `instruction` is for models whose prompt has one.
     """
 
     caller: Caller
@@ -143,6 +143,7 @@ class RerankJob:
     truncate: bool = True
     is_raw: bool = False
     prompt_name: str | None = None
+    instruction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,12 @@ class ScriptedReranker:
     is_closed: bool = False
 
     def encode_pairs(
-        self, query: str, documents: Sequence[str], *, max_document_tokens: int | None = None
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        max_document_tokens: int | None = None,
+        instruction: str | None = None,
     ) -> list[Pair]:
         self.queries.append(query)
         room = max(0, self.max_tokens - 2 - len(query))

@@ -89,7 +89,8 @@ async def _score(
         request.receive, _rerank(service, spec, job, parsed.request, arrival)
     )
     ignored = parsed.ignored
-    if parsed.request.instruction is not None:  # no model reads one
+    reads_instruction = isinstance(spec, RerankSpec) and spec.scoring == "labels"
+    if parsed.request.instruction is not None and not reads_instruction:
         ignored = (*ignored, "instruction")
     headers = ignored_header(ignored)
     if answer.truncated:

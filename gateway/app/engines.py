@@ -35,6 +35,7 @@ from gateway.engine.device import (
 )
 from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_encoder_in_steps
 from gateway.engine.embedding.engine import load_embedding_in_steps
+from gateway.engine.embedding.label_scorer import label_recipe, load_label_scorer_in_steps
 from gateway.engine.embedding.pooling import read_recipe
 from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
 from gateway.engine.generation.self_test import self_test_digest
@@ -170,7 +171,9 @@ class MlxEngines:
             inner = read_recipe(folder, spec.pooling, spec.normalize).transformer
             return Size(weights_bytes(folder.inside(inner), self._device, dtype))
         if isinstance(spec, RerankSpec):
-            transformer = find_transformer(Checkpoint(spec.id, files))
+            transformer = Checkpoint(spec.id, files)
+            if spec.scoring == "head":
+                transformer = find_transformer(transformer)
             return Size(weights_bytes(transformer, self._device, dtype))
         checkpoint = open_checkpoint(spec.id, files)
         is_packed = self._must_stay_packed(checkpoint, spec)
@@ -211,6 +214,15 @@ class MlxEngines:
         self, spec: RerankSpec, files: Path
     ) -> Generator[RerankEngine | None, None, None]:
         """Load a rerank model in steps; the last one yields the engine."""
+        if spec.scoring == "labels":
+            return load_label_scorer_in_steps(
+                files,
+                name=spec.id,
+                device=self._device,
+                dtype=_dtype(spec),
+                max_context=spec.max_context,
+                recipe=label_recipe(spec.labels, spec.template, spec.instruction),
+            )
         return load_cross_encoder_in_steps(
             files,
             name=spec.id,

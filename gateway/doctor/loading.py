@@ -18,6 +18,7 @@ from gateway.engine.blas import BLAS
 from gateway.engine.device import Device, device_facts, gflops
 from gateway.engine.embedding.cross_encoder import CrossEncoderEngine
 from gateway.engine.embedding.engine import EmbeddingEngine
+from gateway.engine.embedding.label_scorer import LabelScorer
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import bound_of
 from gateway.errors import InsufficientMemory
@@ -98,7 +99,7 @@ def _load_reranker(
     spec: RerankSpec, files: Path, engines: MlxEngines, wording: Wording
 ) -> RerankTrial:
     engine = next(filter(None, engines.cross_encoder(spec, files)))
-    assert isinstance(engine, CrossEncoderEngine)
+    assert isinstance(engine, CrossEncoderEngine | LabelScorer)
     return RerankTrial(
         engine,
         read_golden().texts,
@@ -129,6 +130,6 @@ def _load_chat(
     )
 
 
-def _name(engine: EmbeddingEngine | CrossEncoderEngine | GenerationEngine) -> str:
+def _name(engine: EmbeddingEngine | CrossEncoderEngine | LabelScorer | GenerationEngine) -> str:
     """Return float32 for mlx.core.float32."""
     return str(engine.dtype).rpartition(".")[2]

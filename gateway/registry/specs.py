@@ -354,10 +354,44 @@ class EmbeddingSpec(_Spec):
         return self
 
 
+def _rerank_template(value: str | None) -> str | None:
+    if value is None:
+        return None
+    if [value.count(mark) for mark in ("{query}", "{document}")] != [1, 1]:
+        raise ValueError("it should have {query} and {document} once each")
+    if value.index("{document}") < max(value.find("{query}"), value.find("{instruction}")):
+        raise ValueError("{document} should come last: what is before it is read once")
+    return value
+
+
 class RerankSpec(_Spec):
-    """A cross-encoder, which scores documents by how well they answer a query."""
+    """A model that scores documents by how well they answer a query: a cross-encoder or, with
+    `scoring: labels`, a causal model that is asked for one of two words.
+    """
 
     kind: Literal["rerank"] = Field(description="This is a rerank model.")
+    scoring: Literal["head", "labels"] = Field(
+        default="head",
+        description="By a classification head, or by a causal model's probabilities of labels.",
+    )
+    template: Annotated[
+        str | None, BeforeValidator(_template), AfterValidator(_rerank_template)
+    ] = Field(
+        default=None,
+        description="With labels: the prompt, or file:path to it, with {instruction}, {query} and "
+        "{document}; absent, Qwen3-Reranker's.",
+    )
+    labels: tuple[str, ...] = Field(
+        default=("yes", "no"),
+        min_length=1,
+        max_length=2,
+        description="With labels: the word for relevant and the one for not, a token each; or the "
+        "first alone.",
+    )
+    instruction: str | None = Field(
+        default=None,
+        description="With labels: the instruction where a request has none; absent, Qwen3's.",
+    )
     max_tokens_per_doc: int | None = Field(
         default=None,
         ge=1,
@@ -379,6 +413,16 @@ class RerankSpec(_Spec):
         if any((alias.thinking, alias.prompt_name) != (None, None) for alias in aliases):
             raise ValueError("a rerank model's alias has a name only")
         return aliases
+
+    @model_validator(mode="after")
+    def _labels_alone(self) -> "RerankSpec":
+        given = self.model_fields_set & {"template", "labels", "instruction"}
+        if self.scoring == "head" and given:
+            message = f"only a model with `scoring: labels` has '{min(given)}'"
+            raise PydanticCustomError(
+                "no_labels", "{message}", {"key": min(given), "message": message}
+            )
+        return self
 
 
 class ChatSpec(_Spec):

@@ -64,16 +64,24 @@ class EmbeddingEngine(Protocol):
 
 
 class RerankEngine(Protocol):
-    """The maths of one cross-encoder, which reads a query and a document together."""
+    """The maths of one reranker, which reads a query and a document together."""
 
     @property
     def max_tokens(self) -> int:
         """Return the longest pair the model can read, special tokens included."""
 
     def encode_pairs(
-        self, query: str, documents: Sequence[str], *, max_document_tokens: int | None = None
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        max_document_tokens: int | None = None,
+        instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenise the query with each document, which is cut to fit. Safe on any thread."""
+        """Tokenise the query with each document, which is cut to fit. Safe on any thread.
+
+        Only a model whose prompt has an instruction reads one.
+        """
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
         """Return the logits, (rows, labels) float32. On the lane only."""

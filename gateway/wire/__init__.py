@@ -1,6 +1,7 @@
 """OpenAI's names, all of them, and only here: one file an endpoint, with its request and answer.
 
 chat, completions, embeddings      request → job; deltas or vectors → the answer, as TypedDicts
+decisions                          input and questions → jobs; logprobs → probabilities
 responses                          request → job, and the shape of the answer
 responses_stream                   deltas → output items, and the events in which they grow
 responses_items, responses_tools   its input items → messages, or to store; its flat tools

@@ -171,6 +171,7 @@ def to_job(
         truncate=request.truncate is not False,
         is_raw=request.raw_scores or not request.use_activation,
         prompt_name=prompt_name,
+        instruction=request.instruction or None,
     )
 
 

@@ -121,7 +121,12 @@ class CrossEncoderEngine(EncoderEngine):
         return super().nbytes() + sum(array.nbytes for array in self._head.parameters())
 
     def encode_pairs(
-        self, query: str, documents: Sequence[str], *, max_document_tokens: int | None = None
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        max_document_tokens: int | None = None,
+        instruction: str | None = None,
     ) -> list[Pair]:
         """Tokenise a query, once, with each document. Safe on any thread.
 
@@ -129,7 +134,8 @@ class CrossEncoderEngine(EncoderEngine):
         query is kept whole. sentence-transformers cuts whichever text is the longer, token by token
         (base/modules/transformer.py, truncation="longest_first"), and so may cut the query, without
         which no document can be judged; the results are the same where only documents are cut.
-        Raises ContextLengthExceeded for a query that leaves no room for a token of a document.
+        No instruction is read. Raises ContextLengthExceeded for a query that leaves no room for a
+        token of a document.
         """
         [first] = self.tokenizer.encode([query], with_specials=False)
         room = self.max_tokens - self._template.specials - len(first)

@@ -15,6 +15,7 @@ prefix_cache     KV that later prompts may begin with
 prefill          which prompts are read together, and in what chunks
 decode_batch     sequences between two decode steps
 chat             a model's template, formats and vocabulary together
+judging          questions → steps into their labels; the logprobs of those
 prepare          a job → the sequences it asks for, measured
 self_test        sequences in batches compared with the same alone
 engine           one model: join, prefill, decode, leave

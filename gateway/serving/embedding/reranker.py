@@ -52,8 +52,8 @@ class RerankBatcher(RowBatcher[Pair]):
         """
         timings = job.caller.timings
         async with self._begin(job.caller, arrival) as expected:
-            started, limit = clock.now(), job.max_tokens_per_doc
-            pairs = [pair for part in _slices(job) for pair in await self._encode(part, limit)]
+            started = clock.now()
+            pairs = [pair for part in _slices(job) for pair in await self._encode(part, job)]
             timings.add(Stage.TOKENISE, clock.now() - started)
             self._check(pairs, truncate=job.truncate)
             logits = await self._queue(pairs, timings, expected)
@@ -64,14 +64,19 @@ class RerankBatcher(RowBatcher[Pair]):
             metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
         return Reranked(relevance(logits, is_raw=job.is_raw), tokens, truncated)
 
-    async def _encode(self, part: Part, limit: int | None) -> list[Pair]:
+    async def _encode(self, part: Part, job: RerankJob) -> list[Pair]:
         """Encode queries, each with its documents: off the loop unless they are short."""
 
         def encode() -> list[Pair]:
             return [
                 pair
                 for query, texts in part
-                for pair in self._engine.encode_pairs(query, texts, max_document_tokens=limit)
+                for pair in self._engine.encode_pairs(
+                    query,
+                    texts,
+                    max_document_tokens=job.max_tokens_per_doc,
+                    instruction=job.instruction,
+                )
             ]
 
         chars = sum(len(query) + sum(map(len, texts)) for query, texts in part)

@@ -1,0 +1,303 @@
+"""A reranker on a causal model: the log-odds of one label against another after a prompt.
+
+The prompt is a text with the query and the document in it, and the score is the difference of the
+two labels' logits at its end: one product with the difference of two rows of the output matrix, and
+none with the vocabulary. Source: Qwen3-Reranker's model card, whose recipe is the default.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from gateway.engine.checkpoint import Checkpoint, read_in_slices
+from gateway.engine.decoders import floating_dtype, open_decoder, parameters
+from gateway.engine.device import Device, clear_cache
+from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
+from gateway.errors import ContextLengthExceeded
+from gateway.jobs import Pair, TokenIds, Vectors
+
+MAX_TOKENS: Final = 8192  # of a pair, unless models.yaml has another limit; as in Qwen3's card
+# A shared beginning is read in a pass of its own if that saves so many tokens.
+LEAST_SAVED: Final = 64
+_KVCache: Any = KVCache  # untyped in mlx-lm
+_layers: Any = nn
+
+
+@dataclass(frozen=True, slots=True)
+class LabelRecipe:
+    """A prompt with `{instruction}`, `{query}` and then `{document}`; the default instruction; and
+    the label that means relevant, with the one that means not, if the score is their difference.
+    """
+
+    template: str
+    labels: Sequence[str]
+    instruction: str = ""
+
+
+QWEN3: Final = LabelRecipe(
+    "<|im_start|>system\n"
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    ("yes", "no"),
+    "Given a web search query, retrieve relevant passages that answer the query",
+)
+
+
+def label_recipe(
+    labels: Sequence[str], template: str | None, instruction: str | None
+) -> LabelRecipe:
+    """Return a recipe in which Qwen3's template or instruction replace what is None."""
+    default = QWEN3.instruction if instruction is None else instruction
+    return LabelRecipe(template or QWEN3.template, labels, default)
+
+
+class LabelScorer:
+    """One loaded reranker. Call it only on the thread that loaded it, but for `encode_pairs`."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: TextTokenizer,
+        recipe: LabelRecipe,
+        head: "LabelHead",
+        *,
+        max_tokens: int,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._recipe = recipe
+        self._head = head
+        self._before, after = recipe.template.split("{document}")
+        [self._tail] = tokenizer.encode([after], with_specials=False)
+        self._max_tokens = max_tokens
+        caches = make_prompt_cache(model)
+        self._shares_prefixes = all(type(layer) is KVCache for layer in caches)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return floating_dtype(self._model)
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the most tokens of a prompt."""
+        return self._max_tokens
+
+    def encode_pairs(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        max_document_tokens: int | None = None,
+        instruction: str | None = None,
+    ) -> list[Pair]:
+        """Tokenise a query's part of the prompt, once, with each document. Safe on any thread.
+
+        A document is cut to `max_document_tokens`, and then until the prompt has `max_tokens`. The
+        space before a document is encoded with it, which is where tokenizers split words. Raises
+        ContextLengthExceeded for a query that leaves no room for a token of a document.
+        """
+        text = _fill(self._before, query, instruction or self._recipe.instruction)
+        start = text.rstrip(" ")
+        [first] = self._tokenizer.encode([start], with_specials=False)
+        room = self._max_tokens - len(first) - len(self._tail)
+        if room < 1:
+            raise ContextLengthExceeded(self._max_tokens, self._max_tokens - room + 1, noun="query")
+        keep = room if max_document_tokens is None else min(room, max_document_tokens)
+        texts = [text[len(start) :] + document for document in documents]
+        return [
+            Pair(
+                [*first, *self._tokenizer.cut(ids, keep), *self._tail],
+                len(first),
+                max(0, len(ids) - keep),
+            )
+            for ids in self._tokenizer.encode_start(texts, keep, with_specials=False)
+        ]
+
+    def score(self, rows: Sequence[Pair]) -> Vectors:
+        """Return the log-odds of relevance, (rows, 1) float32.
+
+        Rows of one query share its part of the prompt, which is read once; other rows share what
+        all of them begin with.
+        """
+        scores = np.empty((len(rows), 1), dtype=np.float32)
+        for places, shared in _group(rows):
+            is_shared = self._shares_prefixes and shared * (len(places) - 1) >= LEAST_SAVED
+            tokens = [rows[place].ids for place in places]
+            scores[places, 0] = self._read(tokens, shared if is_shared else 0)
+        return scores
+
+    def nbytes(self) -> int:
+        """Count the bytes of the weights."""
+        return sum(array.nbytes for array in parameters(self._model))
+
+    def close(self) -> None:
+        """Release every array."""
+        del self._model, self._head
+        clear_cache()
+
+    def _read(self, rows: Sequence[TokenIds], shared: int) -> Vectors:
+        """Return the scores, (rows,), of prompts that have the first `shared` tokens in common."""
+        cache = None
+        if shared:
+            read = make_prompt_cache(self._model)
+            self._model.model(mx.array([list(rows[0][:shared])]), cache=read)
+            mx.eval([layer.state for layer in read])
+            cache = [_SharedPrefix(layer) for layer in read]
+        lengths = [len(row) - shared for row in rows]
+        # Padding is on the right: no token sees those after it.
+        tokens = np.zeros((len(rows), max(lengths)), dtype=np.int32)
+        for i, row in enumerate(rows):
+            tokens[i, : lengths[i]] = row[shared:]
+        hidden = self._model.model(mx.array(tokens), cache=cache)
+        last = hidden[mx.arange(len(rows)), mx.array(lengths) - 1]
+        return np.array(self._head(last), dtype=np.float32)
+
+
+class _SharedPrefix(_KVCache):  # type: ignore[misc]
+    """The KV of one layer that all rows of a pass begin with. What the rows add is not kept: the KV
+    of a whole batch would be many times that of the prefix.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.keys, self.values = layer.keys_and_values()
+        self.offset = layer.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return _append(self.keys, keys), _append(self.values, values)
+
+
+def _append(prefix: mx.array, own: mx.array) -> mx.array:
+    """Return (rows, heads, tokens, size) for a prefix of (1, heads, tokens, size)."""
+    same = mx.broadcast_to(prefix, (own.shape[0], *prefix.shape[1:]))
+    return mx.concatenate([same, own], axis=2)
+
+
+class LabelHead:
+    """The output matrix's rows of the labels, as one vector: (rows, hidden) → (rows,) float32."""
+
+    def __init__(self, model: Any, labels: Sequence[int]) -> None:
+        layer = model.lm_head if "lm_head" in model else model.model.embed_tokens
+        rows = _rows(layer, mx.array(list(labels))).astype(mx.float32)
+        bias = getattr(layer, "bias", None)
+        offsets = mx.zeros(len(labels)) if bias is None else bias[mx.array(list(labels))]
+        signs = mx.array([1.0, -1.0])[: len(labels)]
+        self._vector = signs @ rows
+        self._offset = (signs * offsets.astype(mx.float32)).sum()
+        mx.eval(self._vector, self._offset)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        return hidden.astype(mx.float32) @ self._vector + self._offset
+
+
+def _rows(layer: Any, ids: mx.array) -> mx.array:
+    """Return rows of an output matrix or, if it is tied to them, of the embeddings."""
+    if isinstance(layer, _layers.QuantizedLinear):
+        biases = layer.biases[ids] if layer.biases is not None else None
+        return mx.dequantize(
+            layer.weight[ids],
+            scales=layer.scales[ids],
+            biases=biases,
+            group_size=layer.group_size,
+            bits=layer.bits,
+            mode=layer.mode,
+        )
+    if isinstance(layer, _layers.Linear):
+        return layer.weight[ids]  # type: ignore[no-any-return]
+    rows: mx.array = layer(ids)  # dequantised, if need be
+    return rows
+
+
+def _fill(text: str, query: str, instruction: str) -> str:
+    """Return a template's text before the document; what is filled in is not read again."""
+    parts = text.split("{query}")
+    return query.join(part.replace("{instruction}", instruction) for part in parts)
+
+
+def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:
+    """Return the places of the rows of each query, and how many tokens these begin with in common;
+    queries of one row are one group.
+    """
+    by_query: dict[tuple[int, ...], list[int]] = {}
+    for place, row in enumerate(rows):
+        by_query.setdefault(tuple(row.ids[: row.second]), []).append(place)
+    groups = [(places, len(head)) for head, places in by_query.items() if len(places) > 1]
+    if single := [(head, places[0]) for head, places in by_query.items() if len(places) == 1]:
+        shared = _count_alike([head for head, _ in single])
+        groups.append(([place for _, place in single], shared))
+    return groups
+
+
+def _count_alike(rows: Sequence[tuple[int, ...]]) -> int:
+    """Count the tokens that all rows begin with."""
+    first, last = min(rows), max(rows)
+    alike = zip(first, last, strict=False)
+    return next((i for i, (a, b) in enumerate(alike) if a != b), min(len(first), len(last)))
+
+
+def load_label_scorer_in_steps(
+    folder: Path,
+    *,
+    name: str,
+    device: Device,
+    dtype: str | None = None,
+    max_context: int | None = None,
+    recipe: LabelRecipe = QWEN3,
+) -> Generator[LabelScorer | None]:
+    """Load a causal model as a reranker, in steps; the last one yields it. Raises ModelLoadFailed.
+
+    Its labels must each be one token, and its logits the plain product of its hidden states and its
+    output matrix, which is checked.
+    """
+    checkpoint = Checkpoint(name, folder)
+    config = checkpoint.read_object("config.json")
+    if config.get("final_logit_softcapping"):
+        raise checkpoint.failed("its logits are capped, so no difference of labels is a score")
+    tokenizer = load_text_tokenizer(checkpoint, lower_case=False)
+    ids = _read_labels(checkpoint, tokenizer, recipe.labels)
+    yield None
+    model, _ = open_decoder(checkpoint, device=device, dtype=dtype)
+    yield from read_in_slices(checkpoint, parameters(model))
+    head = LabelHead(model, ids)
+    _check_head(checkpoint, model, head, ids)
+    yield LabelScorer(
+        model, tokenizer, recipe, head, max_tokens=_read_max_tokens(config, max_context)
+    )
+
+
+def _read_labels(
+    checkpoint: Checkpoint, tokenizer: TextTokenizer, labels: Sequence[str]
+) -> list[int]:
+    encoded = tokenizer.encode(labels, with_specials=False)
+    for label, ids in zip(labels, encoded, strict=True):
+        if len(ids) != 1:
+            raise checkpoint.failed(f"its label {label!r} has {len(ids)} tokens, not one")
+    return [ids[0] for ids in encoded]
+
+
+def _read_max_tokens(config: Mapping[str, Any], max_context: int | None) -> int:
+    own = int(config.get("max_position_embeddings") or MAX_TOKENS)
+    return min(own, max_context or MAX_TOKENS)
+
+
+def _check_head(checkpoint: Checkpoint, model: Any, head: LabelHead, ids: Sequence[int]) -> None:
+    """Raise if the model's own logits of a few tokens differ from the head's."""
+    tokens = mx.array([[*ids, *ids]])
+    try:
+        found: Any = head(model.model(tokens)[:, -1]).item()
+        logits = model(tokens)[0, -1].astype(mx.float32)[mx.array(list(ids))]
+        right: Any = (logits * mx.array([1.0, -1.0])[: len(ids)]).sum().item()
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise checkpoint.failed(f"its architecture gives no hidden states: {error}") from error
+    digits = 1e-3 if floating_dtype(model) == mx.float32 else 5e-2
+    scale: Any = mx.abs(logits).max().item()
+    if not abs(found - right) <= digits * max(1.0, scale):
+        raise checkpoint.failed("its logits are not its hidden states times its output matrix")
