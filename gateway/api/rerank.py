@@ -28,36 +28,36 @@ async def rerank(service: Service, request: Request) -> Response:
                 return await _rerank_texts(service, request, body, arrival)
             except GatewayError as error:
                 raise wire.TextsError(error) from error
-        scored = await _score(service, request, wire.RerankRequest, arrival, body)
+        result = await _score(service, request, wire.RerankRequest, arrival, body)
         with time_stage(request, Stage.SERIALISE):
             answer = wire.write_reranking(
-                scored.answer, scored.request, name=_name("rerank"), model=scored.model
+                result.answer, result.request, name=_name("rerank"), model=result.model
             )
-            return reply(answer, headers=scored.headers)
+            return reply(answer, headers=result.headers)
 
 
 async def _rerank_texts(
     service: Service, request: Request, body: bytearray, arrival: Arrival
 ) -> Response:
-    scored = await _score(service, request, wire.TextsRequest, arrival, body)
+    result = await _score(service, request, wire.TextsRequest, arrival, body)
     with time_stage(request, Stage.SERIALISE):
-        return reply(wire.write_ranked_texts(scored.answer, scored.request), headers=scored.headers)
+        return reply(wire.write_ranked_texts(result.answer, result.request), headers=result.headers)
 
 
 async def score(service: Service, request: Request) -> Response:
     """Answer with the score of every pair of texts, in order."""
     with service.arrivals.expect() as arrival:
-        scored = await _score(service, request, wire.ScoreRequest, arrival)
+        result = await _score(service, request, wire.ScoreRequest, arrival)
     with time_stage(request, Stage.SERIALISE):
         created = int(time.time())
         answer = wire.write_scores(
-            scored.answer, name=_name("score"), created=created, model=scored.model
+            result.answer, name=_name("score"), created=created, model=result.model
         )
-        return reply(answer, headers=scored.headers)
+        return reply(answer, headers=result.headers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored(Generic[R]):
+class _Result(Generic[R]):
     """A request and its scores, with the model's name and the headers for the answer."""
 
     request: R
@@ -72,7 +72,7 @@ async def _score(
     shape: type[R],
     arrival: Arrival,
     body: bytearray | None = None,
-) -> _Scored[R]:
+) -> _Result[R]:
     def translate(wire_request: R) -> tuple[Resolved, EmbeddingSpec | RerankSpec, RerankJob]:
         resolved, spec = service.rerank_spec(wire_request.model)
         job = wire.to_job(
@@ -95,7 +95,7 @@ async def _score(
     headers = ignored_header(ignored)
     if answer.truncated:
         headers["x-gateway-truncated"] = str(answer.truncated)
-    return _Scored(parsed.request, answer, resolved.name, headers)
+    return _Result(parsed.request, answer, resolved.name, headers)
 
 
 async def _rerank(

@@ -54,7 +54,7 @@ class Empty(BadRequest):
     """A query, a document or a list of documents that is empty."""
 
 
-class Judged(NamedTuple):
+class PairTexts(NamedTuple):
     """The texts of a request, each with the field that it came from; `queries` is 1 or N long."""
 
     queries: Sequence[str]
@@ -76,14 +76,14 @@ class ScoringRequest(Request):
     raw_scores: bool = False
     use_activation: bool = True
 
-    def judged(self) -> Judged:
+    def pair_texts(self) -> PairTexts:
         """Return the texts to score."""
         raise NotImplementedError
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from: only a query can be too long."""
-        judged = self.judged()
-        names = {"prompt": judged.queries_field, "documents": judged.documents_field}
+        texts = self.pair_texts()
+        names = {"prompt": texts.queries_field, "documents": texts.documents_field}
         return names.get(part, part)
 
 
@@ -100,9 +100,9 @@ class RerankRequest(ScoringRequest):
     top_n: Annotated[int, Field(ge=0)] | None = None
     return_documents: bool = False
 
-    def judged(self) -> Judged:
+    def pair_texts(self) -> PairTexts:
         """Return the texts to score."""
-        return Judged([self.query], self.documents, "query", "documents")
+        return PairTexts([self.query], self.documents, "query", "documents")
 
 
 class TextsRequest(ScoringRequest):
@@ -119,9 +119,9 @@ class TextsRequest(ScoringRequest):
     texts: Texts
     return_text: bool = False
 
-    def judged(self) -> Judged:
+    def pair_texts(self) -> PairTexts:
         """Return the texts to score."""
-        return Judged([self.query], self.texts, "query", "texts")
+        return PairTexts([self.query], self.texts, "query", "texts")
 
 
 class ScoreRequest(ScoringRequest):
@@ -135,9 +135,9 @@ class ScoreRequest(ScoringRequest):
     text_1: OneOrMoreTexts
     text_2: OneOrMoreTexts
 
-    def judged(self) -> Judged:
+    def pair_texts(self) -> PairTexts:
         """Return the texts to score."""
-        return Judged(self.text_1, self.text_2, "text_1", "text_2")
+        return PairTexts(self.text_1, self.text_2, "text_1", "text_2")
 
 
 def to_job(
@@ -152,15 +152,15 @@ def to_job(
 
     Raises BadRequest for an empty text, and for texts that are too many or too long.
     """
-    queries, documents, *fields = judged = request.judged()
-    for texts, field in zip((queries, documents), fields, strict=True):
+    queries, documents, queries_field, documents_field = request.pair_texts()
+    for texts, field in ((queries, queries_field), (documents, documents_field)):
         _refuse_empty(texts, field)
         bounds.check(texts, param=field, noun="A text")
     if len(queries) not in (1, len(documents)):
         raise BadRequest(
-            f"'{judged.queries_field}' should be one text, or as many as "
-            f"'{judged.documents_field}' has: {len(documents)}, not {len(queries)}.",
-            param=judged.queries_field,
+            f"'{queries_field}' should be one text, or as many as '{documents_field}' has: "
+            f"{len(documents)}, not {len(queries)}.",
+            param=queries_field,
         )
     return RerankJob(
         caller=caller,
