@@ -22,6 +22,11 @@ POSTS: dict[str, dict[str, Any]] = {
     "/chat/completions": {"model": "writer", "messages": [USER]},
     "/completions": {"model": "writer", "prompt": "hi"},
     "/responses": {"model": "writer", "input": "hi"},
+    "/decisions": {
+        "model": "writer",
+        "input": "hi",
+        "questions": [{"type": "predicate", "instructions": "It is so."}],
+    },
     "/rerank": {"model": "embed", "query": "hi", "documents": ["hi", "there"]},
     "/score": {"model": "embed", "text_1": "hi", "text_2": ["hi", "there"]},
 }

@@ -13,7 +13,15 @@ from gateway.api.app import ENDPOINTS
 from gateway.errors import GatewayError
 from gateway.jobs import Caller, Sampling
 from gateway.registry import Catalog
-from gateway.wire import chat, completions, embeddings, rerank, responses, responses_items
+from gateway.wire import (
+    chat,
+    completions,
+    decisions,
+    embeddings,
+    rerank,
+    responses,
+    responses_items,
+)
 from gateway.wire.bounds import Bounds
 from gateway.wire.validation import CharBounds, read_request
 from tests.fuzz.asking import POSTS
@@ -230,6 +238,8 @@ def translated(path: str, asked: Any) -> object:
         return rerank.to_job(
             asked, caller, max_tokens_per_doc=None, prompt_name=None, bounds=bounds
         )
+    if path == "/decisions":
+        return decisions.to_jobs(asked, caller, {}, bounds=CharBounds(CHARS, CHARS))
     if path == "/completions":
         return completions.to_jobs(asked, caller, Sampling(), bounds=CharBounds(CHARS, CHARS))
     to_job: Any = chat.to_job if path == "/chat/completions" else responses.to_job
