@@ -22,11 +22,12 @@ The house, from the roof down; an import goes down, never up, never to a strange
 
 An embeddings request: api/middleware gives it an id and a clock; api/embeddings reads its body by
 wire/embeddings into an EmbedJob; serving/models/cache leases the model, for which idle ones may
-have to go; serving/embedding/batcher tokenises and queues it; when it gains serving/lane, it takes
-inputs of every waiting request in turn until the batch is full (embedding/policy), and
-engine/embedding/engine does one forward pass; each request gets its rows, and the way back is the
-way in. A rerank request takes the same way, by serving/embedding/reranker and
-engine/embedding/cross_encoder; an embedding model scores by the cosine of its vectors.
+have to go; serving/embedding/batcher tokenises it and row_batcher queues it; when that gains
+serving/lane, it takes inputs of every waiting request in turn until the batch is full
+(embedding/policy), and engine/embedding/encoder runs its passes; each request gets its rows, and
+the way back is the way in. A rerank request takes the same way, by serving/embedding/reranker and
+engine/embedding/cross_encoder or label_scorer; an embedding model scores by the cosine of its
+vectors.
 
 A chat request: the same by api/chat and wire/chat, until serving/generation/scheduler lets its rows
 join, when there is memory for their KV. Reading prompts (engine/generation/prefill) and decoding

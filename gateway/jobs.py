@@ -205,8 +205,8 @@ class Grammar:
     array of strings, one of which is the answer. grammar: a context-free grammar in Lark's form.
     calls: the same, made by the gateway. A `strict` JSON Schema is enforced whole or refused; of
     others, keywords that no grammar can enforce are checked afterwards. For calls, `unenforced` has
-    those known already, as functions' names and JSON pointers; `schemas` are the caller's, for if
-    fewer keywords compile.
+    those known already, as functions' names and JSON pointers; `schemas` are the caller's
+    own, from which a looser grammar is made if this one does not compile.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]

@@ -1,6 +1,7 @@
 """The picture in gateway/__init__.py is true: imports go down, never up, never across."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -94,6 +95,9 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "validation": {"bounds"},
     },
 }
+PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
+# A line of a map: names, two spaces or more, and what they are.
+MAP_LINE = re.compile(r"^ {0,4}(\w+(?:(?:, | \| )\w+)*) {2,}\S", re.MULTILINE)
 SLIVER = 60  # lines; what is smaller and has one importer is part of that importer
 FILES = sorted(GATEWAY.rglob("*.py"))
 
@@ -154,6 +158,17 @@ def test_every_room_is_in_the_picture() -> None:
     """A new top-level module must be given its floor."""
     rooms = {room(file) for file in FILES} - {"__init__"}
     assert rooms <= ALLOWED.keys()
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda folder: str(folder.relative_to(GATEWAY)))
+def test_every_map_names_the_modules_of_its_folder(folder: Path) -> None:
+    """A package's docstring lists each of its modules and packages once, and no others."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    names = [name for line in MAP_LINE.findall(text) for name in re.findall(r"\w+", line)]
+    files = {file.stem for file in folder.glob("*.py")} - {"__init__"}
+    assert sorted(names) == sorted(
+        files | {each.name for each in PACKAGES if each.parent == folder}
+    )
 
 
 @pytest.mark.parametrize("name", INSIDE)

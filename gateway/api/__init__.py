@@ -1,14 +1,15 @@
 """HTTP: one file an endpoint, no tensors. From the top down:
 
-app                                      the table of endpoints, and the application made from it
-access                                   API keys, hosts, origins, rate limits
-chat, completions, embeddings, responses read the request, lease the model, run the job, answer
-decisions                                the same for questions, judged by their labels
-models                                   the list of models; /admin to load, unload and reload
-ops                                      /health, /ready, /metrics, /openapi.json
-generation                               shared by all that ask a chat model
-openapi, endpoint                        the document and the docs' tables; what an endpoint is
-middleware                               ids, timings, requests in flight, every error as JSON
-streams                                  server-sent events; cancelling work when the client leaves
-requests                                 the service that handlers use; bodies within limits
+app                           the table of endpoints, and the application made from it
+access                        API keys, hosts, origins, rate limits
+chat, completions, responses  read the request, lease the model, run the job, answer
+decisions                     the same for questions, judged by their labels
+embeddings, rerank            the same for vectors and for scores
+models                        the list of models; /admin to load, unload and reload
+ops                           /health, /ready, /metrics, /openapi.json
+generation                    shared by chat, completions, responses and decisions
+openapi, endpoint             the document and the docs' tables; what an endpoint is
+middleware                    ids, timings, requests in flight, every error as JSON
+streams                       server-sent events; cancelling work when the client leaves
+requests                      the service that handlers use; bodies within limits
 """

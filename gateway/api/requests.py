@@ -312,10 +312,8 @@ def check_head(scope: Scope, max_bytes: int) -> None:
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytearray:
-    """Read the whole body.
-
-    Raises TooLarge if it is above the limit, SlowBody if it has not arrived within `timeout_s`, and
-    Unavailable if the bodies of all requests leave no room for it.
+    """Raise TooLarge if it is above the limit, SlowBody if it has not arrived within `timeout_s`,
+    and Unavailable if the bodies of all requests leave no room for it.
     """
     share: Body = request.scope["gateway.body"]
     body = bytearray()

@@ -51,11 +51,11 @@ class Transcript:
             raise WrongAnswer(f"error event {name_error(error)}")
         self._usage = chunk.get("usage") or self._usage
         try:
-            said = [self._add_choice(choice) for choice in chunk.get("choices") or ()]
+            outputs = [self._add_choice(choice) for choice in chunk.get("choices") or ()]
         except (AttributeError, TypeError):
             raise WrongAnswer("event has another shape") from None
-        self._pieces += any(said)
-        return any(said)
+        self._pieces += any(outputs)
+        return any(outputs)
 
     def _add_choice(self, choice: Any) -> bool:
         delta = choice.get("delta") or {}

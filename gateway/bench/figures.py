@@ -111,5 +111,4 @@ def _units_inside(answer: Answer, window: Window) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median."""
     return statistics.median(values)

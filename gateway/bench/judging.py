@@ -76,11 +76,11 @@ def judge_text(answer: Any) -> int:
     than a byte, except those that only mark where something begins and ends.
     """
     tokens = _count_tokens(answer)
-    said = sum(_sizes(answer["choices"][0]["message"]))
-    if tokens > 0 and not said:
+    size = sum(_sizes(answer["choices"][0]["message"]))
+    if tokens > 0 and not size:
         raise WrongAnswer("answer is empty")
     details = answer["usage"].get("completion_tokens_details") or {}
-    if tokens - (details.get("reasoning_tokens") or 0) > said + MARKS:
+    if tokens - (details.get("reasoning_tokens") or 0) > size + MARKS:
         raise WrongAnswer("more tokens than text")
     return tokens
 

@@ -254,8 +254,8 @@ async def show_progress(total_s: float) -> AsyncIterator[OnAnswer]:
         async def draw() -> None:
             while True:
                 done_s = min(total_s, time.monotonic() - started)
-                said = f"{answers} answers, {errors} errors"
-                shown.update(task, completed=done_s, description=said, refresh=True)
+                status = f"{answers} answers, {errors} errors"
+                shown.update(task, completed=done_s, description=status, refresh=True)
                 await asyncio.sleep(REFRESH_S)
 
         drawing = asyncio.create_task(draw())

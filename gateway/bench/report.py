@@ -51,21 +51,21 @@ def _engine_cells(line: Line) -> tuple[str, ...]:
 
 def notes(lines: Sequence[Line]) -> list[str]:
     """Return what the table has no room for: errors by name, the engine's best batch."""
-    said = [
+    texts = [
         f"{line.kind}, {line.clients} clients: {count} × {name}"
         for line in lines
         for name, count in sorted(line.figures.errors.items())
     ]
-    said += [
+    texts += [
         f"{line.kind}, {line.clients} clients: no request ended in time; give a longer --duration"
         for line in lines
         if not line.figures.requests and not line.figures.errors
     ]
     if lines and (best := lines[0].best) is not None:
-        said.append(
+        texts.append(
             f"the engine at its best: {best.rate:.1f} {lines[0].unit}/s, {best.batch} a batch"
         )
-    return said
+    return texts
 
 
 def as_json(lines: Sequence[Line], asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,21 @@
 """The command line: one file per command, with a function of the same name.
 
+serve         the gateway itself, until it is stopped
+check         validates the settings and models.yaml
+config        every setting in force, and its source
+models        what models.yaml offers, and what of it is on disk
+pull          downloads models
+schema        the JSON Schema of models.yaml
+doctor        checks the machine or, with --engine, the models
+bench         measures a server
+_checks       doctor's checks, one function each
+_probe        a process for doctor's facts that need mlx
+_connections  fixes to hypercorn's connections
+_http2        fixes to its HTTP/2
+_bodies       its request bodies, which wait until the app reads them
+_greeting     what a terminal shows once the gateway is ready
+_table        a table on a terminal, tab-separated lines elsewhere
+
 Commands import what they need when they run: only `serve` and `bench --engine` import mlx. Exit
 status: 1 for what cannot be served, downloaded or answered, 2 for wrong usage or settings.
 """
@@ -59,7 +75,7 @@ def _application() -> typer.Typer:
     def _root(
         _: Annotated[
             bool,
-            typer.Option("--version", callback=_version, is_eager=True, help="Say which it is."),
+            typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
         ] = False,
     ) -> None:
         """Serve MLX models to OpenAI's clients."""

@@ -19,7 +19,7 @@ MOST_UNREAD = 256 * 1024  # bytes of a body over HTTP/1.1; beyond them its conne
 
 @dataclass(frozen=True)
 class Taken(Event):
-    """`size` bytes of a stream's body were read, or never will be."""
+    """The app has read `size` bytes of a stream's body, or will never read them."""
 
     size: int
 

@@ -29,7 +29,7 @@ class Finding:
 
     check: str
     state: State
-    said: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +78,17 @@ def check_compiler(device: str, found: str | None) -> Finding:
     """Check that g++ is installed: without it mx.compile silently fuses nothing on the CPU."""
     if device != "cpu" or found:
         return Finding("compiler", "ok", found or f"not needed on {device}.")
-    said = "there is no g++, so mlx runs unfused and slower. Install it: `apt-get install g++`."
-    return Finding("compiler", "warn", said)
+    message = "there is no g++, so mlx runs unfused and slower. Install it: `apt-get install g++`."
+    return Finding("compiler", "warn", message)
 
 
 def check_packages(installed: Iterable[str]) -> Finding:
     """Check that one build of MLX is installed: those for CPU and CUDA overwrite each other."""
     builds = sorted(name for name in installed if name.startswith(("mlx-cpu", "mlx-cuda")))
     if "mlx-cpu" in builds and len(builds) > 1:
-        said = f"{' and '.join(builds)} are both installed. Keep one: `pip uninstall mlx-cpu`."
-        return Finding("packages", "warn", said)
-    return Finding("packages", "ok", f"{' and '.join(builds) or 'mlx'}, and nothing beside it.")
+        message = f"{' and '.join(builds)} are both installed. Keep one: `pip uninstall mlx-cpu`."
+        return Finding("packages", "warn", message)
+    return Finding("packages", "ok", f"{' and '.join(builds) or 'mlx'}, and no other build.")
 
 
 def check_memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
@@ -97,8 +97,8 @@ def check_memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
     may = f"models may hold {size(limit_bytes)}"
     if name is None or sizes[name] <= limit_bytes:
         return Finding("memory", "ok", f"{may}.")
-    said = f"{name} would hold {size(sizes[name])}, and {may}. Use a smaller one."
-    return Finding("memory", "warn", said)
+    message = f"{name} would hold {size(sizes[name])}, and {may}. Use a smaller one."
+    return Finding("memory", "warn", message)
 
 
 def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None) -> Finding:
@@ -108,8 +108,8 @@ def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None
     first = f"{missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
     pull = f"`mlx-gateway pull {missing[0]}`"
     if not may_download:
-        said = f"{first}: not on disk, and GATEWAY_AUTO_PULL is off. Run {pull}."
-        return Finding("hub", "warn", said)
+        message = f"{first}: not on disk, and GATEWAY_AUTO_PULL is off. Run {pull}."
+        return Finding("hub", "warn", message)
     if refusal is not None:
         return Finding("hub", "warn", f"{refusal} When that is mended: {pull}.")
     return Finding("hub", "ok", f"{first}: fetched at the first request, or by {pull}.")
@@ -130,8 +130,8 @@ def check_port(bind: str) -> Finding:
         with socket.create_server((host.strip("[]"), int(number)), family=family):
             return Finding("port", "ok", f"{bind} is free.")
     except OSError as error:
-        said = (error.strerror or str(error)).partition(" (")[0]
-        return Finding("port", "fail", f"{bind}: {said}. {_port_advice(error.errno)}")
+        message = (error.strerror or str(error)).partition(" (")[0]
+        return Finding("port", "fail", f"{bind}: {message}. {_port_advice(error.errno)}")
 
 
 def _port_advice(number: int | None) -> str:
@@ -149,17 +149,19 @@ def check_temporary(folder: Path, device: str) -> Finding:
     if not os.access(folder, os.W_OK):
         return Finding("tmpdir", "fail", f"{folder} cannot be written to. Set TMPDIR.")
     if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
-        said = f"nothing in {folder} may run, and mlx compiles there. Set TMPDIR elsewhere."
-        return Finding("tmpdir", "warn", said)
+        message = f"nothing in {folder} may run, and mlx compiles there. Set TMPDIR elsewhere."
+        return Finding("tmpdir", "warn", message)
     if device == "cpu" and folder.stat().st_mode & 0o002:
-        said = f"others may write to {folder}, where mlx compiles. Set TMPDIR to a folder of yours."
-        return Finding("tmpdir", "warn", said)
+        message = (
+            f"others may write to {folder}, where mlx compiles. Set TMPDIR to a folder of yours."
+        )
+        return Finding("tmpdir", "warn", message)
     return Finding("tmpdir", "ok", f"{folder}.")
 
 
 def check_files(limit: int) -> Finding:
     """Check the limit of open files: each connection is one."""
     if limit < 1024:
-        said = f"{limit} files may be open, so fewer clients. Raise it: `ulimit -n 4096`."
-        return Finding("files", "warn", said)
+        message = f"{limit} files may be open, so fewer clients. Raise it: `ulimit -n 4096`."
+        return Finding("files", "warn", message)
     return Finding("files", "ok", f"{limit} may be open.")

@@ -50,10 +50,10 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
         host = _ANYWHERE.get(place.host, place.host)
         url = where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{place.port}"
         options = _host_header(host, settings)
-    said = f"mlx-gateway is ready on {where}"
+    ready = f"mlx-gateway is ready on {where}"
     chat = next((spec for spec in models if isinstance(spec, ChatSpec)), None)
     if (spec := chat or next(iter(models), None)) is None:
-        return f"{said}, and no model is loaded yet."
+        return f"{ready}, and no model is loaded yet."
     if settings.tls_cert:
         options.append("--insecure")  # few certificates are valid for this address
     if settings.api_keys:
@@ -61,8 +61,8 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
         options.append(f'-H "Authorization: Bearer {first}"')
     path = "/v1/embeddings" if chat is None else "/v1/chat/completions"
     body = {"model": spec.id, **(_EMBEDDING if chat is None else _CHAT)}
-    asked = ["curl", *options, shlex.quote(url + path), "-d", shlex.quote(json.dumps(body))]
-    return f"{said}. Ask it something:\n\n{' '.join(asked)}"
+    command = ["curl", *options, shlex.quote(url + path), "-d", shlex.quote(json.dumps(body))]
+    return f"{ready}. Ask it something:\n\n{' '.join(command)}"
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:

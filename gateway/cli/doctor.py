@@ -47,7 +47,7 @@ def doctor(
     if model or as_json:
         raise typer.BadParameter("it goes with --engine", param_hint="--model / --json")
     found = list(_check_machine(models))
-    show(("Check", "State", "What to do"), [(f.check, f.state, f.said) for f in found])
+    show(("Check", "State", "What to do"), [(f.check, f.state, f.message) for f in found])
     if any(each.state == "fail" for each in found):
         raise SystemExit(1)
 
@@ -127,7 +127,7 @@ def _check_models(
     from gateway.engine.hub import on_disk
 
     hub = hub_of(settings, may_download=settings.auto_pull)
-    problems = {name: said for name, said in sizes.items() if isinstance(said, str)}
+    problems = {name: problem for name, problem in sizes.items() if isinstance(problem, str)}
     missing: list[ModelSpec] = []
     for spec in catalog.specs:
         try:
@@ -135,7 +135,7 @@ def _check_models(
                 missing.append(spec)
         except GatewayError as error:
             problems[spec.id] = str(error)
-    yield from (Finding("models", "warn", said) for said in problems.values())
+    yield from (Finding("models", "warn", problem) for problem in problems.values())
     whole = len(catalog) - len(problems) - len(missing)
     yield Finding("models", "ok", f"{whole} of {len(catalog)} are on disk.")
     refusal = _refusal(missing[0], hub) if missing and hub.may_download else None

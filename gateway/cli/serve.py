@@ -187,8 +187,8 @@ def _unix_listener(path: Path) -> Iterator[socket.socket]:
         made = path.stat()
     except OSError as error:
         listener.close()
-        said = error.strerror or str(error)
-        raise SettingsInvalid([f"unix:{path} cannot be listened on: {said}"]) from None
+        reason = error.strerror or str(error)
+        raise SettingsInvalid([f"unix:{path} cannot be listened on: {reason}"]) from None
     try:
         yield listener
     finally:

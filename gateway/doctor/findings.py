@@ -91,13 +91,15 @@ def judge_rows_together(verdict: Verdict, allowed: Tolerance) -> Finding:
     """Judge the self-test of rows in a batch, and after a kept prompt, against rows alone."""
     measured = {**asdict(verdict), "allowed": allowed.logits}
     if not verdict.problem:
-        said = f"logits in a batch are those alone, within {allowed.logits:g} standard deviations."
-        return Finding("batch", "ok", said, measured)
+        message = (
+            f"logits in a batch are those alone, within {allowed.logits:g} standard deviations."
+        )
+        return Finding("batch", "ok", message, measured)
     if not verdict.is_lasting:
-        said = f"memory ran out, so it is not known: {verdict.problem}."
-        return Finding("batch", "warn", said, measured)
-    said = f"{verdict.problem}. The gateway runs its rows one at a time."
-    return Finding("batch", "fail", said, measured)
+        message = f"memory ran out, so it is not known: {verdict.problem}."
+        return Finding("batch", "warn", message, measured)
+    message = f"{verdict.problem}. The gateway runs its rows one at a time."
+    return Finding("batch", "fail", message, measured)
 
 
 def judge_answer(text: str, expected: str, *, is_known_to: bool) -> Finding:
@@ -108,8 +110,8 @@ def judge_answer(text: str, expected: str, *, is_known_to: bool) -> Finding:
     measured = {"text": text, "expected": expected}
     if expected in text:
         return Finding("answer", "ok", f"it says “{expected}”.", measured)
-    said = f"it does not say “{expected}”, but “{text}”."
-    return Finding("answer", "fail" if is_known_to else "warn", said, measured)
+    message = f"it does not say “{expected}”, but “{text}”."
+    return Finding("answer", "fail" if is_known_to else "warn", message, measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +154,14 @@ def judge_greedy(
     tie = f"a tie is {allowed.tie_nats:.2g} nats"
     if wrong:
         worst = max(wrong, key=lambda each: each.nats)
-        said = (
+        message = (
             f"{len(wrong)} of {rows} are others beside {neighbours} rows: from token {worst.token} "
             f"on, {worst.nats:.2g} nats less likely alone; {tie}."
         )
-        return Finding("greedy", "fail", said, measured)
+        return Finding("greedy", "fail", message, measured)
     ties = f"; {len(parted)} parted at one" if parted else ""
-    said = f"{rows} are the same alone and beside {neighbours} rows; {tie}{ties}."
-    return Finding("greedy", "ok", said, measured)
+    message = f"{rows} are the same alone and beside {neighbours} rows; {tie}{ties}."
+    return Finding("greedy", "ok", message, measured)
 
 
 def judge_structured(
@@ -177,20 +179,20 @@ def judge_structured(
     except ValueError:
         return Finding("structured", "fail", f"its answer is no JSON: “{text}”.", measured)
     if not jsonschema.Draft202012Validator(schema).is_valid(value):
-        said = f"its answer does not match the schema: “{text}”."
-        return Finding("structured", "fail", said, measured)
+        message = f"its answer does not match the schema: “{text}”."
+        return Finding("structured", "fail", message, measured)
     return Finding("structured", "ok", "its answer matches the schema.", measured)
 
 
-def judge_cancelled(rows_before: int, rows_after: int, heard_after: int) -> Finding:
+def judge_cancelled(rows_before: int, rows_after: int, deltas_after: int) -> Finding:
     """Judge a row that left: it is gone at once, no other is, and no delta of it follows."""
-    measured = {"rows_before": rows_before, "rows_after": rows_after, "heard_after": heard_after}
+    measured = {"rows_before": rows_before, "rows_after": rows_after, "heard_after": deltas_after}
     if rows_after != rows_before - 1:
-        said = f"of {rows_before} rows {rows_after} are there after one has left."
-        return Finding("cancelled", "fail", said, measured)
-    if heard_after:
-        said = f"a row that has left has said {heard_after} things since."
-        return Finding("cancelled", "fail", said, measured)
+        message = f"of {rows_before} rows {rows_after} are there after one has left."
+        return Finding("cancelled", "fail", message, measured)
+    if deltas_after:
+        message = f"a row that has left has sent {deltas_after} deltas since."
+        return Finding("cancelled", "fail", message, measured)
     return Finding("cancelled", "ok", "a row that leaves is gone at once.", measured)
 
 
@@ -207,19 +209,19 @@ def judge_memory(before: int, loaded: int, idle: int, after: int) -> Finding:
     measured = {"before": before, "loaded": loaded, "idle": idle, "after": after}
     of_rows, of_model = idle - loaded, after - before
     if of_rows > SLACK_BYTES:
-        said = f"{megabytes(of_rows)} of its work stay while nothing runs."
-        return Finding("memory", "fail", said, measured)
+        message = f"{megabytes(of_rows)} of its work stay while nothing runs."
+        return Finding("memory", "fail", message, measured)
     if of_model > SLACK_BYTES:
-        said = f"{megabytes(of_model)} of {megabytes(loaded - before)} stay after it is closed."
-        return Finding("memory", "fail", said, measured)
+        message = f"{megabytes(of_model)} of {megabytes(loaded - before)} stay after it is closed."
+        return Finding("memory", "fail", message, measured)
     return Finding("memory", "ok", f"all of {megabytes(loaded - before)} is given back.", measured)
 
 
 def judge_speed(unit: str, rates: Mapping[int, float]) -> Finding:
     """Report units a second, by rows at once; no speed is wrong."""
     each = ", ".join(f"{rate:.3g} with {rows}" for rows, rate in rates.items())
-    said = f"{unit}/s by rows at once: {each}."
-    return Finding("speed", "ok", said, {f"{unit}_per_s": {str(n): r for n, r in rates.items()}})
+    message = f"{unit}/s by rows at once: {each}."
+    return Finding("speed", "ok", message, {f"{unit}_per_s": {str(n): r for n, r in rates.items()}})
 
 
 def megabytes(count: int) -> str:

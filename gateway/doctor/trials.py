@@ -81,9 +81,9 @@ def run_trial(open_: Callable[[], Trial], held_bytes: Callable[[], int]) -> Iter
         yield Finding(LOAD, "fail", _describe(error))
         return
     loaded, seconds = held_bytes(), time.perf_counter() - started
-    said = f"{findings.megabytes(loaded - before)}, {trial.dtype}, in {seconds:.1f} seconds."
+    message = f"{findings.megabytes(loaded - before)}, {trial.dtype}, in {seconds:.1f} seconds."
     measured = {"seconds": seconds, "bytes": loaded - before, "dtype": trial.dtype}
-    yield Finding(LOAD, "ok", said, measured)
+    yield Finding(LOAD, "ok", message, measured)
     for stage in trial.stages():
         yield stage.name
         yield from _try_stage(stage)
@@ -171,8 +171,8 @@ class EmbeddingTrial:
 
     def _vectors(self) -> list[Finding]:
         if not self._is_golden:
-            said = f"those that are known are of {self._golden.source} alone."
-            return [Finding("vectors", "skip", said)]
+            message = f"those that are known are of {self._golden.source} alone."
+            return [Finding("vectors", "skip", message)]
         distance = _distance(self._golden.vectors, self._engine.embed(self._rows))
         return [findings.judge_vectors(distance, len(self._rows), self._allowed)]
 
@@ -322,8 +322,8 @@ class GenerationTrial:
         return [findings.judge_rows_together(verdict, self._allowed)]
 
     def _answer(self) -> list[Finding]:
-        said = self._alone[0].text
-        return [findings.judge_answer(said, EXPECTED, is_known_to=self._knows_paris)]
+        text = self._alone[0].text
+        return [findings.judge_answer(text, EXPECTED, is_known_to=self._knows_paris)]
 
     @cached_property
     def _alone(self) -> list[Answer]:
@@ -366,11 +366,11 @@ class GenerationTrial:
             for each, row in zip(alone, greedy, strict=True)
         ]
         may_think = held.is_thinking or held.may_think
-        said = answers[form]
+        answer = answers[form]
         return [
             findings.judge_greedy(partings, TOKENS, len(answers) - 1, self._allowed),
             findings.judge_structured(
-                said.text, PERSON, is_whole=said.is_whole, may_think=may_think
+                answer.text, PERSON, is_whole=answer.is_whole, may_think=may_think
             ),
             findings.judge_cancelled(rows, left, answers[gone].pieces - pieces),
             *findings.judge_faults(engine.take_faults()),

@@ -5,10 +5,10 @@ descriptor of a socket, over which pickled frames go, each behind its length: a 
 it is ready, then a request and its answer in turns. At the end of file it ends. Its second argument
 is the kind of request that it makes ready for.
 
-A request is a dict: `kind`, `seconds` after which the kernel ends the process whatever it is doing
-(so that it outlives a gateway that was killed by no more), `max_bytes` of memory beyond what it
-holds at the start, and what the kind needs. An answer is an outcome, its value, and whether the
-process has grown so large that another should take its place.
+A request is a dict: `kind`, `seconds` after which the kernel ends the process even if the gateway
+is gone, `max_bytes` of memory beyond what it holds at the start, and what the kind needs. An answer
+is an outcome, its value, and whether the process has grown so large that another should take its
+place.
 """
 
 import contextlib
@@ -119,8 +119,8 @@ def _renderer() -> Callable[..., Any]:
 def judge(request: Request) -> Answer:
     """Judge whether an answer, JSON, fits a schema, by the rules of a draft of jsonschema_rs's.
 
-    Its patterns take linear time; those that look around have so many steps. A reference that leads
-    out of the schema is never followed, and allows everything.
+    Patterns take linear time; those with look-arounds backtrack, for a limited number of steps. A
+    reference that leads out of the schema is never followed, and allows everything.
     """
     import json
 
@@ -170,7 +170,7 @@ class Served:
         _, self._most = resource.getrlimit(resource.RLIMIT_AS)
 
     def serve(self, kind: str) -> None:
-        """Answer requests until the other end closes; `kind` is made ready for."""
+        """Warm up for requests of `kind`, then answer requests until the other end closes."""
         READY[kind]()
         self._base_bytes = _address_space_bytes()
         self._send(("ready", None))

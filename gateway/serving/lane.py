@@ -217,7 +217,7 @@ class Lane:
             raise
 
     def _release(self) -> None:
-        """Give the lane to the next waiter, if there is one."""
+        """Pass the lane to the next waiter, or mark it free."""
         # A waiter that is being cancelled stays in the list until its task runs.
         self._waiters = [each for each in self._waiters if not each.gained.done()]
         if not self._waiters:

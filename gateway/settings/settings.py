@@ -235,7 +235,11 @@ class Settings(BaseSettings):
         default=25, ge=0, le=1000, description="Window from a full batch on."
     )
     embedding_min_batch_size: int = Field(
-        default=1, ge=1, le=4096, description="Fewer inputs wait the window out, come what may."
+        default=1,
+        ge=1,
+        le=4096,
+        description="Fewer inputs than this wait for the whole window, even if no request is on "
+        "its way.",
     )
     embedding_batch_deadline_ms: float = Field(
         default=100, ge=0, le=10_000, description="Longest an input waits for a burst, at any load."
@@ -308,12 +312,14 @@ class Settings(BaseSettings):
     queue_limit: int = Field(
         default=256,
         ge=1,
-        description="Requests inside, per model, and their choices; beyond it, 429.",
+        description="Requests that a model may have at once, waiting or running, and likewise "
+        "their choices; beyond it, 429.",
     )
     queue_max_tokens: int = Field(
         default=2_000_000,
         ge=1,
-        description="Tokens that may wait per model, but for one request alone; beyond it, 429.",
+        description="Tokens that a model's requests may have, waiting or running, though a single "
+        "request may have more; beyond it, 429.",
     )
 
     # ── Limits of requests, deadlines, stalls ─────────────────────────────────────────────────────

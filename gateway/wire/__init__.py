@@ -1,13 +1,14 @@
 """OpenAI's names, all of them, and only here: one file an endpoint, with its request and answer.
 
 chat, completions, embeddings      request → job; deltas or vectors → the answer, as TypedDicts
+rerank                             query and documents → job; scores → the answer
 decisions                          input and questions → jobs; logprobs → probabilities
 responses                          request → job, and the shape of the answer
 responses_stream                   deltas → output items, and the events in which they grow
 responses_items, responses_tools   its input items → messages, or to store; its flat tools
 legacy                             older request fields → today's
 messages                           chat messages and tools → what chat templates read
-generation                         what all but embeddings share: sampling, forms, usage, logprobs
+generation                         of chat, completions, responses: sampling, forms, usage, logprobs
 validation, bounds                 bytes → a checked request, or the 400 that names the field
 schemas                            requests and answers → JSON Schemas, for /openapi.json
 """

@@ -316,10 +316,7 @@ class ChatCompletionWriter:
     is_legacy: bool = False
 
     def completion(self, choices: Sequence["ChatChoiceWriter"], usage: Usage) -> ChatCompletion:
-        """Return the whole completion.
-
-        Each choice is dumped by itself: orjson holds the GIL during each dump.
-        """
+        """Dump each choice by itself, since orjson holds the GIL during a dump."""
         choices_json = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in choices]
         return {
             "id": self.id,

@@ -203,10 +203,7 @@ class CompletionWriter:
     fingerprint: str
 
     def completion(self, choices: Sequence["TextChoiceWriter"], usage: Usage) -> Completion:
-        """Return the whole completion.
-
-        Each choice is dumped by itself: orjson holds the GIL during each dump.
-        """
+        """Dump each choice by itself, since orjson holds the GIL during a dump."""
         choices_json = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in choices]
         completion = self.chunk(cast(list[TextChoice], choices_json))
         completion["usage"] = usage_dict(usage)

@@ -274,7 +274,7 @@ def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
 
 
 class StreamOptions(Part):
-    """What the stream says beside its text."""
+    """What a stream sends in addition to its text."""
 
     harmless = frozenset({"include_obfuscation"})
 

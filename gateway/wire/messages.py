@@ -171,7 +171,7 @@ class ToolParam(Part):
 
 
 class OtherTool(Part):
-    """A tool that is not served: beside a function it is skipped, and the answer says so."""
+    """A tool that is not served. It is skipped if there are functions, and a header names it."""
 
     @property
     def model_extra(self) -> None:
@@ -195,13 +195,13 @@ AnyTool = Annotated[
 
 
 class FunctionName(Part):
-    """A function, meant by its name."""
+    """A function, chosen by name."""
 
     name: Label
 
 
 class NamedTool(Part):
-    """A tool, meant by its function's name."""
+    """A tool, chosen by its function's name."""
 
     type: Literal["function"]
     function: FunctionName

@@ -277,7 +277,7 @@ class ReasoningText(TypedDict):
 
 
 class OutputMessage(TypedDict):
-    """A message."""
+    """A message of the model's answer."""
 
     id: str
     type: Literal["message"]

@@ -49,7 +49,7 @@ class ResponseNamespace(TypedDict):
 
 
 class FunctionTool(Part):
-    """A function."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     name: Name

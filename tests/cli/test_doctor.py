@@ -132,7 +132,7 @@ def test_a_slow_cpu_is_told_what_to_install() -> None:
     slow = checks.check_blas("cpu", "reference BLAS", 2.5, "Install it.")
     assert slow == checks.Finding("blas", "warn", "Install it.")
     assert checks.check_blas("metal", "mlx's own", 2e3, "Install it.").state == "ok"
-    assert "apt-get install g++" in checks.check_compiler("cpu", None).said
+    assert "apt-get install g++" in checks.check_compiler("cpu", None).message
     assert checks.check_compiler("cpu", "/usr/bin/g++").state == "ok"
     assert checks.check_compiler("cuda", None).state == "ok"
 
@@ -141,7 +141,7 @@ def test_two_builds_of_mlx_are_one_too_many() -> None:
     """Their files lie in the same places."""
     found = checks.check_packages(["mlx", "mlx-cpu", "mlx-cuda-12", "mlx-lm", "numpy"])
     assert found.state == "warn"
-    assert found.said.startswith("mlx-cpu and mlx-cuda-12 are both installed.")
+    assert found.message.startswith("mlx-cpu and mlx-cuda-12 are both installed.")
     assert checks.check_packages(["mlx", "mlx-cuda-12", "mlx-lm"]).state == "ok"
     assert checks.check_packages(["mlx", "mlx-metal"]).state == "ok"
 
@@ -150,7 +150,7 @@ def test_a_model_beyond_memory_is_named() -> None:
     """The largest."""
     sizes = {"small": 1 * GB, "large": 5 * GB}
     assert checks.check_memory(5 * GB, sizes).state == "ok"
-    assert checks.check_memory(4 * GB, sizes).said.startswith(
+    assert checks.check_memory(4 * GB, sizes).message.startswith(
         "large would hold 5.0 GB, and models may"
     )
     assert checks.check_memory(4 * GB, {}).state == "ok"
@@ -161,7 +161,7 @@ def test_binds_of_every_kind_are_tried(tmp_path: Path) -> None:
     assert checks.check_port(f"unix:{tmp_path}/gw.sock").state == "ok"
     assert checks.check_port(f"unix:{tmp_path}/none/gw.sock").state == "fail"
     assert checks.check_port("fd://3").state == "ok"
-    assert "GATEWAY_HOST" in checks.check_port("192.0.2.1:0").said
+    assert "GATEWAY_HOST" in checks.check_port("192.0.2.1:0").message
     assert checks.check_port("nobody.invalid:0").state == "fail"
 
 
@@ -189,4 +189,4 @@ def test_models_that_are_not_here_are_told_how_to_come() -> None:
     assert found == checks.Finding("hub", "ok", said)
     found = checks.check_hub(["a"], may_download=False, refusal=None)
     assert found.state == "warn"
-    assert "GATEWAY_AUTO_PULL is off" in found.said
+    assert "GATEWAY_AUTO_PULL is off" in found.message

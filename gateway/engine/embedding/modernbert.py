@@ -156,8 +156,8 @@ def make_spans(
         seen = None if mask is None else mask[:, None, None, :]
         if window is not None and length > window + 1:
             low, high = max(0, start - window), min(length, end + window)
-            apart = mx.abs(mx.arange(start, end)[:, None] - mx.arange(low, high)[None])
-            near = (apart <= window)[None, None]
+            distance = mx.abs(mx.arange(start, end)[:, None] - mx.arange(low, high)[None])
+            near = (distance <= window)[None, None]
             seen = near if seen is None else near & seen[..., low:high]
         bias = None if seen is None else mx.where(seen, 0.0, least).astype(dtype)
         spans.append(Span(slice(start, end), slice(low, high), bias))

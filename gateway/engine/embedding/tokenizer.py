@@ -1,7 +1,7 @@
 """Texts to token ids for embedding models, exactly as sentence-transformers does it.
 
-The tokenizer is set up once, at load. Changing it while another thread encodes is what
-says "Already borrowed", and no call here changes it.
+The tokenizer is set up once, at load. No call here changes it: a change while another thread
+encodes would raise "Already borrowed".
 """
 
 from collections.abc import Mapping, Sequence

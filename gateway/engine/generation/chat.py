@@ -48,8 +48,8 @@ from gateway.engine.grammar.trial import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed
 from gateway.jobs import GenerateJob, SequenceParams, TokenIds
 
-# What transformers' own functions take, and give a template under a name of their own: a caller's
-# template, above all, would run as a program.
+# Parameters of transformers' functions, which no request may set by `template_args`: its
+# `chat_template` would run as a program.
 RESERVED = frozenset(
     name
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)

@@ -56,7 +56,7 @@ class Vocabulary:
         text = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
         split = tokenizer.pre_tokenizer
         pieces = [each for each, _ in split.pre_tokenize_str(text)] if split else [text]
-        # A space that the pipeline puts before every text is none of this one's.
+        # Some pipelines put a space before every text: it is no part of the token.
         if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
             pieces[0] = pieces[0][1:]
         return [each.id for piece in pieces if piece for each in tokenizer.model.tokenize(piece)]

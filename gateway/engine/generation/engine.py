@@ -283,28 +283,28 @@ class GenerationEngine:
             if self._redraw_unsure(running) and logits is not None:
                 running.take_back()
                 logits = None
-            said = running.read()
+            outputs = running.read()
         except Exception as error:
             self._running = None
             return self._blame(running.rows, error)
-        ends = [each.row.append(each.token) if each.is_finite else None for each in said]
-        on = [i for i, each in enumerate(said) if each.is_finite and ends[i] is None]
-        self.last_pass = Pass(len(said), len(said), len(said))
+        ends = [each.row.append(each.token) if each.is_finite else None for each in outputs]
+        on = [i for i, each in enumerate(outputs) if each.is_finite and ends[i] is None]
+        self.last_pass = Pass(len(outputs), len(outputs), len(outputs))
         fault = None
         try:
             self._remember(running, [i for i, end in enumerate(ends) if end is not None])
             self._keep(on)
-            if logits is not None and 0 < len(on) < len(said):
+            if logits is not None and 0 < len(on) < len(outputs):
                 logits = logits[mx.array(on)]
             if on:
                 self._step(logits)
         except Exception as error:
             self._running, fault = None, error
-        deltas = [
-            delta for each, end in zip(said, ends, strict=True) for delta in each.to_deltas(end)
-        ]
+        pairs = zip(outputs, ends, strict=True)
+        deltas = [delta for each, end in pairs for delta in each.to_deltas(end)]
         if fault is not None:
-            return deltas + self._blame([said[i].row for i in on if not said[i].row.is_over], fault)
+            rows = (outputs[i].row for i in on)
+            return deltas + self._blame([row for row in rows if not row.is_over], fault)
         if self._running is not None:
             self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
         return deltas

@@ -57,7 +57,7 @@ def read_chat_setup(
 
     `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
     tightens the schemas that answers are held to, with the folder's own bounds where it has none.
-    Grammars are compiled in the `sandbox` first, and templates are rendered in the other.
+    Grammars are compiled in `sandbox` first; templates are rendered in `template_sandbox`.
     `tool_parser` and `reasoning_parser` name the forms of its calls and of its thinking; without
     them, they are inferred. Raises ModelLoadFailed.
     """

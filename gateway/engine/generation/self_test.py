@@ -250,8 +250,10 @@ def _distance(alone: mx.array, found: mx.array) -> float:
     count = mx.maximum(is_number.sum(), 1)
     mean = mx.where(is_number, alone, 0).sum() / count
     variance = mx.where(is_number, mx.square(alone - mean), 0).sum() / count
-    apart = mx.where(is_number, mx.square(alone - found), 0).sum() / count
-    distance: Any = mx.sqrt(apart / mx.maximum(variance, 1e-12)).item()  # mlx cannot say of what
+    mean_square = mx.where(is_number, mx.square(alone - found), 0).sum() / count
+    distance: Any = mx.sqrt(
+        mean_square / mx.maximum(variance, 1e-12)
+    ).item()  # mlx cannot say of what
     return math.inf if math.isnan(distance) else float(distance)
 
 

@@ -11,7 +11,7 @@ from gateway.engine.grammar.schemas import Node, Schema, can_end, rebuild, types
 
 _APPLICATORS: Final = ("$ref", "anyOf", "oneOf", "allOf")
 _SETTLED: Final = (*_APPLICATORS, "enum", "const")
-_SPEAKING: Final = ("properties", "patternProperties", "required")
+_CONSTRAINTS: Final = ("properties", "patternProperties", "required")
 _MARK: Final = "gateway-closed"
 _OPEN: Final = "gateway-open"
 _OPEN_DEPTH: Final = 3
@@ -88,32 +88,32 @@ def close_objects(schema: Schema) -> Schema:
     a reference nothing is closed, since others may lead there too.
     """
     for _, node in walk(schema):
-        beside = _beside(node)
-        speakers = len(node.get("allOf", ())) + any(key in node for key in _SPEAKING)
-        if speakers > 1 and any("$ref" in each for each in (node, *beside)):
+        subschemas = _subschemas(node)
+        sources = len(node.get("allOf", ())) + any(key in node for key in _CONSTRAINTS)
+        if sources > 1 and any("$ref" in each for each in (node, *subschemas)):
             return schema
     return rebuild(rebuild(schema, _close), _unmark)
 
 
-def _beside(node: Node) -> list[Node]:
+def _subschemas(node: Node) -> list[Node]:
     """List the subschemas, however deep, that constrain the same value."""
     found = []
     for key in ("allOf", "anyOf", "oneOf"):
         for each in node.get(key, ()):
             if isinstance(each, dict):
-                found += [each, *_beside(each)]
+                found += [each, *_subschemas(each)]
     return found
 
 
 def _close(node: Schema) -> Schema:
     if not isinstance(node, dict):
         return node
-    beside = _beside(node)
+    subschemas = _subschemas(node)
     named = set(node.get("required", ())).union(
-        *(each.get(key, ()) for each in beside for key in ("properties", "required"))
+        *(each.get(key, ()) for each in subschemas for key in ("properties", "required"))
     )
-    if len(node.get("allOf", ())) > 1 or any(key in node for key in _SPEAKING):
-        for each in beside:
+    if len(node.get("allOf", ())) > 1 or any(key in node for key in _CONSTRAINTS):
+        for each in subschemas:
             if each.pop(_MARK, False):
                 del each["additionalProperties"]
     is_open = "additionalProperties" not in node and "patternProperties" not in node

@@ -138,7 +138,7 @@ class GenerationBatcher:
         return limits if self.is_batched else replace(limits, max_batch_size=1)
 
     def note_batching(self) -> None:
-        """Have rows join one at a time once the engine no longer batches them."""
+        """Limit the batch to one row once the engine no longer batches rows."""
         if self._was_batched and not self.is_batched:
             self._was_batched = False
             log.warning("batching_ended", model=self._name)
@@ -363,7 +363,7 @@ class GenerationBatcher:
             event.set()
 
     async def _prefill(self) -> None:
-        """Have rows join, and prefill a chunk a turn, for ever."""
+        """Admit rows and prefill a chunk in each turn, for ever."""
         engine, scheduler = self._engine, self._scheduler
         while True:
             try:
@@ -380,7 +380,7 @@ class GenerationBatcher:
                 scheduler.make_room()
 
     async def _decode(self) -> None:
-        """Have rows leave, and decode the next tokens of the others, for ever."""
+        """Remove rows that end and decode the next tokens of the others, for ever."""
         while True:
             await self._wake_events["decode"].wait()
             self._wake_events["decode"].clear()

@@ -53,7 +53,7 @@ class _SmallestFirst:
             raise
 
     def release(self) -> None:
-        """Give the slot to the next waiter."""
+        """Pass the slot to the next waiter, or mark it free."""
         while self._waiting:
             _, _, slot = heapq.heappop(self._waiting)
             if not slot.done():
