@@ -42,7 +42,7 @@ _OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": 
 _KINDS = ("message", *_OUTPUTS.values(), *_OUTPUTS)
 
 
-class ContentPart(Part):
+class DecisionInputPart(Part):
     """A piece of a text: text, a refusal, or JSON."""
 
     harmless = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
@@ -58,14 +58,14 @@ def _as_parts(value: object) -> object:
 
 
 Parts = Annotated[
-    list[ContentPart],
+    list[DecisionInputPart],
     FAIL_FAST,
     ITEM_LIMIT,
-    BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart]),
+    BeforeValidator(_as_parts, json_schema_input_type=str | list[DecisionInputPart]),
 ]
 
 
-class InputItem(Part):
+class DecisionInputItem(Part):
     """A message, a call, or a call's output."""
 
     harmless = frozenset({"id", "phase", "status"})
@@ -86,10 +86,10 @@ def _as_items(value: object) -> object:
 
 
 Items = Annotated[
-    list[InputItem],
+    list[DecisionInputItem],
     FAIL_FAST,
     ITEM_LIMIT,
-    BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+    BeforeValidator(_as_items, json_schema_input_type=str | list[DecisionInputItem]),
     Field(min_length=1),
 ]
 LabelText = Annotated[Label, Field(min_length=1)]
@@ -185,7 +185,7 @@ def to_jobs(
     ]
 
 
-def _input_text(items: Sequence[InputItem]) -> str:
+def _input_text(items: Sequence[DecisionInputItem]) -> str:
     """Return the input as one text. A single user message is its own text; of several items, each
     has its role, or the name of its function, in a line above it.
     """
@@ -225,14 +225,14 @@ def _input_text(items: Sequence[InputItem]) -> str:
     return "\n\n".join(blocks)
 
 
-def _require(item: InputItem, place: str, field: str) -> str:
+def _require(item: DecisionInputItem, place: str, field: str) -> str:
     value: str | None = getattr(item, field)
     if value is None:
         raise missing_parameter(f"{place}.{field}")
     return value
 
 
-def _text(parts: Sequence[ContentPart] | None, place: str) -> str:
+def _text(parts: Sequence[DecisionInputPart] | None, place: str) -> str:
     if parts is None:
         raise missing_parameter(place)
     texts = []

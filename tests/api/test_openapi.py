@@ -63,6 +63,7 @@ async def test_it_is_a_valid_document(
     unknown = {"type": "null"} if "strict_fields" in given else True
     assert chat["additionalProperties"] == unknown
     assert chat["properties"]["model"]["examples"] == ["writer", "gpt"]
+    assert not [name for name in found["components"]["schemas"] if "__" in name], "two share a name"
 
 
 async def test_with_keys_it_is_for_their_holders(models: Catalog, engines: ScriptedEngines) -> None:

@@ -92,8 +92,8 @@ def answer_grammar(
     if answer is not None:
         if form is None or answer.kind != "json_schema":
             raise BadRequest(
-                "This model's form of calls cannot be held beside a form of answers: ask for tools "
-                "or for a form, or for one of the two by a choice of tool.",
+                "This model's tool calls cannot be held together with a form of answers: "
+                "ask for tools or for a form, or choose `none` or one function.",
                 part="answer_form",
             )
         schema = held(_ANSWER, json.loads(answer.source), "", strict=answer.strict)
