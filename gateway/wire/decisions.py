@@ -22,7 +22,7 @@ from gateway.wire.validation import CharBounds, Part, Request, missing_parameter
 
 MAX_QUESTIONS = 400
 MAX_LABELS = 255  # of a question
-SLICE = 64  # questions of one job: a long list is admitted in slices
+SLICE = 64  # labels of one job, or one question: a long list is admitted in slices
 HEAD = "Judge the following input by the question after it.\n\nInput:\n{input}\n\n"
 PREDICATE = (
     "Question: Is this statement about the input true?\n{instructions}\n\nAnswer with yes or no, "
@@ -159,7 +159,7 @@ def to_jobs(
     *,
     bounds: CharBounds,
 ) -> list[GenerateJob]:
-    """Return the jobs of a request, of at most SLICE questions each.
+    """Return the jobs of a request, each of one question or of at most SLICE labels.
 
     Raises BadRequest for a question without what its type needs, for equal values or labels, and
     for content that is not text.
@@ -168,21 +168,34 @@ def to_jobs(
     questions = [_question(i, each) for i, each in enumerate(request.questions)]
     bounds.check([head], param="input", noun="The input")
     bounds.check([each.text for each in questions], param="questions", noun="A question")
-    starts = range(0, len(questions), SLICE)
-    caller.timings.parallel = [Timings() for _ in starts[1:]]
+    slices = _slice(questions)
+    caller.timings.parallel = [Timings() for _ in slices[1:]]
     return [
         GenerateJob(
             # The jobs run in parallel; the request's timings are those of the first.
             caller=replace(caller, timings=timings),
             messages=[{"role": "user", "content": head}],
-            questions=questions[start : start + SLICE],
+            questions=some,
             sampling=Sampling(),
             max_tokens=1,
             # A label is the answer itself, so no thinking comes before it.
             template_args={**template_args, "enable_thinking": False},
         )
-        for start, timings in zip(starts, [caller.timings, *caller.timings.parallel], strict=True)
+        for some, timings in zip(slices, [caller.timings, *caller.timings.parallel], strict=True)
     ]
+
+
+def _slice(questions: Sequence[Question]) -> list[list[Question]]:
+    """Cut questions into runs of one, or of at most SLICE labels together."""
+    slices: list[list[Question]] = []
+    labels = SLICE
+    for question in questions:
+        labels += len(question.labels)
+        if labels > SLICE:
+            slices.append([])
+            labels = len(question.labels)
+        slices[-1].append(question)
+    return slices
 
 
 def _input_text(items: Sequence[DecisionInputItem]) -> str:

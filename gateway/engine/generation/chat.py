@@ -160,9 +160,9 @@ class ChatTokenizer:
         before = text[: text.index(word)]
         return Prompt(self.vocabulary.encode(before + last["content"], len(before)))
 
-    def encode_questions(self, job: GenerateJob) -> tuple[list[int], list[list[int]]]:
-        """Return the ids of a conversation up to its questions, and those of each question up to
-        where the answer begins. The last message ends with the question.
+    def render_questions(self, job: GenerateJob) -> tuple[str, list[str], str]:
+        """Return a conversation up to its questions, each question up to where the answer begins,
+        and what stands after every question. The last message ends with the question.
 
         A placeholder word is rendered for the questions, so that the template runs once. What the
         template opens for thinking is closed, and the answer's own message begun.
@@ -179,21 +179,12 @@ class ChatTokenizer:
         elif self._is_thinking(opening):
             line = "\n" if after.endswith("\n") else "\n\n"
             after += f"{line}{self._reasoning.ends[0]}\n\n"
-        texts = [head, *(question.text + after for question in job.questions)]
-        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [list(each.ids) for each in encoded]
-        return ids[0], ids[1:]
+        return head, [question.text + after for question in job.questions], after
 
-    def encode_labels(self, labels: Sequence[str]) -> list[list[int]]:
-        """Return the ids of labels, each as the beginning of an answer. Control tokens in them are
-        letters.
-        """
-        added = self.backend.get_added_tokens_decoder().keys()
-        encoded = self.backend.encode_batch_fast(list(labels), add_special_tokens=False)
-        return [
-            self.vocabulary.encode(label, 0) if not added.isdisjoint(each.ids) else list(each.ids)
-            for label, each in zip(labels, encoded, strict=True)
-        ]
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts that have the special tokens they want."""
+        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [list(each.ids) for each in encoded]
 
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
         """Return the texts of a bare prompt's tokens; `prompt` is what the caller sent."""

@@ -1,8 +1,8 @@
 """Questions judged by the probabilities of their labels: nothing is sampled.
 
 A question's prompt is the conversation up to its questions, the question and the template's
-opening of the answer. Each of the two parts is encoded by itself, so that all questions have the
-first one's tokens in common, which are read once. A label is encoded by itself too, as the answer's
+opening of the answer. It is cut where its tokens are those of the whole, so that all questions have
+the first part's tokens in common, which are read once. A label is encoded as the answer's
 beginning, and marks in it are plain letters.
 
 The labels of a question form a tree of tokens. Every token that others follow is a step: a sequence
@@ -14,6 +14,7 @@ the answer ends there.
 import math
 from collections import abc
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -52,8 +53,9 @@ def prepare_questions(
     Raises BadRequest for labels that have the same tokens, or none, and for too many of them;
     ContextLengthExceeded for a prompt that leaves no room for its labels.
     """
-    head, rests = chat.encode_questions(job)
-    labels = iter(chat.encode_labels([each for one in job.questions for each in one.labels]))
+    head, rests, opening = encode_questions(job, chat)
+    texts = [each for question in job.questions for each in question.labels]
+    labels = iter(encode_labels(texts, opening, chat))
     rows: list[SequenceParams] = []
     for question, rest in zip(job.questions, rests, strict=True):
         prompt = [*head, *rest]
@@ -71,6 +73,42 @@ def prepare_questions(
                 part="questions",
             )
     return rows
+
+
+def encode_questions(
+    job: GenerateJob, chat: ChatTokenizer
+) -> tuple[list[int], list[list[int]], str]:
+    """Return the ids that all questions' prompts have in common, those of each one's rest, and the
+    text right before the answer. Together they are the ids of each prompt in one piece.
+
+    Where a text may be cut depends on the tokenizer: GPT-2's joins a line's end to what follows it,
+    Qwen's to what stands before, and SentencePiece's puts a space before each piece.
+    """
+    head, rests, opening = chat.render_questions(job)
+    [whole] = chat.encode_texts([head + rests[0]])
+    for start in dict.fromkeys((head, head.rstrip("\n"))):
+        lead = head[len(start) :]
+        first, *others = chat.encode_texts([start, *(lead + rest for rest in rests)])
+        if first + others[0] == whole:
+            return first, others, opening
+    first, *wholes = chat.encode_texts([head, *(head + rest for rest in rests)])
+    alike = takewhile(lambda ids: len(set(ids)) == 1, zip(first, *wholes, strict=False))
+    shared = sum(1 for _ in alike)
+    return whole[:shared], [each[shared:] for each in wholes], opening
+
+
+def encode_labels(labels: abc.Sequence[str], opening: str, chat: ChatTokenizer) -> list[list[int]]:
+    """Return the ids of labels, each as the beginning of an answer. What stands before matters if
+    it ends a line. Control tokens in labels are letters.
+    """
+    added = chat.backend.get_added_tokens_decoder().keys()
+    line = "\n" if opening.endswith("\n") else ""
+    before, *after_line = chat.encode_texts([line, *(line + label for label in labels)])
+    found = []
+    for label, alone, both in zip(labels, chat.encode_texts(labels), after_line, strict=True):
+        ids = both[len(before) :] if both[: len(before)] == before else alone
+        found.append(ids if added.isdisjoint(alone) else chat.vocabulary.encode(label, 0))
+    return found
 
 
 def _steps(

@@ -54,11 +54,13 @@ class JobQueue:
 
     @contextlib.contextmanager
     def _admit(self, request: int, sequences: Sequence[SequenceParams]) -> Iterator[None]:
-        tokens = sum(len(each.prompt) for each in sequences)
+        # The steps into a question's labels read its prompt once, and are one choice.
+        counted = [each for each in sequences if each.step is None or each.step.is_first]
+        tokens = sum(len(each.prompt) for each in counted) + len(sequences) - len(counted)
         is_more = self._jobs[request] > 0
         with contextlib.ExitStack() as held:
             held.enter_context(self._tokens.admit(tokens))
-            held.enter_context(self._choices.admit(len(sequences), is_more=is_more))
+            held.enter_context(self._choices.admit(len(counted), is_more=is_more))
             self._jobs[request] += 1
             try:
                 yield

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.judging import LEAST, MAX_STEPS
+from gateway.engine.generation.judging import (
+    LEAST,
+    MAX_STEPS,
+    encode_labels,
+    encode_questions,
+)
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import GenerateJob, Question, Sampling, SequenceDelta
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
@@ -93,7 +99,7 @@ def exact(engine: GenerationEngine, ids: Sequence[int]) -> Any:
 def expected(engine: GenerationEngine, job: GenerateJob) -> list[list[float]]:
     """Read each question's prompt with each label behind it, alone and whole."""
     chat = engine._chat
-    head, rests = chat.encode_questions(job)
+    head, rests, _ = encode_questions(job, chat)
     answers = []
     for question, rest in zip(job.questions, rests, strict=True):
         ids = [chat.vocabulary.encode(label, 0) for label in question.labels]
@@ -136,7 +142,7 @@ def test_what_the_questions_share_is_read_once(plain: GenerationEngine) -> None:
     asked = judging(*[["a", "b"]] * 12)
     (deltas,) = run(plain, [asked])
     check(plain, asked, deltas)
-    head, _ = plain._chat.encode_questions(asked)
+    head, *_ = encode_questions(asked, plain._chat)
     shared = len(head) - len(head) % 64
     assert shared > 0
     assert [delta.cached_tokens for delta in deltas] == [0, *[shared] * 11]
@@ -312,6 +318,61 @@ def test_an_answer_to_the_same_prompt_has_the_same_logprobs(plain: GenerationEng
 def test_one_conversation_gives_one_shared_beginning(plain: GenerationEngine) -> None:
     """Every question's prompt begins with the same tokens, those of the conversation."""
     asked = judging(*LABELS)
-    head, _ = plain._chat.encode_questions(asked)
+    head, *_ = encode_questions(asked, plain._chat)
     for row in plain.prepare(asked):
         assert list(row.prompt[: len(head)]) == head
+
+
+def gpt2(tokenizer: Tokenizer) -> None:
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def qwen(tokenizer: Tokenizer) -> None:
+    marks = Regex(r"[\p{L}\p{N}]+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(marks, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def sentencepiece(tokenizer: Tokenizer) -> None:
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+
+
+@dataclass
+class Rendered:
+    """What the judging of questions asks of a chat tokenizer."""
+
+    backend: Tokenizer
+    head: str
+    rests: list[str]
+    after: str
+
+    def render_questions(self, _: GenerateJob) -> tuple[str, list[str], str]:
+        return self.head, [rest + self.after for rest in self.rests], self.after
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(each.ids) for each in self.backend.encode_batch_fast(list(texts))]
+
+
+@pytest.mark.parametrize("kind", [gpt2, qwen, sentencepiece])
+def test_a_prompt_that_is_cut_has_the_tokens_of_the_whole(kind: Any) -> None:
+    """Wherever a tokenizer may be cut; and a label after a line's end begins with no space."""
+    tokenizer = Tokenizer(models.BPE())
+    kind(tokenizer)
+    head, rests = "Input:\nIt came late.\n\n", ["Question: is it so?\n\n", "Question: why?\n\n"]
+    words = "".join([head, *rests, "answer: yes no"]).split()
+    texts = [*words, ".", ".\n", ".\n\n", "\n\n", "\n", "?\n\n"] * 20
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(show_progress=False, vocab_size=300))
+    chat: Any = Rendered(tokenizer, head, rests, "answer:\n")
+    first, others, opening = encode_questions(judging(LABELS[0], LABELS[1]), chat)
+    assert opening == "answer:\n"
+    assert first
+    for rest, ids in zip(rests, others, strict=True):
+        assert [*first, *ids] == tokenizer.encode(head + rest + opening).ids
+        [label] = encode_labels(["yes"], opening, chat)
+        assert [*first, *ids, *label] == tokenizer.encode(head + rest + opening + "yes").ids

@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from gateway.errors import DeadlineExceeded, EngineFailed, Overloaded
-from gateway.jobs import GenerateJob, Question, Sampling
+from gateway.jobs import GenerateJob, LabelStep, Question, Sampling, SequenceParams
+from gateway.serving.generation.policy import GenerationLimits
+from gateway.serving.generation.queue import JobQueue
 from tests.fakes import FAR, ScriptedChat, caller, generate_job
 from tests.serving.generation.test_batcher import batching, text
 
@@ -89,3 +91,25 @@ async def test_a_question_that_fails_ends_its_request_alone() -> None:
     assert isinstance(failed, EngineFailed)
     assert not isinstance(judged, BaseException)
     assert len(judged[0]) == 2
+
+
+async def test_a_question_is_one_choice_however_many_steps_its_labels_have() -> None:
+    """And its prompt is counted once: its steps share it."""
+    limits = GenerationLimits(
+        max_batch_size=4, prefill_chunk_tokens=512, queue_limit=2, queue_max_tokens=190
+    )
+    queue = JobQueue("m", limits)
+    steps = [
+        SequenceParams(
+            prompt=[1] * 50,
+            max_tokens=1,
+            sampling=Sampling(),
+            step=LabelStep(0, (), is_first=not i),
+        )
+        for i in range(40)
+    ]
+    async with queue.place(caller(), steps[:1]), queue.place(caller(), steps[1:20]):
+        async with queue.place(caller(), steps[20:]), queue.place(caller(), steps[:1]):
+            with pytest.raises(Overloaded):
+                async with queue.place(caller(), steps[:1]):
+                    raise AssertionError("a third question has no place")
