@@ -322,7 +322,7 @@ def _usage(answer: Reranked) -> RerankUsage:
 
 # Inside a string a quotation mark has a backslash before it, and only a name has a colon after it.
 _TEXTS_NAME: Final = re.compile(rb'"texts"\s*:')
-_DOCUMENTS_NAME: Final = re.compile(rb'"documents"\s*:')
+_DOCUMENTS_NAME: Final = re.compile(rb'"documents"\s*:(?!\s*null\b)')  # a null counts as absent
 
 
 def is_texts(body: bytes | bytearray) -> bool:

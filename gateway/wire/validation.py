@@ -48,7 +48,7 @@ class Request(BaseModel):
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields with the model's input, for the log of prompts."""
         prompts = {
-            *("input", "instructions", "messages", "prompt"),
+            *("input", "instructions", "messages", "prompt", "questions"),
             *("query", "documents", "texts", "text_1", "text_2", "instruction"),
         }
         return self.model_dump(include=prompts, exclude_none=True)

@@ -207,11 +207,32 @@ async def test_stages_are_timed_as_those_of_embeddings_are(client: httpx2.AsyncC
     assert metrics.of(metrics.REQUESTS, "/v2/rerank", "200")._value.get() == before + 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"query": "x" * 101}, "query"),
+        ({"documents": ["a", "x" * 101]}, "documents"),
+        ({"documents": ["a", "x" * 101], "max_tokens_per_doc": 200}, "documents"),
+    ],
+)
+async def test_a_text_too_long_for_the_cosine_is_refused_by_its_name(
+    client: httpx2.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    body = {"model": "any-size", "query": "q", "documents": ["a"], "truncate": False, **fields}
+    answer = await post(client, **body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
 class TestTexts:
     """A body with `texts` is TEI's, and so is the answer."""
 
-    async def test_the_answer_is_a_bare_array(self, client: httpx2.AsyncClient) -> None:
-        answer = await post(client, "/rerank", query="abc", texts=DOCUMENTS)
+    @pytest.mark.parametrize("others", [{}, {"documents": None}])
+    async def test_the_answer_is_a_bare_array(
+        self, client: httpx2.AsyncClient, others: dict[str, Any]
+    ) -> None:
+        answer = await post(client, "/rerank", query="abc", texts=DOCUMENTS, **others)
         assert answer.json() == [
             {"index": index, "score": pytest.approx(sigmoid(LOGITS[index]))} for index in (1, 2, 0)
         ]

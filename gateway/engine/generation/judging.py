@@ -63,7 +63,7 @@ def prepare_questions(
         for path, step in _steps(question, ids, chat.eos_ids, vocab_size):
             tokens = [*prompt, *path]
             if len(tokens) >= max_context:
-                raise ContextLengthExceeded(max_context, len(tokens), noun="input")
+                raise _too_long(max_context, len(tokens), is_question=len(rest) > len(head))
             rows.append(
                 SequenceParams(prompt=tokens, max_tokens=1, sampling=job.sampling, step=step)
             )
@@ -73,6 +73,13 @@ def prepare_questions(
                 part="questions",
             )
     return rows
+
+
+def _too_long(limit: int, tokens: int, *, is_question: bool) -> ContextLengthExceeded:
+    """Blame the longer part of a prompt."""
+    if is_question:
+        return ContextLengthExceeded(limit, tokens, noun="questions", part="questions")
+    return ContextLengthExceeded(limit, tokens, noun="input")
 
 
 def encode_questions(

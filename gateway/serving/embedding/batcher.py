@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from gateway import clock, metrics
+from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Embedded, EmbedJob, Reranked, RerankJob, Stage, TokenIds
 from gateway.serving.admission import Arrival, Arrivals
 from gateway.serving.embedding.policy import (
@@ -88,7 +89,15 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
                         self._engine.truncate(row, most) for row in rows[len(queries) :]
                     ]
                 embed_job, texts = replace(embed_job, token_rows=rows, texts=()), []
-            embedded = await self._embed(embed_job, texts, expected)
+            try:
+                embedded = await self._embed(embed_job, texts, expected)
+            except ContextLengthExceeded as error:
+                longest = max(map(len, await self._tokenise(embed_job, queries)))
+                if longest > self._engine.max_tokens:
+                    raise
+                raise ContextLengthExceeded(
+                    self._engine.max_tokens, error.tokens, noun="documents", part="documents"
+                ) from None
         if cut:
             metrics.of(metrics.TRUNCATED, self._name).inc(cut)
         scores = cosines(embedded.vectors[: len(queries)], embedded.vectors[len(queries) :])

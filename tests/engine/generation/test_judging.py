@@ -287,8 +287,13 @@ def test_too_many_steps_are_refused(plain: GenerationEngine) -> None:
 
 def test_a_prompt_longer_than_the_context_is_refused(folder: Path) -> None:
     engine = open_engine(folder, max_context=100)
-    with pytest.raises(ContextLengthExceeded):
+    with pytest.raises(ContextLengthExceeded, match="your input") as by_input:
         engine.prepare(judging(["a", "b"]))
+    assert by_input.value.part == "prompt"
+    long = replace(judging(["a", "b"], text="x"), questions=[Question(0, "why? " * 99, ["a", "b"])])
+    with pytest.raises(ContextLengthExceeded, match="your questions") as by_question:
+        engine.prepare(long)
+    assert by_question.value.part == "questions"
     engine.close()
 
 
