@@ -113,8 +113,8 @@ class ResponsesRequest(SampledRequest):
 
     harmless = frozenset(
         {
-            "access_programs", "client_metadata", "context_management", "image", "max_tool_calls",
-            "prompt_cache_key",
+            "access_programs", "background_options", "client_metadata", "context_management",
+            "image", "max_tool_calls", "prompt_cache_key",
             "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
             "stream_options", "user",
         }
