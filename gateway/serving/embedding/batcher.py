@@ -72,11 +72,10 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         The texts have the model's prompts for queries and for documents, if it has them. Raises
         what `embed` does.
         """
-        queries = list(job.queries or [job.query])
         query_prompt = find_prompt(self._engine, QUERY_PROMPTS, job.prompt_name)
         document_prompt = find_prompt(self._engine, DOCUMENT_PROMPTS, job.prompt_name)
-        texts = [query_prompt + text for text in queries]
-        texts += [document_prompt + text for text in job.documents]
+        queries = [query_prompt + text for text in job.queries or [job.query]]
+        texts = [*queries, *(document_prompt + text for text in job.documents)]
         embed_job = EmbedJob(caller=job.caller, texts=texts, truncate=job.truncate)
         async with self._begin(job.caller, arrival) as expected:
             cut = 0
