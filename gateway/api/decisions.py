@@ -23,7 +23,7 @@ async def answer(service: Service, request: Request) -> Response:
     def translate(
         wire_request: wire.DecisionsRequest,
     ) -> tuple[ChatSpec, Sequence[GenerateJob]]:
-        resolved, spec = service.chat_spec(wire_request.model)
+        resolved, spec = service.chat_spec(wire_request.model, "decisions")
         jobs = wire.to_jobs(
             wire_request,
             service.caller(request),

@@ -185,11 +185,13 @@ class Service:
             raise _wrong_kind(resolved, "embeddings")
         return resolved, resolved.spec
 
-    def chat_spec(self, name: str) -> tuple[Resolved, ChatSpec]:
-        """Return a chat model's spec. Raises BadRequest for a model of another kind."""
+    def chat_spec(self, name: str, wanted: str = "chat completions") -> tuple[Resolved, ChatSpec]:
+        """Return a chat model's spec. Raises BadRequest for a model of another kind, which cannot
+        be used for what is `wanted`.
+        """
         resolved = self.catalog().resolve(name)
         if not isinstance(resolved.spec, ChatSpec):
-            raise _wrong_kind(resolved, "chat completions")
+            raise _wrong_kind(resolved, wanted)
         return resolved, resolved.spec
 
     def rerank_spec(self, name: str | None) -> tuple[Resolved, EmbeddingSpec | RerankSpec]:

@@ -39,6 +39,7 @@ SCORE = (
 YES_NO = ("yes", "no")
 _TEXTS = ("input_text", "output_text", "text")
 _OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
+_OPTIONS = frozenset({"choices", "levels"})
 _KINDS = ("message", *_OUTPUTS.values(), *_OUTPUTS)
 
 
@@ -121,6 +122,21 @@ class QuestionParam(Part):
     levels: (
         Annotated[list[LevelParam], FAIL_FAST, Field(min_length=2, max_length=MAX_LABELS)] | None
     ) = None
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Return the options that only a question of another type has."""
+        return _OPTIONS - {self.options_field}
+
+    @property
+    def options_field(self) -> Literal["choices", "levels"] | None:
+        """Return the field with what may be answered; None for a predicate."""
+        match self.type:
+            case "choice":
+                return "choices"
+            case "score":
+                return "levels"
+        return None
 
     @property
     def values(self) -> Sequence[str | bool]:
@@ -271,9 +287,9 @@ def _question(number: int, param: QuestionParam) -> Question:
         raise BadRequest(
             f"Invalid '{place}.instructions': they are empty.", param=f"{place}.instructions"
         )
-    if param.type == "predicate":
+    if (field := param.options_field) is None:
         return Question(number, PREDICATE.format(instructions=instructions), YES_NO)
-    field, form = ("choices", CHOICE) if param.type == "choice" else ("levels", SCORE)
+    form = CHOICE if field == "choices" else SCORE
     options: Sequence[ChoiceParam | LevelParam] | None = getattr(param, field)
     if options is None:
         raise missing_parameter(f"{place}.{field}")

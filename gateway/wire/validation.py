@@ -60,7 +60,7 @@ class Request(BaseModel):
 
 class Part(BaseModel):
     """An object inside a request. Fields other than its own and the harmless ones are ignored, and
-    a header names them.
+    a header names them, as it does the `unread` ones.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -72,6 +72,11 @@ class Part(BaseModel):
         if isinstance(fields, dict):
             return {name: value for name, value in fields.items() if value is not None}
         return fields
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Return the names of its own fields that do not go with its type."""
+        return frozenset()
 
 
 R = TypeVar("R", bound=Request)
@@ -156,8 +161,9 @@ def _may_hold_parts(annotation: Any) -> bool:
 
 
 def _unknown_fields_of(part: Part, place: str) -> Iterator[str]:
-    if part.model_extra:
-        yield from (f"{place}.{name}" for name in sorted(part.model_extra.keys() - part.harmless))
+    unknown = (part.model_extra or {}).keys() - part.harmless
+    if ignored := unknown | (part.unread & part.model_fields_set):
+        yield from (f"{place}.{name}" for name in sorted(ignored))
     yield from _unknown_fields(part, f"{place}.")
 
 

@@ -225,6 +225,28 @@ async def test_a_boolean_is_no_string(client: httpx2.AsyncClient, engines: Scrip
     assert asked.labels == ["true", '"true"', '"other"']
 
 
+async def test_options_of_another_type_of_question_are_named(client: httpx2.AsyncClient) -> None:
+    """Its own are read; null counts as absent."""
+    choices, levels = [{"value": "a"}, {"value": "b"}], [{"label": "low"}, {"label": "high"}]
+    response = await post(
+        client,
+        [
+            {**PREDICATE, "choices": choices, "levels": levels},
+            {"type": "choice", "instructions": "x", "choices": choices, "levels": levels},
+            {"type": "score", "instructions": "x", "choices": choices, "levels": levels, "a": 1},
+            {"type": "score", "instructions": "x", "choices": None, "levels": levels},
+        ],
+    )
+    assert response.status_code == 200
+    assert response.headers["x-gateway-ignored"].split(",") == [
+        "questions[0].choices",
+        "questions[0].levels",
+        "questions[1].levels",
+        "questions[2].a",
+        "questions[2].choices",
+    ]
+
+
 async def test_thinking_is_off(client: httpx2.AsyncClient, engines: ScriptedEngines) -> None:
     await post(client, [PREDICATE])
     assert engines.chat.jobs[0].template_args["enable_thinking"] is False
@@ -233,6 +255,7 @@ async def test_thinking_is_off(client: httpx2.AsyncClient, engines: ScriptedEngi
 async def test_an_embedding_model_cannot_decide(client: httpx2.AsyncClient) -> None:
     response = await client.post("/v1/decisions", json={**ask([PREDICATE]), "model": "embed"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
+    assert response.json()["error"]["message"].endswith("cannot be used for decisions.")
 
 
 async def test_an_input_too_long_is_refused_by_its_name(client: httpx2.AsyncClient) -> None:
