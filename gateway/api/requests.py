@@ -113,13 +113,19 @@ class Service:
             return read, translate(read.request)
 
         with time_stage(request, Stage.PARSE):
-            kind: Kind = "large bodies" if len(body) > LARGE_BYTES else "bodies"
             if len(body) > LONG_BYTES:
-                return await self.pool.run(parse_and_translate, kind=kind)
+                return await self.run_on_body(body, parse_and_translate)
             read = parse()
             if is_large(read.request):
-                return read, await self.pool.run(translate, read.request, kind=kind)
+                return read, await self.pool.run(translate, read.request, kind="bodies")
             return read, translate(read.request)
+
+    async def run_on_body(self, body: bytearray, work: Callable[[], T]) -> T:
+        """Run what takes time in proportion to a body: off the loop if it is long."""
+        if len(body) <= LONG_BYTES:
+            return work()
+        kind: Kind = "large bodies" if len(body) > LARGE_BYTES else "bodies"
+        return await self.pool.run(work, kind=kind)
 
     async def read_body(self, request: Request) -> bytearray:
         """Read the whole body. Raises what the function of this name does."""

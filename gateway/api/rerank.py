@@ -23,7 +23,7 @@ async def rerank(service: Service, request: Request) -> Response:
     """Answer with the documents' scores, best first; in TEI's form if they are `texts`."""
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
-        if wire.is_texts(body):
+        if wire.may_be_texts(body) and await _is_texts(service, request, body):
             try:
                 return await _rerank_texts(service, request, body, arrival)
             except GatewayError as error:
@@ -34,6 +34,12 @@ async def rerank(service: Service, request: Request) -> Response:
                 result.answer, result.request, name=_name("rerank"), model=result.model
             )
             return reply(answer, headers=result.headers)
+
+
+async def _is_texts(service: Service, request: Request, body: bytearray) -> bool:
+    max_depth = service.rules.bounds.max_depth
+    with time_stage(request, Stage.PARSE):
+        return await service.run_on_body(body, lambda: wire.is_texts(body, max_depth))
 
 
 async def _rerank_texts(

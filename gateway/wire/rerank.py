@@ -1,12 +1,11 @@
 """/v1/rerank and /v1/score: request → RerankJob; scores → JSON, as Cohere, TEI or vLLM write it."""
 
-import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, ClassVar, Final, Literal, NamedTuple, NotRequired
 
 import numpy as np
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 from typing_extensions import TypedDict
 
 from gateway.errors import (
@@ -18,8 +17,8 @@ from gateway.errors import (
 )
 from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, Reranked, RerankJob
-from gateway.wire.bounds import FAIL_FAST, Label
-from gateway.wire.validation import MAX_INPUTS, CharBounds, Request
+from gateway.wire.bounds import FAIL_FAST, INNER_DEPTH, Label, parse
+from gateway.wire.validation import MAX_INPUTS, CharBounds, Part, Request
 
 _TEXT: Final = {"type": "string", "minLength": 1}
 _TEXTS: Final = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS}
@@ -27,27 +26,25 @@ _DOCUMENT: Final = {"type": "object", "properties": {"text": _TEXT}, "required":
 _DOCUMENTS: Final = {**_TEXTS, "items": {"anyOf": [_TEXT, _DOCUMENT]}}
 
 
-def _read_documents(value: object) -> object:
-    """Return a text, or texts of which some are {"text": …}, as a list of texts."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        return value
-    return [
-        each["text"] if isinstance(each, dict) and isinstance(each.get("text"), str) else each
-        for each in value
-    ]
+class TextDocument(Part):
+    """A document that is an object."""
+
+    text: str
 
 
 _Texts = Annotated[list[str], Field(max_length=MAX_INPUTS), FAIL_FAST]
+_TextDocuments = Annotated[list[str | TextDocument], Field(max_length=MAX_INPUTS), FAIL_FAST]
 Text = Annotated[str, WithJsonSchema(_TEXT)]
 Texts = Annotated[_Texts, WithJsonSchema(_TEXTS)]
-OneOrMoreTexts = Annotated[
-    _Texts, BeforeValidator(_read_documents), WithJsonSchema({"anyOf": [_TEXT, _TEXTS]})
-]
-Documents = Annotated[
-    _Texts, BeforeValidator(_read_documents), WithJsonSchema({"anyOf": [_TEXT, _DOCUMENTS]})
-]
+OneOrMoreTexts = Annotated[str | _Texts, WithJsonSchema({"anyOf": [_TEXT, _TEXTS]})]
+Documents = Annotated[str | _TextDocuments, WithJsonSchema({"anyOf": [_TEXT, _DOCUMENTS]})]
+
+
+def _texts_of(value: str | Sequence[str | TextDocument]) -> list[str]:
+    """Return one text, or several, as a list of texts."""
+    if isinstance(value, str):
+        return [value]
+    return [each if isinstance(each, str) else each.text for each in value]
 
 
 class Empty(BadRequest):
@@ -102,7 +99,7 @@ class RerankRequest(ScoringRequest):
 
     def pair_texts(self) -> PairTexts:
         """Return the texts to score."""
-        return PairTexts([self.query], self.documents, "query", "documents")
+        return PairTexts([self.query], _texts_of(self.documents), "query", "documents")
 
 
 class TextsRequest(ScoringRequest):
@@ -137,7 +134,7 @@ class ScoreRequest(ScoringRequest):
 
     def pair_texts(self) -> PairTexts:
         """Return the texts to score."""
-        return PairTexts(self.text_1, self.text_2, "text_1", "text_2")
+        return PairTexts(_texts_of(self.text_1), _texts_of(self.text_2), "text_1", "text_2")
 
 
 def to_job(
@@ -154,7 +151,7 @@ def to_job(
     """
     queries, documents, queries_field, documents_field = request.pair_texts()
     for texts, field in ((queries, queries_field), (documents, documents_field)):
-        _refuse_empty(texts, field)
+        _refuse_empty(texts, field, is_list=not isinstance(getattr(request, field), str))
         bounds.check(texts, param=field, noun="A text")
     if len(queries) not in (1, len(documents)):
         raise BadRequest(
@@ -175,10 +172,10 @@ def to_job(
     )
 
 
-def _refuse_empty(texts: Sequence[str], field: str) -> None:
+def _refuse_empty(texts: Sequence[str], field: str, *, is_list: bool) -> None:
     if texts and all(texts):
         return
-    place = f"{field}[{list(texts).index('')}]" if texts and field != "query" else field
+    place = f"{field}[{list(texts).index('')}]" if texts and is_list else field
     raise Empty(f"Invalid '{place}': it should not be empty.", param=place, code="invalid_value")
 
 
@@ -239,10 +236,11 @@ def write_reranking(
 ) -> Reranking:
     """Return the answer with the `top_n` best documents."""
     results: list[RerankResult] = []
+    documents = request.pair_texts().documents
     for index in _best_first(answer)[: request.top_n or None]:
         result: RerankResult = {"index": index, "relevance_score": float(answer.scores[index])}
         if request.return_documents:
-            result["document"] = {"text": request.documents[index]}
+            result["document"] = {"text": documents[index]}
         results.append(result)
     return {
         "id": name,
@@ -320,15 +318,25 @@ def _usage(answer: Reranked) -> RerankUsage:
     return {"prompt_tokens": answer.prompt_tokens, "total_tokens": answer.prompt_tokens}
 
 
-# Inside a string a quotation mark has a backslash before it, and only a name has a colon after it.
-_TEXTS_NAME: Final = re.compile(rb'"texts"\s*:')
-_DOCUMENTS_NAME: Final = re.compile(rb'"documents"\s*:(?!\s*null\b)')  # a null counts as absent
+def may_be_texts(body: bytes | bytearray) -> bool:
+    """Return False for a body that is not in TEI's form, as a look at its bytes tells."""
+    return b'"texts"' in body
 
 
-def is_texts(body: bytes | bytearray) -> bool:
-    """Return True for a body in TEI's form: with `texts` and without `documents`."""
+def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
+    """Return True for a body in TEI's form: with `texts` and without `documents`. A null counts as
+    absent. A body that cannot be parsed has no form.
+    """
+    if not may_be_texts(body):
+        return False
+    try:
+        fields = parse(body, max_depth)
+    except ValueError:
+        return False
     return (
-        b'"texts"' in body and not _DOCUMENTS_NAME.search(body) and bool(_TEXTS_NAME.search(body))
+        isinstance(fields, dict)
+        and fields.get("texts") is not None
+        and fields.get("documents") is None
     )
 
 

@@ -91,6 +91,14 @@ async def test_what_is_not_used_is_named(client: httpx2.AsyncClient) -> None:
     assert answer.headers["x-gateway-ignored"] == expected
 
 
+async def test_what_a_document_has_beside_its_text_is_named(client: httpx2.AsyncClient) -> None:
+    documents = [{"text": "xx", "title": "t"}, "abc", {"text": "a", "id": 1, "url": None}]
+    answer = await post(client, **COMMON, documents=documents, return_documents=True)
+    assert answer.headers["x-gateway-ignored"] == "documents[0].title,documents[2].id"
+    texts = [each["document"] for each in answer.json()["results"]]
+    assert texts == [{"text": "abc"}, {"text": "a"}, {"text": "xx"}]
+
+
 async def test_documents_that_were_cut_are_counted(client: httpx2.AsyncClient) -> None:
     cut = await post(client, **COMMON, documents=["a" * 99, "a" * 96, "a"])
     assert cut.headers["x-gateway-truncated"] == "2"
