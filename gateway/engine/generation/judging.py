@@ -14,8 +14,8 @@ the answer ends there.
 import math
 from collections import abc
 from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Any
+from itertools import chain, islice, takewhile
+from typing import Any, overload
 
 import mlx.core as mx
 
@@ -58,21 +58,45 @@ def prepare_questions(
     labels = iter(encode_labels(texts, opening, chat))
     rows: list[SequenceParams] = []
     for question, rest in zip(job.questions, rests, strict=True):
-        prompt = [*head, *rest]
         ids = [next(labels) for _ in question.labels]
-        for path, step in _steps(question, ids, chat.eos_ids, vocab_size):
-            tokens = [*prompt, *path]
-            if len(tokens) >= max_context:
-                raise _too_long(max_context, len(tokens), is_question=len(rest) > len(head))
+        for label, depth, step in _steps(question, ids, chat.eos_ids, vocab_size):
+            prompt = StepPrompt(head, rest, label, depth)
+            if len(prompt) >= max_context:
+                raise _too_long(max_context, len(prompt), is_question=len(rest) > len(head))
+            if len(rows) == MAX_STEPS:
+                raise BadRequest(
+                    f"The labels of these questions have more than {MAX_STEPS} tokens to read.",
+                    part="questions",
+                )
             rows.append(
-                SequenceParams(prompt=tokens, max_tokens=1, sampling=job.sampling, step=step)
-            )
-        if len(rows) > MAX_STEPS:
-            raise BadRequest(
-                f"The labels of these questions have more than {MAX_STEPS} tokens to read.",
-                part="questions",
+                SequenceParams(prompt=prompt, max_tokens=1, sampling=job.sampling, step=step)
             )
     return rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPrompt(abc.Sequence[int]):
+    """The ids before a step: those of all questions, of the question, and the first `depth` of a
+    label. Steps share the lists: 4,096 copies of a long prompt would take 256 MB.
+    """
+
+    head: TokenIds
+    rest: TokenIds
+    label: TokenIds
+    depth: int
+
+    def __len__(self) -> int:
+        return len(self.head) + len(self.rest) + self.depth
+
+    def __iter__(self) -> abc.Iterator[int]:
+        return chain(self.head, self.rest, islice(self.label, self.depth))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return list(self)[index]
 
 
 def _too_long(limit: int, tokens: int, *, is_question: bool) -> ContextLengthExceeded:
@@ -123,8 +147,10 @@ def _steps(
     labels: abc.Sequence[TokenIds],
     eos_ids: abc.Collection[int],
     vocab_size: int,
-) -> abc.Iterator[tuple[TokenIds, LabelStep]]:
-    """Yield the steps into a question's labels, each with the tokens before it; the root first."""
+) -> abc.Iterator[tuple[TokenIds, int, LabelStep]]:
+    """Yield the steps into a question's labels, each with a label and how many of its tokens come
+    before the step; the root first.
+    """
     root = _Node()
     for label, ids in enumerate(labels):
         if not ids or not all(0 <= token < vocab_size for token in ids):
@@ -140,8 +166,8 @@ def _steps(
                 f"Two labels of question {question.number} have the same tokens in this model.",
                 part="questions",
             )
-    found: list[tuple[tuple[int, ...], _Node]] = [((), root)]
-    for path, node in found:
+    found = [(0, root)]
+    for depth, node in found:
         if not node.next:
             continue
         entries: list[tuple[TokenIds, abc.Sequence[int]]] = [
@@ -150,8 +176,8 @@ def _steps(
         if node.ends:
             ends = sorted(token for token in eos_ids if token < vocab_size)
             entries.append((ends, node.ends))
-        yield path, LabelStep(question.number, entries, is_first=not path)
-        found += [((*path, token), each) for token, each in node.next.items()]
+        yield labels[node.labels[0]], depth, LabelStep(question.number, entries, is_first=not depth)
+        found += [(depth + 1, each) for each in node.next.values()]
 
 
 def judge(rows: abc.Sequence[Sequence], logits: mx.array) -> list[SequenceDelta]:

@@ -12,7 +12,7 @@ import pytest
 
 from gateway import clock, metrics
 from gateway.errors import NoRoom, PromptTooLarge
-from gateway.jobs import Delta, GenerateJob, Grammar, KvCost, Sampling, SequenceParams
+from gateway.jobs import Delta, GenerateJob, Grammar, KvCost, Question, Sampling, SequenceParams
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.grammars import GrammarCache
@@ -158,6 +158,22 @@ async def test_rows_beyond_the_budget_wait_and_are_all_answered() -> None:
     assert [text(answer) for answer in answers] == [f"number {i}" for i in range(10)]
     assert max(engine.steps) == 3
     assert budget.free_bytes == budget.limit_bytes
+
+
+async def test_of_many_rows_only_the_longest_is_checked() -> None:
+    """A check is slow, and a question's labels may have thousands of steps."""
+    checked: list[int] = []
+
+    class Memory(RowMemory):
+        def check(self, model: str, row: SequenceParams) -> None:
+            checked.append(len(row.prompt))
+            super().check(model, row)
+
+    questions = [Question(i, "x" * (1 + i % 7), ["yes", "no"]) for i in range(50)]
+    job = replace(generate_job("in"), questions=questions, max_tokens=1)
+    async with batching(ScriptedChat(), Memory(Budget(0), RowCosts())) as batcher:
+        assert len(await said(batcher, job)) == 50
+    assert checked == [len("in") + 7]
 
 
 async def test_a_row_joins_when_another_holder_gives_bytes_back() -> None:
