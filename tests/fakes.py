@@ -125,7 +125,9 @@ class ScriptedReranker:
         instruction: str | None = None,
     ) -> list[Pair]:
         self.queries.append(query)
-        room = max(0, self.max_tokens - 2 - len(query))
+        room = self.max_tokens - 2 - len(query)
+        if room < 1:
+            raise ContextLengthExceeded(self.max_tokens, self.max_tokens - room + 1, noun="query")
         most = room if max_document_tokens is None else min(room, max_document_tokens)
         return [
             Pair(

@@ -80,7 +80,8 @@ class RerankEngine(Protocol):
     ) -> list[Pair]:
         """Tokenise the query with each document, which is cut to fit. Safe on any thread.
 
-        Only a model whose prompt has an instruction reads one.
+        Only a model whose prompt has an instruction reads one. Raises ContextLengthExceeded for a
+        query that leaves no room for a token of a document.
         """
 
     def score(self, rows: Sequence[Pair]) -> Vectors:

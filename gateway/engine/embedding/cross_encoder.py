@@ -95,21 +95,12 @@ class CrossEncoderEngine(EncoderEngine):
         *,
         device: Device,
         max_tokens: int,
-        activation: str,
     ) -> None:
         super().__init__(name, encoder, device=device, max_tokens=max_tokens)
         self.tokenizer = tokenizer
         self.labels = head.labels
         self._head = head
         self._template = template
-        self._activation = activation
-
-    @property
-    def activation(self) -> str:
-        """Return what the model's files say its logits go through: `sigmoid`, `identity` or the
-        name of another of torch's classes, in lower case. `score` does not apply it.
-        """
-        return self._activation
 
     def close(self) -> None:
         """Release every array."""
@@ -198,7 +189,6 @@ def load_cross_encoder_in_steps(
         template,
         device=device,
         max_tokens=read_max_tokens(inner, encoder.max_tokens, limits, max_context),
-        activation=_read_activation(checkpoint, config, head.labels),
     )
 
 
@@ -273,18 +263,3 @@ def _open_head(
     choice = arithmetic(device, kept, named, d, heads=1)
     norm = make_norm(weights, names.norm, choice, float(config.get("norm_eps", 1e-5)))
     return Head(pooling, dense, choice.activation, norm, out)
-
-
-def _read_activation(checkpoint: Checkpoint, config: Mapping[str, Any], labels: int) -> str:
-    """Return the activation that a model's files name, or the default for so many labels.
-
-    Source: sentence-transformers, cross_encoder/model.py: config_sentence_transformers.json is read
-    first, then config.json with the key of version 4 and with that of older ones; what is not
-    torch's is not trusted.
-    """
-    saved = checkpoint.read_object("config_sentence_transformers.json").get("activation_fn")
-    own = (config.get("sentence_transformers") or {}).get("activation_fn")
-    named = saved or own or config.get("sbert_ce_default_activation_function")
-    if isinstance(named, str) and named.startswith("torch."):
-        return named.rpartition(".")[2].lower()
-    return "sigmoid" if labels == 1 else "identity"

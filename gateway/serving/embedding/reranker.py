@@ -87,8 +87,6 @@ class RerankBatcher(RowBatcher[Pair]):
 
     def _check(self, pairs: Sequence[Pair], *, truncate: bool) -> None:
         limit = self._engine.max_tokens
-        if any(len(pair) > limit for pair in pairs):
-            raise ContextLengthExceeded(limit, max(map(len, pairs)), noun="query")
         cut = [pair for pair in pairs if pair.cut and len(pair) == limit]
         if cut and not truncate:
             tokens = max(len(pair) + pair.cut for pair in cut)

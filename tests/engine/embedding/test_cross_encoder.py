@@ -260,35 +260,6 @@ def test_half_precision_scores_are_close_and_finite() -> None:
         assert np.abs(scores - np.load(GOLDEN / name / "scores.npy")).max() <= 0.02
 
 
-@pytest.mark.parametrize(
-    ("file", "changes", "expected"),
-    [
-        ("config_sentence_transformers.json", {}, "sigmoid"),
-        ("config_sentence_transformers.json", {"activation_fn": "own.module.Scale"}, "sigmoid"),
-        ("config_sentence_transformers.json", {"activation_fn": "torch.nn.Softmax"}, "softmax"),
-        ("config.json", {"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, None),
-        ("config.json", {"sbert_ce_default_activation_function": "torch.nn.Identity"}, None),
-    ],
-)
-def test_the_activation_is_what_the_files_name(
-    tmp_path: Path, file: str, changes: dict[str, Any], expected: str | None
-) -> None:
-    """The sentence-transformers file first, then config.json; only torch's own are trusted."""
-    folder = tiny(tmp_path)
-    if file == "config.json":
-        (folder / "config_sentence_transformers.json").unlink()
-    rewrite(folder / file, **changes)
-    assert load(folder).activation == (expected or "identity")
-
-
-def test_the_activation_without_a_name_follows_the_labels(tmp_path: Path) -> None:
-    """One label is a probability, several are logits."""
-    for name, expected in (("bert-reranker", "sigmoid"), ("xlm-roberta-reranker", "identity")):
-        folder = tiny(tmp_path, name)
-        (folder / "config_sentence_transformers.json").unlink()
-        assert load(folder).activation == expected
-
-
 def test_a_plain_folder_of_transformers_is_read_alike(tmp_path: Path) -> None:
     """Most rerankers on the hub have no modules.json."""
     folder = tiny(tmp_path)
