@@ -151,6 +151,14 @@ async def test_a_query_that_leaves_no_room_is_refused() -> None:
     assert too_long.value.part == "prompt"
 
 
+async def test_a_query_too_long_only_with_its_prompt_is_not_blamed_on_the_documents() -> None:
+    async with embedding(ScriptedEmbedder(max_tokens=8)) as batcher:
+        assert batcher.engine.prompts == {"query": "?"}
+        with pytest.raises(ContextLengthExceeded) as too_long:
+            await batcher.rerank(rerank_job("x" * 8, "a", truncate=False))
+    assert (too_long.value.part, too_long.value.tokens) == ("prompt", 9)
+
+
 async def test_long_documents_are_tokenised_in_slices_off_the_loop() -> None:
     """Each call encodes the query once more, and holds its thread for a bounded time."""
     engine = ScriptedReranker()
