@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from gateway.registry import ChatSpec, EmbeddingSpec, load_catalog, read_models
+from gateway.registry import ChatSpec, EmbeddingSpec, RerankSpec, load_catalog, read_models
 from gateway.registry.specs import SPECS
 
 SHIPPED = Path(__file__).parents[2] / "models.yaml"
@@ -39,6 +39,17 @@ def test_shipped_hub_models_are_pinned_and_not_preloaded() -> None:
     for entry in hub:
         assert len(entry["source"].rpartition("@")[2]) == 40
         assert not entry.get("preload", False)
+
+
+def test_rerank_models_are_valid_once_their_hash_is_deleted(tmp_path: Path) -> None:
+    text = SHIPPED.read_text().replace("  # bge", "  bge").replace("  # qwen3-r", "  qwen3-r")
+    file = tmp_path / "models.yaml"
+    file.write_text(text)
+    here = f"path:{tmp_path}"
+    variables = {"GATEWAY_SMOLLM2_135M_SOURCE": here, "GATEWAY_ALL_MINILM_L6_V2_SOURCE": here}
+    specs = load_catalog(file, variables).specs
+    scoring = {spec.id: spec.scoring for spec in specs if isinstance(spec, RerankSpec)}
+    assert scoring == {"bge-reranker-v2-m3": "head", "qwen3-reranker-0.6b": "labels"}
 
 
 def test_every_shipped_knob_has_its_variable() -> None:
