@@ -25,6 +25,7 @@ from gateway.jobs import Pair, TokenIds, Vectors
 MAX_TOKENS: Final = 8192  # of a pair, unless models.yaml has another limit; as in Qwen3's card
 # A shared beginning is read in a pass of its own if that saves so many tokens.
 LEAST_SAVED: Final = 64
+KEPT_TOKENS: Final = 512  # a longer beginning is not kept for the next pass: some 50 MB of KV
 _KVCache: Any = KVCache  # untyped in mlx-lm
 _layers: Any = nn
 
@@ -80,6 +81,7 @@ class LabelScorer:
         self._max_tokens = max_tokens
         caches = make_prompt_cache(model)
         self._shares_prefixes = all(type(layer) is KVCache for layer in caches)
+        self._kept = _Beginning()
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -125,13 +127,12 @@ class LabelScorer:
         """Return the log-odds of relevance, (rows, 1) float32.
 
         Rows of one query share its part of the prompt, which is read once; other rows share what
-        all of them begin with.
+        all of them begin with. It is kept for the next call, as a request's rows may need several.
         """
         scores = np.empty((len(rows), 1), dtype=np.float32)
         for places, shared in _group(rows):
-            is_shared = self._shares_prefixes and shared * (len(places) - 1) >= LEAST_SAVED
             tokens = [rows[place].ids for place in places]
-            scores[places, 0] = self._read(tokens, shared if is_shared else 0)
+            scores[places, 0] = self._read(tokens, shared if self._shares_prefixes else 0)
         return scores
 
     def nbytes(self) -> int:
@@ -140,36 +141,61 @@ class LabelScorer:
 
     def close(self) -> None:
         """Release every array."""
-        del self._model, self._head
+        del self._model, self._head, self._kept
         clear_cache()
 
     def _read(self, rows: Sequence[TokenIds], shared: int) -> Vectors:
         """Return the scores, (rows,), of prompts that have the first `shared` tokens in common."""
-        cache = None
-        if shared:
+        common = tuple(rows[0][:shared])
+        beginning, new = _Beginning(), None
+        if common and common == self._kept.tokens:
+            beginning = self._kept
+        elif shared * (len(rows) - 1) >= LEAST_SAVED:
             read = make_prompt_cache(self._model)
-            self._model.model(mx.array([list(rows[0][:shared])]), cache=read)
-            mx.eval([layer.state for layer in read])
-            cache = [_SharedPrefix(layer) for layer in read]
+            self._model.model(mx.array([list(common)]), cache=read)
+            beginning = self._keep(common, read)
+        elif len(rows) == 1 and 0 < shared <= KEPT_TOKENS:
+            new = make_prompt_cache(self._model)
+        shared = len(beginning.tokens)
         lengths = [len(row) - shared for row in rows]
         # Padding is on the right: no token sees those after it.
         tokens = np.zeros((len(rows), max(lengths)), dtype=np.int32)
         for i, row in enumerate(rows):
             tokens[i, : lengths[i]] = row[shared:]
-        hidden = self._model.model(mx.array(tokens), cache=cache)
+        hidden = self._model.model(mx.array(tokens), cache=new or beginning.layers or None)
         last = hidden[mx.arange(len(rows)), mx.array(lengths) - 1]
-        return np.array(self._head(last), dtype=np.float32)
+        scores = np.array(self._head(last), dtype=np.float32)
+        if new is not None:
+            self._keep(common, new)
+        return scores
+
+    def _keep(self, tokens: tuple[int, ...], caches: Sequence[Any]) -> "_Beginning":
+        """Return the beginning of what caches hold, and keep it unless it is long."""
+        beginning = _Beginning(tokens, [_SharedPrefix(cache, len(tokens)) for cache in caches])
+        mx.eval([layer.state for layer in beginning.layers])
+        self._kept = beginning if len(tokens) <= KEPT_TOKENS else _Beginning()
+        return beginning
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """Tokens that prompts begin with, and their KV of each layer."""
+
+    tokens: tuple[int, ...] = ()
+    layers: "Sequence[_SharedPrefix]" = ()
 
 
 class _SharedPrefix(_KVCache):  # type: ignore[misc]
-    """The KV of one layer that all rows of a pass begin with. What the rows add is not kept: the KV
-    of a whole batch would be many times that of the prefix.
+    """The first tokens' KV of one layer, which all rows of a pass begin with. What the rows add is
+    not kept: the KV of a whole batch would be many times that of the prefix.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, tokens: int) -> None:
         super().__init__()
-        self.keys, self.values = layer.keys_and_values()
-        self.offset = layer.offset
+        self.keys, self.values = (
+            mx.contiguous(each[..., :tokens, :]) for each in layer.keys_and_values()
+        )
+        self.offset = tokens
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return _append(self.keys, keys), _append(self.values, values)

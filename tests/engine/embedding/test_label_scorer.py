@@ -12,6 +12,7 @@ import pytest
 
 from gateway.engine.device import Device
 from gateway.engine.embedding.label_scorer import (
+    KEPT_TOKENS,
     QWEN3,
     LabelHead,
     LabelRecipe,
@@ -95,8 +96,8 @@ def test_what_stands_in_a_query_is_not_filled_in(folder: Path) -> None:
     assert text == f"Say y or n. be {{query}}\nQ: {odd}\nD: {odd}\nAnswer:"
 
 
-def test_a_shared_beginning_is_read_once(folder: Path, monkeypatch: Any) -> None:
-    scorer = load(folder)
+def watch(scorer: LabelScorer, monkeypatch: Any) -> list[tuple[int, ...]]:
+    """Return the list to which each pass will add its rows and tokens."""
     read: list[tuple[int, ...]] = []
     inner = scorer._model.model
 
@@ -107,12 +108,48 @@ def test_a_shared_beginning_is_read_once(folder: Path, monkeypatch: Any) -> None
             read.append(tuple(tokens.shape))
             return inner(tokens, **more)
 
-    pairs = scorer.encode_pairs(QUERY, ["a", "b", "c"])
-    right = scorer.score(pairs)
     monkeypatch.setattr(scorer._model, "model", Watched())
-    assert scorer.score(pairs) == pytest.approx(right)
+    return read
+
+
+def test_a_shared_beginning_is_read_once(folder: Path, monkeypatch: Any) -> None:
+    scorer = load(folder)
+    pairs = scorer.encode_pairs(QUERY, ["a", "b", "c"])
+    right = [expected(scorer, pair) for pair in pairs]
+    read = watch(scorer, monkeypatch)
+    assert scorer.score(pairs)[:, 0] == pytest.approx(right, abs=1e-4)
     shared = pairs[0].second
-    assert read == [(1, shared), (3, max(map(len, pairs)) - shared)]
+    own = max(map(len, pairs)) - shared
+    assert read == [(1, shared), (3, own)]
+    assert scorer.score(pairs)[:, 0] == pytest.approx(right, abs=1e-4)
+    assert read[2:] == [(3, own)]
+
+
+def test_a_beginning_is_kept_from_pass_to_pass(folder: Path, monkeypatch: Any) -> None:
+    """Until another query's is read."""
+    scorer = load(folder)
+    pairs = [
+        *scorer.encode_pairs(QUERY, ["a", "bb", "ccc"]),
+        *scorer.encode_pairs("another", ["a", "bb"]),
+    ]
+    right = [expected(scorer, pair) for pair in pairs]
+    read = watch(scorer, monkeypatch)
+    scores = [scorer.score([pair]).item() for pair in pairs]
+    assert scores == pytest.approx(right, abs=1e-4)
+    whole = [0, 3]
+    assert read == [
+        (1, len(pair) - (0 if place in whole else pair.second)) for place, pair in enumerate(pairs)
+    ]
+
+
+def test_a_long_beginning_is_not_kept(folder: Path, monkeypatch: Any) -> None:
+    """Its KV would stay in memory."""
+    scorer = load(folder)
+    [pair] = scorer.encode_pairs("word " * KEPT_TOKENS, ["a"])
+    read = watch(scorer, monkeypatch)
+    for rows in ([pair], [pair, pair], [pair]):
+        scorer.score(rows)
+    assert read[0] == read[-1] == (1, len(pair))
 
 
 def test_documents_are_cut_and_queries_refused(folder: Path) -> None:
