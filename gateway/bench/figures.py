@@ -88,7 +88,8 @@ def measure(answers: Sequence[Answer], window: Window) -> Figures:
     """Compute the figures of the answers in a window.
 
     A request counts if it ended inside. Of a stream's tokens the share that arrived inside counts,
-    so that answers longer than the window count too. Errors count whenever they happened.
+    and of another answer's units the share of its time: answers may be longer than the window, or
+    end many at once. Errors count whenever they happened.
     """
     good = [answer for answer in answers if answer.error is None]
     ended = [answer for answer in good if answer.ended in window]
@@ -105,7 +106,8 @@ def measure(answers: Sequence[Answer], window: Window) -> Figures:
 
 def _units_inside(answer: Answer, window: Window) -> float:
     if not answer.arrivals:
-        return answer.units if answer.ended in window else 0
+        spent = min(answer.ended, window.end) - max(answer.started, window.start)
+        return answer.units * max(0.0, spent) / answer.seconds if answer.seconds else 0.0
     inside = sum(moment in window for moment in answer.arrivals)
     return answer.units * inside / len(answer.arrivals)
 

@@ -142,7 +142,7 @@ async def run_closed_loop(
 ) -> list[Figures]:
     """Run several loads at once and return the figures of each, after the warm-up.
 
-    At the end no client asks again. Answers under way are awaited and judged, but what arrives
+    At the end no client asks again. Answers under way are awaited and judged, but their share
     after the end is not counted.
     """
     start = now() + warmup_s

@@ -45,6 +45,13 @@ def test_requests_count_where_they_end() -> None:
     assert figures.errors == {}
 
 
+@pytest.mark.parametrize("start", [2.0, 2.5, 2.9])
+def test_units_count_by_the_share_of_their_time(start: float) -> None:
+    """Answers of many units that end together make the same rate wherever the window begins."""
+    answers = [Answer(float(n), n + 1.0, units=32) for n in range(8) for _ in range(4)]
+    assert measure(answers, Window(start, start + 2.7)).units_per_s == pytest.approx(128)
+
+
 def test_tokens_of_a_stream_count_where_they_arrive() -> None:
     """An answer longer than the window still shows its rate; its time is not known in it."""
     answer = Answer(0.0, 10.0, arrivals=[float(n) for n in range(10)], units=20)

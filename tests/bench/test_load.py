@@ -101,7 +101,8 @@ async def test_vectors_are_counted(tmp_path: Path) -> None:
         )
     assert figures.errors == {}
     assert figures.requests > 0
-    assert figures.units_per_s == pytest.approx(2 * figures.requests_per_s)
+    # those under way at either end of the window count by their share
+    assert figures.units_per_s == pytest.approx(2 * figures.requests_per_s, abs=2 * 3 * 2 / 0.4)
     assert figures.latency is not None
     assert figures.first is None
     assert sum(map(len, engines.embedder.batches)) == 2 * len(seen)
