@@ -70,6 +70,7 @@ RERANKER = {
     "num_attention_heads": 12,
     "max_position_embeddings": 512,
     "type_vocab_size": 2,
+    "id2label": {"0": "relevance"},  # else transformers expects two
 }
 
 
@@ -129,6 +130,15 @@ def _write_bert(
     folder.mkdir(parents=True)
     tokenizer = _word_pieces()
     tokenizer.save(str(folder / "tokenizer.json"))
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": "[PAD]",
+            "unk_token": "[UNK]",
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        },
+    )
     whole = {**config, "vocab_size": tokenizer.get_vocab_size()}
     _write(folder / "config.json", whole)
     mx.random.seed(0)

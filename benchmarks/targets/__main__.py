@@ -42,6 +42,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "smollm2": onboard.onboard,
     "long-request": embedding.long,
     "rerank": reranking.reranking,
+    "rerank-labels": reranking.labels,
     "structured": structured.together,
     "structured-stream": structured.stream,
     "beside": beside.beside,

@@ -229,11 +229,12 @@ async def test_a_burst_is_measured_beside_its_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_rankings_are_measured_at_both_sizes_and_at_once(tmp_path: Path) -> None:
+async def test_rankings_are_measured_at_both_sizes_by_stage_and_at_once(tmp_path: Path) -> None:
     """Every document of every answer ranked."""
-    both_sizes_and_at_once = await reranking.reranking(Scripted(tmp_path, 1, 0.1))
-    assert [verdict.work[:7] for verdict in both_sizes_and_at_once] == ["rerank,"] * 2 + ["10 conc"]
-    for verdict in both_sizes_and_at_once:
+    found = await reranking.reranking(Scripted(tmp_path, 1, 0.1))
+    assert [verdict.work[:7] for verdict in found] == ["rerank,"] * 3 + ["10 conc"]
+    assert re.fullmatch(r"\d+\.\d of \d+ ms", found[2].note)
+    for verdict in found:
         assert verdict.value is not None
         assert verdict.value > 0
         assert "errors" not in verdict.note
