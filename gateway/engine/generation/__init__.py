@@ -11,6 +11,7 @@ chat_template    messages → prompt, in the sandbox
 sampling         logits → tokens, each row by its own parameters
 sequence         one answer: its tokens, text, grammar and end
 scoring          logprobs of a prompt
+kv_cache         the KV of sequences of different lengths, side by side
 prefix_cache     KV that later prompts may begin with
 prefill          which prompts are read together, and in what chunks
 decode_batch     sequences between two decode steps

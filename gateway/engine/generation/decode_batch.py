@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, CacheList
+from mlx_lm.models.cache import CacheList
 
+from gateway.engine.generation.kv_cache import RaggedKVCache, compact, filter_layers
 from gateway.engine.generation.sampling import Scores
 from gateway.engine.generation.sequence import Sequence, TokenScores
 from gateway.jobs import FinishReason, SequenceDelta
@@ -51,7 +52,7 @@ class DecodeBatch:
         fault, which must show in a pass of its own; a token that turns out to be wrong can be taken
         back.
         """
-        if self.doubts and any(type(layer) is not BatchKVCache for layer in self.cache):
+        if self.doubts and any(type(layer) is not RaggedKVCache for layer in self.cache):
             return False
         return not any(row.is_at_last or row.was_suspect for row in self.rows)
 
@@ -68,18 +69,18 @@ class DecodeBatch:
         self.doubts += other.doubts
 
     def keep(self, indices: list[int]) -> None:
-        """Drop the other sequences, and the padding that only they needed.
+        """Drop the other sequences. Those kept are in the order of `compact` then.
 
         The smaller caches are launched at once: the larger ones are held until then, and the memory
         counted as free may already be given to new sequences.
         """
         if len(indices) == len(self.rows):
             return  # caches of a single row cannot be filtered
+        indices = compact(indices)
         self.rows = [self.rows[i] for i in indices]
         self.tokens = self.tokens[mx.array(indices)]
         self.finite = self.finite[mx.array(indices)]
-        for layer in self.cache:
-            layer.filter(indices)
+        filter_layers(self.cache, indices)
         _launch([layer.state for layer in self.cache])
 
     def take(self, index: int) -> "DecodeBatch":

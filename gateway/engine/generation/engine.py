@@ -1,7 +1,7 @@
 """The batch of one chat model: sequences join and leave between steps. All of it runs on the lane.
 
-The KV caches and the prompt pass are mlx-lm's batch classes. The decode step is ours, so that a
-prefill chunk and a decode step are separate calls (mlx-lm's `next()` does both in one).
+The prompt pass is mlx-lm's. The decode step is ours, so that a prefill chunk and a decode step are
+separate calls (mlx-lm's `next()` does both in one).
 """
 
 from collections import abc, deque
@@ -18,6 +18,7 @@ from gateway.engine.device import clear_cache
 from gateway.engine.generation.chat import ChatTokenizer
 from gateway.engine.generation.decode_batch import DecodeBatch, Doubt, cache_nbytes
 from gateway.engine.generation.judging import judge
+from gateway.engine.generation.kv_cache import compact
 from gateway.engine.generation.prefill import Prefill, PrefillBatch
 from gateway.engine.generation.prefix_cache import PrefixCache
 from gateway.engine.generation.prepare import prepare_sequences
@@ -295,7 +296,7 @@ class GenerationEngine:
             self._remember(running, [i for i, end in enumerate(ends) if end is not None])
             self._keep(on)
             if logits is not None and 0 < len(on) < len(outputs):
-                logits = logits[mx.array(on)]
+                logits = logits[mx.array(compact(on))]
             if on:
                 self._step(logits)
         except Exception as error:
@@ -477,9 +478,7 @@ class GenerationEngine:
                 self._prefixes.store(running.rows[i].context[:-1], running.cache, i)
 
     def _keep(self, indices: list[int]) -> None:
-        if self._running is None or len(indices) == len(self._running.rows):
-            return
-        if indices:
+        if self._running is not None and indices:
             self._running.keep(indices)
         else:
             self._running = None

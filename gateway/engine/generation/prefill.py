@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
+from gateway.engine.generation.kv_cache import make_batch_caches
 from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.generation.scoring import Scorer
 from gateway.engine.generation.sequence import Sequence
@@ -231,6 +232,7 @@ class Prefill:
         return rows
 
     def _form_batch(self, rows: list[Sequence], budget: int) -> PrefillBatch:
+        make_caches = make_prompt_cache if self.is_plain else make_batch_caches
         caches, prompts = [], []
         for row in rows:
             prompt = row.context[:-1]
@@ -238,7 +240,7 @@ class Prefill:
             is_whole = row.is_suspect or row.scores_prompt
             known, cache = (0, None) if is_whole else self._prefixes.take(prompt)
             row.cached_tokens = known
-            caches.append(cache or make_prompt_cache(self._model))
+            caches.append(cache or make_caches(self._model))
             prompts.append(prompt[known:])
         model = Scorer(self._model, rows) if rows[0].scores_prompt else self._model
         lm_batch = (

@@ -16,6 +16,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache
 
+from gateway.engine.generation.kv_cache import RaggedKVCache, copy_rows
+
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
 # than the one pass that a prompt needs anyway. At most this many are read again after a hit.
 BLOCK = 64
@@ -83,7 +85,7 @@ class PrefixCache:
         self._use(path)
         length = BLOCK * len(blocks)
         pages = zip(*(block.layers for block in blocks), strict=True)
-        plain = iter([_join(each, length) for each in pages])
+        plain = iter([_join(each) for each in pages])
         others = iter(states)
         return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
 
@@ -100,13 +102,8 @@ class PrefixCache:
             return  # this model leaves a layer's cache unused
         path = self._path(tokens)
         self._use(path)
-        starts = range(BLOCK * len(path), whole, BLOCK)
-        paddings = [layer.left_padding.tolist()[row] for layer in plain] if starts else []
-        for start in starts:
-            pages = [
-                _page(layer, row, padding + start)
-                for layer, padding in zip(plain, paddings, strict=True)
-            ]
+        for start in range(BLOCK * len(path), whole, BLOCK):
+            pages = [_page(layer, row, start) for layer in plain]
             if not self._put((self._after(path), *tokens[start : start + BLOCK]), pages, path):
                 break
         is_there = bool(path) and len(path) * BLOCK == whole
@@ -188,32 +185,23 @@ def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
 def _page(layer: Any, row: int, start: int) -> tuple[mx.array, mx.array]:
     """Copy one block of a row's KV out of a batch: two arrays of (1, heads, BLOCK, size)."""
     at = slice(row, row + 1), slice(None), slice(start, start + BLOCK)
-    return _copy(layer.keys[at]), _copy(layer.values[at])
+    return copy_rows(layer.keys[at]), copy_rows(layer.values[at])
 
 
 def _extract(layer: Any, row: int) -> Any:
     """Copy a row's cache of another kind out of a batch."""
     cache = layer.extract(row)  # of some kinds, views of the whole batch's buffers
     cache.state = tree_map(
-        lambda leaf: _copy(leaf) if isinstance(leaf, mx.array) else leaf, cache.state
+        lambda leaf: copy_rows(leaf) if isinstance(leaf, mx.array) else leaf, cache.state
     )
     return cache
 
 
-def _copy(array: mx.array) -> mx.array:
-    """Copy an array into a buffer of its own size: a view would hold all of what it is cut from.
-
-    mx.contiguous returns the view itself where that holds but 16 KB more.
-    """
-    return mx.concatenate([array[:0], array])
-
-
-def _join(pages: Sequence[tuple[mx.array, mx.array]], length: int) -> Any:
+def _join(pages: Sequence[tuple[mx.array, mx.array]]) -> RaggedKVCache:
     """Make one layer's cache from its blocks."""
-    cache: Any = KVCache  # untyped in mlx-lm
     keys = mx.concatenate([keys for keys, _ in pages], axis=2)
     values = mx.concatenate([values for _, values in pages], axis=2)
-    return cache.from_state((keys, values, length))
+    return RaggedKVCache.of(keys, values)
 
 
 def _arrays(layer: Any) -> list[mx.array]:

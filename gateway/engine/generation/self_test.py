@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.checkpoint import Listing
 from gateway.engine.device import BLAS, Device
+from gateway.engine.generation.kv_cache import make_batch_caches
 from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache
 from gateway.jobs import Verdict
 
@@ -164,7 +165,7 @@ class SelfTest:
         self, rows: list[_Row], caches: list[list[Any]] | None = None, known: int = 0
     ) -> Generator[None, None, _Batch]:
         """Read prompts, the first from where a prefix ends: together, or one in chunks."""
-        caches = caches or [make_prompt_cache(self._model) for _ in rows]
+        caches = caches or [make_batch_caches(self._model) for _ in rows]
         batch = PromptProcessingBatch(
             self._model, list(range(len(rows))), caches, prefill_step_size=1 << 30
         )
