@@ -14,6 +14,7 @@ from gateway.serving.lane import Turn
 
 MAX_PREEMPTIONS = 2  # of a row; then it keeps its memory, and younger rows are preempted
 QUANTUM = 64  # tokens that a constrained row decodes before another's turn
+ANSWERS_SHARE = 0.25  # of the places, which rows that only judge leave free: they may be thousands
 POLL_S = 0.25  # for a model that has been idle long enough to be evicted
 
 
@@ -232,6 +233,7 @@ class Scheduler:
         places = self.limits.max_batch_size - len(self._active())
         held_places = self.limits.max_batch_size - len(self._held)
         free_constrained = self._free_constrained()
+        reserved = int(self.limits.max_batch_size * ANSWERS_SHARE)
         now = asyncio.get_running_loop().time()
         if max(places, held_places) <= 0 or not self._waiting or self._turns().is_blocked:
             return joining
@@ -239,6 +241,8 @@ class Scheduler:
         def decide(sequence: Sequence) -> Decision:
             nonlocal places, held_places, free_constrained
             is_held = sequence.is_constrained and (free_constrained <= 0 or places <= 0)
+            if sequence.params.step is not None and places <= reserved:
+                return Decision.SKIP
             if (held_places if is_held else places) <= 0:
                 return Decision.SKIP
             sequence.is_held = is_held

@@ -50,6 +50,21 @@ async def test_questions_and_answers_share_the_engine() -> None:
     assert (len(judged), answer, len(other)) == (9, "hello", 2)
 
 
+async def test_questions_leave_places_for_answers() -> None:
+    """Those of one request may be thousands of rows, each of a long prompt."""
+    engine = ScriptedChat()
+    engine.gate.close()
+    async with batching(engine, rows=8) as batcher:
+        judging_many = asyncio.create_task(batcher.judge([judging(0, 50)]))
+        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        assert engine.rows == 6
+        answer = asyncio.create_task(text(batcher, generate_job("hello")))
+        engine.gate.open()
+        assert await answer == "hello"
+        assert not judging_many.done()
+        await judging_many
+
+
 async def test_a_full_queue_refuses_questions() -> None:
     engine = ScriptedChat()
     engine.gate.close()
