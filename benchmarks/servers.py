@@ -17,6 +17,8 @@ from typing import IO
 import aiohttp
 
 START_S, STOP_S = 120, 20
+POLL_S = 0.02
+READY = ("/ready", "/health")  # ours says at the first that its models are loaded; others have none
 CHECKOUT = Path(__file__).parents[1]
 # OpenBLAS for mlx-lm's server too: gateway.engine loads it before mlx is imported.
 _MLX_LM = "import sys, gateway.engine; from mlx_lm.server import main; sys.exit(main())"
@@ -27,12 +29,18 @@ class DidNotStart(Exception):
 
 
 @asynccontextmanager
-async def gateway(models: Path, **environment: str) -> AsyncIterator[str]:
-    """Serve a models.yaml with these variables and no other GATEWAY_ ones; give the address."""
+async def gateway(
+    models: Path, *, ready_at: str | None = None, **environment: str
+) -> AsyncIterator[str]:
+    """Serve a models.yaml with these variables and no other GATEWAY_ ones; give the address.
+
+    It is given once /ready or the path `ready_at` answers 200.
+    """
     command = ("-m", "gateway", "serve", "--models", str(models), "--port", "0")
     given = {"GATEWAY_LOG_FORMAT": "json", **environment}
     # from the models' own folder: whoever measures may have a .env where they stand
-    async with _running(command, _logged_url, given, models.parent) as url:
+    paths = READY if ready_at is None else (ready_at,)
+    async with _running(command, _logged_url, given, models.parent, paths) as url:
         yield url
 
 
@@ -62,6 +70,7 @@ async def _running(
     find: Callable[[str], str | None],
     environment: Mapping[str, str] = MappingProxyType({}),
     folder: Path | None = None,
+    paths: Sequence[str] = READY,
 ) -> AsyncIterator[str]:
     """Start Python with a command, wait until it answers, and stop it at the end.
 
@@ -78,7 +87,7 @@ async def _running(
             stderr=log,
         )
         try:
-            yield await _ready(process, log, find)
+            yield await _ready(process, log, find, paths)
         finally:
             await _stop(process)
 
@@ -95,19 +104,24 @@ async def _stop(process: Process) -> None:
         await process.wait()
 
 
-async def _ready(process: Process, log: IO[bytes], find: Callable[[str], str | None]) -> str:
+async def _ready(
+    process: Process,
+    log: IO[bytes],
+    find: Callable[[str], str | None],
+    paths: Sequence[str],
+) -> str:
     deadline = time.monotonic() + START_S
     async with aiohttp.ClientSession() as session:
         while process.returncode is None and time.monotonic() < deadline:
-            if (url := find(_written(log))) is not None and await _answers(session, url):
+            if (url := find(_written(log))) is not None and await _answers(session, url, paths):
                 return url
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(POLL_S)
     raise DidNotStart(_written(log)[-2000:])
 
 
-async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
-    """Tell whether it is ready: ours says so at /ready, others at least at /health."""
-    for path in ("/ready", "/health"):
+async def _answers(session: aiohttp.ClientSession, url: str, paths: Sequence[str]) -> bool:
+    """Tell whether the first of the paths that is there answers 200."""
+    for path in paths:
         try:
             async with session.get(url + path) as response:
                 if response.status != 404:

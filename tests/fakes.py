@@ -1,7 +1,7 @@
 """Scripted engines: no maths, but a seam to hold, fail and watch every call."""
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -423,6 +423,7 @@ class ScriptedEngines:
     chat: ScriptedChat = field(default_factory=ScriptedChat)
     reranker: ScriptedReranker = field(default_factory=ScriptedReranker)
     loads: list[str] = field(default_factory=list)
+    imported: set[str] = field(default_factory=set)
     failing: dict[str, Exception] = field(default_factory=dict)
     load_gate: Gate = field(default_factory=Gate)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -438,6 +439,9 @@ class ScriptedEngines:
 
     def tidy(self) -> None:
         self.tidied += 1
+
+    async def import_for(self, specs: Iterable[ModelSpec]) -> None:
+        self.imported |= {spec.id for spec in specs}
 
     async def files(self, spec: ModelSpec) -> Path:
         return Path()

@@ -12,5 +12,6 @@ measurement alternates with its reference, five times; the median counts.
     structured  grammar-bound answers together; one beside a free one
     beside      embeddings beside chat, and chat beside embeddings
     prefix      time to first token with a prefix that was read before
+    starting    from a process's start to its first answers
     recording   what counting and timing a request takes of it
 """

@@ -26,6 +26,7 @@ from benchmarks.targets import (
     recording,
     reranking,
     small,
+    starting,
     structured,
 )
 from benchmarks.targets.rig import Rig
@@ -38,6 +39,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "single": embedding.alone,
     "near-free": small.small,
     "burst": embedding.together,
+    "start": starting.start,
     "chat": chatting.chat,
     "smollm2": onboard.onboard,
     "long-request": embedding.long,

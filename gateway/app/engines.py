@@ -1,16 +1,18 @@
 """The real engines: loads a spec's model with MLX, after finding or downloading its files.
 
-It imports mlx, so code that needs no model must not import it.
+It imports mlx, so code that needs no model must not import it. What loads and runs a model is
+imported when there is one: mlx-lm takes a second, in which the gateway answers already.
 """
 
 import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
@@ -18,13 +20,6 @@ from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Size
 from gateway.engine import device, sandboxed
-from gateway.engine.checkpoint import (
-    Checkpoint,
-    Listing,
-    kv_bytes,
-    must_stay_packed,
-    weights_bytes,
-)
 from gateway.engine.device import (
     Device,
     active_bytes,
@@ -33,20 +28,16 @@ from gateway.engine.device import (
     memory_bytes,
     prepare_malloc,
 )
-from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_encoder_in_steps
-from gateway.engine.embedding.engine import load_embedding_in_steps
-from gateway.engine.embedding.label_scorer import label_recipe, load_label_scorer_in_steps
-from gateway.engine.embedding.pooling import read_recipe
-from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
-from gateway.engine.generation.self_test import self_test_digest
-from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
-from gateway.engine.grammar.shaping import Shape
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.sandbox import Sandbox
 from gateway.settings import Settings
+
+if TYPE_CHECKING:
+    from gateway.engine.checkpoint import Checkpoint, Listing
+    from gateway.engine.gguf.checkpoint import GgufCheckpoint
 
 log = logs.get("engines")
 
@@ -126,6 +117,11 @@ class MlxEngines:
         """End the sandboxes' processes; `begin` starts them again."""
         self._sandboxes.close()
 
+    async def import_for(self, specs: Iterable[ModelSpec]) -> None:
+        """Import what loads and runs these models."""
+        for name in sorted({_engine_module(spec) for spec in specs}):
+            await run_in_daemon_thread(import_module, name)
+
     async def files(self, spec: ModelSpec) -> Path:
         """Find or download a model's files; raises ModelUnavailable if the hub does not answer."""
         if (files := await run_in_daemon_thread(on_disk, spec, self._hub)) is not None:
@@ -150,6 +146,9 @@ class MlxEngines:
         return await run_in_daemon_thread(self._digest, spec, files)
 
     def _digest(self, spec: ChatSpec, files: Path) -> str:
+        from gateway.engine.generation.self_test import self_test_digest
+        from gateway.engine.gguf.checkpoint import open_checkpoint
+
         checkpoint, dtype = open_checkpoint(spec.id, files), _dtype(spec)
         is_packed = self._must_stay_packed(checkpoint, spec)
         return self_test_digest(checkpoint, self._device, dtype, is_packed=is_packed)
@@ -165,16 +164,26 @@ class MlxEngines:
         return await run_in_daemon_thread(self._size, spec, files)
 
     def _size(self, spec: ModelSpec, files: Path) -> Size:
+        import_module(_engine_module(spec))  # here, and not while the loop or the lane waits
+        from gateway.engine.checkpoint import Checkpoint, weights_bytes
+
         dtype = _dtype(spec)
         if isinstance(spec, EmbeddingSpec):
+            from gateway.engine.embedding.pooling import read_recipe
+
             folder = Checkpoint(spec.id, files)
             inner = read_recipe(folder, spec.pooling, spec.normalize).transformer
             return Size(weights_bytes(folder.inside(inner), self._device, dtype))
         if isinstance(spec, RerankSpec):
             transformer = Checkpoint(spec.id, files)
             if spec.scoring == "head":
+                from gateway.engine.embedding.cross_encoder import find_transformer
+
                 transformer = find_transformer(transformer)
             return Size(weights_bytes(transformer, self._device, dtype))
+        from gateway.engine.checkpoint import kv_bytes
+        from gateway.engine.gguf.checkpoint import open_checkpoint
+
         checkpoint = open_checkpoint(spec.id, files)
         is_packed = self._must_stay_packed(checkpoint, spec)
         return Size(
@@ -183,13 +192,17 @@ class MlxEngines:
             kv_bytes(checkpoint, self._device, dtype, 1),
         )
 
-    def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
+    def _first_kv_bytes(self, checkpoint: "Listing", spec: ChatSpec) -> int:
         """Return the bytes of KV cache that a chat model always has room for."""
+        from gateway.engine.checkpoint import kv_bytes
+
         tokens = min(self._kv_allowance_tokens, spec.max_context or self._kv_allowance_tokens)
         return kv_bytes(checkpoint, self._device, _dtype(spec), tokens)
 
-    def _must_stay_packed(self, checkpoint: Listing, spec: ChatSpec) -> bool:
+    def _must_stay_packed(self, checkpoint: "Listing", spec: ChatSpec) -> bool:
         """Return True if the memory budget has no room for the weights dequantized."""
+        from gateway.engine.checkpoint import must_stay_packed
+
         if self._budget_bytes is None:
             return False
         left = self._budget_bytes - self._first_kv_bytes(checkpoint, spec)
@@ -199,6 +212,8 @@ class MlxEngines:
         self, spec: EmbeddingSpec, files: Path
     ) -> Generator[EmbeddingEngine | None, None, None]:
         """Load an embedding model in steps; the last one yields the engine."""
+        from gateway.engine.embedding.engine import load_embedding_in_steps
+
         return load_embedding_in_steps(
             files,
             name=spec.id,
@@ -215,6 +230,11 @@ class MlxEngines:
     ) -> Generator[RerankEngine | None, None, None]:
         """Load a rerank model in steps; the last one yields the engine."""
         if spec.scoring == "labels":
+            from gateway.engine.embedding.label_scorer import (
+                label_recipe,
+                load_label_scorer_in_steps,
+            )
+
             return load_label_scorer_in_steps(
                 files,
                 name=spec.id,
@@ -223,6 +243,8 @@ class MlxEngines:
                 max_context=spec.max_context,
                 recipe=label_recipe(spec.labels, spec.template, spec.instruction),
             )
+        from gateway.engine.embedding.cross_encoder import load_cross_encoder_in_steps
+
         return load_cross_encoder_in_steps(
             files,
             name=spec.id,
@@ -235,6 +257,9 @@ class MlxEngines:
         self, spec: ChatSpec, files: Path
     ) -> Generator[GenerationEngine | None, None, None]:
         """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
+        from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
+        from gateway.engine.grammar.shaping import Shape
+
         own_bytes = spec.batching.prefix_cache_bytes
         read = partial(
             read_chat_setup,
@@ -264,8 +289,12 @@ class MlxEngines:
         )
 
 
-def log_costs(checkpoint: Checkpoint | GgufCheckpoint, device: Device, *, is_packed: bool) -> None:
+def log_costs(
+    checkpoint: "Checkpoint | GgufCheckpoint", device: Device, *, is_packed: bool
+) -> None:
     """Log what makes a chat model slower or larger than its files suggest."""
+    from gateway.engine.gguf.checkpoint import GgufCheckpoint
+
     if device is Device.CPU:
         if is_packed:
             log.warning("weights_stay_quantized", model=checkpoint.name, why="memory budget")
@@ -291,6 +320,16 @@ def mlx_engines(settings: Settings) -> MlxEngines:
         prefix_cache_bytes=settings.prefix_cache_bytes,
         budget_bytes=budget_bytes(settings, memory_bytes(device.choose_device(settings.device))),
     )
+
+
+def _engine_module(spec: ModelSpec) -> str:
+    """Name the module that loads a model, with what it needs."""
+    if isinstance(spec, EmbeddingSpec):
+        return "gateway.engine.embedding.engine"
+    if isinstance(spec, RerankSpec):
+        scorer = "label_scorer" if spec.scoring == "labels" else "cross_encoder"
+        return f"gateway.engine.embedding.{scorer}"
+    return "gateway.engine.generation.loading"
 
 
 def _sandbox(kind: str, timeout_s: float, quick_s: float = 1.0) -> Sandbox:

@@ -278,6 +278,7 @@ class Gateway:
             for spec in self._catalog.specs:
                 if spec.preload:
                     await self._load(spec)
+            await self._engines.import_for(self._catalog.specs)  # before the first request for one
             self.is_preloaded.set()
             log.info("ready", models=self._models.states())
             await self._has_reloaded.wait()

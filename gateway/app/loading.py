@@ -1,7 +1,7 @@
 """Loads a spec's model: its files, its engine, its batcher; they are freed in reverse order."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -104,6 +104,9 @@ class Engines(Protocol):
 
     def end(self) -> None:
         """Clean up the lane's thread; runs on it, last."""
+
+    async def import_for(self, specs: Iterable[ModelSpec]) -> None:
+        """Import what loads and runs these models, off the loop and the lane."""
 
     async def files(self, spec: ModelSpec) -> Path:
         """Find or download a model's files, off the lane."""

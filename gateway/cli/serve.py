@@ -46,7 +46,7 @@ def serve(
     log.info("starting", version=__version__, models=str(settings.models))
     for note in (*reading.notes, *strays(reading.variables)):
         log.warning("settings_note", note=note)
-    # From here on mlx is needed; its imports take seconds, and come before the port is open.
+    # From here on mlx is needed. What takes a second to import, mlx-lm, comes with the models.
     from gateway.app.engines import mlx_engines
     from gateway.app.gateway import Gateway
     from gateway.engine import device
@@ -54,10 +54,6 @@ def serve(
     if device.BLAS.hint is not None:
         log.warning("slow_blas", hint=device.BLAS.hint)
     engines = mlx_engines(settings)
-    # Imported modules stay: the garbage collector need not traverse their hundred thousand objects
-    # again and again in the middle of requests.
-    gc.collect()
-    gc.freeze()
     asyncio.run(run(Gateway(settings, reading.catalog, engines), settings))
 
 
@@ -102,20 +98,24 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
     scheme = "https" if settings.tls_cert else "http"
     try:
         with listen(settings.binds, scheme=scheme) as config.bind:
-            greeter = asyncio.create_task(_greet(gateway, settings, config.bind), name="greeting")
+            readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
             await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)  # type: ignore[arg-type]
-            greeter.cancel()
+            readying.cancel()
     except LifespanTimeoutError as error:  # a call is stuck, and only exit ends it
         log.critical("stuck", error=str(error))
         faulthandler.dump_traceback()
         os._exit(os.EX_SOFTWARE)  # as for any stall
 
 
-async def _greet(gateway: "Gateway", settings: Settings, opened: Sequence[str]) -> None:
-    """Print the greeting on a terminal once the preloaded models are ready."""
+async def _ready(gateway: "Gateway", settings: Settings, opened: Sequence[str]) -> None:
+    """Once the preloaded models are ready, freeze what is there, and greet on a terminal."""
+    where = find_places(opened)  # before the wait, in which Hypercorn may close them
+    await gateway.is_preloaded.wait()
+    # Imported modules stay: the garbage collector need not traverse their hundred thousand objects
+    # again and again in the middle of requests.
+    gc.collect()
+    gc.freeze()
     if logs.is_console(settings.log_format):
-        where = find_places(opened)  # before the wait, in which Hypercorn may close them
-        await gateway.is_preloaded.wait()
         print(f"\n{write_greeting(where, gateway.loaded(), settings)}", file=sys.stderr, flush=True)
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from gateway.engine.device import Device, pick_dtype
 from gateway.errors import ModelLoadFailed
@@ -355,6 +354,8 @@ def measure_kv(model: Any) -> KvCost:
 
 def _read(model: Any, tokens: int) -> list[Any]:
     """Return the caches as they would be after so many tokens."""
+    from mlx_lm.models.cache import make_prompt_cache  # a second, and encoders have no cache
+
     cache: list[Any] = make_prompt_cache(model)
     model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
     return cache
@@ -362,6 +363,8 @@ def _read(model: Any, tokens: int) -> list[Any]:
 
 def _plain(caches: Sequence[Any]) -> Iterator[Any]:
     """Yield the caches of the layers; a layer with several yields each."""
+    from mlx_lm.models.cache import CacheList
+
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from _plain(cache.caches)

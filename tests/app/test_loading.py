@@ -1,6 +1,8 @@
 """A model is loaded in turns of the lane, whatever its kind."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,3 +73,28 @@ async def test_a_load_that_takes_longer_than_requests_wait_is_not_ready_before_i
         engines.load_gate.open()
         await ready(client)
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("imports", "absent"),
+    [
+        ("gateway.app.gateway, gateway.app.engines", "mlx_lm transformers outlines llguidance"),
+        ("gateway.engine.embedding.engine", "mlx_lm transformers"),
+    ],
+)
+def test_what_only_some_models_need_is_not_imported_before_one_does(
+    imports: str, absent: str
+) -> None:
+    """mlx-lm takes a second: the gateway listens before, and encoders do without."""
+    code = f"import sys, {imports}; print([*sys.modules.keys() & set({absent.split()})])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+async def test_once_ready_what_runs_models_that_are_not_loaded_is_imported(tmp_path: Path) -> None:
+    """The first request for one does not wait for imports as well."""
+    engines = ScriptedEngines()
+    async with served(catalog(tmp_path, MODELS), engines) as client:
+        await ready(client)
+        assert engines.imported == set(MODELS)
+        assert not engines.loads

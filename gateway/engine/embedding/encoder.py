@@ -5,18 +5,17 @@ What the rows become is for the engines above: a vector each, or a score.
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from itertools import cycle, islice
-from typing import Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from gateway.engine.checkpoint import Checkpoint, join_names
-from gateway.engine.decoders import floating_dtype, is_known
 from gateway.engine.device import (
     Device,
     clear_cache,
@@ -25,9 +24,11 @@ from gateway.engine.device import (
     single_threaded_blas,
 )
 from gateway.engine.embedding.bert import Bert, Roberta
-from gateway.engine.embedding.decoder import Decoder
 from gateway.engine.embedding.modernbert import ModernBert
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
+
+if TYPE_CHECKING:
+    from gateway.engine.embedding.decoder import Decoder
 
 # Beyond some 500 tokens a larger pass gains nothing on a CPU, and its buffers leave the cache.
 SLICE_TOKENS: Final = 512
@@ -141,7 +142,8 @@ class EncoderEngine(ABC):
     @property
     def dtype(self) -> mx.Dtype:
         """Return the type of the model's floating weights."""
-        return floating_dtype(self._encoder)
+        dtypes = (array.dtype for array in self._encoder.parameters())
+        return next((each for each in dtypes if mx.issubdtype(each, mx.floating)), mx.float32)
 
     @property
     def vocab_size(self) -> int:
@@ -264,16 +266,23 @@ def open_encoder(
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise checkpoint.failed("config.json has no model_type")
-    opened = ENCODERS.get(kind, Decoder)
-    if opened is Decoder and not is_known(kind):
-        raise checkpoint.failed(
-            f"its architecture, `{kind}`, is not supported: encoders are {', '.join(ENCODERS)}, "
-            f"and decoders those of mlx-lm {version('mlx-lm')}, such as llama, mistral and qwen3"
-        )
+    opened: Callable[..., Encoder] = ENCODERS.get(kind) or _find_decoder(checkpoint, kind)
     try:
         return opened(checkpoint, config, device, dtype)
     except ValueError as error:
         raise checkpoint.failed(str(error)) from error
+
+
+def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
+    from gateway.engine.decoders import is_known  # with mlx-lm, which takes a second
+    from gateway.engine.embedding.decoder import Decoder
+
+    if not is_known(kind):
+        raise checkpoint.failed(
+            f"its architecture, `{kind}`, is not supported: encoders are {', '.join(ENCODERS)}, "
+            f"and decoders those of mlx-lm {version('mlx-lm')}, such as llama, mistral and qwen3"
+        )
+    return Decoder
 
 
 def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) -> dict[str, Any]:
