@@ -103,7 +103,7 @@ class MlxEngines:
         give_back()
 
     def begin(self) -> None:
-        """Set the device and memory limits, which MLX keeps per thread, and start the sandboxes."""
+        """Set the device and memory limits, which MLX keeps per thread, and open the sandboxes."""
         self._sandboxes.enter_context(self._grammars)
         self._sandboxes.enter_context(self._templates)
         device.configure(self._device, self._cache_limit_bytes, self._wired_limit_bytes)
@@ -114,13 +114,20 @@ class MlxEngines:
         device.leave()
 
     def close_sandboxes(self) -> None:
-        """End the sandboxes' processes; `begin` starts them again."""
+        """End the sandboxes' processes; after `begin` they may start again."""
         self._sandboxes.close()
 
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
         """Import what loads and runs these models."""
-        for name in sorted({_engine_module(spec) for spec in specs}):
-            await run_in_daemon_thread(import_module, name)
+        for spec in specs:
+            await run_in_daemon_thread(self._import_for, spec)
+
+    def _import_for(self, spec: ModelSpec) -> None:
+        """Import what loads and runs a model. A chat model's sandboxes start meanwhile."""
+        if isinstance(spec, ChatSpec):
+            self._grammars.warm()
+            self._templates.warm()
+        import_module(_engine_module(spec))
 
     async def files(self, spec: ModelSpec) -> Path:
         """Find or download a model's files; raises ModelUnavailable if the hub does not answer."""
@@ -164,7 +171,7 @@ class MlxEngines:
         return await run_in_daemon_thread(self._size, spec, files)
 
     def _size(self, spec: ModelSpec, files: Path) -> Size:
-        import_module(_engine_module(spec))  # here, and not while the loop or the lane waits
+        self._import_for(spec)  # here, and not while the loop or the lane waits
         from gateway.engine.checkpoint import Checkpoint, weights_bytes
 
         dtype = _dtype(spec)

@@ -38,7 +38,9 @@ GRACE_S: Final = 1.0
 
 
 class Sandbox:
-    """A context manager: its processes end with it. Call it from any worker thread.
+    """A context manager: its processes end with it, and none starts before `warm` or a call.
+
+    Call it from any worker thread.
 
     `command` is passed a socket's file descriptor; engine/sandboxed.py has the protocol. Calls run
     one after another, but one that takes longer than `quick_s` continues in its process while
@@ -168,10 +170,14 @@ class Sandbox:
         while len(self._idle) + len(self._busy) < READY and not self._is_closed:
             self._idle.insert(0, _Process(self._command))
 
+    def warm(self) -> None:
+        """Start processes before the first call."""
+        with self._lock:
+            self._replenish()
+
     def __enter__(self) -> "Sandbox":
         with self._lock:
             self._is_closed = False
-            self._replenish()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -173,6 +173,17 @@ def test_a_killed_gateway_leaves_nothing(busy: tuple[str, ...]) -> None:
             socket.create_connection(("127.0.0.1", port))
 
 
+def test_no_process_starts_before_it_is_warmed() -> None:
+    """A gateway without a chat model has none."""
+    with sandbox("grammar") as box:
+        assert not box._idle
+        box.warm()
+        box.warm()
+        assert len(box._idle) == 2
+    box.warm()
+    assert not box._idle
+
+
 def _lives(pid: int) -> bool:
     """Tell whether a process runs; one that nobody has reaped does not."""
     asked = ["ps", "-o", "stat=", "-p", str(pid)]
