@@ -32,30 +32,38 @@ PERSON = {
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, 1030])
-def test_masks_agree_with_numpy(vocab_size: int, dtype: mx.Dtype) -> None:
-    """Masked rows are -inf exactly where a bit is 0; the other rows are untouched."""
+@pytest.mark.parametrize(
+    "rows", [[2], [4, 1], [2, 0, 3], [1, 0, 2, 4, 3], [0, 1, 2, 3, 4]], ids=str
+)
+def test_masks_agree_with_numpy(rows: list[int], vocab_size: int, dtype: mx.Dtype) -> None:
+    """Masked rows are -inf exactly where a bit is 0; the other rows are untouched, and so are the
+    caller's logits.
+    """
     rng = np.random.default_rng(vocab_size)
-    values = rng.integers(-8, 8, (4, vocab_size)).astype(np.float32)
-    bitmask = rng.integers(0, 2**32, (2, words(vocab_size)), dtype=np.uint32)
-    masked = apply_masks(mx.array(values).astype(dtype), bitmask, [2, 0])
+    values = rng.integers(-8, 8, (5, vocab_size)).astype(np.float32)
+    bitmask = rng.integers(0, 2**32, (len(rows), words(vocab_size)), dtype=np.uint32)
+    logits = mx.array(values).astype(dtype)
+    masked = apply_masks(logits, bitmask, rows)
     assert masked.dtype == dtype
     expected = values.copy()
-    for mask, row in zip(bitmask, (2, 0), strict=True):
+    for mask, row in zip(bitmask, rows, strict=True):
         for token in range(vocab_size):
             if not int(mask[token // 32]) >> (token % 32) & 1:
                 expected[row, token] = -np.inf
     np.testing.assert_array_equal(np.array(masked.astype(mx.float32)), expected)
+    np.testing.assert_array_equal(np.array(logits.astype(mx.float32)), values)
 
 
-def test_ids_beyond_the_mask_are_forbidden() -> None:
+@pytest.mark.parametrize("batch", [2, 5])
+def test_ids_beyond_the_mask_are_forbidden(batch: int) -> None:
     """Logits may be padded past the tokenizer's vocabulary, and masks past the logits."""
     ones = np.full((1, 1), 0xFFFFFFFF, dtype=np.uint32)
-    masked = np.array(apply_masks(mx.zeros((2, 70)), ones, [1]))
-    assert np.isfinite(masked[0]).all()
+    masked = np.array(apply_masks(mx.zeros((batch, 70)), ones, [1]))
+    assert np.isfinite(np.delete(masked, 1, axis=0)).all()
     assert np.isfinite(masked[1, :32]).all()
     assert np.isneginf(masked[1, 32:]).all()
     wide = np.full((1, 5), 0xFFFFFFFF, dtype=np.uint32)
-    assert np.isfinite(np.array(apply_masks(mx.zeros((1, 7)), wide, [0]))).all()
+    assert np.isfinite(np.array(apply_masks(mx.zeros((batch, 7)), wide, [0]))).all()
 
 
 def test_no_grammar_rows_no_work() -> None:
