@@ -10,7 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gateway.engine.generation.sampling import WINDOWS, Sampler, adjust_logits, choose
+from gateway.engine.generation.sampling import (
+    WINDOWS,
+    Sampler,
+    adjust_logits,
+    choose,
+    is_finite,
+    score,
+)
 from gateway.jobs import Sampling
 
 DRAWS = 2000
@@ -243,6 +250,72 @@ def test_greedy_rows_take_the_likeliest_in_any_of_its_spellings() -> None:
     logits = mx.random.normal((3, 900), key=mx.random.key(3))
     rows = [sampler(900, **each) for each in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0})]
     assert chosen(rows, logits, [0, 0, 0]) == np.argmax(np.array(logits), axis=-1).tolist()
+
+
+SIZES = [1, 50, 1023, 1024, 1025, 2047, 2048, 5003]
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_size", SIZES)
+def test_of_equal_logits_greedy_rows_take_the_first(vocab_size: int, dtype: mx.Dtype) -> None:
+    """Wherever they are: at the ends of the vocabulary, and where all others are forbidden."""
+    rng = np.random.default_rng(vocab_size)
+    values = rng.integers(-3, 3, (64, vocab_size)).astype(np.float32)
+    for row in values[:32]:  # the rest tie hundreds of times
+        row[rng.integers(0, vocab_size, 2)] = 7
+    values[0], values[1], values[2] = 0, -np.inf, -np.inf
+    values[2, -1] = -5
+    values[3, [0, -1]], values[4, -1], values[5, 0] = 9, 9, 9
+    values[6, vocab_size // 1024 * 1024 - 1] = 9  # the last before a stretch that is not whole
+    values[7, -min(vocab_size, 1024) :] = 9
+    greedy = [sampler(vocab_size, temperature=0)] * len(values)
+    taken = chosen(greedy, mx.array(values).astype(dtype), [0] * len(values))
+    assert taken == np.argmax(values, axis=-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_size", SIZES)
+def test_what_is_no_number_is_seen_wherever_it_is(vocab_size: int, dtype: mx.Dtype) -> None:
+    """A NaN, inf, or nothing but -inf; some -inf is what a model may say."""
+    rng = np.random.default_rng(vocab_size)
+    places = {0, vocab_size - 1, vocab_size // 2, *rng.integers(0, vocab_size, 20).tolist()}
+    plain = rng.standard_normal(vocab_size).astype(np.float32)
+    for place in places:
+        rows = np.stack([plain] * 4 + [np.full_like(plain, -np.inf)] * 4)
+        rows[1:4, place] = [np.nan, np.inf, -np.inf]
+        rows[5:8, place] = [1, np.nan, np.inf]
+        expected = [True, False, False, vocab_size > 1, False, True, False, False]
+        assert is_finite(mx.array(rows).astype(dtype)).tolist() == expected
+
+
+def test_logits_that_are_adjusted_stay_as_they_are_for_the_caller() -> None:
+    """A token may have to be chosen again, and doubts keep what it was chosen from."""
+    for dtype in DTYPES:
+        logits = mx.arange(12).reshape(3, 4).astype(dtype)
+        rows = [sampler(4, logit_bias={1: 5.0}), sampler(4), sampler(4, presence_penalty=1.0)]
+        rows[2].count(3)
+        adjusted = adjust_logits(rows, logits)
+        assert adjusted.tolist() == [[0, 6, 2, 3], [4, 5, 6, 7], [8, 9, 10, 10]]
+        assert logits.tolist() == np.arange(12).reshape(3, 4).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [40, 5003])
+def test_logprobs_are_those_of_softmax(vocab_size: int) -> None:
+    """Of any size of logits, and where most tokens are forbidden."""
+    rng = np.random.default_rng(5)
+    values = rng.standard_normal((4, vocab_size)) * [[1], [10], [100], [3]]
+    values[1] += 1000
+    values[3, 3:] = -np.inf
+    logits = values.astype(np.float32).astype(np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    expected = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    tokens = mx.array([2, 2, 2, 2])
+    scores = score(mx.array(logits.astype(np.float32)), tokens, [3, 0, 1, 2], 2)
+    order = [3, 0, 1, 2]
+    assert np.allclose(np.array(scores.chosen), expected[order, 2], rtol=1e-5, atol=2e-4)
+    best = np.sort(expected[order], axis=-1)[:, :-3:-1]
+    assert np.allclose(np.array(scores.logprobs), best, rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("vocab_size", [60, 64, 65, 1024, 1025, 2048 * 64 + 1])
