@@ -438,11 +438,18 @@ _ZERO = KvCost()
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The size of one pass of a chat engine: rows, and their tokens without and with padding."""
+    """The size of one pass of a chat engine: rows, and their tokens without and with padding.
+
+    Of a decode step these are the tokens it gave: `forced` ones among them, that a grammar left no
+    choice of, and `accepted` ones of drafts, of which `drafted` tokens were read.
+    """
 
     rows: int = 0
     tokens: int = 0
     padded_tokens: int = 0
+    forced: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

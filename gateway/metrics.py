@@ -70,6 +70,11 @@ EMBEDDING_CACHE = Counter(
 CACHED_TOKENS = Counter(
     "gateway_cached_prompt_tokens", "Prompt tokens whose KV was at hand.", ["model"]
 )
+READ_AHEAD = Counter(
+    "gateway_tokens_read_ahead",
+    "Tokens forced by a grammar, and tokens of drafts, read and accepted: passes that were saved.",
+    ["model", "kind"],
+)
 PREEMPTIONS = Counter(
     "gateway_preemptions", "Answers that gave their memory back, to be read again.", ["model"]
 )

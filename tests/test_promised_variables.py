@@ -65,6 +65,7 @@ SETTINGS: dict[str, str | tuple[str, str]] = {
     "GATEWAY_GENERATION_MAX_BATCH_SIZE": "33",
     "GATEWAY_PREFILL_CHUNK_TOKENS": "513",
     "GATEWAY_PREFIX_CACHE_BYTES": "0",
+    "GATEWAY_SPECULATE_ROWS": "2",
     "GATEWAY_STRUCTURED_BACKEND": "outlines_core",
     "GATEWAY_STRUCTURED_ROWS": "2",
     "GATEWAY_STRUCTURED_COMPILE_TIMEOUT_S": "11",
@@ -150,6 +151,7 @@ CHAT: dict[str, tuple[str, str, Any]] = {
     "BATCHING_MAX_BATCH_SIZE": ("9", "batching.max_batch_size", 9),
     "BATCHING_PREFILL_CHUNK_TOKENS": ("99", "batching.prefill_chunk_tokens", 99),
     "BATCHING_PREFIX_CACHE_BYTES": ("0", "batching.prefix_cache_bytes", 0),
+    "BATCHING_SPECULATE_ROWS": ("2", "batching.speculate_rows", 2),
     "BATCHING_MODE": ("off", "batching.mode", "off"),
 }
 FROM_THE_HUB: dict[str, tuple[str, str, Any]] = {

@@ -61,6 +61,7 @@ class MlxEngines:
         kv_allowance_tokens: int = 4096,
         compile_timeout_s: float = 10.0,
         prefix_cache_bytes: int = 0,
+        speculate_rows: int = 0,
         budget_bytes: int | None = None,
     ) -> None:
         self._budget_bytes = budget_bytes
@@ -69,6 +70,7 @@ class MlxEngines:
         self._sandboxes = contextlib.ExitStack()
         threading.stack_size(STACK_BYTES)
         self._prefix_cache_bytes = prefix_cache_bytes
+        self._speculate_rows = speculate_rows
         self._device = device.choose_device(requested)
         if self._device is Device.CPU:
             prepare_malloc()
@@ -267,7 +269,7 @@ class MlxEngines:
         from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
         from gateway.engine.grammar.shaping import Shape
 
-        own_bytes = spec.batching.prefix_cache_bytes
+        own_bytes, own_rows = spec.batching.prefix_cache_bytes, spec.batching.speculate_rows
         read = partial(
             read_chat_setup,
             files,
@@ -293,6 +295,7 @@ class MlxEngines:
             dtype=_dtype(spec),
             is_packed=is_packed,
             prefix_cache_bytes=self._prefix_cache_bytes if own_bytes is None else own_bytes,
+            speculate_rows=self._speculate_rows if own_rows is None else own_rows,
         )
 
 
@@ -325,6 +328,7 @@ def mlx_engines(settings: Settings) -> MlxEngines:
         kv_allowance_tokens=settings.kv_allowance_tokens,
         compile_timeout_s=settings.structured_compile_timeout_s,
         prefix_cache_bytes=settings.prefix_cache_bytes,
+        speculate_rows=settings.speculate_rows,
         budget_bytes=budget_bytes(settings, memory_bytes(device.choose_device(settings.device))),
     )
 

@@ -113,6 +113,7 @@ class ChatBatching(Section):
     max_batch_size: int | None = override("generation_max_batch_size")
     prefill_chunk_tokens: int | None = override("prefill_chunk_tokens")
     prefix_cache_bytes: int | None = override("prefix_cache_bytes")
+    speculate_rows: int | None = override("speculate_rows")
     mode: Annotated[BatchingMode, BeforeValidator(_mode, json_schema_input_type=Modes)] = Field(
         default="auto",
         description="Whether answers are decoded together: as a self-test allows, always, or one "

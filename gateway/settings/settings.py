@@ -264,6 +264,13 @@ class Settings(BaseSettings):
         ge=0,
         description="KV kept of prompts that others may begin with, per chat model; 0 is none.",
     )
+    speculate_rows: int = Field(
+        default=4,
+        ge=0,
+        le=8,
+        description="Answers that decode together up to which tokens are read ahead: those a "
+        "grammar leaves no choice of, and drafts by prompt lookup; 0 is never.",
+    )
     structured_backend: Annotated[
         Literal["llguidance", "outlines_core"], BeforeValidator(lower)
     ] = Field(

@@ -102,12 +102,13 @@ async def test_what_a_load_depends_on_is_loaded_anew(tmp_path: Path) -> None:
             ("chat_template", "{{ messages }}"),
             ("structured", {"max_array_items": 3}),
             ("batching", {"prefix_cache_bytes": 0}),
+            ("batching", {"speculate_rows": 0}),
         ):
             assert (await client.post("/v1/chat/completions", json=asked("hi"))).status_code == 200
             changes = await reloaded(client, tmp_path, chat={**CHAT, key: value})
             assert changes["changed"] == ["chat"], key
         assert (await client.post("/v1/chat/completions", json=asked("hi"))).status_code == 200
-    assert engines.loads == ["chat"] * 5
+    assert engines.loads == ["chat"] * 6
 
 
 async def test_a_rerank_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ reasoning        where thinking begins and ends
 parsing          text → parts, as it comes
 chat_template    messages → prompt, in the sandbox
 sampling         logits → tokens, each row by its own parameters
+speculation      tokens that are read ahead: drafts, and how many
 sequence         one answer: its tokens, text, grammar and end
 scoring          logprobs of a prompt
 kv_cache         the KV of sequences of different lengths, side by side
 prefix_cache     KV that later prompts may begin with
 prefill          which prompts are read together, and in what chunks
 decode_batch     sequences between two decode steps
+token_choice     logits of a pass → the batch's next tokens
 chat             a model's template, formats and vocabulary together
 judging          questions → steps into their labels; the logprobs of those
 prepare          a job → the sequences it asks for, measured

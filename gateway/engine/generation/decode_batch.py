@@ -3,15 +3,16 @@
 import copy
 from collections import abc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
-from gateway.engine.generation.kv_cache import RaggedKVCache, compact, filter_layers
+from gateway.engine.generation.kv_cache import RaggedKVCache, compact, filter_layers, rewind_layers
 from gateway.engine.generation.sampling import Scores
 from gateway.engine.generation.sequence import Sequence, TokenScores
+from gateway.engine.generation.speculation import count_accepted
 from gateway.jobs import FinishReason, SequenceDelta
 
 _launch: Any = mx.async_eval  # untyped in mlx's stubs
@@ -29,13 +30,43 @@ class Doubt:
     is_sure: mx.array
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a pass reads of each sequence: what its KV lacks, then a draft, then padding.
+
+    `places` are those of the tokens, in all rows put end to end, after which a token is chosen.
+    """
+
+    inputs: list[list[int]]
+    drafts: list[abc.Sequence[int]]
+    padding: list[int]
+    places: list[int]
+
+
+def plan_reading(rows: abc.Sequence[Sequence], lengths: abc.Sequence[int], most: int) -> Reading:
+    """Plan the pass that follows KV of these lengths and reads up to `most` tokens ahead a row."""
+    feeds = [row.context[there:] for row, there in zip(rows, lengths, strict=True)]
+    drafts = [row.draft(most + 1 - len(feed)) for row, feed in zip(rows, feeds, strict=True)]
+    inputs = [[*feed, *draft] for feed, draft in zip(feeds, drafts, strict=True)]
+    width = max(map(len, inputs))
+    padding = [width - len(tokens) for tokens in inputs]
+    places = [
+        i * width + at
+        for i, (feed, tokens) in enumerate(zip(feeds, inputs, strict=True))
+        for at in range(len(feed) - 1, len(tokens))
+    ]
+    padded = [tokens + [0] * more for tokens, more in zip(inputs, padding, strict=True)]
+    return Reading(padded, drafts, padding, places)
+
+
 @dataclass(slots=True)
 class DecodeBatch:
-    """Sequences between two steps: their KV, and their next tokens, (rows,), perhaps not evaluated
-    yet.
+    """Sequences between two steps: their KV, and their next tokens, (tokens,), perhaps not
+    evaluated yet. There is one a sequence, and one more for each token of its draft, which the KV
+    has already.
 
-    `finite`, (rows,) bool, says whether a token's logits were numbers; `scores` are the logprobs of
-    the sequences that want them.
+    `finite`, (tokens,) bool, says whether a token's logits were numbers; `scores` are the logprobs
+    of the sequences that want them.
     """
 
     rows: list[Sequence]
@@ -44,6 +75,7 @@ class DecodeBatch:
     finite: mx.array
     scores: list[tuple[Scores, list[Sequence | None]]]
     doubts: list[Doubt]
+    drafts: list[abc.Sequence[int]]
 
     @property
     def may_go_on(self) -> bool:
@@ -61,12 +93,18 @@ class DecodeBatch:
         for layer in self.cache:
             layer.trim(1)
 
-    def replace(self, other: "DecodeBatch") -> None:
-        """Put newly chosen tokens in the place of these sequences' tokens."""
-        places = [self.rows.index(row) for row in other.rows]
-        self.tokens[mx.array(places)] = other.tokens
-        self.scores += other.scores  # the later ones count
-        self.doubts += other.doubts
+    def replace(
+        self,
+        rows: abc.Sequence[Sequence],
+        tokens: mx.array,
+        scores: list[tuple[Scores, list[Sequence | None]]],
+        doubts: list[Doubt],
+    ) -> None:
+        """Put newly chosen tokens in the place of these sequences' next tokens."""
+        places = [self._places(self.rows.index(row))[0] for row in rows]
+        self.tokens[mx.array(places)] = tokens
+        self.scores += scores  # the later ones count
+        self.doubts += doubts
 
     def keep(self, indices: list[int]) -> None:
         """Drop the other sequences. Those kept are in the order of `compact` then.
@@ -77,9 +115,10 @@ class DecodeBatch:
         if len(indices) == len(self.rows):
             return  # caches of a single row cannot be filtered
         indices = compact(indices)
+        places = mx.array([place for i in indices for place in self._places(i)])
+        self.tokens, self.finite = self.tokens[places], self.finite[places]
         self.rows = [self.rows[i] for i in indices]
-        self.tokens = self.tokens[mx.array(indices)]
-        self.finite = self.finite[mx.array(indices)]
+        self.drafts = [self.drafts[i] for i in indices]
         filter_layers(self.cache, indices)
         _launch([layer.state for layer in self.cache])
 
@@ -98,7 +137,7 @@ class DecodeBatch:
             for place in [slice(i, i + 1) for i, other in enumerate(each.rows) if other is row]
         ]
         cache = [copy_layer(layer) for layer in self.cache]
-        taken = DecodeBatch(self.rows, cache, self.tokens, self.finite, scores, doubts)
+        taken = DecodeBatch(self.rows, cache, self.tokens, self.finite, scores, doubts, self.drafts)
         taken.keep([index])
         return taken
 
@@ -109,11 +148,14 @@ class DecodeBatch:
         self.finite = mx.concatenate([self.finite, other.finite])
         self.scores += other.scores
         self.doubts += other.doubts
+        self.drafts = [*self.drafts, *other.drafts]
         for mine, theirs in zip(self.cache, other.cache, strict=True):
             mine.extend(theirs)
 
     def read(self) -> "list[SequenceOutput]":
-        """Wait for the tokens under way; return one output per sequence."""
+        """Wait for the tokens under way; return one output per sequence. Tokens of drafts that were
+        not chosen leave the KV.
+        """
         mx.eval(self.tokens, self.finite)
         # mlx's stubs do not type what `tolist` returns.
         tokens: Any = self.tokens.tolist()
@@ -121,23 +163,65 @@ class DecodeBatch:
         scores = {
             id(row): score for some, rows in self.scores for row, score in _to_host(some, rows)
         }
-        return [
-            SequenceOutput(row, token, ok, scores.get(id(row)))
-            for row, token, ok in zip(self.rows, tokens, finite, strict=True)
-        ]
+        outputs = []
+        for i, (row, draft) in enumerate(zip(self.rows, self.drafts, strict=True)):
+            at = self._places(i)
+            end = at.start + 1 + count_accepted(draft, tokens[at.start : at.stop])
+            is_finite = all(finite[at.start : end])
+            outputs.append(
+                SequenceOutput(row, tokens[at.start : end], is_finite, scores.get(id(row)))
+            )
+        if any(self.drafts):
+            kept = [len(output.tokens) - 1 for output in outputs]
+            rewind_layers(
+                self.cache, [len(draft) - n for draft, n in zip(self.drafts, kept, strict=True)]
+            )
+            self.drafts = [()] * len(self.rows)
+            self.tokens = mx.array([output.tokens[-1] for output in outputs])
+            self.finite = mx.array([output.is_finite for output in outputs])
+        return outputs
+
+    def _places(self, index: int) -> range:
+        """Return where the tokens of one sequence are."""
+        start = sum(1 + len(draft) for draft in self.drafts[:index])
+        return range(start, start + 1 + len(self.drafts[index]))
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """The next token of a sequence, on the host; `is_finite` if its logits were numbers."""
+    """The next tokens of a sequence, on the host: one, and those of its draft that were chosen.
+    `is_finite` if their logits were numbers.
+    """
 
     row: Sequence
-    token: int
+    tokens: abc.Sequence[int]
     is_finite: bool
     scores: TokenScores | None
 
+    def append(self, most: int) -> tuple[list[SequenceDelta], bool]:
+        """Append these tokens to the sequence, then up to `most` that its grammar leaves no choice
+        of. Return the deltas, and whether the sequence goes on.
+        """
+        row = self.row
+        if not self.is_finite:
+            return self.to_deltas(None), False
+        deltas: list[SequenceDelta] = []
+        for token in self.tokens:
+            end = row.append(token)
+            deltas += self.to_deltas(end)
+            if end is not None or row.is_over:
+                return deltas, False
+        for token in row.forced(most):
+            end = row.append(token)
+            deltas += replace(self, scores=row.certainty(token)).to_deltas(end)
+            if end is not None or row.is_over:
+                return deltas, False
+        return deltas, True
+
     def to_deltas(self, end: FinishReason | None) -> list[SequenceDelta]:
-        """Return the deltas of this token. An error in its text ends this sequence alone."""
+        """Return the deltas of the token appended last. An error in its text ends this sequence
+        alone.
+        """
         if not self.is_finite:
             return [SequenceDelta(self.row.id, error="its output is not a number")]
         try:

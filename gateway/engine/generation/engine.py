@@ -16,27 +16,19 @@ from gateway.engine.checkpoint import measure_kv
 from gateway.engine.decoders import floating_dtype, parameters
 from gateway.engine.device import clear_cache
 from gateway.engine.generation.chat import ChatTokenizer
-from gateway.engine.generation.decode_batch import DecodeBatch, Doubt, cache_nbytes
+from gateway.engine.generation.decode_batch import DecodeBatch, cache_nbytes, plan_reading
 from gateway.engine.generation.judging import judge
-from gateway.engine.generation.kv_cache import compact
+from gateway.engine.generation.kv_cache import RaggedKVCache, compact, rewind_layers
 from gateway.engine.generation.prefill import Prefill, PrefillBatch
 from gateway.engine.generation.prefix_cache import PrefixCache
 from gateway.engine.generation.prepare import prepare_sequences
-from gateway.engine.generation.reasoning import keep_open
-from gateway.engine.generation.sampling import (
-    Sampler,
-    Scores,
-    adjust_logits,
-    bar_tokens,
-    choose,
-    is_finite,
-    score,
-)
+from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.scoring import max_scored_tokens
 from gateway.engine.generation.self_test import ALONE, Faults, SelfTest, can_batch, count_tokens
 from gateway.engine.generation.sequence import Sequence
+from gateway.engine.generation.speculation import count_ahead
+from gateway.engine.generation.token_choice import choose_tokens, redraw_unsure
 from gateway.engine.grammar.compiling import CompiledGrammar
-from gateway.engine.grammar.matching import BoundRow
 from gateway.engine.grammar.structured import Structured
 from gateway.jobs import GenerateJob, Grammar, Pass, SequenceDelta, SequenceParams, Verdict
 
@@ -61,6 +53,7 @@ class GenerationEngine:
         max_context: int,
         vocab_size: int,
         prefix_cache_bytes: int = 0,
+        speculate_rows: int = 0,
         sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
         self._name = name
@@ -70,6 +63,7 @@ class GenerationEngine:
         self._vocab_size = vocab_size
         self._max_context = max_context
         self._sampling_defaults = sampling_defaults or {}
+        self._speculate_rows = speculate_rows
         self._prefixes = PrefixCache(make_prompt_cache(self._model), prefix_cache_bytes)
         self._prefill = Prefill(self._model, self._prefixes, max_scored_tokens(vocab_size))
         self._running: DecodeBatch | None = None
@@ -277,18 +271,20 @@ class GenerationEngine:
             self._running = self._queued.popleft()
         if (running := self._running) is None:
             return []
+        if any(running.drafts) or self._looks_ahead(running):
+            return self._decode_ahead(running)
         try:
             logits = None
             if running.may_go_on:
-                logits = self._launch_pass(running.tokens, running.cache)
-            if self._redraw_unsure(running) and logits is not None:
+                logits = self._launch_pass(running.tokens[:, None], running.cache)[:, -1]
+            if redraw_unsure(running) and logits is not None:
                 running.take_back()
                 logits = None
             outputs = running.read()
         except Exception as error:
             self._running = None
             return self._blame(running.rows, error)
-        ends = [each.row.append(each.token) if each.is_finite else None for each in outputs]
+        ends = [each.row.append(each.tokens[0]) if each.is_finite else None for each in outputs]
         on = [i for i, each in enumerate(outputs) if each.is_finite and ends[i] is None]
         self.last_pass = Pass(len(outputs), len(outputs), len(outputs))
         fault = None
@@ -309,6 +305,64 @@ class GenerationEngine:
         if self._running is not None:
             self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
         return deltas
+
+    def _looks_ahead(self, running: DecodeBatch) -> bool:
+        """Return True if the next pass may read tokens ahead of their choice."""
+        if not 0 < len(running.rows) <= self._speculate_rows:
+            return False
+        if any(type(layer) is not RaggedKVCache for layer in running.cache):
+            return False
+        return not any(row.was_suspect for row in running.rows) and any(
+            row.matcher is not None or row.draft(1) for row in running.rows
+        )
+
+    def _decode_ahead(self, running: DecodeBatch) -> list[SequenceDelta]:
+        """Take the tokens of the step under way, then launch the pass that reads them with those
+        that come after. Which these are depends on them, so nothing can be launched before.
+        """
+        most = count_ahead(len(running.rows)) if self._looks_ahead(running) else 0
+        drafts = running.drafts
+        try:
+            redraw_unsure(running)
+            outputs = running.read()
+        except Exception as error:
+            self._running = None
+            return self._blame(running.rows, error)
+        taken = [each.append(most) for each in outputs]
+        deltas = [delta for some, _ in taken for delta in some]
+        given = [sum(delta.tokens for delta in some) for some, _ in taken]
+        accepted = sum(len(each.tokens) - 1 for each in outputs)
+        self.last_pass = Pass(
+            rows=len(outputs),
+            tokens=sum(given),
+            padded_tokens=len(outputs) * max(given),
+            forced=max(0, sum(given) - accepted - len(outputs)),
+            drafted=sum(map(len, drafts)),
+            accepted=accepted,
+        )
+        on = [i for i, (_, is_on) in enumerate(taken) if is_on]
+        rows = [outputs[i].row for i in on]
+        for i in on:
+            if drafts[i]:
+                outputs[i].row.note_draft(len(outputs[i].tokens) - 1)
+        try:
+            self._remember(running, [i for i in range(len(outputs)) if i not in on])
+            self._keep(on)
+            if self._running is not None:
+                self._running = self._read_ahead(self._running, most)
+        except Exception as error:
+            self._running = None
+            return deltas + self._blame(rows, error)
+        return deltas
+
+    def _read_ahead(self, running: DecodeBatch, most: int) -> DecodeBatch:
+        """Launch the pass that reads up to `most` tokens ahead; return the choice that follows."""
+        lengths = running.cache[0].lengths.counts
+        reading = plan_reading(running.rows, lengths, most)
+        logits = self._launch_pass(mx.array(reading.inputs), running.cache)
+        rewind_layers(running.cache, reading.padding)
+        some = logits.reshape(-1, logits.shape[-1])[mx.array(reading.places)]
+        return choose_tokens(self._structured, running.rows, running.cache, some, reading.drafts)
 
     def synchronize(self) -> None:
         """Wait for the step under way. Its errors are raised when it is read."""
@@ -338,24 +392,24 @@ class GenerationEngine:
         """Run the last prompt token of each; answers of one token at most end here."""
         if batch.rows[0].job.max_tokens == 0:
             return [row.echo_delta() for row in batch.rows]
-        inputs = mx.array([row.context[-1] for row in batch.rows])
+        inputs = mx.array([row.context[-1:] for row in batch.rows])
         cache = batch.lm_batch.prompt_cache
-        logits = self._launch_pass(inputs, cache)
+        logits = self._launch_pass(inputs, cache)[:, -1]
         if batch.rows[0].job.step is not None:
             judged = judge(batch.rows, logits)
             for row, delta in zip(batch.rows, judged, strict=True):
                 self._clear_or_dismiss(row, is_finite=delta.error is None)
             return judged
-        started = self._choose(batch.rows, cache, logits)
+        started = choose_tokens(self._structured, batch.rows, cache, logits)
         last = [row.is_at_last for row in batch.rows]
         deltas: list[SequenceDelta] = []
         if any(last) or batch.rows[0].is_suspect:
-            self._redraw_unsure(started)
+            redraw_unsure(started)
             for each, is_last in zip(started.read(), last, strict=True):
                 self._clear_or_dismiss(each.row, is_finite=each.is_finite)
                 if is_last:
                     deltas += each.to_deltas(
-                        each.row.append(each.token) if each.is_finite else None
+                        each.row.append(each.tokens[0]) if each.is_finite else None
                     )
         if all(last):
             return deltas
@@ -401,75 +455,18 @@ class GenerationEngine:
         if (running := self._running) is None:
             return
         if logits is None:
-            logits = self._launch_pass(running.tokens, running.cache)
-        self._running = self._choose(running.rows, running.cache, logits)
+            logits = self._launch_pass(running.tokens[:, None], running.cache)[:, -1]
+        self._running = choose_tokens(self._structured, running.rows, running.cache, logits)
 
     def _launch_pass(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Launch the pass that reads tokens, (rows,); return its logits, (rows, vocabulary).
+        """Launch the pass that reads tokens, (rows, n); return its logits, (rows, n, vocabulary).
 
         The caches are evaluated too. What no logits depend on, such as the lengths kept with a
         state, would grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
         """
-        logits: mx.array = self._model(tokens[:, None], cache=cache)[:, -1, :]
+        logits: mx.array = self._model(tokens, cache=cache)
         _launch(logits, [layer.state for layer in cache])
         return logits
-
-    def _choose(self, rows: list[Sequence], cache: list[Any], logits: mx.array) -> DecodeBatch:
-        """Launch the choice of the next tokens. Their masks are made while the pass runs."""
-        samplers = [row.sampler for row in rows]
-        finite = is_finite(logits)
-        logits = adjust_logits(samplers, logits)
-        for i, row in enumerate(rows):
-            if (thinking := row.thinking_first) is not None:
-                logits = keep_open(logits, i, thinking)
-        if kept_up := [(i, row.barred) for i, row in enumerate(rows) if row.matcher is None]:
-            logits = bar_tokens(logits, kept_up)
-        bound = [
-            BoundRow(i, matcher, row.may_open_with, row.barred)
-            for i, row in enumerate(rows)
-            if (matcher := row.matcher) is not None
-        ]
-        if bound:
-            logits = self._structured.mask(logits, bound)
-        return self._draw(rows, cache, logits, finite)
-
-    def _draw(
-        self, rows: list[Sequence], cache: list[Any], logits: mx.array, finite: mx.array
-    ) -> DecodeBatch:
-        """Launch the choice from logits, (rows, vocabulary), that are adjusted and masked."""
-        choice = choose([row.sampler for row in rows], logits, [len(row.tokens) for row in rows])
-        scores: list[tuple[Scores, list[Sequence | None]]] = []
-        if wanted := [i for i, row in enumerate(rows) if row.job.logprobs is not None]:
-            k = max(rows[i].job.logprobs or 0 for i in wanted)
-            some = score(logits, choice.tokens, wanted, k)
-            scores.append((some, [rows[i] for i in wanted]))
-            _launch(some.chosen, some.ids, some.logprobs)
-        doubts = []
-        if choice.is_sure is not None:
-            doubts.append(Doubt(rows, logits, choice.is_sure))
-            _launch(choice.is_sure)
-        _launch(choice.tokens, finite)
-        return DecodeBatch(rows, cache, choice.tokens, finite, scores, doubts)
-
-    def _redraw_unsure(self, running: DecodeBatch) -> bool:
-        """Draw again where the window was too small; return whether any was."""
-        has_mended = False
-        while running.doubts:
-            doubt = running.doubts.pop()
-            is_sure: Any = doubt.is_sure.tolist()
-            wrong = [
-                i
-                for i, row in enumerate(doubt.rows)
-                if not is_sure[i] and any(row is each for each in running.rows)
-            ]
-            if wrong:
-                rows = [doubt.rows[i] for i in wrong]
-                for row in rows:
-                    row.sampler.widen()
-                at = mx.array(wrong)
-                running.replace(self._draw(rows, [], doubt.logits[at], mx.array(True)))
-                has_mended = True
-        return has_mended
 
     def _remember(self, running: DecodeBatch, ended: list[int]) -> None:
         """Store the KV of ended answers: a conversation's next prompt begins with it."""

@@ -292,6 +292,13 @@ def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
             layer.filter(rows)
 
 
+def rewind_layers(layers: Sequence[Any], counts: Sequence[int]) -> None:
+    """Take so many tokens off each row's end. Every layer is a `RaggedKVCache`."""
+    if any(counts):
+        for layer in layers:
+            layer.rewind(tuple(counts))
+
+
 def compact(rows: Sequence[int]) -> list[int]:
     """Return the order in which `filter_layers` copies the fewest of these rows, rising indices.
 

@@ -98,6 +98,7 @@ def load_generation_in_steps(
     dtype: str | None,
     is_packed: bool = False,
     prefix_cache_bytes: int = 0,
+    speculate_rows: int = 0,
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
@@ -106,6 +107,7 @@ def load_generation_in_steps(
 
     `is_packed` leaves weights quantised on a CPU too, as `must_stay_packed` decides.
     `prefix_cache_bytes` bounds the KV kept of prompts, for others that begin alike; 0 keeps none.
+    In batches of up to `speculate_rows`, tokens may be read ahead of their choice.
     Raises ModelLoadFailed saying what is wrong.
     """
     model = yield from read_decoder(
@@ -119,6 +121,7 @@ def load_generation_in_steps(
         max_context=setup.max_context,
         vocab_size=setup.vocab_size,
         prefix_cache_bytes=prefix_cache_bytes,
+        speculate_rows=speculate_rows,
         sampling_defaults=setup.sampling_defaults,
     )
 
@@ -131,6 +134,7 @@ def load_generation(
     dtype: str | None = None,
     is_packed: bool = False,
     prefix_cache_bytes: int = 0,
+    speculate_rows: int = 0,
     max_context: int | None = None,
     chat_template: str | None = None,
     template_args: Mapping[str, Any] = MappingProxyType({}),
@@ -159,6 +163,7 @@ def load_generation(
         dtype=dtype,
         is_packed=is_packed,
         prefix_cache_bytes=prefix_cache_bytes,
+        speculate_rows=speculate_rows,
     )
     return next(engine for engine in steps if engine is not None)
 

@@ -8,8 +8,9 @@ from gateway.engine.generation.detokenizer import Detokenizer, StopScanner, Voca
 from gateway.engine.generation.output_parts import AnswerParser, Marks, OutputPart, strip_marks
 from gateway.engine.generation.reasoning import Thinking
 from gateway.engine.generation.sampling import Sampler
+from gateway.engine.generation.speculation import PromptLookup
 from gateway.engine.grammar.compiling import CompiledGrammar
-from gateway.engine.grammar.matching import Matcher
+from gateway.engine.grammar.matching import BoundRow, Matcher
 from gateway.jobs import (
     EchoedPrompt,
     FinishReason,
@@ -138,6 +139,7 @@ class Sequence:
         self._grammar = job.compiled
         self._matcher = self._grammar.matcher() if self._grammar is not None else None
         self._matched = 0
+        self._lookup = PromptLookup()
 
     @property
     def context(self) -> list[int]:
@@ -229,6 +231,37 @@ class Sequence:
         if self._grammar is not None:
             matched = self.tokens[len(self.tokens) - self._matched :]
             self._matcher = self._grammar.matcher(matched)
+
+    def bound(self, place: int) -> BoundRow | None:
+        """Return what binds the next token, for this place in a batch; None if no grammar does."""
+        if self.matcher is None:
+            return None
+        return BoundRow(place, self.matcher, self.may_open_with, self.barred)
+
+    def forced(self, most: int) -> list[int]:
+        """Return up to `most` tokens that the grammar leaves no choice of."""
+        bound = self.bound(0)
+        return bound.forced(most) if bound is not None else []
+
+    def certainty(self, token: int) -> TokenScores | None:
+        """Return the logprobs of a token that was forced, if logprobs are wanted."""
+        wanted = self.job.logprobs
+        return None if wanted is None else TokenScores(0.0, [token], [0.0], wanted)
+
+    def draft(self, most: int) -> abc.Sequence[int]:
+        """Return up to `most` tokens that may come next, if they can be chosen several at once: by
+        logits that depend on no token before them.
+        """
+        depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
+        if depends or self.job.logprobs is not None or not self.sampler.is_certain:
+            return ()
+        return self._lookup.draft(
+            self.context, min(most, self.job.max_tokens - len(self.tokens) - 1)
+        )
+
+    def note_draft(self, accepted: int) -> None:
+        """Note how much of a draft was chosen, once that is appended."""
+        self._lookup.note(self.context, accepted)
 
     def append(self, token: int) -> FinishReason | None:
         """Append the next token; return the finish reason if, text aside, it is the last."""

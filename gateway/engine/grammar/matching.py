@@ -230,6 +230,10 @@ class BoundRow:
     opening: int | None
     barred: Collection[int]
 
+    def forced(self, most: int) -> list[int]:
+        """Return up to `most` tokens that the grammar leaves no choice of."""
+        return [] if self.opening is not None else self.matcher.forced_tokens()[:most]
+
 
 def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
     """Forbid, in (batch, vocabulary) logits, what (len(rows), words) masks leave out.

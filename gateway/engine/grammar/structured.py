@@ -122,11 +122,19 @@ class Structured:
         return fits(schema, answer, self._sandbox)
 
     def mask(self, logits: mx.array, bound: Sequence[BoundRow]) -> mx.array:
-        """Forbid, in logits, (rows, vocabulary), what the grammars of the bound rows exclude."""
+        """Forbid, in logits, (rows, vocabulary), what the grammars of the bound rows exclude.
+
+        Where only one text can follow, that is every token but the next of those that the tokenizer
+        makes of it: a token that is read ahead is the one that would have been chosen.
+        """
         assert self._tokenizer is not None  # or there were no matchers
+        forced = [row.forced(1) for row in bound]
         bitmask = np.zeros((len(bound), self._tokenizer.words), dtype=np.uint32)
         self._masks.fill([row.matcher for row in bound], bitmask)
-        for mask, row in zip(bitmask, bound, strict=True):
+        for mask, row, tokens in zip(bitmask, bound, forced, strict=True):
+            if tokens:
+                mask[:] = 0
+                mask[tokens[0] // 32] = np.uint32(1 << (tokens[0] % 32))
             if (token := row.opening) is not None:
                 mask[token // 32] |= np.uint32(1 << (token % 32))
             if row.barred:

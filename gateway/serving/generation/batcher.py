@@ -440,6 +440,8 @@ class GenerationBatcher:
     ) -> None:
         if kind == "decode":
             metrics.of(metrics.BATCH_ROWS, self._name).observe(size.rows)
+            for ahead in ("forced", "drafted", "accepted"):
+                metrics.of(metrics.READ_AHEAD, self._name, ahead).inc(getattr(size, ahead))
         elif size.padded_tokens:
             padding = 1 - size.tokens / size.padded_tokens
             metrics.of(metrics.BATCH_PADDING, self._name).observe(padding)

@@ -70,14 +70,15 @@ class Steps:
         self._end(plan, turn)
 
     def decode(self, plan: SchedulerOutput, turn: Turn) -> None:
-        """Decode up to STEPS_PER_TURN tokens, until another turn is due or rows leave."""
+        """Decode STEPS_PER_TURN tokens a row, or until another turn is due or rows leave."""
         engine = self._engine
         self._apply(plan)
-        for _ in range(STEPS_PER_TURN):
-            if not engine.is_decoding:
-                break
+        tokens = 0
+        while engine.is_decoding and tokens < STEPS_PER_TURN:
             started = clock.now()
             deltas = engine.decode()
+            size = engine.last_pass
+            tokens += max(1, size.padded_tokens // max(1, size.rows))
             self._report(plan, turn, "decode", deltas, started)
             if self._interrupt.is_set() or turn.is_up:
                 break

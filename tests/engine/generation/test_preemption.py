@@ -124,7 +124,9 @@ def compiled(engine: GenerationEngine, grammar: Grammar) -> Compiled:
     return engine.compile(grammar)
 
 
-def open_engine(folder: Path, prefix_cache_bytes: int = 0) -> GenerationEngine:
+def open_engine(
+    folder: Path, prefix_cache_bytes: int = 0, speculate_rows: int = 0
+) -> GenerationEngine:
     return load_generation(
         folder,
         name="chat",
@@ -134,6 +136,7 @@ def open_engine(folder: Path, prefix_cache_bytes: int = 0) -> GenerationEngine:
         chat_template=None,
         template_args={},
         prefix_cache_bytes=prefix_cache_bytes,
+        speculate_rows=speculate_rows,
     )
 
 
@@ -167,7 +170,7 @@ def test_no_preemption_changes_an_answer(
 ) -> None:
     """Tokens, logprobs, stop strings, grammars and calls: greedy, seeded and penalised."""
     chance = random.Random(seed)
-    engine = open_engine(folder, chance.choice([0, 10_000_000]))
+    engine = open_engine(folder, chance.choice([0, 10_000_000]), chance.choice([0, 8]))
     batch, asked = Batch(engine), {}
     waiting = chance.sample(alone, 14)
     stopped: set[int] = set()

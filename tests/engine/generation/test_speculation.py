@@ -1,0 +1,210 @@
+"""Tokens read ahead of their choice: fewer passes, and never another answer."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.speculation import (
+    MOST_AHEAD,
+    MOST_TOKENS,
+    PromptLookup,
+    count_accepted,
+    count_ahead,
+)
+from gateway.jobs import Grammar, Pass, Sampling
+from tests.checkpoints import STATEFUL, write_chat
+from tests.engine.generation.test_preemption import JOBS, TEXTS, Answer, Batch, open_engine
+
+GREEDY = Sampling(temperature=0)
+ECHO = "one two three four five six seven " * 8
+FIXED = Grammar(
+    "regex", r"[ab] is the answer to this question, and so is [ab], which comes after it"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[GenerationEngine]:
+    """An engine that reads every token by a pass of its own."""
+    engine = open_engine(folder)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def ahead(folder: Path) -> Iterator[GenerationEngine]:
+    engine = open_engine(folder, speculate_rows=8)
+    yield engine
+    engine.close()
+
+
+def run(
+    engine: GenerationEngine, jobs: Sequence[tuple[str, dict[str, Any]]], chance: random.Random
+) -> tuple[list[Answer], list[Pass]]:
+    """Answer jobs that join at random moments; return the answers, and the decode steps."""
+    batch, waiting, rows, passes = Batch(engine), list(jobs), [], []
+    while waiting or batch.is_busy:
+        if waiting and (not batch.is_busy or chance.random() < 0.3):
+            rows.append(batch.join(*waiting.pop(0)))
+        batch.hear(engine.prefill(64) if engine.is_prefilling else [])
+        is_decoding = engine.is_decoding
+        batch.hear(engine.decode())
+        passes += [engine.last_pass] if is_decoding else []
+    assert not engine.take_faults()
+    return [batch.answers[row] for row in rows], passes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_answers_are_those_without_reading_ahead(
+    plain: GenerationEngine, ahead: GenerationEngine, seed: int
+) -> None:
+    """Greedy, seeded, penalised, with logprobs, stop strings, grammars and calls, in one batch."""
+    chance = random.Random(seed)
+    jobs = [
+        (chance.choice([*TEXTS, ECHO]), chance.choice(JOBS)) for _ in range(chance.randint(1, 8))
+    ]
+    jobs.append((ECHO, {"sampling": GREEDY, "max_tokens": 60}))
+    jobs.append((ECHO, {"sampling": GREEDY, "max_tokens": 60, "grammar": FIXED}))
+    expected, passes = run(plain, jobs, random.Random(seed))
+    found, fewer = run(ahead, jobs, random.Random(seed))
+    for one, other, job in zip(expected, found, jobs, strict=True):
+        assert other.says_as(one), job
+    assert any(each.forced for each in fewer)
+    assert not any(each.forced or each.drafted for each in passes)
+
+
+def test_each_forced_token_saves_a_pass(plain: GenerationEngine, ahead: GenerationEngine) -> None:
+    jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 99, "grammar": FIXED, "logprobs": 1})]
+    [expected], passes = run(plain, jobs, random.Random(0))
+    [found], fewer = run(ahead, jobs, random.Random(0))
+    assert found.says_as(expected)
+    forced = sum(each.forced for each in fewer)
+    assert len(fewer) == len(passes) - forced
+    assert forced > expected.tokens / 2
+    assert [logprob for _, logprob in found.chosen].count(0.0) >= forced
+
+
+def forget(engine: GenerationEngine) -> GenerationEngine:
+    """Make the last token alone say what is next, so that answers run in a circle."""
+    for layer in engine._model.layers:
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            part.weight = mx.zeros_like(part.weight)
+    return engine
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_what_repeats_is_read_several_tokens_at_once(folder: Path, rows: int) -> None:
+    kinds = [
+        GREEDY,
+        Sampling(temperature=0.05, seed=7),
+        Sampling(temperature=0.05, top_k=9, seed=8),
+    ]
+    jobs = [
+        (TEXTS[i % 4], {"sampling": replace(kinds[i % 3], ignore_eos=True), "max_tokens": 200 - i})
+        for i in range(rows)
+    ]
+    told = []
+    for speculate_rows in (0, 8):
+        engine = forget(open_engine(folder, speculate_rows=speculate_rows))
+        told.append(run(engine, jobs, random.Random(0)))
+        engine.close()
+    (expected, passes), (found, fewer) = told
+    assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
+    accepted = sum(each.accepted for each in fewer)
+    assert accepted > 50 * rows
+    assert accepted <= sum(each.drafted for each in fewer)
+    assert len(fewer) < len(passes)
+    assert rows > 1 or len(fewer) == len(passes) - accepted
+
+
+def test_an_answer_ends_where_it_must_though_more_was_read(
+    plain: GenerationEngine, ahead: GenerationEngine
+) -> None:
+    for most in range(1, 24):
+        for more in ({}, {"grammar": FIXED}, {"stop": ["e"]}):
+            jobs = [(ECHO, {"sampling": GREEDY, "max_tokens": most, **more})]
+            [expected], _ = run(plain, jobs, random.Random(0))
+            [found], _ = run(ahead, jobs, random.Random(0))
+            assert found.says_as(expected), (most, more)
+
+
+def test_more_rows_than_allowed_read_nothing_ahead(folder: Path) -> None:
+    engine = open_engine(folder, speculate_rows=2)
+    job = (ECHO, {"sampling": GREEDY, "max_tokens": 40, "grammar": FIXED})
+    batch = Batch(engine)
+    rows = [batch.join(*job) for _ in range(3)]
+    while engine.is_prefilling:
+        batch.hear(engine.prefill(512))
+    batch.hear(engine.decode())
+    assert engine.last_pass.rows == 3
+    assert engine.last_pass.forced == 0
+    engine.leave(rows.pop())
+    batch.hear(engine.decode())
+    assert engine.last_pass.rows == 2
+    assert engine.last_pass.forced > 0
+    engine.close()
+
+
+def test_caches_that_cannot_go_back_read_nothing_ahead(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = write_chat(tmp_path_factory.mktemp("stateful"), **STATEFUL)
+    engine = open_engine(folder, speculate_rows=8)
+    jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 30, "grammar": FIXED})]
+    _, passes = run(engine, jobs, random.Random(0))
+    assert not any(each.forced for each in passes)
+    engine.close()
+
+
+@given(st.integers(1, 40))
+def test_a_pass_reads_few_tokens_ahead(rows: int) -> None:
+    assert 0 <= max(0, count_ahead(rows)) <= MOST_AHEAD
+    assert count_ahead(rows) <= 0 or rows * (1 + count_ahead(rows)) <= MOST_TOKENS
+
+
+@given(st.lists(st.integers(0, 2), max_size=7), st.lists(st.integers(0, 2), min_size=8, max_size=8))
+def test_a_draft_counts_up_to_its_first_wrong_token(draft: list[int], chosen: list[int]) -> None:
+    accepted = count_accepted(draft, chosen)
+    assert draft[:accepted] == chosen[:accepted]
+    assert accepted == len(draft) or draft[accepted] != chosen[accepted]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 7))
+def test_a_draft_is_what_followed_the_same_tokens_before(context: list[int], most: int) -> None:
+    lookup = PromptLookup()
+    for end in range(1, len(context) + 1):
+        some = context[:end]
+        draft = list(lookup.draft(some, most))
+        ends = [
+            [at for at in range(size, end) if some[at - size : at] == some[end - size :]]
+            for size in (3, 2)
+            if end > size
+        ]
+        places = next((each for each in ends if each), [])
+        assert draft == (some[places[-1] : places[-1] + most] if places else [])
+
+
+def test_a_lookup_that_is_wrong_waits_longer_each_time() -> None:
+    lookup, context, tried = PromptLookup(), [1, 2, 3, 4] * 8, []
+    for _ in range(300):
+        if lookup.draft(context, 1):
+            tried.append(len(context))
+            lookup.note(context, 0)
+        context.append(context[-4])
+    waits = [later - sooner for sooner, later in itertools.pairwise(tried)]
+    assert waits == [1, 3, 7, 15, 31, 63, 64, 64]
+    lookup.note(context, 1)
+    assert lookup.draft(context, 1)
