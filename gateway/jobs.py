@@ -438,11 +438,8 @@ _ZERO = KvCost()
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The size of one pass of a chat engine: rows, and their tokens without and with padding.
-
-    Of a decode step these are the tokens it gave: `forced` ones among them, that a grammar left no
-    choice of, and `accepted` ones of drafts, of which `drafted` tokens were read.
-    """
+    """One pass: rows, and tokens without and with padding; of a step those it gave, also `forced`
+    by grammars, and `accepted` of `drafted` ones."""
 
     rows: int = 0
     tokens: int = 0

@@ -26,6 +26,7 @@ from benchmarks.targets import (
     recording,
     reranking,
     small,
+    speculation,
     starting,
     structured,
 )
@@ -47,6 +48,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "rerank-labels": reranking.labels,
     "structured": structured.together,
     "structured-stream": structured.stream,
+    "speculation": speculation.speculation,
     "beside": beside.beside,
     "prefix": prefix.prefix,
     "recording": recording.recording,

@@ -470,9 +470,10 @@ class GenerationEngine:
 
     def _remember(self, running: DecodeBatch, ended: list[int]) -> None:
         """Store the KV of ended answers: a conversation's next prompt begins with it."""
-        if not self._prefixes.needs_block_ends:  # few answers end with one
+        if self._prefixes.is_on and not self._prefixes.needs_block_ends:  # few answers end with one
+            lengths = running.cache[0].lengths.counts  # forced tokens at the end were not read
             for i in ended:
-                self._prefixes.store(running.rows[i].context[:-1], running.cache, i)
+                self._prefixes.store(running.rows[i].context[: lengths[i]], running.cache, i)
 
     def _keep(self, indices: list[int]) -> None:
         if self._running is not None and indices:

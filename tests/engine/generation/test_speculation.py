@@ -20,9 +20,10 @@ from gateway.engine.generation.speculation import (
     count_accepted,
     count_ahead,
 )
-from gateway.jobs import Grammar, Pass, Sampling
+from gateway.jobs import GenerateJob, Grammar, Pass, Sampling
 from tests.checkpoints import STATEFUL, write_chat
 from tests.engine.generation.test_preemption import JOBS, TEXTS, Answer, Batch, open_engine
+from tests.fakes import caller
 
 GREEDY = Sampling(temperature=0)
 ECHO = "one two three four five six seven " * 8
@@ -49,6 +50,11 @@ def ahead(folder: Path) -> Iterator[GenerationEngine]:
     engine = open_engine(folder, speculate_rows=8)
     yield engine
     engine.close()
+
+
+def generate(text: str) -> GenerateJob:
+    messages = [{"role": "user", "content": text}]
+    return GenerateJob(caller=caller(), messages=messages, sampling=GREEDY, max_tokens=20)
 
 
 def run(
@@ -139,6 +145,28 @@ def test_an_answer_ends_where_it_must_though_more_was_read(
             [expected], _ = run(plain, jobs, random.Random(0))
             [found], _ = run(ahead, jobs, random.Random(0))
             assert found.says_as(expected), (most, more)
+
+
+@pytest.mark.parametrize("length", range(40, 104, 3))
+def test_what_is_kept_of_an_answer_has_been_read(
+    plain: GenerationEngine, folder: Path, length: int
+) -> None:
+    """The forced tokens at an answer's end were appended, and no pass has read them."""
+    engine = open_engine(folder, prefix_cache_bytes=10_000_000, speculate_rows=8)
+    answers = []
+    for each in (plain, engine):
+        job = ("o " * length, {"sampling": GREEDY, "max_tokens": 9, "grammar": FIXED})
+        [first], _ = run(each, [job], random.Random(0))
+        [row] = engine.prepare(generate(job[0]))
+        batch, ids = Batch(each), [*row.prompt, *plain._chat.vocabulary.encode(first.text, 0)]
+        number = each.join(replace(row, prompt=[*ids, *ids[:9]]))
+        batch.answers[number] = Answer()
+        while batch.is_busy:
+            batch.step(512)
+        answers.append(batch.answers[number])
+    assert answers[1].cached > 0
+    assert answers[1].text == answers[0].text
+    engine.close()
 
 
 def test_more_rows_than_allowed_read_nothing_ahead(folder: Path) -> None:
