@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.registry import ChatSpec, EmbeddingSpec, Reading, read_models
@@ -283,6 +283,7 @@ IDS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map("-".join)
 KINDS = st.sampled_from(sorted(SPECS))
 
 
+@settings(deadline=None)
 @given(st.dictionaries(IDS, KINDS, min_size=1, max_size=5))
 def test_no_variable_has_two_meanings(kinds: dict[str, str]) -> None:
     """Whatever ids a file has: either it is refused, or each variable sets one thing."""
