@@ -109,8 +109,8 @@ class DecodeBatch:
     def keep(self, indices: list[int]) -> None:
         """Drop the other sequences. Those kept are in the order of `compact` then.
 
-        The smaller caches are launched at once: the larger ones are held until then, and the memory
-        counted as free may already be given to new sequences.
+        What changes in the caches is launched at once: larger ones are held until then, and the
+        memory counted as free may already be given to new sequences.
         """
         if len(indices) == len(self.rows):
             return  # caches of a single row cannot be filtered

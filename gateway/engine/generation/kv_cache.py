@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache, make_prompt_cache
 
 STEP: Final = 256  # tokens by which a buffer grows, as mlx-lm's do
-SPARE: Final = 4  # one slot in so many may be kept free
+SPARE: Final = 8  # one slot for so many rows may be kept free; memory is counted so
 _FEW: Final = 8  # tokens a row that are written by one kernel; more, by one a row
 
 Mover: TypeAlias = tuple[int, mx.array, mx.array]  # a place, and the keys and values to put there
@@ -199,12 +199,14 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
     def take_movers(self, rows: Sequence[int]) -> list[Mover] | None:
         """Copy the rows that change places when only these are kept, each with its new place.
 
-        Return None if all are to be copied: for another order, or if too many slots become free.
+        Return None if all are to be copied: for another order, or if too much becomes free.
         """
         if self.keys is None or self.values is None:
             return []
         moves = [(place, row) for place, row in enumerate(rows) if row != place]
-        is_roomy = self.keys.shape[0] > len(rows) + len(rows) // SPARE
+        slots, _, places, _ = self.keys.shape
+        longest = max((self.lengths.counts[row] for row in rows), default=0)
+        is_roomy = slots > len(rows) + len(rows) // SPARE or places > _round_up(longest)
         if is_roomy or any(row < len(rows) for _, row in moves):
             return None
         return [

@@ -89,8 +89,9 @@ class Prefill:
     """The queue of sequences with prompt left to read, and of batches under way.
 
     A batch goes to the back after each chunk, so a newcomer waits for at most one chunk of each
-    batch before it. A sequence whose prompt begins like one that is being read waits until that
-    much is read, and continues from there: what a burst of requests shares is read once.
+    batch before it; of those that only judge, of which there may be many, for one in all. A
+    sequence whose prompt begins like one that is being read waits until that much is read, and
+    continues from there: what a burst of requests shares is read once.
     """
 
     def __init__(self, model: Any, prefixes: PrefixCache, most_scored: int) -> None:
@@ -98,6 +99,7 @@ class Prefill:
         self._prefixes = prefixes
         self._most_scored = most_scored  # tokens in one pass, if prompt logprobs are wanted
         self._line: deque[Sequence | PrefillBatch] = deque()
+        self._has_judged = False  # the last chunk was of sequences that only judge
         self.is_batched = True  # sequences are read together
         self.is_plain = False  # use mlx-lm's caches for one sequence, not its batched ones
 
@@ -145,8 +147,10 @@ class Prefill:
 
     def next_batch(self, budget: int) -> PrefillBatch | None:
         """Take the next sequence out of the queue, with those that can be read along with it."""
-        for _ in range(len(self._line)):
-            first = self._line.popleft()
+        in_turn = sorted(self._line, key=_judges) if self._has_judged else list(self._line)
+        for first in in_turn:
+            self._line.remove(first)
+            self._has_judged = _judges(first)
             if isinstance(first, PrefillBatch):
                 return first
             budget = self._bound_budget(first, budget)
@@ -264,6 +268,11 @@ class Prefill:
         start = batch.starts[0]
         aligned = (start + end) // BLOCK * BLOCK - start
         return aligned if aligned > batch.read else end
+
+
+def _judges(entry: Sequence | PrefillBatch) -> bool:
+    row = entry.rows[0] if isinstance(entry, PrefillBatch) else entry
+    return row.job.step is not None
 
 
 def _alike(one: Sequence, other: Sequence) -> bool:

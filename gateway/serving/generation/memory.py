@@ -13,7 +13,8 @@ from gateway.errors import PromptTooLarge
 from gateway.jobs import KvCost, SequenceParams
 from gateway.serving.budget import Budget
 
-KV_STEP = 256  # tokens by which mlx-lm's caches grow: they may hold as many unused ones
+KV_STEP = 256  # tokens by which KV caches grow: they may hold as many unused ones
+SPARE_ROWS = 8  # for so many rows in a batch, KV may have the room of one more
 GROWTH = 256  # tokens by which a row's reservation grows while memory is free
 MARGIN = 32  # tokens: more than a turn's steps and the pass launched ahead of its last
 LONGEST = 1 << 24  # tokens, beyond every model's context
@@ -57,7 +58,8 @@ class Layout:
             return 0
         kv, chunk = costs.kv, costs.chunk_tokens
         longest = max(self.batched, default=0)
-        rectangle = len(self.batched) * kv.of(longest + KV_STEP, chunk) if longest else 0
+        slots = len(self.batched) + len(self.batched) // SPARE_ROWS
+        rectangle = slots * kv.of(longest + KV_STEP, chunk) if longest else 0
         return rectangle + sum(kv.of(each + KV_STEP, chunk) for each in self.single) + kv.of(chunk)
 
 

@@ -400,3 +400,23 @@ def test_the_steps_of_a_question_share_its_prompt(tmp_path: Path) -> None:
     ids = sum(len(row.prompt) for row in rows)
     assert len(rows) > 2000
     assert peak < 4_000_000 < 8 * ids / 10
+
+
+def test_an_answer_waits_for_one_chunk_of_all_that_only_judge(folder: Path) -> None:
+    """Each question is long, and begins like no other."""
+    engine = open_engine(folder)
+    for i in range(12):
+        [row] = engine.prepare(judging(["a", "b"], text=f"{i} " * 300))
+        engine.join(row)
+    engine.prefill(64)  # one of them is under way
+    [row] = engine.prepare(job("Hi", max_tokens=3))
+    answer, told = engine.join(row), []
+    for _ in range(2):
+        engine.prefill(64)
+        told += engine.decode()
+    assert [delta.sequence_id for delta in told] == [answer] * 2
+    judged = []
+    while engine.is_prefilling or engine.is_decoding:
+        judged += [*engine.prefill(64), *engine.decode()]
+    assert sum(delta.judgement is not None for delta in judged) == 12
+    engine.close()
