@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from gateway import __version__, logs, metrics
@@ -237,7 +238,7 @@ class Gateway:
         )
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, _: object) -> AsyncIterator[None]:
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         gauges = Gauges(self._models, self._budget, self._engines, self._responses, self._bodies)
         with self._pool, self._watch, gauges.register():
             async with self._lane as lane:
