@@ -5,7 +5,6 @@ protocols by `Http1` and `Http2`, and the request of either by `Stream`.
 """
 
 import asyncio
-import contextlib
 import re
 from typing import Any
 
@@ -16,7 +15,7 @@ import hypercorn.protocol.h2
 import hypercorn.protocol.h11
 import orjson
 from hypercorn.asyncio.tcp_server import TCPServer
-from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 
 from gateway.cli._bodies import Stream
@@ -38,34 +37,18 @@ class Connection(TCPServer):
     """
 
     last_bytes_s = 30.0  # for the client to read what was written
-    _idle_since: float | None = None  # while no request is answered
+    _is_gone = False
 
     async def _read_data(self) -> None:
-        self._idle_since = self.loop.time()
         try:
             await super()._read_data()
         finally:
+            self._is_gone = True
             await self.idle_task.stop()
 
-    async def protocol_send(self, event: Event) -> None:
-        """Note whether it is idle: one task waits for the connection, and not one an answer."""
-        if not isinstance(event, Updated):
-            await super().protocol_send(event)
-            return
-        self._idle_since = self.loop.time() if event.idle else None
-        if event.idle and self.context.terminated.is_set():
-            await super().protocol_send(event)  # that task has ended: it begins again, and closes
-
     async def _idle_timeout(self) -> None:
-        terminated, most_s = self.context.terminated, self.config.keep_alive_timeout
-        left_s = most_s
-        while left_s > 0 and not terminated.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(terminated.wait(), left_s)
-            since = self._idle_since
-            left_s = most_s if since is None else since + most_s - self.loop.time()
-        if self._idle_since is not None:  # else the answer closes it
-            await asyncio.shield(self._initiate_server_close())
+        if not self._is_gone:  # the answer to the last request may end after its client has left
+            await super()._idle_timeout()
 
     async def _close(self) -> None:
         async with asyncio.timeout(self.last_bytes_s) as limit:  # it swallows CancelledError
