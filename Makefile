@@ -7,7 +7,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda pins dist docs architectures bench bench-structured demo-train demo-evaluate clean
+.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda pins dist docs architectures bench bench-structured simulate demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -111,6 +111,9 @@ bench: setup ## Measure the project's targets (a quarter of an hour; three minut
 
 architectures: setup ## Compare each of mlx-lm's architectures with mlx-lm alone (half an hour)
 	$(BIN)/python -m benchmarks.architectures $(ARGS)
+
+simulate: setup ## Predict rates and p95 of 1 to 64 Macs; ARGS=--check compares with this machine
+	$(BIN)/python -m benchmarks.simulation $(ARGS)
 
 bench-structured: setup ## Count how a file of JSON Schemas fares: FILE=schemas.jsonl ARGS=--strict
 	$(BIN)/python -m benchmarks.structured_output $(FILE) $(ARGS)
