@@ -37,6 +37,7 @@ from gateway.settings import Settings
 
 if TYPE_CHECKING:
     from gateway.engine.checkpoint import Checkpoint, Listing
+    from gateway.engine.generation.loading import ChatSetup, DraftSetup
     from gateway.engine.gguf.checkpoint import GgufCheckpoint
 
 log = logs.get("engines")
@@ -132,7 +133,11 @@ class MlxEngines:
         import_module(_engine_module(spec))
 
     async def files(self, spec: ModelSpec) -> Path:
-        """Find or download a model's files; raises ModelUnavailable if the hub does not answer."""
+        """Find or download a model's files, and its draft's. Raises ModelUnavailable if the hub
+        does not answer.
+        """
+        if (draft := self._draft_of(spec)) is not None:
+            await self.files(draft)
         if (files := await run_in_daemon_thread(on_disk, spec, self._hub)) is not None:
             return files
         try:
@@ -163,10 +168,13 @@ class MlxEngines:
         return self_test_digest(checkpoint, self._device, dtype, is_packed=is_packed)
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return how much of a model's download is done; None if none is under way."""
-        if not (size := self._sizes.get(spec.id)):
-            return None
-        return min(99, 100 * fetched_bytes(spec, self._hub) // size)
+        """Return how much of a download is done, of the model or its draft; None if none is under
+        way.
+        """
+        for each in (self._draft_of(spec), spec):
+            if each is not None and (size := self._sizes.get(each.id)):
+                return min(99, 100 * fetched_bytes(each, self._hub) // size)
+        return None
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
         """Read a model's size from its files' headers; raises ModelLoadFailed if they are wrong."""
@@ -190,16 +198,44 @@ class MlxEngines:
 
                 transformer = find_transformer(transformer)
             return Size(weights_bytes(transformer, self._device, dtype))
-        from gateway.engine.checkpoint import kv_bytes
+        size, _ = self._chat_size(spec, files)
+        if (found := self._find_draft(spec)) is not None:
+            own, _ = self._chat_size(*found, beside=size.weights + size.kv)
+            size = Size(size.weights + own.weights, size.kv + own.kv, size.kv_token + own.kv_token)
+        return size
+
+    def _chat_size(self, spec: ChatSpec, files: Path, beside: int = 0) -> tuple[Size, bool]:
+        """Return a chat model's size without its draft, with so many bytes beside it, and whether
+        its weights stay quantised.
+        """
+        from gateway.engine.checkpoint import kv_bytes, weights_bytes
         from gateway.engine.gguf.checkpoint import open_checkpoint
 
-        checkpoint = open_checkpoint(spec.id, files)
-        is_packed = self._must_stay_packed(checkpoint, spec)
-        return Size(
+        checkpoint, dtype = open_checkpoint(spec.id, files), _dtype(spec)
+        is_packed = self._must_stay_packed(checkpoint, spec, beside)
+        size = Size(
             weights_bytes(checkpoint, self._device, dtype, is_packed=is_packed),
             self._first_kv_bytes(checkpoint, spec),
             kv_bytes(checkpoint, self._device, dtype, 1),
         )
+        return size, is_packed
+
+    def _draft_of(self, spec: ModelSpec) -> ChatSpec | None:
+        """Return the model that drafts for a chat model, if it has one and tokens are drafted."""
+        if not isinstance(spec, ChatSpec):
+            return None
+        own_rows = spec.batching.speculate_rows
+        rows = self._speculate_rows if own_rows is None else own_rows
+        return spec.draft_spec if rows else None
+
+    def _find_draft(self, spec: ChatSpec) -> tuple[ChatSpec, Path] | None:
+        """Return a chat model's draft and its files, which are on disk by now."""
+        if (draft := self._draft_of(spec)) is None:
+            return None
+        if (files := on_disk(draft, self._hub)) is None:
+            reason = f"its files, which {spec.id} drafts with, are not on this disk."
+            raise ModelUnavailable(draft.id, reason)
+        return draft, files
 
     def _first_kv_bytes(self, checkpoint: "Listing", spec: ChatSpec) -> int:
         """Return the bytes of KV cache that a chat model always has room for."""
@@ -208,13 +244,15 @@ class MlxEngines:
         tokens = min(self._kv_allowance_tokens, spec.max_context or self._kv_allowance_tokens)
         return kv_bytes(checkpoint, self._device, _dtype(spec), tokens)
 
-    def _must_stay_packed(self, checkpoint: "Listing", spec: ChatSpec) -> bool:
-        """Return True if the memory budget has no room for the weights dequantized."""
+    def _must_stay_packed(self, checkpoint: "Listing", spec: ChatSpec, beside: int = 0) -> bool:
+        """Return True if the memory budget has no room for the weights dequantized, with so many
+        bytes beside them.
+        """
         from gateway.engine.checkpoint import must_stay_packed
 
         if self._budget_bytes is None:
             return False
-        left = self._budget_bytes - self._first_kv_bytes(checkpoint, spec)
+        left = self._budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
         return must_stay_packed(checkpoint, self._device, _dtype(spec), left)
 
     def embedding(
@@ -289,6 +327,7 @@ class MlxEngines:
         setup = await run_in_daemon_thread(read)
         is_packed = await run_in_daemon_thread(self._must_stay_packed, setup.checkpoint, spec)
         log_costs(setup.checkpoint, self._device, is_packed=is_packed)
+        draft = await run_in_daemon_thread(self._read_draft, spec, files, setup)
         return load_generation_in_steps(
             setup,
             device=self._device,
@@ -296,6 +335,19 @@ class MlxEngines:
             is_packed=is_packed,
             prefix_cache_bytes=self._prefix_cache_bytes if own_bytes is None else own_bytes,
             speculate_rows=self._speculate_rows if own_rows is None else own_rows,
+            draft=draft,
+        )
+
+    def _read_draft(self, spec: ChatSpec, files: Path, setup: "ChatSetup") -> "DraftSetup | None":
+        from gateway.engine.generation.loading import read_draft_setup
+
+        if (found := self._find_draft(spec)) is None:
+            return None
+        draft, draft_files = found
+        target, _ = self._chat_size(spec, files)
+        _, is_packed = self._chat_size(draft, draft_files, beside=target.weights + target.kv)
+        return read_draft_setup(
+            draft_files, name=draft.id, target=setup, dtype=_dtype(draft), is_packed=is_packed
         )
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from gateway.errors import ModelNotFound
 from gateway.registry.names import nearest
-from gateway.registry.specs import Alias, ModelSpec
+from gateway.registry.specs import Alias, ChatSpec, ModelSpec
 
 ADOPTABLE: Final = MappingProxyType(
     {
@@ -110,7 +110,12 @@ def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
     """Return True if a model loaded for one spec can serve the other as well."""
     if one is other or one.id != other.id:
         return one is other
-    return one.kind == other.kind and _are_alike(one, other, "")
+    drafts = [
+        None if draft is None else (draft.source, draft.dtype)
+        for each in (one, other)
+        for draft in [each.draft_spec if isinstance(each, ChatSpec) else None]
+    ]
+    return one.kind == other.kind and drafts[0] == drafts[1] and _are_alike(one, other, "")
 
 
 def _are_alike(one: BaseModel, other: BaseModel, section: str) -> bool:

@@ -157,7 +157,7 @@ class _Reader:
         for spec in specs:
             self._check_source(spec)
             self._note_idle_keys(spec)
-        return [_drop_aliases(spec, dropped) for spec in specs]
+        return [self._resolve_draft(_drop_aliases(spec, dropped), specs) for spec in specs]
 
     def _override_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries with the values from the variables of their keys."""
@@ -288,6 +288,28 @@ class _Reader:
             words = Structured.model_fields["backend"].description
             line = self._document.line(("models", spec.id, "structured", "backend"))
             self.notes.append((line, f"{spec.id}: `backend` outlines_core: {words}"))
+
+    def _resolve_draft(self, spec: ModelSpec, specs: Sequence[ModelSpec]) -> ModelSpec:
+        """Return a spec with the one that its `draft` names, or report why it cannot be that."""
+        if not isinstance(spec, ChatSpec) or spec.draft is None:
+            return spec
+        draft = next((each for each in specs if each.id == spec.draft), None)
+        match draft:
+            case None if ("models", spec.draft) in self._document.lines:  # it has a problem
+                return spec
+            case None:
+                hint = did_you_mean(nearest(spec.draft, [each.id for each in specs]))
+                problem = f"no model has the id {spec.draft!r}{hint}"
+            case ChatSpec(id=spec.id):
+                problem = "a model cannot be its own draft"
+            case ChatSpec(draft=None):
+                return spec.with_draft(draft)
+            case ChatSpec():
+                problem = f"{draft.id} has a draft of its own, and cannot be one"
+            case _:
+                problem = f"{draft.id} is of kind {draft.kind}, and a draft is a chat model"
+        self._report(("models", spec.id, "draft"), f"{spec.id}: `draft`: {problem}")
+        return spec
 
     def _check_source(self, spec: ModelSpec) -> None:
         where = ("models", spec.id, "source")

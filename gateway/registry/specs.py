@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
@@ -448,6 +449,11 @@ class ChatSpec(_Spec):
     thinking: bool | None = Field(
         default=None, description="Whether the model thinks aloud; absent, its template decides."
     )
+    draft: Name | None = Field(
+        default=None,
+        description="The id of a smaller chat model with the same tokenizer, whose guesses this "
+        "one checks several at a time. Answers stay the same.",
+    )
     structured: Structured = Field(
         default_factory=Structured, description="How answers are held to a grammar."
     )
@@ -458,6 +464,17 @@ class ChatSpec(_Spec):
         default_factory=ChatBatching,
         description="Overrides of the gateway's settings; `force` and `off` stand for `{mode: …}`.",
     )
+    _draft_spec: "ChatSpec | None" = PrivateAttr(default=None)
+
+    @property
+    def draft_spec(self) -> "ChatSpec | None":
+        """Return the model that `draft` names, once the whole file is read."""
+        return self._draft_spec
+
+    def with_draft(self, draft: "ChatSpec") -> "ChatSpec":
+        spec = self.model_copy()
+        spec._draft_spec = draft
+        return spec
 
     @field_validator("aliases")
     @classmethod

@@ -269,7 +269,7 @@ class Settings(BaseSettings):
         ge=0,
         le=8,
         description="Answers that decode together up to which tokens are read ahead: those a "
-        "grammar leaves no choice of, and drafts by prompt lookup; 0 is never.",
+        "grammar leaves no choice of, and drafts by prompt lookup or a draft model; 0 is never.",
     )
     structured_backend: Annotated[
         Literal["llguidance", "outlines_core"], BeforeValidator(lower)

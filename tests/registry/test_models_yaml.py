@@ -218,3 +218,51 @@ def test_formats_of_calls_and_thinking_are_named(file: Path) -> None:
     assert (spec.tool_parser, spec.reasoning_parser) == ("hermes", "qwen3")
     with pytest.raises(Exception, match="mistral"):
         one(file, "kind: chat\nsource: hub:a/b\ntool_parser: mistrall")
+
+
+DRAFTED = """\
+    version: 1
+    models:
+      large: {kind: chat, source: "hub:a/large", draft: %s}
+      small: {kind: chat, source: "hub:a/small", aliases: [tiny]}
+      middle: {kind: chat, source: "hub:a/middle", draft: small}
+      encoder: {kind: embedding, source: "hub:a/encoder"}
+    """
+
+
+def test_a_draft_is_another_chat_model_of_the_file(file: Path) -> None:
+    large = read(file, DRAFTED % "small").catalog.resolve("large").spec
+    assert isinstance(large, ChatSpec)
+    assert large.draft_spec is not None
+    assert large.draft_spec.source == HubSource("a/small")
+
+
+@pytest.mark.parametrize(
+    ("draft", "problem"),
+    [
+        ("smal", "no model has the id 'smal'; did you mean 'small'?"),
+        ("tiny", "no model has the id 'tiny'"),
+        ("large", "a model cannot be its own draft"),
+        ("middle", "middle has a draft of its own, and cannot be one"),
+        ("encoder", "encoder is of kind embedding, and a draft is a chat model"),
+    ],
+)
+def test_a_draft_that_cannot_be_one_is_refused_by_name(
+    file: Path, draft: str, problem: str
+) -> None:
+    [found] = read(file, DRAFTED % draft).problems
+    assert f"models.yaml:3: large: `draft`: {problem}" in found
+
+
+def test_a_draft_whose_entry_is_wrong_is_one_problem(file: Path) -> None:
+    text = (DRAFTED % "small").replace('"hub:a/small"', "nothing")
+    assert all("small: `source`" in each for each in read(file, text).problems)
+
+
+def test_a_model_is_loaded_anew_if_its_draft_is_another(file: Path) -> None:
+    before = read(file, DRAFTED % "small").catalog
+    renamed = read(file, (DRAFTED % "small").replace("[tiny]", "[other]")).catalog
+    assert renamed.changes_since(before).changed == ()
+    moved = read(file, (DRAFTED % "small").replace("hub:a/small", "hub:b/small")).catalog
+    assert moved.changes_since(before).changed == ("large", "small", "middle")
+    assert read(file, DRAFTED % "null").catalog.changes_since(before).changed == ("large",)

@@ -16,6 +16,8 @@ kv_cache         the KV of sequences of different lengths, side by side
 prefix_cache     KV that later prompts may begin with
 prefill          which prompts are read together, and in what chunks
 decode_batch     sequences between two decode steps
+draft_model      a smaller model, whose guesses are read ahead
+drafting         which sequences read ahead, and whose drafts
 token_choice     logits of a pass → the batch's next tokens
 chat             a model's template, formats and vocabulary together
 judging          questions → steps into their labels; the logprobs of those

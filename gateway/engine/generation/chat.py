@@ -388,19 +388,8 @@ def load_chat_tokenizer(
 
     Other arguments are those of `chat_tokenizer`. Code from the model's folder is never run.
     """
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelLoadFailed(name, f"there is no tokenizer.json in {folder.name}")
-    try:
-        wrapper = load_tokenizer(
-            folder,
-            {"trust_remote_code": False},
-            eos_token_ids=eos_ids,
-            defaults=_tokenizer_defaults(folder),
-        )
-    except Exception as error:
-        raise ModelLoadFailed(name, f"its tokenizer cannot be read: {error}") from error
     return chat_tokenizer(
-        wrapper,
+        wrap_folder_tokenizer(folder, name=name, eos_ids=eos_ids),
         name=name,
         model_type=str(_config(folder).get("model_type")),
         chat_template=chat_template,
@@ -409,6 +398,23 @@ def load_chat_tokenizer(
         reasoning_parser=reasoning_parser,
         sandbox=sandbox,
     )
+
+
+def wrap_folder_tokenizer(
+    folder: Path, *, name: str, eos_ids: int | list[int] | None = None
+) -> TokenizerWrapper:
+    """Load tokenizer.json. Code from the model's folder is never run. Raises ModelLoadFailed."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelLoadFailed(name, f"there is no tokenizer.json in {folder.name}")
+    try:
+        return load_tokenizer(
+            folder,
+            {"trust_remote_code": False},
+            eos_token_ids=eos_ids,
+            defaults=_tokenizer_defaults(folder),
+        )
+    except Exception as error:
+        raise ModelLoadFailed(name, f"its tokenizer cannot be read: {error}") from error
 
 
 def chat_tokenizer(

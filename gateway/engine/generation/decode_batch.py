@@ -2,7 +2,7 @@
 
 import copy
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,10 +43,17 @@ class Reading:
     places: list[int]
 
 
-def plan_reading(rows: abc.Sequence[Sequence], lengths: abc.Sequence[int], most: int) -> Reading:
+Draft = Callable[
+    [abc.Sequence[Sequence], abc.Sequence[int]], abc.Sequence[abc.Sequence[int]]
+]  # of up to so many tokens a sequence
+
+
+def plan_reading(
+    rows: abc.Sequence[Sequence], lengths: abc.Sequence[int], most: int, draft: Draft
+) -> Reading:
     """Plan the pass that follows KV of these lengths and reads up to `most` tokens ahead a row."""
     feeds = [row.context[there:] for row, there in zip(rows, lengths, strict=True)]
-    drafts = [row.draft(most + 1 - len(feed)) for row, feed in zip(rows, feeds, strict=True)]
+    drafts = draft(rows, [most + 1 - len(feed) for feed in feeds])
     inputs = [[*feed, *draft] for feed, draft in zip(feeds, drafts, strict=True)]
     width = max(map(len, inputs))
     padding = [width - len(tokens) for tokens in inputs]
@@ -56,7 +63,7 @@ def plan_reading(rows: abc.Sequence[Sequence], lengths: abc.Sequence[int], most:
         for at in range(len(feed) - 1, len(tokens))
     ]
     padded = [tokens + [0] * more for tokens, more in zip(inputs, padding, strict=True)]
-    return Reading(padded, drafts, padding, places)
+    return Reading(padded, list(drafts), padding, places)
 
 
 @dataclass(slots=True)

@@ -17,8 +17,10 @@ from gateway.engine.decoders import floating_dtype, parameters
 from gateway.engine.device import clear_cache
 from gateway.engine.generation.chat import ChatTokenizer
 from gateway.engine.generation.decode_batch import DecodeBatch, cache_nbytes, plan_reading
+from gateway.engine.generation.draft_model import DraftModel
+from gateway.engine.generation.drafting import Drafting
 from gateway.engine.generation.judging import judge
-from gateway.engine.generation.kv_cache import RaggedKVCache, compact, rewind_layers
+from gateway.engine.generation.kv_cache import compact, rewind_layers
 from gateway.engine.generation.prefill import Prefill, PrefillBatch
 from gateway.engine.generation.prefix_cache import PrefixCache
 from gateway.engine.generation.prepare import prepare_sequences
@@ -26,7 +28,6 @@ from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.scoring import max_scored_tokens
 from gateway.engine.generation.self_test import ALONE, Faults, SelfTest, can_batch, count_tokens
 from gateway.engine.generation.sequence import Sequence
-from gateway.engine.generation.speculation import count_ahead
 from gateway.engine.generation.token_choice import choose_tokens, redraw_unsure
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.structured import Structured
@@ -54,6 +55,7 @@ class GenerationEngine:
         vocab_size: int,
         prefix_cache_bytes: int = 0,
         speculate_rows: int = 0,
+        draft_model: DraftModel | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
         self._name = name
@@ -63,17 +65,18 @@ class GenerationEngine:
         self._vocab_size = vocab_size
         self._max_context = max_context
         self._sampling_defaults = sampling_defaults or {}
-        self._speculate_rows = speculate_rows
         self._prefixes = PrefixCache(make_prompt_cache(self._model), prefix_cache_bytes)
         self._prefill = Prefill(self._model, self._prefixes, max_scored_tokens(vocab_size))
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
         self._faults = Faults()
+        self._drafting = Drafting(speculate_rows, draft_model, self._faults.record_draft)
         self._is_batched = True
         if not can_batch(model):
             self.apply_verdict(ALONE)
         self._parked: dict[int, Sequence | DecodeBatch] = {}
-        self.kv_cost = measure_kv(self._model)
+        kv_cost = measure_kv(self._model)
+        self.kv_cost = kv_cost if draft_model is None else draft_model.with_kv(kv_cost)
         self.last_pass = Pass()
         self._last_id = 0
 
@@ -239,12 +242,13 @@ class GenerationEngine:
     def clear_prefixes(self) -> None:
         """Drop the KV kept of prompts."""
         self._prefixes.clear()
+        self._drafting.clear_prefixes()
         clear_cache()
 
     @property
     def prefix_bytes(self) -> int:
         """Count the bytes of KV kept of prompts that others may begin with."""
-        return self._prefixes.nbytes
+        return self._prefixes.nbytes + self._drafting.prefix_bytes
 
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
         """Read one chunk of the next prompts in line; those read whole start to decode."""
@@ -271,8 +275,8 @@ class GenerationEngine:
             self._running = self._queued.popleft()
         if (running := self._running) is None:
             return []
-        if any(running.drafts) or self._looks_ahead(running):
-            return self._decode_ahead(running)
+        if (most := self._drafting.most(running)) or any(running.drafts):
+            return self._decode_ahead(running, most)
         try:
             logits = None
             if running.may_go_on:
@@ -306,21 +310,10 @@ class GenerationEngine:
             self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
         return deltas
 
-    def _looks_ahead(self, running: DecodeBatch) -> bool:
-        """Return True if the next pass may read tokens ahead of their choice."""
-        if not 0 < len(running.rows) <= self._speculate_rows:
-            return False
-        if any(type(layer) is not RaggedKVCache for layer in running.cache):
-            return False
-        return not any(row.was_suspect for row in running.rows) and any(
-            row.matcher is not None or row.draft(1) for row in running.rows
-        )
-
-    def _decode_ahead(self, running: DecodeBatch) -> list[SequenceDelta]:
+    def _decode_ahead(self, running: DecodeBatch, most: int) -> list[SequenceDelta]:
         """Take the tokens of the step under way, then launch the pass that reads them with those
         that come after. Which these are depends on them, so nothing can be launched before.
         """
-        most = count_ahead(len(running.rows)) if self._looks_ahead(running) else 0
         drafts = running.drafts
         try:
             redraw_unsure(running)
@@ -344,7 +337,7 @@ class GenerationEngine:
         rows = [outputs[i].row for i in on]
         for i in on:
             if drafts[i]:
-                outputs[i].row.note_draft(len(outputs[i].tokens) - 1)
+                self._drafting.note(outputs[i].row, len(outputs[i].tokens) - 1)
         try:
             self._remember(running, [i for i in range(len(outputs)) if i not in on])
             self._keep(on)
@@ -358,7 +351,7 @@ class GenerationEngine:
     def _read_ahead(self, running: DecodeBatch, most: int) -> DecodeBatch:
         """Launch the pass that reads up to `most` tokens ahead; return the choice that follows."""
         lengths = running.cache[0].lengths.counts
-        reading = plan_reading(running.rows, lengths, most)
+        reading = plan_reading(running.rows, lengths, most, self._drafting.draft)
         logits = self._launch_pass(mx.array(reading.inputs), running.cache)
         rewind_layers(running.cache, reading.padding)
         some = logits.reshape(-1, logits.shape[-1])[mx.array(reading.places)]
@@ -377,7 +370,7 @@ class GenerationEngine:
         others = [*self._queued, *self._parked.values()]
         caches = [each.cache for each in others if isinstance(each, DecodeBatch)]
         kv = self._prefill.nbytes + sum(map(cache_nbytes, [running, *caches]))
-        return weights + kv + self._prefixes.nbytes
+        return weights + kv + self._prefixes.nbytes + self._drafting.nbytes
 
     def close(self) -> None:
         """Release every array."""
@@ -385,7 +378,7 @@ class GenerationEngine:
         self._prefixes.clear()
         self._queued.clear()
         self._parked.clear()
-        self._running = self._model = None
+        self._running = self._model = self._drafting.model = None
         clear_cache()
 
     def _start(self, batch: PrefillBatch) -> list[SequenceDelta]:
@@ -480,6 +473,7 @@ class GenerationEngine:
             self._running.keep(indices)
         else:
             self._running = None
+        self._drafting.keep(self._running.rows if self._running is not None else [])
 
     def _blame(self, rows: list[Sequence], error: Exception) -> list[SequenceDelta]:
         """Queue every sequence to be read again, alone; end one that was alone already.
@@ -487,6 +481,7 @@ class GenerationEngine:
         The prefix cache is cleared too, since it may be what broke them.
         """
         self._prefixes.clear()
+        self._drafting.forget()
         self._faults.record([row.id for row in rows], error)
         if len(rows) == 1 and rows[0].is_suspect:
             self._faults.dismiss(rows[0].id)

@@ -10,10 +10,16 @@ from typing import Any
 
 from mlx_lm.utils import load_config
 
-from gateway.engine.checkpoint import Checkpoint, Listing
+from gateway.engine.checkpoint import Checkpoint, Listing, measure_kv
 from gateway.engine.decoders import read_decoder
 from gateway.engine.device import Device
-from gateway.engine.generation.chat import ChatTokenizer, chat_tokenizer, load_chat_tokenizer
+from gateway.engine.generation.chat import (
+    ChatTokenizer,
+    chat_tokenizer,
+    load_chat_tokenizer,
+    wrap_folder_tokenizer,
+)
+from gateway.engine.generation.draft_model import DraftModel, can_go_back
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.gguf.tokenizer import read_sampling, wrap_tokenizer
@@ -91,6 +97,50 @@ def read_chat_setup(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """A checkpoint whose model drafts for another one; `vocab_size` tokens have embeddings."""
+
+    checkpoint: Checkpoint | GgufCheckpoint
+    vocab_size: int
+    max_context: int
+    dtype: str | None = None
+    is_packed: bool = False
+
+
+def read_draft_setup(
+    files: Path,
+    *,
+    name: str,
+    target: ChatSetup,
+    dtype: str | None = None,
+    is_packed: bool = False,
+) -> DraftSetup:
+    """Read the config and the tokenizer of a model that is to draft for `target`.
+
+    Takes seconds and no MLX, as `read_chat_setup` does. Raises ModelLoadFailed, naming both models,
+    unless they have the same vocabulary.
+    """
+    checkpoint = open_checkpoint(name, files)
+    if isinstance(checkpoint, GgufCheckpoint):
+        config, wrapper = checkpoint.config(), wrap_tokenizer(checkpoint)
+    else:
+        with checkpoint.blame():
+            config = load_config(files)
+        wrapper = wrap_folder_tokenizer(files, name=name)
+    backend: Any = wrapper.backend_tokenizer
+    theirs, own = backend.get_vocab(), target.chat.backend.get_vocab()
+    if theirs != own:
+        differing = {token for token, _ in theirs.items() ^ own.items()}
+        raise target.checkpoint.failed(
+            f"its draft {name!r} has another vocabulary: {len(differing):,} tokens differ, as "
+            f"{min(differing)!r}. A draft must have the same tokenizer: see `draft:` in models.yaml"
+        )
+    vocab_size = int(_text_config(config).get("vocab_size") or backend.get_vocab_size())
+    max_context = _context(checkpoint, config, target.max_context)
+    return DraftSetup(checkpoint, vocab_size, max_context, dtype, is_packed)
+
+
 def load_generation_in_steps(
     setup: ChatSetup,
     *,
@@ -99,6 +149,7 @@ def load_generation_in_steps(
     is_packed: bool = False,
     prefix_cache_bytes: int = 0,
     speculate_rows: int = 0,
+    draft: DraftSetup | None = None,
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
@@ -107,12 +158,33 @@ def load_generation_in_steps(
 
     `is_packed` leaves weights quantised on a CPU too, as `must_stay_packed` decides.
     `prefix_cache_bytes` bounds the KV kept of prompts, for others that begin alike; 0 keeps none.
-    In batches of up to `speculate_rows`, tokens may be read ahead of their choice.
+    In batches of up to `speculate_rows`, tokens may be read ahead of their choice, also by the
+    model of `draft`, whose prompts' KV has its part of `prefix_cache_bytes`.
     Raises ModelLoadFailed saying what is wrong.
     """
     model = yield from read_decoder(
         setup.checkpoint, device=device, dtype=dtype, is_packed=is_packed
     )
+    draft_model = None
+    if draft is not None:
+        other = yield from read_decoder(
+            draft.checkpoint, device=device, dtype=draft.dtype, is_packed=draft.is_packed
+        )
+        for each, checkpoint in ((model, setup.checkpoint), (other, draft.checkpoint)):
+            if not can_go_back(each):
+                raise setup.checkpoint.failed(
+                    f"{checkpoint.name!r} has sliding windows or states, which cannot go back to "
+                    f"before a draft; it cannot have or be `draft: {draft.checkpoint.name}`"
+                )
+        tokens = measure_kv(other).token, measure_kv(model).token
+        share = prefix_cache_bytes * tokens[0] // max(1, sum(tokens))
+        draft_model = DraftModel(
+            other,
+            vocab_size=min(draft.vocab_size, setup.vocab_size),
+            max_context=draft.max_context,
+            prefix_cache_bytes=share,
+        )
+        prefix_cache_bytes -= share
     yield GenerationEngine(
         setup.checkpoint.name,
         model,
@@ -122,6 +194,7 @@ def load_generation_in_steps(
         vocab_size=setup.vocab_size,
         prefix_cache_bytes=prefix_cache_bytes,
         speculate_rows=speculate_rows,
+        draft_model=draft_model,
         sampling_defaults=setup.sampling_defaults,
     )
 
@@ -143,8 +216,11 @@ def load_generation(
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
     template_sandbox: Sandbox | None = None,
+    draft: Path | None = None,
 ) -> GenerationEngine:
-    """Load a chat model in one go, for a thread that serves nothing else."""
+    """Load a chat model in one go, for a thread that serves nothing else. `draft` is the folder or
+    GGUF file of its draft model.
+    """
     setup = read_chat_setup(
         files,
         name=name,
@@ -164,6 +240,9 @@ def load_generation(
         is_packed=is_packed,
         prefix_cache_bytes=prefix_cache_bytes,
         speculate_rows=speculate_rows,
+        draft=(
+            read_draft_setup(draft, name=draft.name, target=setup) if draft is not None else None
+        ),
     )
     return next(engine for engine in steps if engine is not None)
 

@@ -320,6 +320,10 @@ class Faults:
         if len(rows) > 1:
             self._suspects.append(set(rows))
 
+    def record_draft(self, error: Exception) -> None:
+        """Record the error of a draft model, not used any more. No sequence is to blame."""
+        self._untold.append(f"draft model, off now: {type(error).__name__}: {str(error)[:500]}")
+
     def clear_of_blame(self, row: int) -> None:
         """Record that a sequence went well alone."""
         for suspects in self._suspects:

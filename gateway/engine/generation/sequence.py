@@ -248,19 +248,21 @@ class Sequence:
         wanted = self.job.logprobs
         return None if wanted is None else TokenScores(0.0, [token], [0.0], wanted)
 
-    def draft(self, most: int) -> abc.Sequence[int]:
-        """Return up to `most` tokens that may come next, if they can be chosen several at once: by
-        logits that depend on no token before them.
+    def room(self, most: int) -> int:
+        """Return how many tokens a draft may have, at most `most`; 0 unless they can be chosen
+        several at once: by logits that depend on no token before them.
         """
         depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
         if depends or self.job.logprobs is not None or not self.sampler.is_certain:
-            return ()
-        return self._lookup.draft(
-            self.context, min(most, self.job.max_tokens - len(self.tokens) - 1)
-        )
+            return 0
+        return max(0, min(most, self.job.max_tokens - len(self.tokens) - 1))
+
+    def draft(self, most: int) -> abc.Sequence[int]:
+        """Return up to `most` tokens that may come next, by its own context."""
+        return self._lookup.draft(self.context, room) if (room := self.room(most)) else ()
 
     def note_draft(self, accepted: int) -> None:
-        """Note how much of a draft was chosen, once that is appended."""
+        """Note how much of such a draft was chosen, once that is appended."""
         self._lookup.note(self.context, accepted)
 
     def append(self, token: int) -> FinishReason | None:

@@ -2,9 +2,10 @@
 
 Some are certain: a grammar may allow only one continuation. Others are drafts: what followed the
 same tokens earlier in the prompt or the answer (prompt lookup decoding, Saxena, 2023,
-github.com/apoorvumang/prompt-lookup-decoding). The pass that reads a draft also gives the logits
-after each of its tokens, and they are chosen from those as they would be one by one. As much of a
-draft counts as was chosen; so a draft costs time, and never changes an answer.
+github.com/apoorvumang/prompt-lookup-decoding), or else what a smaller model says. The pass that
+reads a draft also gives the logits after each of its tokens, and they are chosen from those as they
+would be one by one. As much of a draft counts as was chosen; so a draft costs time, and never
+changes an answer.
 """
 
 from collections.abc import Sequence
@@ -28,18 +29,34 @@ def count_accepted(draft: Sequence[int], chosen: Sequence[int]) -> int:
     return next((i for i, (one, other) in enumerate(pairs) if one != other), len(draft))
 
 
+class Patience:
+    """Waits longer after each draft of which nothing was chosen. Lengths are those of contexts."""
+
+    def __init__(self) -> None:
+        self._wait = 0
+        self._resumes_at = 0
+
+    def is_over(self, length: int) -> bool:
+        """Return True if it is time for a draft."""
+        return length >= self._resumes_at
+
+    def note(self, length: int, accepted: int) -> None:
+        """Note how much of a draft was chosen, once the context has what was."""
+        self._wait = 0 if accepted else min(_LONGEST_WAIT, 2 * self._wait + 1)
+        self._resumes_at = length + self._wait
+
+
 class PromptLookup:
-    """Drafts for one sequence. It waits longer after each draft of which nothing was chosen."""
+    """Drafts for one sequence, out of its own context."""
 
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}  # tokens → the place after them, at the latest
         self._indexed = 0
-        self._wait = 0
-        self._resumes_at = 0
+        self._patience = Patience()
 
     def draft(self, context: Sequence[int], most: int) -> Sequence[int]:
         """Return up to `most` tokens that may follow a context, which only grows between calls."""
-        if len(context) < self._resumes_at or most < 1:
+        if most < 1 or not self._patience.is_over(len(context)):
             return ()
         # What ends the context is not indexed yet: it would be found itself.
         for end in range(self._indexed + 1, len(context)):
@@ -53,5 +70,4 @@ class PromptLookup:
 
     def note(self, context: Sequence[int], accepted: int) -> None:
         """Note how much of a draft was chosen, once the context has what was."""
-        self._wait = 0 if accepted else min(_LONGEST_WAIT, 2 * self._wait + 1)
-        self._resumes_at = len(context) + self._wait
+        self._patience.note(len(context), accepted)

@@ -125,7 +125,7 @@ def compiled(engine: GenerationEngine, grammar: Grammar) -> Compiled:
 
 
 def open_engine(
-    folder: Path, prefix_cache_bytes: int = 0, speculate_rows: int = 0
+    folder: Path, prefix_cache_bytes: int = 0, speculate_rows: int = 0, draft: Path | None = None
 ) -> GenerationEngine:
     return load_generation(
         folder,
@@ -137,6 +137,7 @@ def open_engine(
         template_args={},
         prefix_cache_bytes=prefix_cache_bytes,
         speculate_rows=speculate_rows,
+        draft=draft,
     )
 
 

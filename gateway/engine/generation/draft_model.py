@@ -1,0 +1,235 @@
+"""Drafts by a smaller model of the same vocabulary (speculative decoding, Leviathan et al., 2023,
+arxiv.org/abs/2211.17192).
+
+Its KV follows the sequences' contexts in a batch of its own. One that joins is read by itself
+first, in chunks; what was not chosen of a draft is taken off when the next one is asked for.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from gateway.engine.checkpoint import measure_kv
+from gateway.engine.decoders import parameters
+from gateway.engine.generation.decode_batch import cache_nbytes
+from gateway.engine.generation.kv_cache import (
+    RaggedKVCache,
+    compact,
+    filter_layers,
+    make_batch_caches,
+    rewind_layers,
+)
+from gateway.engine.generation.prefix_cache import PrefixCache
+from gateway.engine.generation.speculation import MOST_AHEAD, Patience, count_accepted
+from gateway.jobs import KvCost
+
+CHUNK: Final = 512  # tokens, padding included, that catch up in one step
+FEED: Final = MOST_AHEAD + 1  # tokens of a sequence that a draft's first pass reads
+_FIRST_LENGTH: Final = 4
+
+_launch: Any = mx.async_eval  # untyped in mlx's stubs
+
+
+@dataclass(slots=True)
+class _Follower:
+    """The KV of one sequence: so many tokens of its context, then some of its last draft.
+
+    `length` is that of its next draft. It grows by two after one that was chosen whole, and shrinks
+    by one after another, as in transformers (the "heuristic" schedule of assisted generation).
+    """
+
+    id: int
+    read: int = 0
+    ahead: Sequence[int] = ()
+    given: int = 0  # tokens of the draft that is being verified
+    length: int = _FIRST_LENGTH
+    patience: Patience = field(default_factory=Patience)
+
+
+class DraftModel:
+    """A model, and its KV of the sequences that it drafts for.
+
+    It knows tokens below `vocab_size`; others are read as its last one, and never drafted. It has
+    no drafts for contexts that come near `max_context`. At most `prefix_cache_bytes` are kept of
+    prompts' KV.
+    """
+
+    def __init__(
+        self, model: Any, *, vocab_size: int, max_context: int, prefix_cache_bytes: int = 0
+    ) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._longest = max_context - FEED
+        self._prefixes = PrefixCache(make_prompt_cache(model), prefix_cache_bytes)
+        self._rows: list[_Follower] = []
+        self._cache: list[Any] = []
+        self._newcomer: tuple[_Follower, list[Any]] | None = None
+
+    def with_kv(self, cost: KvCost) -> KvCost:
+        """Return what a sequence's KV costs with this model's added. Both grow by the token."""
+        return replace(cost, token=cost.token + measure_kv(self._model).token)
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes on the device: weights, KV and prefixes."""
+        weights = sum(array.nbytes for array in parameters(self._model))
+        reading = self._newcomer[1] if self._newcomer is not None else []
+        return weights + cache_nbytes([*self._cache, *reading]) + self.prefix_bytes
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Count the bytes of KV kept of prompts that others may begin with."""
+        return self._prefixes.nbytes
+
+    def clear_prefixes(self) -> None:
+        self._prefixes.clear()
+
+    def is_due(self, sequence_id: int, length: int) -> bool:
+        """Return True if a sequence of this length is not too long, and has waited long enough."""
+        if length > self._longest:
+            return False
+        row = next((row for row in self._rows if row.id == sequence_id), None)
+        return row is None or row.patience.is_over(length)
+
+    def keep(self, ids: Collection[int]) -> None:
+        """Drop the KV of all other sequences."""
+        if self._newcomer is not None and self._newcomer[0].id not in ids:
+            self._newcomer = None
+        on = [i for i, row in enumerate(self._rows) if row.id in ids]
+        if not on:
+            self._rows, self._cache = [], []
+        elif len(on) < len(self._rows):
+            on = compact(on)
+            self._rows = [self._rows[i] for i in on]
+            filter_layers(self._cache, on)
+            _launch([layer.state for layer in self._cache])
+
+    def draft(
+        self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
+    ) -> dict[int, Sequence[int]]:
+        """Return drafts of up to so many tokens, by id; of some sequences none, such as those whose
+        prompt is still being read. The contexts of all sequences that may get drafts are given;
+        each only grows between calls.
+        """
+        contexts = {each: some for each, some in contexts.items() if len(some) <= self._longest}
+        self.keep(contexts)
+        self._take_back(contexts)
+        self._welcome(contexts)
+        wanted = {
+            row.id: min(row.length, rooms[row.id])
+            for row in self._rows
+            if rooms.get(row.id, 0) > 0 and row.patience.is_over(len(contexts[row.id]))
+        }
+        if not wanted:
+            return {}
+        self._catch_up(contexts)
+        ready = {row.id for row in self._rows if len(contexts[row.id]) - row.read <= FEED}
+        if not (wanted := {each: most for each, most in wanted.items() if each in ready}):
+            return {}
+        drafts = self._generate(contexts, max(wanted.values()))
+        for row in self._rows:
+            row.given = wanted.get(row.id, 0)
+        return {each: drafts[each][:most] for each, most in wanted.items()}
+
+    def note(self, sequence_id: int, length: int, accepted: int) -> bool:
+        """Note how much of a draft was chosen, once the context, of this length, has what was.
+        Return False if the draft was not this model's.
+        """
+        row = next((row for row in self._rows if row.id == sequence_id), None)
+        if row is None or not row.given:
+            return False
+        is_whole = accepted >= row.given
+        row.length = min(MOST_AHEAD, row.length + 2) if is_whole else max(1, row.length - 1)
+        row.patience.note(length, accepted)
+        row.given = 0
+        return True
+
+    def _take_back(self, contexts: Mapping[int, Sequence[int]]) -> None:
+        """Take off the tokens of drafts that were not chosen. Each context keeps one to read."""
+        back = []
+        for row in self._rows:
+            rest = contexts[row.id][row.read :]
+            accepted = min(count_accepted(row.ahead, rest), len(rest) - 1)
+            back.append(len(row.ahead) - accepted)
+            row.read, row.ahead = row.read + accepted, ()
+        rewind_layers(self._cache, back)
+
+    def _welcome(self, contexts: Mapping[int, Sequence[int]]) -> None:
+        """Read a chunk of the sequences that are not followed yet; those read whole join."""
+        budget = CHUNK
+        followed = {row.id for row in self._rows}
+        for each, context in contexts.items():
+            if each in followed or (self._newcomer is not None and self._newcomer[0].id != each):
+                continue
+            if self._newcomer is None:
+                known, kept = self._prefixes.take(context[:-1])
+                self._newcomer = _Follower(each, known), kept or make_batch_caches(self._model)
+            row, cache = self._newcomer
+            end = min(row.read + budget, len(context) - 1)
+            if row.read < end:
+                self._read(cache, [context[row.read : end]])
+                _launch([layer.state for layer in cache])
+                budget, row.read = budget - (end - row.read), end
+                self._prefixes.store(context[:end], cache, 0)
+            if end < len(context) - 1:
+                return
+            if self._rows:
+                for mine, theirs in zip(self._cache, cache, strict=True):
+                    mine.extend(theirs)
+            else:
+                self._cache = cache
+            self._rows.append(row)
+            self._newcomer = None
+
+    def _catch_up(self, contexts: Mapping[int, Sequence[int]]) -> None:
+        """Read what a draft's first pass would be too wide for, or a part of it."""
+        behind = max(len(contexts[row.id]) - row.read for row in self._rows)
+        if behind <= FEED:
+            return
+        width = min(behind - 1, CHUNK // len(self._rows))
+        feeds = [contexts[row.id][row.read : -1][:width] for row in self._rows]
+        self._read(self._cache, feeds)
+        _launch([layer.state for layer in self._cache])
+        for row, feed in zip(self._rows, feeds, strict=True):
+            row.read += len(feed)
+
+    def _generate(
+        self, contexts: Mapping[int, Sequence[int]], length: int
+    ) -> dict[int, Sequence[int]]:
+        """Continue every context by so many tokens, each the likeliest."""
+        feeds = [contexts[row.id][row.read :][:FEED] for row in self._rows]
+        logits = self._read(self._cache, feeds)
+        ends = mx.array([len(feed) - 1 for feed in feeds])
+        tokens = [self._likeliest(logits[mx.arange(len(feeds)), ends])]
+        while len(tokens) < length:
+            logits = self._model(tokens[-1][:, None], cache=self._cache)
+            tokens.append(self._likeliest(logits[:, -1]))
+        drafts: Any = mx.stack(tokens, axis=1)
+        mx.eval(drafts, [layer.state for layer in self._cache])
+        for row, feed, draft in zip(self._rows, feeds, drafts.tolist(), strict=True):
+            row.read, row.ahead = row.read + len(feed), draft[:-1]
+        return dict(zip((row.id for row in self._rows), drafts.tolist(), strict=True))
+
+    def _read(self, cache: list[Any], feeds: Sequence[Sequence[int]]) -> mx.array:
+        """Append tokens to each row; return the logits, (rows, longest, vocabulary). Nothing is
+        evaluated.
+        """
+        width = max(map(len, feeds))
+        last = self._vocab_size - 1
+        inputs = [
+            [*(min(token, last) for token in feed), *[0] * (width - len(feed))] for feed in feeds
+        ]
+        logits: mx.array = self._model(mx.array(inputs), cache=cache)
+        rewind_layers(cache, [width - len(feed) for feed in feeds])
+        return logits
+
+    def _likeliest(self, logits: mx.array) -> mx.array:
+        return mx.argmax(logits[:, : self._vocab_size], axis=-1)
+
+
+def can_go_back(model: Any) -> bool:
+    """Return True if all of a model's caches can drop tokens that were not chosen."""
+    return all(type(layer) is RaggedKVCache for layer in make_batch_caches(model))

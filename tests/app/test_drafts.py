@@ -1,0 +1,82 @@
+"""A chat model with a `draft:`, served over HTTP by real engines."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.app.engines import MlxEngines
+from gateway.engine.hub import Hub
+from tests.checkpoints import teach_thinking, write_chat
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+
+
+COUNTED = r'gateway_tokens_read_ahead_total{kind="drafted",model="large"} (\S+)'
+
+
+def entries(**large: Any) -> dict[str, Any]:
+    chat = {"kind": "chat", "sampling": {"temperature": 0}}
+    return {
+        "large": {**chat, "source": "path:large", "draft": "small", **large},
+        "small": {**chat, "source": "path:small"},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_chat(tmp_path / "large")
+    write_chat(tmp_path / "small", num_hidden_layers=1)
+    return tmp_path
+
+
+async def ask(client: httpx2.AsyncClient, model: str) -> httpx2.Response:
+    messages = [{"role": "user", "content": "Hi"}]
+    body = {"model": model, "messages": messages, "max_tokens": 40}
+    return await client.post("/v1/chat/completions", json=body)
+
+
+async def test_answers_are_those_without_it(folder: Path) -> None:
+    """The draft is served too, by its own name."""
+    said, drafted = [], [0.0]
+    for large in ({}, {"draft": None}):
+        engines = MlxEngines("cpu", None, Hub(), speculate_rows=4)
+        async with served(catalog(folder, entries(**large)), engines) as client:
+            answer = await ask(client, "large")
+            assert answer.status_code == 200, answer.text
+            said.append(answer.json()["choices"][0]["message"]["content"])
+            assert (await ask(client, "small")).status_code == 200
+            counted = re.search(COUNTED, (await client.get("/metrics")).text)
+            drafted.append(float(counted[1]) if counted is not None else 0.0)
+    assert said[0] == said[1]
+    assert drafted[1] > drafted[0]
+    assert drafted[2] == drafted[1]
+
+
+async def test_its_weights_and_kv_are_part_of_the_models_size(folder: Path) -> None:
+    """Unless nothing is ever read ahead."""
+    engines = MlxEngines("cpu", None, Hub(), speculate_rows=4)
+    specs = {each.id: each for each in catalog(folder, entries()).specs}
+    alone = MlxEngines("cpu", None, Hub(), speculate_rows=0)
+    with engines._grammars, engines._templates, alone._grammars, alone._templates:
+        large = await engines.size(specs["large"], folder / "large")
+        small = await engines.size(specs["small"], folder / "small")
+        without = await alone.size(specs["large"], folder / "large")
+    assert large.weights == without.weights + small.weights
+    assert large.kv == without.kv + small.kv
+    assert large.kv_token == without.kv_token + small.kv_token
+
+
+async def test_another_vocabulary_is_an_error_that_names_both(folder: Path) -> None:
+    teach_thinking(folder / "small", opens=False)
+    engines = MlxEngines("cpu", None, Hub(), speculate_rows=4)
+    async with served(catalog(folder, entries()), engines) as client:
+        answer = await ask(client, "large")
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+        assert error["code"] == "model_load_failed"
+        assert "its draft 'small' has another vocabulary" in error["message"]
+        assert (await ask(client, "small")).status_code == 200

@@ -1,0 +1,309 @@
+"""Drafts by a smaller model: fewer passes of the larger one, and never another answer."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from gateway.engine.generation.draft_model import CHUNK, DraftModel
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.speculation import MOST_AHEAD, PromptLookup
+from gateway.errors import ModelLoadFailed
+from gateway.jobs import Sampling
+from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
+from tests.engine.generation.test_preemption import JOBS, TEXTS, Batch, open_engine
+from tests.engine.generation.test_speculation import ECHO, run
+
+GREEDY = Sampling(temperature=0, ignore_eos=True)
+SEEDED = Sampling(temperature=1.0, seed=4, ignore_eos=True)
+LONG = "a b c " * 400
+ALL_JOBS: list[dict[str, Any]] = [
+    *JOBS,
+    {"sampling": GREEDY, "max_tokens": 90},
+    {"sampling": SEEDED, "max_tokens": 60, "stop": ["e", "at"]},
+    {"sampling": Sampling(temperature=0, min_tokens=20), "max_tokens": 50},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat(tmp_path_factory.mktemp("large"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of other weights, with room for more tokens than its tokenizer has."""
+    folder = tmp_path_factory.mktemp("small")
+    return write_chat(folder, seed=1, num_hidden_layers=1, vocab_size=4200)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[GenerationEngine]:
+    engine = open_engine(folder)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["twin", "stranger"])
+def drafted(request: pytest.FixtureRequest, folder: Path, stranger: Path) -> Path:
+    return folder if request.param == "twin" else stranger
+
+
+class Watched:
+    """A model that notes the tokens of its passes, and fails after some."""
+
+    def __init__(self, model: Any, fails_after: int | None) -> None:
+        self._model, self._fails_after = model, fails_after
+        self.layers = model.layers
+        self.read: list[int] = []
+
+    def __call__(self, tokens: mx.array, cache: Any) -> Any:
+        if self._fails_after == len(self.read):
+            raise ValueError("no more")
+        self.read.append(tokens.size)
+        return self._model(tokens, cache=cache)
+
+    def parameters(self) -> Any:
+        return self._model.parameters()
+
+
+def watch(engine: GenerationEngine, fails_after: int | None = None) -> list[int]:
+    """Return what becomes the tokens, with padding, of each pass of the engine's draft model."""
+    model = engine._drafting.model
+    assert model is not None
+    model._model = watched = Watched(model._model, fails_after)
+    return watched.read
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_are_those_without_a_draft_model(
+    plain: GenerationEngine, folder: Path, drafted: Path, seed: int
+) -> None:
+    """Greedy, seeded, penalised, with logprobs, stop strings, grammars and calls, in one batch."""
+    chance = random.Random(seed)
+    engine = open_engine(folder, 10_000_000, 8, draft=drafted)
+    jobs = [
+        (chance.choice([*TEXTS, ECHO, LONG]), chance.choice(ALL_JOBS))
+        for _ in range(chance.randint(3, 9))
+    ]
+    jobs.append(("Hi", {"sampling": GREEDY, "max_tokens": 60}))
+    expected, _ = run(plain, jobs, random.Random(seed))
+    found, passes = run(engine, jobs, random.Random(seed))
+    for one, other, job in zip(expected, found, jobs, strict=True):
+        assert other.says_as(one), job
+    assert any(each.drafted for each in passes)
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_leave_and_stop_and_go_on_change_no_answer(
+    plain: GenerationEngine, folder: Path, drafted: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    engine = open_engine(folder, chance.choice([0, 10_000_000]), 3, draft=drafted)
+    weights = engine.nbytes()
+    jobs = [(chance.choice([*TEXTS, LONG]), chance.choice(ALL_JOBS)) for _ in range(14)]
+    expected, _ = run(plain, jobs, chance)
+    batch, waiting, asked = Batch(engine), list(zip(jobs, expected, strict=True)), {}
+    stopped: set[int] = set()
+    gone: set[int] = set()
+    drafts = 0
+    while waiting or set(batch.open) - gone:
+        still = sorted(set(batch.open) - gone)
+        if waiting and chance.random() < 0.2:
+            job, answer = waiting.pop()
+            asked[batch.join(*job)] = job, answer
+        if still and chance.random() < 0.2:
+            row = chance.choice(still)
+            act = chance.choice(["park", "preempt", "resume", "resume", "leave"])
+            getattr(engine, act)(row)
+            stopped = stopped | {row} if act in ("park", "preempt") else stopped - {row}
+            gone |= {row} if act == "leave" else set()
+        if not batch.is_busy and stopped and not waiting:
+            engine.resume(stopped.pop())
+        batch.step(chance.choice([16, 64, 512]))
+        drafts += engine.last_pass.drafted
+        stopped &= set(batch.open)
+    for row, (job, answer) in asked.items():
+        assert row in gone or batch.answers[row].says_as(answer), job
+    assert drafts
+    assert not engine.take_faults()
+    engine.clear_prefixes()
+    assert engine.nbytes() == weights, "no KV is left of sequences that are gone"
+    engine.close()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_draft_model_that_is_right_saves_passes(
+    plain: GenerationEngine, folder: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptLookup, "draft", lambda *_: ())
+    engine = open_engine(folder, speculate_rows=4, draft=folder)
+    jobs = [(f"Question {i}", {"sampling": GREEDY, "max_tokens": 120}) for i in range(rows)]
+    expected, passes = run(plain, jobs, random.Random(0))
+    found, fewer = run(engine, jobs, random.Random(0))
+    assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
+    accepted, drafted = (sum(getattr(p, k) for p in fewer) for k in ("accepted", "drafted"))
+    assert accepted > 0.95 * drafted
+    assert len(fewer) < len(passes) / (1 + min(MOST_AHEAD, 16 // rows - 1) / 2)
+    engine.close()
+
+
+def test_a_draft_model_that_is_wrong_is_asked_less_often(
+    plain: GenerationEngine, folder: Path, stranger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptLookup, "draft", lambda *_: ())
+    engine = open_engine(folder, speculate_rows=4, draft=stranger)
+    jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 300})]
+    expected, _ = run(plain, jobs, random.Random(0))
+    found, passes = run(engine, jobs, random.Random(0))
+    assert found[0].says_as(expected[0])
+    assert 0 < sum(1 for each in passes if each.drafted) < 30
+    engine.close()
+
+
+def test_what_repeats_the_prompt_is_looked_up_first(
+    folder: Path, stranger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    draft = DraftModel.draft
+
+    def watched(self: DraftModel, contexts: Any, rooms: Any) -> Any:
+        asked.append(dict(rooms))
+        return draft(self, contexts, rooms)
+
+    monkeypatch.setattr(DraftModel, "draft", watched)
+    monkeypatch.setattr(PromptLookup, "draft", lambda _, context, most: context[:most])
+    engine = open_engine(folder, speculate_rows=4, draft=stranger)
+    run(engine, [("Hi", {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
+    assert asked
+    assert not any(room for rooms in asked for room in rooms.values())
+    engine.close()
+
+
+def test_a_long_prompt_is_read_in_chunks_and_its_neighbour_goes_on(
+    plain: GenerationEngine, folder: Path
+) -> None:
+    engine = open_engine(folder, speculate_rows=4, draft=folder)
+    read = watch(engine)
+    jobs = [
+        ("Hi", {"sampling": GREEDY, "max_tokens": 60}),
+        (LONG, {"sampling": GREEDY, "max_tokens": 60}),
+    ]
+    expected, _ = run(plain, jobs, random.Random(1))
+    found, passes = run(engine, jobs, random.Random(1))
+    assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
+    assert sum(read) > CHUNK
+    assert max(read) <= CHUNK
+    assert any(each.accepted for each in passes)
+    engine.close()
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(folder: Path) -> None:
+    engine = open_engine(folder, prefix_cache_bytes=10_000_000, speculate_rows=4, draft=folder)
+    read = watch(engine)
+    for text in (LONG, LONG + "and more"):
+        read.clear()
+        run(engine, [(text, {"sampling": GREEDY, "max_tokens": 30})], random.Random(0))
+    assert max(read) < CHUNK / 2
+    engine.clear_prefixes()
+    assert engine.prefix_bytes == 0
+    engine.close()
+
+
+def test_rows_beyond_the_limit_get_no_drafts_and_the_model_catches_up(
+    plain: GenerationEngine, folder: Path
+) -> None:
+    jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 200})]
+    [expected], _ = run(plain, jobs, random.Random(0))
+    engine = open_engine(folder, speculate_rows=2, draft=folder)
+    batch = Batch(engine)
+    row = batch.join(*jobs[0])
+    for _ in range(5):
+        batch.step(512)
+    others = [batch.join(text, {"sampling": GREEDY, "max_tokens": 50}) for text in ("a", "b")]
+    most = 0
+    while len(batch.open) == 3:
+        batch.step(512)
+        if engine.last_pass.rows == 3:
+            most = max(most, engine.last_pass.drafted)
+    assert others
+    assert most <= 14, "only what was launched before the third came"
+    accepted = 0
+    while batch.is_busy:
+        batch.step(512)
+        accepted += engine.last_pass.accepted
+    assert accepted > 50
+    assert batch.answers[row].says_as(expected)
+    engine.close()
+
+
+@pytest.mark.parametrize("passes", [0, 1, 9])
+def test_a_draft_model_that_fails_is_dropped_and_fails_no_answer(
+    plain: GenerationEngine, folder: Path, passes: int
+) -> None:
+    jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 60})]
+    [expected], _ = run(plain, jobs, random.Random(0))
+    engine = open_engine(folder, speculate_rows=4, draft=folder)
+    bytes_with = engine.nbytes()
+    watch(engine, fails_after=passes)
+    batch = Batch(engine)
+    row = batch.join(*jobs[0])
+    while batch.is_busy:
+        batch.step(512)
+    assert batch.answers[row].says_as(expected)
+    assert engine.take_faults() == ["draft model, off now: ValueError: no more"]
+    assert engine.nbytes() < bytes_with
+    engine.close()
+
+
+def test_nothing_is_drafted_near_the_end_of_the_draft_models_context(
+    plain: GenerationEngine, folder: Path, tmp_path: Path
+) -> None:
+    """MLX reads positions beyond an array's end without a word."""
+    short = write_chat(tmp_path / "short", max_position_embeddings=64)
+    jobs = [("Hi", {"sampling": GREEDY, "max_tokens": 120})]
+    [expected], _ = run(plain, jobs, random.Random(0))
+    engine = open_engine(folder, speculate_rows=4, draft=short)
+    read = watch(engine)
+    [found], _ = run(engine, jobs, random.Random(0))
+    assert found.says_as(expected)
+    assert 0 < sum(read) < 64 + 2 * MOST_AHEAD * len(read) / 3
+    engine.close()
+
+
+def test_weights_and_kv_are_counted(plain: GenerationEngine, folder: Path) -> None:
+    engine = open_engine(folder, speculate_rows=4, draft=folder)
+    assert engine.nbytes() == 2 * plain.nbytes()
+    assert engine.kv_cost.of(100) == 2 * plain.kv_cost.of(100)
+    weights, sizes = plain.nbytes(), []
+    for each in (plain, engine):
+        batch = Batch(each)
+        row = batch.join("Hi", {"sampling": GREEDY, "max_tokens": 60})
+        for _ in range(3):
+            batch.step(512)
+        sizes.append(each.nbytes())
+        each.leave(row)
+    kv = sizes[0] - weights
+    assert sizes[1] == 2 * (weights + kv)
+    engine.close()
+
+
+def test_another_vocabulary_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    other = teach_thinking(write_chat(tmp_path / "other", seed=1), opens=False)
+    with pytest.raises(ModelLoadFailed, match=r"chat.*draft 'other'.*2 tokens differ.*'</think>'"):
+        open_engine(folder, speculate_rows=4, draft=other)
+
+
+@pytest.mark.parametrize("kind", [SLIDING, STATEFUL])
+def test_caches_that_cannot_go_back_are_refused_by_name(
+    folder: Path, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    other = write_chat(tmp_path / "other", **kind)
+    with pytest.raises(ModelLoadFailed, match="'other' has sliding windows or states"):
+        open_engine(folder, speculate_rows=4, draft=other)
+    with pytest.raises(ModelLoadFailed, match="'chat' has sliding windows or states"):
+        open_engine(other, speculate_rows=4, draft=folder)
