@@ -346,9 +346,11 @@ class MlxEngines:
         draft, draft_files = found
         target, _ = self._chat_size(spec, files)
         _, is_packed = self._chat_size(draft, draft_files, beside=target.weights + target.kv)
-        return read_draft_setup(
+        read = read_draft_setup(
             draft_files, name=draft.id, target=setup, dtype=_dtype(draft), is_packed=is_packed
         )
+        log_costs(read.checkpoint, self._device, is_packed=is_packed)
+        return read
 
 
 def log_costs(

@@ -10,6 +10,7 @@ import pytest
 from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
 from tests.checkpoints import teach_thinking, write_chat
+from tests.gguf_files import write_model
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -54,6 +55,17 @@ async def test_answers_are_those_without_it(folder: Path) -> None:
     assert said[0] == said[1]
     assert drafted[1] > drafted[0]
     assert drafted[2] == drafted[1]
+
+
+async def test_both_may_be_gguf_files(tmp_path: Path) -> None:
+    for name in ("large", "small"):
+        write_model(tmp_path / f"{name}.gguf")
+    models = entries(source="path:large.gguf")
+    models["small"]["source"] = "path:small.gguf"
+    engines = MlxEngines("cpu", None, Hub(), speculate_rows=4)
+    async with served(catalog(tmp_path, models), engines) as client:
+        answer = await ask(client, "large")
+        assert answer.status_code == 200, answer.text
 
 
 async def test_its_weights_and_kv_are_part_of_the_models_size(folder: Path) -> None:

@@ -42,7 +42,7 @@ class Drafting:
     ) -> list[abc.Sequence[int]]:
         """Return a draft for each sequence, of up to so many tokens."""
         drafts = [row.draft(room) for row, room in zip(rows, rooms, strict=True)]
-        if self.model is None or not any(map(self._is_due, rows)):
+        if self.model is None or max(rooms) < 1 or not any(map(self._is_due, rows)):
             return drafts
         open_rooms = {
             row.id: 0 if draft else row.room(room)
