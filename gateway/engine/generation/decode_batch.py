@@ -4,6 +4,7 @@ import copy
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -173,11 +174,10 @@ class DecodeBatch:
         outputs = []
         for i, (row, draft) in enumerate(zip(self.rows, self.drafts, strict=True)):
             at = self._places(i)
-            end = at.start + 1 + count_accepted(draft, tokens[at.start : at.stop])
-            is_finite = all(finite[at.start : end])
-            outputs.append(
-                SequenceOutput(row, tokens[at.start : end], is_finite, scores.get(id(row)))
-            )
+            theirs = tokens[at.start : at.stop]
+            numbers = sum(1 for _ in takewhile(bool, finite[at.start : at.stop]))
+            end = 1 + count_accepted(draft[: max(0, numbers - 1)], theirs)
+            outputs.append(SequenceOutput(row, theirs[:end], numbers > 0, scores.get(id(row))))
         if any(self.drafts):
             kept = [len(output.tokens) - 1 for output in outputs]
             rewind_layers(
@@ -196,8 +196,8 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """The next tokens of a sequence, on the host: one, and those of its draft that were chosen.
-    `is_finite` if their logits were numbers.
+    """The next tokens of a sequence, on the host: one, and those of its draft that were chosen, up
+    to the first whose logits were no numbers. `is_finite` if those of the one were.
     """
 
     row: Sequence

@@ -60,8 +60,7 @@ class Drafting:
 
     def note(self, row: Sequence, accepted: int) -> None:
         """Note how much of a sequence's draft was chosen, once that is appended."""
-        length = len(row.job.prompt) + len(row.tokens)
-        if self.model is None or not self.model.note(row.id, length, accepted):
+        if self.model is None or not self.model.note(row.id, len(row.context), accepted):
             row.note_draft(accepted)
 
     @property
@@ -90,4 +89,4 @@ class Drafting:
     def _is_due(self, row: Sequence) -> bool:
         if self.model is None or not row.room(1):
             return False
-        return self.model.is_due(row.id, len(row.job.prompt) + len(row.tokens))
+        return self.model.is_due(row.id, len(row.context))

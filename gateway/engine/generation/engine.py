@@ -324,14 +324,14 @@ class GenerationEngine:
         taken = [each.append(most) for each in outputs]
         deltas = [delta for some, _ in taken for delta in some]
         given = [sum(delta.tokens for delta in some) for some, _ in taken]
-        accepted = sum(len(each.tokens) - 1 for each in outputs)
+        pairs = list(zip(given, outputs, strict=True))  # an answer may end inside a draft
         self.last_pass = Pass(
             rows=len(outputs),
             tokens=sum(given),
             padded_tokens=len(outputs) * max(given),
-            forced=max(0, sum(given) - accepted - len(outputs)),
+            forced=sum(max(0, count - len(each.tokens)) for count, each in pairs),
             drafted=sum(map(len, drafts)),
-            accepted=accepted,
+            accepted=sum(max(0, min(count, len(each.tokens)) - 1) for count, each in pairs),
         )
         on = [i for i, (_, is_on) in enumerate(taken) if is_on]
         rows = [outputs[i].row for i in on]

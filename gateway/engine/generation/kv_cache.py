@@ -254,6 +254,12 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         if len(caches) == 1:
             return copy.copy(caches[0])
         merged = cls(())
+        if filled := [cache for cache in caches if not cache.empty()]:
+            rows = sum(len(cache.lengths.counts) for cache in caches)
+            places = max(cache.lengths.longest for cache in caches)
+            merged.keys, merged.values = (
+                _reserve(None, each, rows, places) for each in filled[0].keys_and_values()
+            )
         for cache in caches:
             merged.extend(cache)
         return merged

@@ -123,6 +123,9 @@ class Sequence:
         self.id = sequence_id
         self.job = job
         self.sampler = sampler
+        # All tokens that the model must have read before the next one is chosen; never copied, as
+        # it may be long.
+        self.context: list[int] = [*job.prompt]
         self.tokens: list[int] = []
         self.prompt_logprobs: list[TokenLogprob] = []  # of all the prompt's tokens but the first
         self.cached_tokens = 0  # of the prompt, from the prefix cache
@@ -140,11 +143,6 @@ class Sequence:
         self._matcher = self._grammar.matcher() if self._grammar is not None else None
         self._matched = 0
         self._lookup = PromptLookup()
-
-    @property
-    def context(self) -> list[int]:
-        """Return all tokens that the model must have read before the next one is chosen."""
-        return [*self.job.prompt, *self.tokens]
 
     @property
     def scores_prompt(self) -> bool:
@@ -269,6 +267,7 @@ class Sequence:
         """Append the next token; return the finish reason if, text aside, it is the last."""
         is_free = self._thinking.take(token)
         self.tokens.append(token)
+        self.context.append(token)
         self.sampler.count(token)
         if token in self._ends:
             return "stop"

@@ -16,6 +16,7 @@ MOST_AHEAD: Final = 7  # tokens a row: a turn's steps stay within the memory hel
 MOST_TOKENS: Final = 16
 _GRAMS: Final = (3, 2)  # how many tokens must have stood together before; the longer ones first
 _LONGEST_WAIT: Final = 64
+_INDEXED_AT_ONCE: Final = 4096  # tokens, in 3 to 4 ms: a step of others waits for it
 
 
 def count_ahead(rows: int) -> int:
@@ -59,10 +60,11 @@ class PromptLookup:
         if most < 1 or not self._patience.is_over(len(context)):
             return ()
         # What ends the context is not indexed yet: it would be found itself.
-        for end in range(self._indexed + 1, len(context)):
+        until = max(self._indexed, min(len(context) - 1, self._indexed + _INDEXED_AT_ONCE))
+        for end in range(self._indexed + 1, until + 1):
             for size in _GRAMS:
                 self._after[tuple(context[max(0, end - size) : end])] = end
-        self._indexed = max(self._indexed, len(context) - 1)
+        self._indexed = until
         for size in _GRAMS:
             if (place := self._after.get(tuple(context[-size:]))) is not None:
                 return context[place : place + most]

@@ -231,15 +231,40 @@ def test_few_slots_stay_free() -> None:
 
 
 def test_what_a_long_row_needed_is_free_once_it_leaves() -> None:
-    """Though the others leave and join, and a slot is always free."""
-    cache = full_of(1, 8 * STEP)
-    cache.extend(full_of(23, BLOCK))
+    """Though no more slots are free than may be, and the others leave and join."""
+    cache = full_of(24, 8 * STEP)
+    cache.rewind((0, *[8 * STEP - BLOCK] * 23))
     cache.filter(compact(range(1, 24)))
     row = full_of(1, BLOCK).nbytes
     for _ in range(9):
-        assert cache.nbytes <= (23 + 23 // SPARE) * row
+        assert cache.nbytes <= (24 + 24 // SPARE) * row
         cache.filter(compact(range(1, 23)))
         cache.extend(full_of(1, BLOCK))
+
+
+@given(st.lists(st.integers(0, 2 * STEP), min_size=1, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_a_merged_cache_has_the_rows_of_all(counts: list[int]) -> None:
+    both = Modelled(RaggedKVCache())
+    for count in counts:
+        both.join(count)
+    some = [
+        RaggedKVCache.of(tokens([row]), -tokens([row])) if row else RaggedKVCache()
+        for row in both.rows[1:]
+    ]
+    assert rows_of(RaggedKVCache.merge(some)) == both.rows[1:]
+
+
+def test_caches_that_are_merged_are_copied_once() -> None:
+    caches = [full_of(1, 4 * BLOCK) for _ in range(9)]
+    merged: list[RaggedKVCache] = []
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    merged.append(RaggedKVCache.merge(caches))
+    mx.eval(merged[0].state)
+    assert merged[0].nbytes == sum(each.nbytes for each in caches)
+    assert mx.get_peak_memory() - before <= 1.2 * merged[0].nbytes
 
 
 @given(st.lists(operations, max_size=14))

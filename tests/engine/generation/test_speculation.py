@@ -20,7 +20,7 @@ from gateway.engine.generation.speculation import (
     count_accepted,
     count_ahead,
 )
-from gateway.jobs import GenerateJob, Grammar, Pass, Sampling
+from gateway.jobs import GenerateJob, Grammar, Pass, Sampling, SequenceParams
 from tests.checkpoints import STATEFUL, write_chat
 from tests.engine.generation.test_preemption import JOBS, TEXTS, Answer, Batch, open_engine
 from tests.fakes import caller
@@ -147,6 +147,67 @@ def test_an_answer_ends_where_it_must_though_more_was_read(
             assert found.says_as(expected), (most, more)
 
 
+def repeat(engine: GenerationEngine) -> SequenceParams:
+    """Return a sequence whose prompt begins with its answer, of which no token comes twice."""
+    [row] = engine.prepare(replace(generate("Hi"), sampling=replace(GREEDY, ignore_eos=True)))
+    engine.join(replace(row, max_tokens=40))
+    engine.prefill(512)
+    assert engine._running is not None
+    [answer] = engine._running.rows
+    while engine.is_decoding:
+        engine.decode()
+    assert len(set(answer.tokens)) == 40
+    return replace(row, prompt=[*answer.tokens, *row.prompt], max_tokens=40)
+
+
+def answer(engine: GenerationEngine, row: SequenceParams) -> tuple[Answer, list[Pass]]:
+    batch, passes = Batch(engine), []
+    batch.answers[engine.join(row)] = Answer()
+    while batch.is_busy:
+        batch.step(512)
+        passes.append(engine.last_pass)
+    return next(iter(batch.answers.values())), passes
+
+
+@pytest.mark.parametrize("place", range(12, 30))
+def test_what_was_chosen_after_an_answers_end_saved_no_pass(folder: Path, place: int) -> None:
+    engine = forget(open_engine(folder, speculate_rows=8))
+    row = repeat(engine)
+    stop = replace(row.sampling, stop_token_ids=frozenset([row.prompt[place]]))
+    found, passes = answer(engine, replace(row, sampling=stop))
+    assert found.tokens == place + 1
+    assert any(each.accepted for each in passes)
+    for each in passes:
+        assert each.tokens == each.rows + each.accepted + each.forced
+    engine.close()
+
+
+class BrokenFrom:
+    """A model whose logits are no numbers from some place of a sequence on."""
+
+    def __init__(self, model: Any, place: int) -> None:
+        self._model, self._place = model, place
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        places = mx.array(cache[0].offset).reshape(-1, 1) + mx.arange(tokens.shape[1])
+        logits: mx.array = self._model(tokens, cache=cache)
+        return mx.where((places < self._place)[:, :, None], logits, mx.nan)
+
+
+@pytest.mark.parametrize("place", range(12, 30))
+def test_what_comes_before_a_fault_inside_a_draft_is_told(folder: Path, place: int) -> None:
+    told = []
+    for speculate_rows in (0, 8):
+        engine = forget(open_engine(folder, speculate_rows=speculate_rows))
+        row = repeat(engine)
+        engine._model = BrokenFrom(engine._model, len(row.prompt) + place)
+        found, passes = answer(engine, row)
+        assert found.errors
+        told.append(found)
+    assert any(each.accepted for each in passes)
+    assert told[1].says_as(told[0])
+
+
 @pytest.mark.parametrize("length", range(50, 60))
 def test_what_is_kept_of_an_answer_has_been_read(
     plain: GenerationEngine, folder: Path, length: int
@@ -224,6 +285,38 @@ def test_a_draft_is_what_followed_the_same_tokens_before(context: list[int], mos
         ]
         places = next((each for each in ends if each), [])
         assert draft == (some[places[-1] : places[-1] + most] if places else [])
+
+
+def test_a_long_prompt_is_indexed_in_parts() -> None:
+    """The steps of others wait for each."""
+    lookup, context = PromptLookup(), [0, 1, 2, *range(10, 20_000), 0, 1]
+    assert lookup.draft(context, 2) == [2, 10]
+    context += [19_000, 19_001]
+    drafts = [lookup.draft(context, 2) for _ in range(9)]
+    assert drafts[0] == ()
+    assert drafts[-1] == [19_002, 19_003]
+
+
+def test_no_step_copies_the_prompt(folder: Path) -> None:
+    """It may have 100,000 tokens."""
+
+    class Prompt(list[int]):
+        copies = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.copies += 1
+            return super().__iter__()
+
+    engine = open_engine(folder, speculate_rows=8)
+    [row] = engine.prepare(generate(ECHO))
+    prompt = Prompt(row.prompt)
+    engine.join(replace(row, prompt=prompt))
+    engine.prefill(512)
+    copies = prompt.copies
+    while engine.is_decoding:
+        engine.decode()
+    assert prompt.copies == copies
+    engine.close()
 
 
 def test_a_lookup_that_is_wrong_waits_longer_each_time() -> None:
