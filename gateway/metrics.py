@@ -21,6 +21,7 @@ def of(metric: M, *labels: str) -> M:
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_TOKENS = tuple(n * 10**power for power in range(6) for n in (1, 2, 5))
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 REQUESTS = Counter("gateway_requests", "Requests answered.", ["route", "status"])
@@ -35,6 +36,16 @@ CANCELLED = Counter(
 )
 TOKENS_IN = Counter("gateway_prompt_tokens", "Tokens read.", ["model"])
 TOKENS_OUT = Counter("gateway_completion_tokens", "Tokens written.", ["model"])
+PROMPT_LENGTH = Histogram(
+    "gateway_prompt_length_tokens",
+    "Tokens of a request's prompt, or of its texts together.",
+    ["model"],
+    buckets=_TOKENS,
+)
+ANSWER_LENGTH = Histogram(
+    "gateway_answer_length_tokens", "Tokens of a complete answer.", ["model"], buckets=_TOKENS
+)
+FINISHED = Counter("gateway_finished", "Answers completed, by finish reason.", ["model", "reason"])
 TRUNCATED = Counter("gateway_truncated_inputs", "Embedding inputs cut to the limit.", ["model"])
 STAGE_SECONDS = Histogram(
     "gateway_stage_seconds", "A request's time by stage.", ["model", "stage"], buckets=_SECONDS
@@ -81,8 +92,10 @@ PREEMPTIONS = Counter(
 QUEUE_DEPTH = Gauge("gateway_queue_depth", "Requests waiting or running.", ["model"])
 QUEUE_CHOICES = Gauge("gateway_queue_choices", "Answers of requests waiting or running.", ["model"])
 QUEUE_TOKENS = Gauge("gateway_queue_tokens", "Tokens of requests waiting or running.", ["model"])
+QUEUE_TOKENS_LIMIT = Gauge("gateway_queue_tokens_limit", "The bound on those tokens.", ["model"])
 MODELS_LOADED = Gauge("gateway_models_loaded", "Models held in the cache.")
 MODEL_LOADS = Counter("gateway_model_loads", "Loads by outcome.", ["model", "outcome"])
+EVICTIONS = Counter("gateway_model_evictions", "Models freed to make room.", ["model"])
 LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Waited for a turn.", ["kind"], buckets=_SECONDS)
 LANE_HOLD = Histogram("gateway_lane_hold_seconds", "Held the lane.", ["kind"], buckets=_SECONDS)
 LANE_SECONDS = Counter("gateway_lane_seconds", "The lane's time, by who held it.", ["kind"])
@@ -95,6 +108,12 @@ CHECKED_ANSWERS = Counter(
 GRAMMAR_COMPILE_SECONDS = Histogram(
     "gateway_grammar_compile_seconds", "Compiled a grammar.", ["model"], buckets=_SECONDS
 )
+
+
+def count_prompt(model: str, tokens: int) -> None:
+    """Count the tokens of a request's prompt, or of its texts together."""
+    of(TOKENS_IN, model).inc(tokens)
+    of(PROMPT_LENGTH, model).observe(tokens)
 
 
 Reading: TypeAlias = Metric
@@ -119,6 +138,11 @@ class Level:
         return reading
 
 
+READY = Level("gateway_ready", "1 while /ready answers 200, else 0.")
+HEARTBEAT_AGE = Level(
+    "gateway_heartbeat_age_seconds",
+    "For how long the device's thread has not moved; 0 while it has no work.",
+)
 ROWS = Level("gateway_rows", "Answers in the batch, being read for or written.")
 TICKETS = Level("gateway_tickets", "Rows, or requests of embeddings, that wait for a batch.")
 LEASES = Level("gateway_leases", "Requests that use a model, or wait for it to be loaded.")

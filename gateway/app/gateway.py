@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
@@ -52,12 +52,16 @@ class Gauges:
         engines: Engines,
         responses: ResponseStore,
         bodies: Bodies,
+        watch: Watch,
+        readiness: Callable[[], str],
     ) -> None:
         self._models = models
         self._budget = budget
         self._engines = engines
         self._responses = responses
         self._bodies = bodies
+        self._watch = watch
+        self._readiness = readiness
 
     @contextlib.contextmanager
     def register(self) -> Iterator[None]:
@@ -75,6 +79,8 @@ class Gauges:
                 tickets[model] += batcher.tickets
                 if isinstance(batcher, GenerationBatcher):
                     rows[model] += batcher.rows
+        yield metrics.READY.read(self._readiness() == "ready")
+        yield metrics.HEARTBEAT_AGE.read(self._watch.beat_age_s)
         yield metrics.ROWS.read_by_model(rows)
         yield metrics.TICKETS.read_by_model(tickets)
         yield metrics.LEASES.read_by_model(leases)
@@ -239,7 +245,15 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        gauges = Gauges(self._models, self._budget, self._engines, self._responses, self._bodies)
+        gauges = Gauges(
+            self._models,
+            self._budget,
+            self._engines,
+            self._responses,
+            self._bodies,
+            self._watch,
+            self._status,
+        )
         with self._pool, self._watch, gauges.register():
             async with self._lane as lane:
                 async with lane.turn("load") as run:

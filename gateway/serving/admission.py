@@ -152,6 +152,7 @@ class Admission:
         self._noun = noun
         self._bounded = Bounded(limit)
         self._gauge = metrics.of(_GAUGES[noun], model)
+        self.limit = limit
 
     @contextlib.contextmanager
     def admit(
@@ -187,6 +188,8 @@ class Admission:
     @limit.setter
     def limit(self, limit: int) -> None:
         self._bounded.limit = limit
+        if self._noun is Noun.TOKENS:
+            metrics.of(metrics.QUEUE_TOKENS_LIMIT, self._model).set(limit)
 
     def begin(self) -> None:
         """Start measuring the rate, as nothing could be released until now."""

@@ -59,6 +59,10 @@ class BeatAge:
         self._beat = beat
         return self._seconds
 
+    def of(self, beat: Beat | None) -> float:
+        """Return the age of a beat: 0 of none, and of one that is newer than the last check."""
+        return 0.0 if beat is None or beat is not self._beat else self._seconds
+
 
 class Watch:
     """A context manager: it checks the lane from enter to exit.
@@ -91,6 +95,11 @@ class Watch:
     def status(self) -> Status:
         """Return the lane's status: `dead` is noticed at once, `stalled` after a limit."""
         return "dead" if self._lane.has_died else self._status
+
+    @property
+    def beat_age_s(self) -> float:
+        """Return for how long the lane's thread has not moved, as of the last check."""
+        return self._beat_age.of(self._lane.beat)
 
     def _run(self) -> None:
         checked = clock.now()

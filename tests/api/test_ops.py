@@ -96,3 +96,89 @@ async def test_metrics_count_what_was_served(client: httpx2.AsyncClient) -> None
     assert 'gateway_prompt_tokens_total{model="org/embed"}' in answer.text
     assert 'gateway_requests_total{route="/v1/embeddings",status="200"}' in answer.text
     assert 'gateway_batch_rows_count{model="org/embed"}' in answer.text
+
+
+async def test_metrics_tell_how_long_prompts_and_answers_are_and_why_those_ended(
+    client: httpx2.AsyncClient,
+) -> None:
+    """Each answer of a request by itself; a prompt once, and texts together."""
+    names = (
+        'gateway_finished_total{model="writer",reason="stop"}',
+        'gateway_finished_total{model="writer",reason="length"}',
+        'gateway_answer_length_tokens_count{model="writer"}',
+        'gateway_answer_length_tokens_sum{model="writer"}',
+        'gateway_prompt_length_tokens_sum{model="writer"}',
+        'gateway_prompt_length_tokens_count{model="org/embed"}',
+        'gateway_prompt_length_tokens_sum{model="org/embed"}',
+    )
+    before = await values(client, *names)
+    asked = {"model": "writer", "messages": [{"role": "user", "content": "hello"}]}
+    await client.post("/v1/chat/completions", json={**asked, "n": 2, "max_tokens": 3})
+    await client.post("/v1/chat/completions", json=asked)
+    await client.post("/v1/embeddings", json={"model": "embed", "input": ["a", "bb"]})
+    after = await values(client, *names)
+    counted = [now - then for now, then in zip(after, before, strict=True)]
+    assert counted == [1, 2, 3, 3 + 3 + 6, 5 + 5, 1, 3]
+
+
+async def test_decisions_are_no_answers_that_finished(client: httpx2.AsyncClient) -> None:
+    """Nothing is generated for them."""
+    asked = {
+        "model": "writer",
+        "input": "hello",
+        "questions": [{"id": "q", "type": "predicate", "instructions": "yes?"}],
+    }
+    name = 'gateway_answer_length_tokens_count{model="writer"}'
+    before = await values(client, name)
+    answer = await client.post("/v1/decisions", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert await values(client, name) == before
+
+
+async def values(client: httpx2.AsyncClient, *names: str) -> list[float]:
+    """Read series as they are written; one that is not there is 0."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    series = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return [float(series.get(name, 0)) for name in names]
+
+
+async def test_metrics_tell_what_ready_and_the_watch_tell(tmp_path: Path) -> None:
+    """While a model loads the gateway is not ready, and its thread has been at it for a while."""
+    engines = ScriptedEngines()
+    engines.load_gate.close()
+    models = catalog(tmp_path, {"writer": WRITER})
+    async with served(models, engines, wait_ready=False, stall_limit_s=2) as client:
+        names = ("gateway_ready", "gateway_heartbeat_age_seconds")
+        async with asyncio.timeout(10):
+            while (now := await values(client, *names))[1] == 0:
+                assert now[0] == 0
+                await asyncio.sleep(0.02)
+        engines.load_gate.open()
+        await ready(client)
+        assert await values(client, *names) == [1, 0]
+
+
+async def test_the_bound_on_waiting_tokens_is_told_by_model(tmp_path: Path) -> None:
+    """Its own, or the one of the settings."""
+    own = {**WRITER, "queue_max_tokens": 7}
+    models = catalog(tmp_path, {"writer": WRITER, "other": own})
+    async with served(models, ScriptedEngines(), queue_max_tokens=99) as client:
+        names = [f'gateway_queue_tokens_limit{{model="{name}"}}' for name in ("writer", "other")]
+        assert await values(client, *names) == [99, 7]
+
+
+async def test_a_model_that_makes_room_is_counted(tmp_path: Path) -> None:
+    """From 0 on, so that a rate sees the first; one that is unloaded by hand made no room."""
+    models = catalog(tmp_path, {name: {**WRITER, "preload": False} for name in ("one", "two")})
+    async with served(models, ScriptedEngines(), cache_max_models=1, admin_key="k") as client:
+        name = 'gateway_model_evictions_total{model="one"}'
+        counts = []
+        for model in ("one", "two"):
+            body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+            assert f"\n{name} " in (await client.get("/metrics")).text
+            counts += await values(client, name)
+        headers = {"authorization": "Bearer k"}
+        await client.post("/admin/models/two/unload", headers=headers)
+        assert counts == [0, 1]
+        assert await values(client, 'gateway_model_evictions_total{model="two"}') == [0]

@@ -23,6 +23,17 @@ def test_a_beat_is_counted_from_when_it_was_first_seen() -> None:
     assert [still.update(*each) for each in seen] == [0, 1, 3, 0, 1, 0, 0]
 
 
+def test_the_age_of_a_beat_that_was_not_seen_yet_is_nothing() -> None:
+    """Nor has a lane without work one, however long it had none."""
+    one, age = Beat("decode"), BeatAge()
+    for beat in (None, None):
+        age.update(1, beat)
+    assert [age.of(None), age.of(one)] == [0, 0]
+    for _ in range(3):
+        age.update(1, one)
+    assert [age.of(one), age.of(Beat("decode")), age.of(None)] == [2, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("beat", "seconds", "is_over"),
     [

@@ -122,7 +122,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         truncated = sum(each.is_truncated for each in every)
         timings = job.caller.timings
         timings.tokens_in, timings.stage = tokens, None
-        metrics.of(metrics.TOKENS_IN, self._name).inc(tokens)
+        metrics.count_prompt(self._name, tokens)
         if truncated:
             metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
         vectors = np.stack([each.vector for each in every])

@@ -59,7 +59,7 @@ class RerankBatcher(RowBatcher[Pair]):
             logits = await self._queue(pairs, timings, expected)
         tokens, truncated = sum(map(len, pairs)), sum(pair.cut > 0 for pair in pairs)
         timings.tokens_in, timings.stage = tokens, None
-        metrics.of(metrics.TOKENS_IN, self._name).inc(tokens)
+        metrics.count_prompt(self._name, tokens)
         if truncated:
             metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
         return Reranked(relevance(logits, is_raw=job.is_raw), tokens, truncated)

@@ -196,7 +196,7 @@ class GenerationBatcher:
             counted = [each.params for each in sequences if each.counts_prompt]
             usage = Usage(prompt_tokens=sum(len(row.prompt) for row in counted))
             timings.tokens_in = usage.prompt_tokens
-            metrics.of(metrics.TOKENS_IN, self._name).inc(usage.prompt_tokens)
+            metrics.count_prompt(self._name, usage.prompt_tokens)
             checker = AnswerChecker(
                 self._name, self._engine, self._pool, job, _find_unenforced(rows[0])
             )

@@ -39,6 +39,7 @@ class Scheduler:
         self._ending: dict[int, Sequence] = {}  # preempted, to end with the tokens they have
         self._blocked: Sequence | None = None  # the first that would join if there were memory
         self._stuck: list[Sequence] = []  # those that lack memory only other models hold
+        metrics.of(metrics.PREEMPTIONS, model)  # at 0, so that a rate sees the first
 
     @property
     def waiting(self) -> int:

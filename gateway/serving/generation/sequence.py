@@ -118,6 +118,9 @@ class Sequence:
         self.tokens += delta.tokens
         if self.timings is not None:
             self._time(self.timings, model)
+        if delta.finish_reason is not None and self.params.step is None:
+            metrics.of(metrics.FINISHED, model, delta.finish_reason).inc()
+            metrics.of(metrics.ANSWER_LENGTH, model).observe(self.tokens)
         self.inbox.put_nowait(
             Delta(
                 self.index,

@@ -226,6 +226,8 @@ class ModelCache(Generic[M]):
             if entry.is_open and load_alike(entry.spec, spec):
                 return entry
         self._failures.check(spec.id)
+        for counter in (metrics.REJECTED, metrics.EVICTIONS):
+            metrics.of(counter, spec.id)  # at 0, so that a rate sees the first
         entry = Entry[M](spec)
         entry.is_successor = any(each.spec.id == spec.id for each in self._entries)
         self._entries.append(entry)

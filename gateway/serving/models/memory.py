@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Generic, TypeVar
 
-from gateway import clock
+from gateway import clock, metrics
 from gateway.errors import GatewayError, InsufficientMemory, NoRoom
 from gateway.serving.budget import Budget, Share
 from gateway.serving.models.entry import Entry, State
@@ -106,7 +106,7 @@ class Room(Generic[M]):
         }
         if missing <= sum(each.nbytes for each in old.values()):
             for each in pick(old, places=0, nbytes=missing):
-                each.move_to(State.LEAVING)
+                _evict(each)
         elif missing <= sum(each.nbytes for each in idle.values()):
             self._schedule_update([each.last_used + RECENT_S for each in idle])
 
@@ -148,7 +148,7 @@ class Room(Generic[M]):
             may_hold_rows=self._rows_spared_until <= now,
         )
         for each in plan.leaving:
-            each.move_to(State.LEAVING)
+            _evict(each)
         for each in plan.admitted:
             self._admit(each)
         is_in_vain = not (plan.admitted or plan.leaving)
@@ -260,6 +260,11 @@ class Room(Generic[M]):
                 entry.spec.id, f"all {self._max_models} places are held by models that are pinned."
             )
         return None
+
+
+def _evict(entry: Entry[M]) -> None:
+    entry.move_to(State.LEAVING)
+    metrics.of(metrics.EVICTIONS, entry.spec.id).inc()
 
 
 def _end_wait(entry: Entry[M]) -> None:
