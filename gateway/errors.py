@@ -166,6 +166,17 @@ class ResponseNotFound(GatewayError):
     code = "response_not_found"
 
 
+class RequestNotFound(GatewayError):
+    """No request in flight has this number."""
+
+    status = HTTPStatus.NOT_FOUND
+    type = "invalid_request_error"
+    code = "request_not_found"
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"No request in flight has the number {number}: it may have ended.")
+
+
 class MethodNotAllowed(GatewayError):
     """A path that is served, but not by this method."""
 
@@ -230,6 +241,20 @@ class Overloaded(GatewayError):
     code = "rate_limit_exceeded"
 
 
+class TooManyWatchers(GatewayError):
+    """As many dashboards as may be are open already."""
+
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    type = "rate_limit_error"
+    code = "too_many_watchers"
+
+    def __init__(self, most: int) -> None:
+        super().__init__(
+            f"{most} dashboards are open already, the most there may be: close one of them.",
+            retry_after_s=10,
+        )
+
+
 class RateLimited(GatewayError):
     """The caller has used its allowance of this minute."""
 
@@ -244,6 +269,15 @@ class Unavailable(GatewayError):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     type = "server_error"
     code = "service_unavailable"
+
+
+class RequestCancelled(Unavailable):
+    """The gateway's operator cancelled the request."""
+
+    code = "request_cancelled"
+
+    def __init__(self) -> None:
+        super().__init__("The gateway's operator cancelled this request.", should_retry=False)
 
 
 class ModelLoading(Unavailable):

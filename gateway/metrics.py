@@ -31,7 +31,7 @@ REQUEST_SECONDS = Histogram(
 REJECTED = Counter("gateway_rejected", "Requests refused by a full queue.", ["model"])
 CANCELLED = Counter(
     "gateway_cancelled",
-    "Requests whose caller left, by where they stood then.",
+    "Requests whose caller left, or that were cancelled, by where they stood then.",
     ["model", "stage"],
 )
 TOKENS_IN = Counter("gateway_prompt_tokens", "Tokens read.", ["model"])
@@ -48,7 +48,10 @@ ANSWER_LENGTH = Histogram(
 FINISHED = Counter("gateway_finished", "Answers completed, by finish reason.", ["model", "reason"])
 TRUNCATED = Counter("gateway_truncated_inputs", "Embedding inputs cut to the limit.", ["model"])
 STAGE_SECONDS = Histogram(
-    "gateway_stage_seconds", "A request's time by stage.", ["model", "stage"], buckets=_SECONDS
+    "gateway_stage_seconds",
+    "A request's time by stage.",
+    ["model", "stage", "route"],
+    buckets=_SECONDS,
 )
 FIRST_TOKEN_SECONDS = Histogram(
     "gateway_time_to_first_token_seconds",
@@ -179,3 +182,50 @@ def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
         yield
     finally:
         REGISTRY.unregister(collector)
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramReading:
+    """The series of a histogram: the labels of each, its counts up to each edge, and its sum."""
+
+    edges: list[float]
+    series: list[tuple[dict[str, str], list[float], float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What /metrics says of the gateway, by the names it has there."""
+
+    values: dict[str, list[tuple[dict[str, str], float]]]
+    histograms: dict[str, HistogramReading]
+
+
+def snapshot() -> Snapshot:
+    """Read every metric of the gateway now. The last edge of a histogram, infinity, is left out."""
+    values: dict[str, list[tuple[dict[str, str], float]]] = {}
+    histograms = {}
+    for family in REGISTRY.collect():
+        if not family.name.startswith("gateway_"):
+            continue
+        if family.type == "histogram":
+            histograms[family.name] = _read_histogram(family)
+            continue
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                values.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return Snapshot(values, histograms)
+
+
+def _read_histogram(family: Metric) -> HistogramReading:
+    edges: list[float] = []
+    series: list[tuple[dict[str, str], list[float], float]] = []
+    counts: list[float] = []
+    for sample in family.samples:  # of each series: its buckets in order, then its count and sum
+        if sample.name.endswith("_bucket"):
+            if (edge := sample.labels["le"]) != "+Inf" and not series:
+                edges.append(float(edge))
+            counts.append(sample.value)
+        elif sample.name.endswith("_sum"):
+            series.append((sample.labels, counts, sample.value))
+            counts = []
+    return HistogramReading(edges, series)

@@ -58,10 +58,11 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "api": {
         "app": {
-            *("access", "chat", "completions", "decisions", "embeddings", "rerank"),
-            *("responses", "models", "ops", "endpoint", "middleware", "requests"),
+            *("access", "chat", "completions", "dashboard", "decisions", "embeddings", "rerank"),
+            *("responses", "models", "ops", "endpoint", "middleware", "requests", "in_flight"),
         },
-        "access": {"middleware"},
+        "access": {"middleware", "in_flight"},
+        "dashboard": {"models", "middleware", "streams", "requests", "in_flight"},
         "chat": {"generation", "middleware", "streams", "requests"},
         "completions": {"generation", "middleware", "streams", "requests"},
         "responses": {"generation", "streams", "requests"},
@@ -73,7 +74,9 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "openapi": {"endpoint"},
         "endpoint": {"requests"},
         "generation": {"requests"},
-        "middleware": {"requests"},
+        "middleware": {"requests", "in_flight"},
+        "requests": {"in_flight"},
+        "streams": {"in_flight"},
     },
     "wire": {
         "responses_stream": {"responses", "responses_tools", "generation"},

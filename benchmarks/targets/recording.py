@@ -57,7 +57,7 @@ def record_request() -> None:
     server_timing(timings)
     metrics.of(metrics.REQUESTS, "/v1/embeddings", "200").inc()
     metrics.of(metrics.REQUEST_SECONDS, "/v1/embeddings").observe(clock.now() - timings.started)
-    record_timings(timings)
+    record_timings(timings, "/v1/embeddings")
     timings_log(timings)
 
 

@@ -5,11 +5,13 @@ access                        API keys, hosts, origins, rate limits
 chat, completions, responses  read the request, lease the model, run the job, answer
 decisions                     the same for questions, judged by their labels
 embeddings, rerank            the same for vectors and for scores
-models                        the list of models; /admin to load, unload and reload
+models                        the list of models; /admin to load, unload, pin and reload
+dashboard                     the page /dashboard, and the samples that it shows
 ops                           /health, /ready, /metrics, /openapi.json
 generation                    shared by chat, completions, responses and decisions
 openapi, endpoint             the document and the docs' tables; what an endpoint is
-middleware                    ids, timings, requests in flight, every error as JSON
+middleware                    ids, timings, every error as JSON
 streams                       server-sent events; cancelling work when the client leaves
 requests                      the service that handlers use; bodies within limits
+in_flight                     requests in flight, the last errors, who watches
 """

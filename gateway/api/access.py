@@ -9,7 +9,8 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.middleware import InFlight, error_response, shutting_down
+from gateway.api.in_flight import InFlight, shutting_down
+from gateway.api.middleware import ErrorResponse
 from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
 from gateway.jobs import Timings
 from gateway.serving.rate_limit import Accounts, Bucket, Kind
@@ -19,7 +20,7 @@ class Guard:
     """Admits requests with an API key or, if no keys are set, those of programs on this machine.
 
     Without keys, a web page could reach localhost by DNS rebinding, so Host has to be loopback or
-    allowed, or across origins, so Origin has to be one that CORS allows.
+    allowed, or across origins, so Origin has to be the gateway's own or one that CORS allows.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Guard:
                     raise shutting_down()
             except GatewayError as error:  # answered here, so that CORS adds its headers
                 if not is_open:
-                    await error_response(error)(scope, receive, send)
+                    await ErrorResponse(error)(scope, receive, send)
                     return
         await self._app(scope, receive, send)
 
@@ -61,7 +62,7 @@ class Guard:
             return
         if scope.get("server") is not None:  # no hostname resolves to a unix socket
             self._check_host(headers)
-        self._check_origin(headers)
+        self._check_origin(scope, headers)
 
     def _key_id(self, authorization: bytes) -> str:
         scheme, _, key = authorization.partition(b" ")
@@ -86,12 +87,21 @@ class Guard:
                 "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
             )
 
-    def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
+    def _check_origin(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         if b"origin" not in headers:
             return
         origin = headers[b"origin"].decode("latin-1")
-        if not {origin, "*"} & self._origins:
+        if not ({origin, "*"} & self._origins or self._is_own(origin, scope, headers)):
             raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")
+
+    def _is_own(self, origin: str, scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
+        """Return True for pages of the gateway itself: the dashboard.
+
+        The host must be known by name: with `*`, and on a unix socket, it may have been rebound.
+        """
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        is_known = is_loopback(host) or {host, _host_name(host)} & self._hosts
+        return bool(is_known) and origin.lower() == f"{scope['scheme']}://{host}"
 
 
 @lru_cache
@@ -136,7 +146,7 @@ class Rates:
         try:
             admit(buckets)
         except RateLimited as error:
-            await error_response(error)(scope, receive, meter)
+            await ErrorResponse(error)(scope, receive, meter)
             return
         try:
             await self._app(scope, receive, meter)

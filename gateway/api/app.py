@@ -16,6 +16,7 @@ from gateway import metrics
 from gateway.api import (
     chat,
     completions,
+    dashboard,
     decisions,
     embeddings,
     models,
@@ -24,16 +25,28 @@ from gateway.api import (
     responses,
 )
 from gateway.api.access import Guard, Rates
-from gateway.api.endpoint import MODEL_ERRORS, REQUEST_ERRORS, STORED_ERRORS, Endpoint, Form
-from gateway.api.middleware import Context, InFlight, error_response
+from gateway.api.endpoint import (
+    MODEL_ERRORS,
+    REQUEST_ERRORS,
+    STORED_ERRORS,
+    Endpoint,
+    Errors,
+    Form,
+)
+from gateway.api.in_flight import InFlight
+from gateway.api.middleware import Context, ErrorResponse
 from gateway.api.requests import Bodies, Service
 from gateway.errors import (
+    Forbidden,
     GatewayError,
     MethodNotAllowed,
     ModelNotFound,
     ModelsFileInvalid,
     Overloaded,
+    RequestNotFound,
     ResponseNotFound,
+    TooManyWatchers,
+    Unavailable,
     UnknownUrl,
     shorten,
 )
@@ -63,6 +76,7 @@ EXPOSED_HEADERS = [
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
 ]
 ADMIN = "/admin/"
+PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # while there are no keys
 
 
 async def _describe(service: Service, request: Request) -> Response:
@@ -258,6 +272,38 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Return the OpenAPI document of all this",
     ),
     Endpoint(
+        "GET",
+        "/dashboard",
+        dashboard.page,
+        summary="Watch the gateway, and try its models, in a browser",
+        details="[The page](dashboard.md) holds no data and needs no key: it asks for one. Beyond "
+        "loopback it is there only if API keys are set.",
+        content_type="text/html",
+        errors=PAGE_ERRORS,
+        is_open=True,
+        is_page=True,
+    ),
+    Endpoint(
+        "GET",
+        "/dashboard/samples",
+        dashboard.samples,
+        summary="Stream a sample of models and metrics each second",
+        details="For the page: lines of JSON, to at most four readers, until they leave.",
+        content_type="application/x-ndjson",
+        errors=(TooManyWatchers,),
+        is_page=True,
+    ),
+    Endpoint(
+        "GET",
+        "/dashboard/{file}",
+        dashboard.page,
+        summary="Return a file of the page",
+        content_type="*/*",
+        errors=(*PAGE_ERRORS, UnknownUrl),
+        is_open=True,
+        is_page=True,
+    ),
+    Endpoint(
         "POST",
         "/admin/models/{name:path}/load",
         models.load,
@@ -280,6 +326,48 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST",
+        "/admin/models/{name:path}/pin",
+        models.pin,
+        summary="Pin a model",
+        details="It is not evicted, whatever models.yaml says, until that is reloaded.",
+        answer=models.Model,
+        errors=(ModelNotFound,),
+        is_admin=True,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/models/{name:path}/unpin",
+        models.unpin,
+        summary="Unpin a model",
+        details="It may be evicted, whatever models.yaml says, until that is reloaded.",
+        answer=models.Model,
+        errors=(ModelNotFound,),
+        is_admin=True,
+    ),
+    Endpoint(
+        "GET",
+        "/admin/samples",
+        dashboard.admin_samples,
+        summary="Stream samples with the requests in flight and the last errors",
+        details="As `/dashboard/samples`, and on where that is; what requests say is not in them.",
+        content_type="application/x-ndjson",
+        errors=(TooManyWatchers,),
+        is_admin=True,
+        is_page=True,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/requests/{number:int}/cancel",
+        dashboard.cancel,
+        summary="Cancel a request in flight",
+        details="By its `number` in the samples. What it held is freed as if its client had left; "
+        "its client gets an error.",
+        answer=dashboard.Cancelled,
+        errors=(RequestNotFound,),
+        is_admin=True,
+    ),
+    Endpoint(
+        "POST",
         "/admin/reload",
         models.reload,
         summary="Read models.yaml again",
@@ -295,7 +383,7 @@ def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
 
 
 PATHS = _paths(each for each in ENDPOINTS if not each.is_admin)
-OPEN_PATHS = _paths(each for each in ENDPOINTS if each.is_open)
+OPEN_PATHS = _paths(each for each in ENDPOINTS if each.is_open and not each.is_page)
 METERED_PATHS = _paths(each for each in ENDPOINTS if each.is_metered)
 
 
@@ -317,7 +405,7 @@ def create_app(
         routes=[
             Route(path, partial(each.handler, service), methods=[each.method])
             for each in ENDPOINTS
-            if admin_key or not each.is_admin
+            if each.is_served(has_admin=bool(admin_key), has_dashboard=service.has_dashboard)
             for path in each.paths
         ],
         exception_handlers={
@@ -331,7 +419,9 @@ def create_app(
     app: ASGIApp = router
     if not allowance.is_unlimited:
         app = Rates(app, Accounts(allowance), METERED_PATHS)
-    app = Guard(app, in_flight, keys=keys, hosts=hosts, origins=origins, open_paths=OPEN_PATHS)
+    # A browser that opens the page can send no key. Without keys the page has its host checked.
+    open_paths = OPEN_PATHS | dashboard.PATHS if keys else OPEN_PATHS
+    app = Guard(app, in_flight, keys=keys, hosts=hosts, origins=origins, open_paths=open_paths)
     if admin_key:
         admin = Guard(router, in_flight, keys=[admin_key], hosts=hosts, origins=origins)
         app = _route_admin(admin, app)
@@ -367,7 +457,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     model = request.scope["gateway.timings"].model
     if error.status == Overloaded.status and model is not None:
         metrics.of(metrics.REJECTED, model).inc()
-    return error_response(error)
+    return ErrorResponse(error)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
@@ -380,7 +470,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         refusal = MethodNotAllowed(f"Not allowed to {method} on {shorten(path)}.", allow)
     elif error.status_code == HTTPStatus.NOT_FOUND:
         refusal = UnknownUrl(f"Invalid URL ({method} {shorten(path)}){_hint(path)}")
-    return error_response(refusal)
+    return ErrorResponse(refusal)
 
 
 def _hint(path: str) -> str:
@@ -395,4 +485,4 @@ def _hint(path: str) -> str:
 
 async def _answer_exception(request: Request, error: Exception) -> Response:
     """Answer 500. Starlette raises the error again after it; Context logs it."""
-    return error_response(GatewayError("The server had an error while processing your request."))
+    return ErrorResponse(GatewayError("The server had an error while processing your request."))

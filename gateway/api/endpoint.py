@@ -61,8 +61,8 @@ class Endpoint:
     `request`. `answer` is None if its shape is not
     described; `events` is the shape of a stream's events. `statuses` are those of success; `errors`
     are in addition to the errors of every endpoint and those of the key check. If `is_open` it
-    needs no key; if `is_admin` it needs the admin key, and has no /v1; if `is_metered` it counts
-    against the caller's rate limits.
+    needs no key; if `is_admin` it needs the admin key; if `is_page` it is the dashboard's: neither
+    has a /v1. If `is_metered` it counts against the caller's rate limits.
     """
 
     method: str
@@ -82,6 +82,11 @@ class Endpoint:
     is_metered: bool = False
     is_open: bool = False
     is_admin: bool = False
+    is_page: bool = False
+
+    def is_served(self, *, has_admin: bool, has_dashboard: bool) -> bool:
+        """Return True if the settings allow it: an admin key is set, the dashboard is on."""
+        return (has_admin or not self.is_admin) and (has_dashboard or not self.is_page)
 
     @property
     def bare_path(self) -> str:
@@ -90,7 +95,8 @@ class Endpoint:
     @property
     def paths(self) -> tuple[str, ...]:
         """Return every path that it is served by."""
-        versions = (self.path,) if self.is_admin else (self.bare_path, f"/v1{self.bare_path}")
+        is_bare = self.is_admin or self.is_page
+        versions = (self.path,) if is_bare else (self.bare_path, f"/v1{self.bare_path}")
         return versions if self.also is None else (*versions, self.also)
 
     @property

@@ -1,7 +1,6 @@
-"""Around every request: its id, its timing, requests in flight, and every error as JSON."""
+"""Around every request: its id, its timing, and every error as JSON."""
 
 import asyncio
-import contextlib
 import re
 import secrets
 from collections.abc import Iterator
@@ -13,12 +12,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import clock, logs, metrics
+from gateway.api.in_flight import InFlight, RequestInFlight
 from gateway.api.requests import Bodies, check_head
-from gateway.errors import (
-    GatewayError,
-    Unavailable,
-    shorten,
-)
+from gateway.errors import GatewayError, shorten
 from gateway.jobs import Timings
 
 log = logs.get("http")
@@ -28,57 +24,21 @@ PIECE_BYTES = 256 * 1024  # of a large body, sent at a time; the send timeout is
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
-def error_response(error: GatewayError) -> Response:
-    return Response(
-        orjson.dumps(error.body()),
-        error.status,
-        headers=error.headers,
-        media_type="application/json",
-    )
+class ErrorResponse(Response):
+    """An error as JSON. Its code is left in the scope, for the list of the last errors."""
 
+    def __init__(self, error: GatewayError) -> None:
+        super().__init__(
+            orjson.dumps(error.body()),
+            error.status,
+            headers=error.headers,
+            media_type="application/json",
+        )
+        self._code = error.code or error.type
 
-def shutting_down() -> Unavailable:
-    """Return the error for requests that arrive, or are in flight, when the gateway stops."""
-    return Unavailable("The gateway is shutting down.", retry_after_s=1)
-
-
-class InFlight:
-    """The requests in flight, so that a drain can wait for them and cancel them."""
-
-    def __init__(self) -> None:
-        self.is_draining = False
-        self.is_cancelling = False
-        self._tasks: set[asyncio.Task[object] | None] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @contextlib.contextmanager
-    def track(self) -> Iterator[None]:
-        """Track one request, the current task, while entered."""
-        task = asyncio.current_task()
-        self._tasks.add(task)
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._tasks.discard(task)
-            if not self._tasks:
-                self._idle.set()
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Admit no more requests; return True if those in flight ended in time."""
-        self.is_draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        return not self._tasks
-
-    def cancel(self) -> None:
-        """Cancel the requests in flight; `Context` answers them with the reason."""
-        self.is_cancelling = True
-        for task in self._tasks:
-            if task is not None:
-                task.cancel()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["gateway.error"] = self._code
+        await super().__call__(scope, receive, send)
 
 
 def milliseconds(timings: Timings) -> dict[str, float]:
@@ -117,11 +77,11 @@ def count_cancelled(timings: Timings) -> None:
         metrics.of(metrics.CANCELLED, timings.model, stage).inc()
 
 
-def record_timings(timings: Timings) -> None:
+def record_timings(timings: Timings, route: str) -> None:
     """Count the stages of a request that reached a model."""
     if timings.model is not None:
         for stage, seconds in timings.seconds.items():
-            metrics.of(metrics.STAGE_SECONDS, timings.model, stage).observe(seconds)
+            metrics.of(metrics.STAGE_SECONDS, timings.model, stage, route).observe(seconds)
 
 
 class Context:
@@ -163,13 +123,19 @@ class Context:
         reply = _Reply(
             send, request_id, timings, is_last=is_last, send_timeout_s=self._send_timeout_s
         )
-        with self._in_flight.track(), self._bodies.body() as scope["gateway.body"]:
-            status = await self._serve(scope, receive, reply)
+        with (
+            self._in_flight.track(scope) as request,
+            self._bodies.body() as scope["gateway.body"],
+        ):
+            status = await self._serve(scope, receive, reply, request)
         seconds = clock.now() - timings.started
         route = getattr(scope.get("route"), "path", "none")
         metrics.of(metrics.REQUESTS, route, str(status)).inc()
-        metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
-        record_timings(timings)
+        if "gateway.is_watch" not in scope:  # which lasts as long as somebody looks
+            metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
+        record_timings(timings, route)
+        if "gateway.error" in scope and "route" in scope and status != CLIENT_CLOSED:
+            self._in_flight.note_error(scope, status, seconds)
         self._log.info(
             "request",
             method=scope["method"],
@@ -179,7 +145,9 @@ class Context:
             **timings_log(timings),
         )
 
-    async def _serve(self, scope: Scope, receive: Receive, reply: "_Reply") -> int:
+    async def _serve(
+        self, scope: Scope, receive: Receive, reply: "_Reply", request: RequestInFlight
+    ) -> int:
         try:
             check_head(scope, self._max_header_bytes)
             await self._app(scope, receive, reply)
@@ -187,17 +155,18 @@ class Context:
             count_cancelled(scope["gateway.timings"])
             return CLIENT_CLOSED
         except asyncio.CancelledError:
-            if reply.status is not None or not self._in_flight.is_cancelling:
+            if reply.status is not None or request.cancellation is None:
                 raise
-            await error_response(shutting_down())(scope, receive, reply)
+            request.uncancel()
+            await ErrorResponse(request.cancellation)(scope, receive, reply)
         except GatewayError as error:
             if reply.status is None:
-                await error_response(error)(scope, receive, reply)
+                await ErrorResponse(error)(scope, receive, reply)
         except Exception:
             log.exception("request_failed", path=shorten(scope["path"]))
             if reply.status is None:
                 failure = GatewayError("The server had an error while processing your request.")
-                await error_response(failure)(scope, receive, reply)
+                await ErrorResponse(failure)(scope, receive, reply)
         return reply.status or CLIENT_CLOSED
 
 

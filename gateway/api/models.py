@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}; with the admin key: load, unload, reload."""
+"""GET /v1/models and /v1/models/{id}; with the admin key: load, unload, pin, reload."""
 
 from http import HTTPStatus
 from typing import Annotated, Literal
@@ -35,6 +35,7 @@ class Model(TypedDict):
     root: str
     kind: Literal["chat", "embedding", "rerank"]
     state: Annotated[str, WithJsonSchema({"type": "string", "enum": STATES})]
+    pinned: Annotated[bool, Field(description="It is not evicted.")]
     bytes: Annotated[int | None, Field(description="What it holds of the memory budget.")]
     last_used: Annotated[float | None, Field(description="Unix time.")]
     error: Annotated[str | None, Field(description="Why it failed.")]
@@ -76,6 +77,7 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
         "root": spec.id,
         "kind": spec.kind,
         "state": status.state,
+        "pinned": service.models.is_pinned(spec),
         "bytes": status.nbytes,
         "last_used": status.last_used,
         "error": status.failure,
@@ -123,6 +125,22 @@ async def unload(service: Service, request: Request) -> Response:
     is_gone = await service.models.unload(resolved.spec)
     status = HTTPStatus.OK if is_gone else HTTPStatus.ACCEPTED
     return reply(describe_model(service, resolved), status)
+
+
+async def pin(service: Service, request: Request) -> Response:
+    """Keep a model from being evicted, until models.yaml is read again."""
+    return _pin(service, request, is_pinned=True)
+
+
+async def unpin(service: Service, request: Request) -> Response:
+    """Let a model be evicted, until models.yaml is read again."""
+    return _pin(service, request, is_pinned=False)
+
+
+def _pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
+    resolved = service.catalog().resolve(request.path_params["name"])
+    service.models.pin(resolved.spec, is_pinned=is_pinned)
+    return reply(describe_model(service, resolved))
 
 
 async def reload(service: Service, request: Request) -> Response:

@@ -1,5 +1,6 @@
 """The document of /openapi.json and the tables of the docs, made from the table of endpoints."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 
@@ -12,7 +13,8 @@ from gateway.wire.validation import Request as WireRequest
 
 SERVERS = [{"url": "/v1"}, {"url": "/", "description": "The same, for base URLs without /v1."}]
 ROOT = [{"url": "/"}]
-NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+PATH_PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
+PATH_TYPES = {":int": "integer"}  # by Starlette's converter; others are texts
 TIMEOUT = {
     "name": "x-gateway-timeout-s",
     "in": "header",
@@ -29,6 +31,7 @@ def document(
     strict: bool,
     has_keys: bool,
     has_admin: bool,
+    has_dashboard: bool,
 ) -> Schema:
     """Return the OpenAPI document for these settings, with the catalog's models as examples."""
     names = {
@@ -41,8 +44,8 @@ def document(
         schemes["admin_key"] = {"type": "http", "scheme": "bearer"}
     paths: dict[str, Schema] = {}
     for endpoint in endpoints:
-        if has_admin or not endpoint.is_admin:
-            servers = {"servers": ROOT} if endpoint.is_admin else {}
+        if endpoint.is_served(has_admin=has_admin, has_dashboard=has_dashboard):
+            servers = {"servers": ROOT} if endpoint.is_admin or endpoint.is_page else {}
             path = paths.setdefault(_template(endpoint.bare_path), servers)
             path[endpoint.method.lower()] = _operation(endpoint, endpoint.bare_path, names)
             if endpoint.also is not None:
@@ -72,12 +75,20 @@ def document(
 
 def _template(path: str) -> str:
     """Return a path as OpenAPI writes it, without Starlette's converters."""
-    return path.replace(":path", "")
+    return PATH_PARAMETER.sub(r"{\1}", path)
 
 
 def _operation(endpoint: Endpoint, path: str, names: Names) -> Schema:
-    path = _template(path)
-    words = path.replace("{name}", "one").replace(".", "/").split("/")
+    parameters = [
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": {"type": PATH_TYPES.get(converter, "string")},
+        }
+        for name, converter in PATH_PARAMETER.findall(path)
+    ]
+    words = PATH_PARAMETER.sub("one", path).replace(".", "/").split("/")
     operation: Schema = {
         "operationId": "_".join([endpoint.method.lower(), *words[1:]]),
         "summary": endpoint.summary,
@@ -87,8 +98,8 @@ def _operation(endpoint: Endpoint, path: str, names: Names) -> Schema:
         operation["description"] = endpoint.details
     if endpoint.is_open:
         operation["security"] = []
-    if "{name}" in path:
-        operation["parameters"] = [NAME]
+    if parameters:
+        operation["parameters"] = parameters
     if (request := endpoint.request) is not None:
         models = names[request.kind]
         example = {**({"model": models[0]} if models else {}), **request.example}

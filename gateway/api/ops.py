@@ -59,6 +59,7 @@ def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:
         strict=service.rules.strict_fields,
         has_keys=service.has_keys,
         has_admin=service.has_admin,
+        has_dashboard=service.has_dashboard,
     )
     return Response(body, media_type="application/json")
 
@@ -71,7 +72,15 @@ def _document_json(
     strict: bool,
     has_keys: bool,
     has_admin: bool,
+    has_dashboard: bool,
 ) -> bytes:
     return orjson.dumps(
-        document(catalog, endpoints, strict=strict, has_keys=has_keys, has_admin=has_admin)
+        document(
+            catalog,
+            endpoints,
+            strict=strict,
+            has_keys=has_keys,
+            has_admin=has_admin,
+            has_dashboard=has_dashboard,
+        )
     )

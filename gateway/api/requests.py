@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from gateway import clock, logs
+from gateway.api.in_flight import InFlight, Watchers
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge, SlowBody, TooLarge, Unavailable
 from gateway.jobs import Caller, Stage, Tier
 from gateway.registry import (
@@ -83,8 +84,11 @@ class Service:
     health: Callable[[], str]
     readiness: Callable[[], str]
     reload: Callable[[], Coroutine[Any, Any, Changes]]
+    in_flight: InFlight
+    watchers: Watchers
     has_keys: bool
     has_admin: bool
+    has_dashboard: bool
 
     async def read(
         self,

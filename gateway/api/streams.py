@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import logs
+from gateway.api.in_flight import RequestInFlight
 from gateway.errors import GatewayError
 
 T = TypeVar("T")
@@ -131,7 +132,14 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _run_unless(self._disconnect, self._send(send))
+            await _run_unless(self._disconnect, self._send(send, scope))
+        except asyncio.CancelledError:
+            request: RequestInFlight | None = scope.get("gateway.in_flight")
+            if request is None or (reason := request.cancellation) is None:
+                raise
+            request.uncancel()
+            await self._close()  # before its client is told, who may read slowly
+            await self._send_error(reason, scope, send)
         finally:
             await self._close()
 
@@ -158,7 +166,7 @@ class EventStream:
         finally:
             self._changed.set()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, scope: Scope) -> None:
         headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         start = {"type": "http.response.start", "status": 200, "headers": _HEADERS + headers}
         await send(start)
@@ -174,7 +182,14 @@ class EventStream:
         finally:
             keep_alive.cancel()
         if (failure := self._failure()) is not None:
-            await send(_body(self._write_error(failure), more=True))
+            await self._send_error(failure, scope, send)
+        else:
+            await send(_body(b"", more=False))
+
+    async def _send_error(self, error: GatewayError, scope: Scope, send: Send) -> None:
+        """End the stream with an error event, and leave its code for the list of the last ones."""
+        scope["gateway.error"] = error.code or error.type
+        await send(_body(self._write_error(error), more=True))
         await send(_body(b"", more=False))
 
     async def _keep_alive(self) -> None:

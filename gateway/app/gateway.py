@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from gateway import __version__, logs, metrics
 from gateway.api import app
-from gateway.api.middleware import InFlight
+from gateway.api.in_flight import InFlight, Watchers
 from gateway.api.requests import Bodies, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes
@@ -239,8 +239,11 @@ class Gateway:
             health=lambda: self._watch.status,
             readiness=self._status,
             reload=self.reload,
+            in_flight=self.in_flight,
+            watchers=Watchers(),
             has_keys=bool(settings.api_keys),
             has_admin=settings.admin_key is not None,
+            has_dashboard=settings.has_dashboard,
         )
 
     @contextlib.asynccontextmanager

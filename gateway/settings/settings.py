@@ -100,6 +100,11 @@ class Settings(BaseSettings):
         default=(), description="Browser origins that may call; `*` is all."
     )
 
+    dashboard: bool = Field(
+        default=True,
+        description="Serve `/dashboard`; beyond loopback only where there are API keys.",
+    )
+
     # What it logs
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
         Field(default="info", description="Least serious event that is logged.")
@@ -456,6 +461,11 @@ class Settings(BaseSettings):
     def binds(self) -> tuple[str, ...]:
         """What Hypercorn listens on: `bind`, else host; a bind without a port has `port`."""
         return tuple(with_port(bind, self.port) for bind in self.bind or (self.host,))
+
+    @property
+    def has_dashboard(self) -> bool:
+        """Return True if the dashboard is served."""
+        return self.dashboard and (bool(self.api_keys) or all(map(is_local, self.binds)))
 
     @property
     def read_header_bytes(self) -> int:

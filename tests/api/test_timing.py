@@ -103,14 +103,14 @@ async def test_a_batch_has_one_debug_line(client: httpx2.AsyncClient) -> None:
     }  # fmt: skip
 
 
-async def test_stages_are_histograms_by_model(client: httpx2.AsyncClient) -> None:
+async def test_stages_are_histograms_by_model_and_route(client: httpx2.AsyncClient) -> None:
     """And so are the first token, the time per token, padding, and the lane by kind of work."""
     await client.post("/v1/embeddings", json={"model": "embed", "input": ["a", "bbb"]})
     await client.post("/v1/chat/completions", json=CHAT)
     text = (await client.get("/metrics")).text
     for series in (
-        'gateway_stage_seconds_count{model="org/embed",stage="inference"}',
-        'gateway_stage_seconds_count{model="writer",stage="prefill"}',
+        'gateway_stage_seconds_count{model="org/embed",route="/v1/embeddings",stage="inference"}',
+        'gateway_stage_seconds_count{model="writer",route="/v1/chat/completions",stage="prefill"}',
         'gateway_time_to_first_token_seconds_count{model="writer"}',
         'gateway_time_per_output_token_seconds_count{model="writer"}',
         'gateway_batch_padding_ratio_count{model="org/embed"}',

@@ -29,6 +29,7 @@ class RowRequest(Generic[R]):
         self.results: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
         self._rows = rows
         self._timings = timings
+        timings.stage = Stage.QUEUE
         self._order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         self._taken = 0
         self._left = len(rows)
@@ -60,6 +61,7 @@ class RowRequest(Generic[R]):
         """Take the next rows, for a batch."""
         taken = self._order[self._taken : self._taken + count]
         self._taken += count
+        self._timings.stage = Stage.INFERENCE
         return [Row(self, index, self._rows[index]) for index in taken]
 
     def note_pass(self, seconds: float, turn: Turn) -> None:
@@ -82,8 +84,7 @@ class RowRequest(Generic[R]):
             self.results.set_result(self._array)
 
     def close(self) -> None:
-        """Record the stage it reached, and take part in no further pass."""
-        self._timings.stage = Stage.INFERENCE if self._taken else Stage.QUEUE
+        """Take part in no further pass."""
         self.results.cancel()
 
     def write_timings(self) -> None:

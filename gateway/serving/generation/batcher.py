@@ -192,6 +192,7 @@ class GenerationBatcher:
                 )
                 for index, row in enumerate(rows)
             ]
+            timings.stage = Stage.QUEUE
             self._wait(sequences)
             counted = [each.params for each in sequences if each.counts_prompt]
             usage = Usage(prompt_tokens=sum(len(row.prompt) for row in counted))

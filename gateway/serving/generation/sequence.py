@@ -98,6 +98,7 @@ class Sequence:
         self.stuck_since = None
         if self.timings is not None:
             self.timings.preemptions += 1
+            self.timings.stage = Stage.QUEUE
 
     def join(self, turn: Turn) -> None:
         """Record that it joins the batch in this turn."""
@@ -107,6 +108,7 @@ class Sequence:
         if self.timings is not None:
             self.timings.add(Stage.QUEUE, max(0.0, waited_s - lane_s))
             self.timings.add(Stage.LANE, lane_s)
+            self.timings.stage = Stage.PREFILL
         self.since = now
 
     def deliver(self, delta: SequenceDelta, model: str) -> None:
@@ -141,6 +143,7 @@ class Sequence:
         if timings.first_token is None:
             now = timings.first_token = clock.now()
             timings.add(Stage.PREFILL, now - self.since)
+            timings.stage = Stage.DECODE
             metrics.of(metrics.FIRST_TOKEN_SECONDS, model).observe(now - timings.started)
             self.since = now
         if self.is_over:

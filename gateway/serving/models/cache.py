@@ -94,6 +94,7 @@ class ModelCache(Generic[M]):
         self._entries: list[Entry[M]] = []
         self._admissions: dict[str, Admission] = {}  # by model: all copies of it share one
         self._failures = Failures()
+        self._pins: dict[str, bool] = {}  # by model: pinned or unpinned by hand
         self._is_closed = False
         self.room: Room[M] = Room(
             budget,
@@ -142,12 +143,26 @@ class ModelCache(Generic[M]):
             return not pending
         return True
 
-    def reconsider(self) -> None:
-        """Apply a new catalog: free idle models that it lacks, and forget failures.
+    def pin(self, spec: ModelSpec, *, is_pinned: bool) -> None:
+        """Keep a model from being evicted, or let it be, until the catalog is read again."""
+        self._pins[spec.id] = is_pinned
+        self._failures.clear()  # what had no room beside those that are pinned may have it now
+        for entry in self._entries:
+            self._retire_if_unused(entry)
+        self.room.notify()  # one that is in use may yield now
 
-        Loaded models adopt the keys that do not need another load.
+    def is_pinned(self, spec: ModelSpec) -> bool:
+        """Return True if a model is not evicted: by hand, else by its spec."""
+        return self._pins.get(spec.id, spec.pinned)
+
+    def reconsider(self) -> None:
+        """Apply a new catalog: free idle models that it lacks.
+
+        Loaded models adopt the keys that do not need another load. Failures, and what was pinned
+        or unpinned by hand, are forgotten.
         """
         self._failures.clear()
+        self._pins.clear()
         for entry in self._entries:
             if (current := self._catalog().current(entry.spec)) is not None:
                 # The catalog's own object: load_alike compares identity first.
@@ -193,7 +208,7 @@ class ModelCache(Generic[M]):
 
     def _is_pinned(self, entry: Entry[M]) -> bool:
         current = self._catalog().current(entry.spec)
-        return current is not None and current.pinned and entry.is_open
+        return current is not None and self.is_pinned(current) and entry.is_open
 
     def _is_current(self, entry: Entry[M]) -> bool:
         return self._catalog().current(entry.spec) is not None
@@ -281,7 +296,7 @@ class ModelCache(Generic[M]):
                 entry.move_to(State.LEAVING)
             elif entry.is_loaded:
                 ttl_s = self._ttl_s if current.ttl_s is None else current.ttl_s
-                entry.start_ttl(None if current.pinned else ttl_s)
+                entry.start_ttl(None if self.is_pinned(current) else ttl_s)
         self.room.notify()
 
     def _stage(self, entry: Entry[M]) -> str:

@@ -1,0 +1,198 @@
+"""GET /dashboard: a page, its files, and a sample of the gateway's state each second.
+
+The page has no data of its own, so it needs no key; the samples need one, and those that tell of
+single requests need the admin key.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from typing_extensions import TypedDict
+
+from gateway import __version__, clock, metrics
+from gateway.api.in_flight import RequestInFlight
+from gateway.api.middleware import count_cancelled
+from gateway.api.models import describe_model
+from gateway.api.requests import Service, reply
+from gateway.api.streams import while_connected
+from gateway.errors import Forbidden, RequestCancelled, RequestNotFound
+from gateway.jobs import Timings
+from gateway.registry import Resolved
+
+PAGE = "dashboard.html"
+FILES = {
+    PAGE: "text/html",
+    "dashboard.css": "text/css",
+    "dashboard.js": "text/javascript",
+    "elements.js": "text/javascript",
+    "gateway.js": "text/javascript",
+    "readings.js": "text/javascript",
+    "try_it.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+PATHS = frozenset({"/dashboard", *(f"/dashboard/{name}" for name in FILES)})
+PERIOD_S = 1.0
+_HEADERS = {
+    # The page's own files and this gateway, and nothing else: no inline script or style, no markup
+    # made from text (trusted types), no frame.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+_SAMPLES_HEADERS = [
+    (b"content-type", b"application/x-ndjson"),
+    (b"cache-control", b"no-store"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise hold samples back
+    (b"x-content-type-options", b"nosniff"),
+]
+
+
+async def page(service: Service, request: Request) -> Response:
+    """Answer with the page, or with one of its files."""
+    name = request.path_params.get("file", PAGE)
+    if name not in FILES:
+        raise HTTPException(HTTPStatus.NOT_FOUND)
+    return Response(_read(name), headers=_HEADERS, media_type=FILES[name])
+
+
+@cache
+def _read(name: str) -> bytes:
+    return (Path(__file__).with_name("static") / name).read_bytes()
+
+
+async def samples(service: Service, request: Request) -> ASGIApp:
+    """Answer with a line of JSON a second, for as long as the client reads."""
+    _check_site(request)
+    return Samples(service, is_admin=False)
+
+
+async def admin_samples(service: Service, request: Request) -> ASGIApp:
+    """The same with the requests in flight and the last errors."""
+    return Samples(service, is_admin=True)
+
+
+def _check_site(request: Request) -> None:
+    """Raise Forbidden if a browser says that another site asks.
+
+    It could read nothing, but images that never end could take every place.
+    """
+    site = request.scope["gateway.headers"].get(b"sec-fetch-site", b"none")
+    if site not in (b"same-origin", b"none"):
+        raise Forbidden("The samples are for the dashboard of this gateway.")
+
+
+class Samples:
+    """An ASGI response of samples. The next one is made when the last one has been taken: a slow
+    watcher gets fewer, and holds no memory.
+    """
+
+    def __init__(self, service: Service, *, is_admin: bool) -> None:
+        self._service = service
+        self._is_admin = is_admin
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["gateway.is_watch"] = True
+        with self._service.watchers.place(), contextlib.suppress(ClientDisconnect):
+            await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        watchers, is_over = self._service.watchers, False
+        start = {"type": "http.response.start", "status": 200, "headers": _SAMPLES_HEADERS}
+        await send(start)
+        while not is_over:
+            second = math.floor(clock.now() / PERIOD_S)
+            is_over = self._service.in_flight.is_draining  # a watcher must not hold up the stop
+            sample = watchers.sample(second, self._make, is_admin=self._is_admin)
+            await send({"type": "http.response.body", "body": sample, "more_body": True})
+            if not is_over:
+                await asyncio.sleep((second + 1) * PERIOD_S - clock.now())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _make(self, is_admin: bool) -> bytes:
+        service = self._service
+        sample: dict[str, Any] = {
+            "at": time.time(),
+            "started": service.started,
+            "version": __version__,
+            "status": service.readiness(),
+            "has_admin": service.has_admin,
+            "watchers": service.watchers.count,
+            "models": _models(service),
+            **asdict(metrics.snapshot()),
+        }
+        if is_admin:
+            requests = service.in_flight.requests
+            sample["requests"] = [
+                _describe(each) for each in requests if "gateway.is_watch" not in each.scope
+            ]
+            sample["errors"] = [asdict(each) for each in service.in_flight.errors]
+        return orjson.dumps(sample) + b"\n"
+
+
+def _models(service: Service) -> list[dict[str, Any]]:
+    """Return every model, with its aliases, as /v1/models describes it."""
+    return [
+        {
+            **describe_model(service, Resolved(spec)),
+            "aliases": [alias.name for alias in spec.aliases],
+        }
+        for spec in service.catalog().specs
+    ]
+
+
+def _describe(request: RequestInFlight) -> dict[str, Any]:
+    """Return what is known of a request but what it says: its route, not its path."""
+    scope = request.scope
+    timings: Timings = scope["gateway.timings"]
+    jobs: Sequence[Timings] = (timings, *timings.parallel)
+    return {
+        "number": request.number,
+        "request_id": scope["gateway.request_id"],
+        "method": scope["method"],
+        "route": scope["route"].path if "route" in scope else None,
+        "key": scope.get("gateway.key_id"),
+        "model": timings.model,
+        "stage": next((each.stage for each in jobs if each.stage is not None), None),
+        "age_s": round(clock.now() - timings.started, 3),
+        "tokens_in": sum(each.tokens_in for each in jobs),
+        "tokens_out": sum(each.tokens_out for each in jobs),
+        "is_cancelled": request.cancellation is not None,
+    }
+
+
+class Cancelled(TypedDict):
+    """A request that was cancelled."""
+
+    object: Literal["request.cancelled"]
+    number: int
+
+
+async def cancel(service: Service, request: Request) -> Response:
+    """Cancel a request in flight, by its number among the samples."""
+    number = request.path_params["number"]
+    if (cancelled := service.in_flight.find(number)) is None:
+        raise RequestNotFound(number)
+    if cancelled.cancellation is None:
+        count_cancelled(cancelled.scope["gateway.timings"])
+        cancelled.cancel(RequestCancelled())
+    body: Cancelled = {"object": "request.cancelled", "number": number}
+    return reply(body)

@@ -1,0 +1,154 @@
+"""The requests in flight, to be listed, waited for and cancelled; the last errors; who watches."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from starlette.types import Scope
+
+from gateway.errors import GatewayError, TooManyWatchers, Unavailable
+
+LAST_ERRORS = 50
+MOST_WATCHERS = 4
+
+
+def shutting_down() -> Unavailable:
+    """Return the error for requests that arrive, or are in flight, when the gateway stops."""
+    return Unavailable("The gateway is shutting down.", retry_after_s=1)
+
+
+@dataclass(slots=True, eq=False)
+class RequestInFlight:
+    """A request from its first byte to the end of its answer, and the task that serves it.
+
+    `number` is unique, which its id may not be: clients may send one. `cancellation` is why it was
+    cancelled, to be told to its client.
+    """
+
+    number: int
+    scope: Scope
+    _task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
+    cancellation: GatewayError | None = None
+
+    def cancel(self, reason: GatewayError) -> None:
+        """Cancel its task: what it held is freed as if its client had left."""
+        if self.cancellation is None and self._task is not None:
+            self.cancellation = reason
+            self._task.cancel()
+
+    def uncancel(self) -> None:
+        """Take the cancellation as handled: the task goes on, to tell the reason."""
+        if self._task is not None:
+            self._task.uncancel()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """An error that was answered. It has no message: that may repeat what the caller sent."""
+
+    at: float
+    request_id: str
+    method: str
+    route: str
+    model: str | None
+    status: int
+    code: str
+    ms: float
+
+
+class InFlight:
+    """The requests in flight. A drain waits for them and cancels those that remain."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, RequestInFlight] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._errors: deque[ErrorRecord] = deque(maxlen=LAST_ERRORS)
+
+    @contextlib.contextmanager
+    def track(self, scope: Scope) -> Iterator[RequestInFlight]:
+        """Track one request, the current task, while entered."""
+        request = RequestInFlight(next(self._numbers), scope)
+        scope["gateway.in_flight"] = self._requests[request.number] = request
+        self._idle.clear()
+        try:
+            yield request
+        finally:
+            del self._requests[request.number]
+            if not self._requests:
+                self._idle.set()
+
+    @property
+    def requests(self) -> Sequence[RequestInFlight]:
+        """Return the requests in flight, the oldest first."""
+        return tuple(self._requests.values())
+
+    @property
+    def errors(self) -> Sequence[ErrorRecord]:
+        """Return the last errors, the newest first."""
+        return tuple(reversed(self._errors))
+
+    def note_error(self, scope: Scope, status: int, seconds: float) -> None:
+        """Keep an error that a request was answered with."""
+        self._errors.append(
+            ErrorRecord(
+                at=time.time(),
+                request_id=scope["gateway.request_id"],
+                method=scope["method"],
+                route=scope["route"].path,
+                model=scope["gateway.timings"].model,
+                status=int(status),
+                code=scope["gateway.error"],
+                ms=round(1000 * seconds, 1),
+            )
+        )
+
+    def find(self, number: int) -> RequestInFlight | None:
+        """Return the request of this number, if it has not ended."""
+        return self._requests.get(number)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Admit no more requests; return True if those in flight ended in time."""
+        self.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        return not self._requests
+
+    def cancel(self) -> None:
+        """Cancel the requests in flight, as the gateway stops."""
+        for request in self.requests:
+            request.cancel(shutting_down())
+
+
+class Watchers:
+    """Those who are sent a sample a second, a few at most: each is made once, for all of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._samples: dict[bool, tuple[int, bytes]] = {}
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Take a place while entered. Raises TooManyWatchers if none is free."""
+        if self.count >= MOST_WATCHERS:
+            raise TooManyWatchers(MOST_WATCHERS)
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count -= 1
+            if not self.count:
+                self._samples.clear()
+
+    def sample(self, second: int, make: Callable[[bool], bytes], *, is_admin: bool) -> bytes:
+        """Return the sample of a second, made by the first who asks: for admins or for others."""
+        if (kept := self._samples.get(is_admin)) is None or kept[0] != second:
+            kept = self._samples[is_admin] = (second, make(is_admin))
+        return kept[1]

@@ -1,0 +1,372 @@
+// The dashboard: watches the gateway while the page is visible, and shows each sample.
+
+import { cancelRequest, changeModel, keys, samples } from "./gateway.js";
+import { button, fill, find, list, make, say, sparkline } from "./elements.js";
+import * as read from "./readings.js";
+import { offerModels } from "./try_it.js";
+
+const STAGES = ["parse", "tokenise", "queue", "lane", "prefill", "decode", "inference", "serialise"];
+const RARE_STAGES = ["load", "compile"]; // shown where a request had them
+const KINDS = ["decode", "prefill", "embedding", "rerank", "load"];
+const QUANTILES = [0.5, 0.95, 0.99];
+const RETRY_S = 3;
+
+const history = new read.History();
+let isRecent = true;
+let problem = null; // what the last action ran into
+let answered = 0; // when the last sample came
+
+// ── The watch ────────────────────────────────────────────────────────────────────────────────────
+
+let watch = null;
+
+function look() {
+  watch?.abort();
+  watch = document.hidden ? null : new AbortController();
+  if (watch) follow(watch.signal);
+}
+
+async function follow(signal) {
+  while (!signal.aborted) {
+    let waitS = RETRY_S;
+    try {
+      for await (const sample of samples(signal)) {
+        if (signal.aborted) return;
+        answered = Date.now();
+        history.add(sample);
+        show(sample);
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+      showStatus("bad", "not connected");
+      if (error.status === 401) return askForKeys(keys.get("admin") || keys.get("api") ? "That key is not one of this gateway’s." : "This gateway asks for a key.");
+      if (error.status === 404 && keys.get("admin")) {
+        keys.set("admin", ""); // the gateway has no admin key
+        continue;
+      }
+      notify(`${error.message} Trying again.`);
+      waitS = error.retryAfter ?? RETRY_S;
+    }
+    await new Promise((resolve) => {
+      const timer = setTimeout(resolve, 1000 * waitS);
+      signal.addEventListener("abort", () => resolve(clearTimeout(timer)));
+    });
+  }
+}
+
+function notify(text) {
+  find("#notice").hidden = !text;
+  say(find("#notice"), text ?? "");
+}
+
+function failed(error) {
+  if (error.status === 401) return askForKeys("That admin key is not this gateway’s.");
+  problem = error.message;
+  notify(problem);
+  setTimeout(() => {
+    problem = null;
+  }, 8000);
+}
+
+// ── Keys ─────────────────────────────────────────────────────────────────────────────────────────
+
+const dialog = find("#keys");
+
+function askForKeys(reason = "") {
+  const form = find("form", dialog);
+  say(find("#keys-reason"), reason);
+  form.elements.api.value = keys.get("api");
+  form.elements.admin.value = keys.get("admin");
+  if (!dialog.open) dialog.showModal();
+}
+
+dialog.addEventListener("close", () => {
+  const form = find("form", dialog);
+  const isForgotten = dialog.returnValue === "forget";
+  if (dialog.returnValue === "save" || isForgotten) {
+    for (const kind of ["api", "admin"]) keys.set(kind, isForgotten ? "" : form.elements[kind].value.trim());
+  }
+  form.reset();
+  dialog.returnValue = "";
+  look();
+});
+find("#keys-button").addEventListener("click", () => askForKeys());
+
+// ── What is shown ────────────────────────────────────────────────────────────────────────────────
+
+function show(sample) {
+  notify(problem);
+  const isReady = sample.status === "ready";
+  showStatus(isReady ? "good" : ["loading", "draining"].includes(sample.status) ? "warn" : "bad", sample.status);
+  say(find("#version"), sample.version);
+  say(find("#uptime"), `up ${read.duration(sample.at - sample.started)}`);
+  showTiles(sample);
+  showModels(sample);
+  showLane(sample);
+  showSpan(sample);
+  showBatches(sample);
+  showStages();
+  showRequests(sample);
+  showErrors(sample);
+  offerModels(sample.models);
+}
+
+function showStatus(kind, text) {
+  find("#status").dataset.is = kind;
+  say(find("#status-text"), text);
+}
+
+const firstTokens = () => history.histogram("gateway_time_to_first_token_seconds", {}, isRecent);
+
+const TILES = [
+  {
+    name: "Requests",
+    unit: "/s",
+    figure: () => history.rate("gateway_requests_total", {}),
+    format: read.rate,
+    aside: (now) => `${read.integer(read.value(now, "gateway_requests_total"))} in all`,
+    series: "gateway_requests_total",
+  },
+  {
+    name: "Prompt tokens",
+    unit: "/s",
+    figure: () => history.rate("gateway_prompt_tokens_total"),
+    format: read.rate,
+    aside: (now) => `${read.integer(read.value(now, "gateway_prompt_tokens_total"))} in all`,
+    series: "gateway_prompt_tokens_total",
+  },
+  {
+    name: "Completion tokens",
+    unit: "/s",
+    figure: () => history.rate("gateway_completion_tokens_total"),
+    format: read.rate,
+    aside: (now) => `${read.integer(read.value(now, "gateway_completion_tokens_total"))} in all`,
+    series: "gateway_completion_tokens_total",
+  },
+  {
+    name: "First token, p50",
+    figure: () => read.quantile(firstTokens(), 0.5),
+    line: () => read.quantile(history.lately("gateway_time_to_first_token_seconds"), 0.5),
+    format: read.seconds,
+    aside: () => `p95 ${read.seconds(read.quantile(firstTokens(), 0.95))}, ${spanName()}`,
+  },
+  {
+    name: "Waiting for a batch",
+    figure: (now) => read.value(now, "gateway_tickets"),
+    format: read.integer,
+    aside: (now) =>
+      `${read.integer(read.value(now, "gateway_queue_depth"))} inside, ${read.integer(read.value(now, "gateway_queue_tokens"))} tokens`,
+  },
+  {
+    name: "Memory",
+    figure: (now) => read.value(now, "gateway_budget_held_bytes"),
+    format: read.bytes,
+    most: (now) => read.value(now, "gateway_budget_limit_bytes"),
+    aside: (now) =>
+      `of ${read.bytes(read.value(now, "gateway_budget_limit_bytes"))} to hold, ${read.bytes(read.value(now, "gateway_device_active_bytes"))} in arrays`,
+  },
+].map((tile) => {
+  const [svg, draw] = sparkline();
+  const [figure, aside] = [make("div", { class: "figure" }), make("div", { class: "aside" })];
+  find("#tiles").append(make("div", { class: "tile" }, make("h3", {}, tile.name), figure, aside, svg));
+  if (tile.series) aside.dataset.series = tile.series;
+  return { ...tile, elements: { figure, aside, draw } };
+});
+
+function showTiles(now) {
+  for (const { name, unit, figure, line = figure, format, aside, most, elements } of TILES) {
+    const number = figure(now);
+    say(elements.figure, format(number) + (unit && number != null ? ` ${unit}` : ""));
+    say(elements.aside, aside(now));
+    elements.aside.title = elements.aside.textContent;
+    elements.draw(history.draw(name, line(now) ?? 0), most?.(now));
+  }
+}
+
+const cells = (count, classes = {}) =>
+  Array.from({ length: count }, (_, index) => make("td", classes[index] ? { class: classes[index] } : {}));
+const numbers = (...indices) => Object.fromEntries(indices.map((index) => [index, "number"]));
+
+function showModels(now) {
+  const create = ({ id, kind, aliases }) => {
+    const name = make("th", { scope: "row" }, id);
+    const more = aliases.length ? `${kind} · ${aliases.join(", ")}` : kind;
+    name.append(make("span", { class: "sub", title: more }, more));
+    return make("tr", {}, name, ...cells(8, { ...numbers(1, 2, 3, 4, 5, 6), 7: "actions" }));
+  };
+  list(find("#models tbody"), now.models, (each) => each.id, create, (row, model) => {
+    const { id } = model;
+    const gauge = (name) => read.integer(read.value(now, name, { model: id }));
+    const named = (name) => `${name}{model=${JSON.stringify(id)}}`;
+    const gauges = ["gateway_queue_depth", "gateway_tickets", "gateway_rows", "gateway_queue_tokens"];
+    showState(row.cells[1], model);
+    fill(
+      row,
+      [
+        undefined,
+        undefined,
+        read.bytes(model.bytes),
+        ...gauges.map(gauge),
+        model.last_used ? ago(now.at - model.last_used) : read.NONE,
+      ],
+      [null, null, null, ...gauges.map(named)],
+    );
+    list(row.cells[8], actionsFor(model), (each) => each, (action) => actionButton(id, action), () => {});
+  });
+  const hint = find("#models-hint");
+  hint.hidden = Boolean(now.requests);
+  say(hint, now.has_admin ? "The admin key lets you load, unload and pin." : "Set GATEWAY_ADMIN_KEY to load, unload and pin from here.");
+}
+
+const ago = (seconds) => (seconds < 5 ? "now" : `${read.duration(seconds)} ago`);
+
+function showState(cell, { state, pinned, error, batching }) {
+  if (!cell.firstElementChild) {
+    cell.append(make("span", { class: "state" }), make("span", { class: "pinned" }, "pinned"), make("span", { class: "sub wrong" }));
+  }
+  const [name, pin, wrong] = cell.children;
+  name.dataset.is = state;
+  say(name, state);
+  pin.hidden = !pinned;
+  const trouble = error ?? batching?.problem ?? "";
+  say(wrong, trouble);
+  wrong.hidden = !trouble;
+}
+
+function actionsFor({ state, pinned }) {
+  if (!keys.get("admin")) return [];
+  return [state === "loaded" ? "unload" : "load", pinned ? "unpin" : "pin"];
+}
+
+function actionButton(id, action) {
+  return button(action, () => changeModel(id, action), failed, { "aria-label": `${action} ${id}` });
+}
+
+const laneLines = new Map();
+
+function showLane(now) {
+  const known = read.labelValues(now, "gateway_lane_seconds_total", "kind");
+  const kinds = [...KINDS.filter((each) => known.includes(each)), ...known.filter((each) => !KINDS.includes(each))];
+  const shares = kinds.map((kind) => Math.min(1, history.rate("gateway_lane_seconds_total", { kind })));
+  const style = (kind) => `k-${KINDS.includes(kind) ? kind : "other"}`;
+  const items = kinds.map((kind, index) => ({ kind, share: shares[index] }));
+  list(find("#lane-bar"), items, (each) => each.kind, ({ kind }) => make("i", { class: style(kind), title: kind }), (part, { share }) => {
+    part.style.width = `${100 * share}%`;
+  });
+  const create = ({ kind }) => {
+    const [svg, draw] = sparkline({ class: style(kind) });
+    laneLines.set(kind, draw);
+    const swatch = make("span", { class: `swatch ${style(kind)}` });
+    return make("tr", {}, make("th", { scope: "row" }, swatch, kind), make("td", { class: "number" }), make("td", { class: "spark" }, svg), ...cells(2, numbers(0, 1)));
+  };
+  list(find("#lane tbody"), items, (each) => each.kind, create, (row, { kind, share }) => {
+    const p95 = (name) => read.seconds(read.quantile(history.histogram(name, { kind }, isRecent), 0.95));
+    fill(row, [undefined, read.percent(share), undefined, p95("gateway_lane_hold_seconds"), p95("gateway_lane_wait_seconds")]);
+    laneLines.get(kind)(history.draw(`lane ${kind}`, share), 1);
+  });
+}
+
+const spanName = () => (isRecent ? "last 10 min" : "since start");
+
+function showSpan(now) {
+  const watchedS = now.at - history.start.at;
+  say(find("#span-hint"), isRecent
+    ? `Of requests that ended in the last ${read.duration(Math.max(1, watchedS))}, as far as this tab has watched.`
+    : `Of all requests since the gateway started, ${read.duration(now.at - now.started)} ago.`);
+  for (const label of document.querySelectorAll(".span-label")) say(label, spanName());
+}
+
+for (const choice of document.querySelectorAll("[data-span]")) {
+  choice.addEventListener("click", () => {
+    isRecent = choice.dataset.span === "recent";
+    for (const each of document.querySelectorAll("[data-span]")) each.setAttribute("aria-pressed", each === choice);
+    if (history.now) show(history.now);
+  });
+}
+
+function showBatches(now) {
+  const models = now.models.filter(({ id }) => read.value(now, "gateway_prompt_tokens_total", { model: id }) > 0);
+  const create = ({ id }) => make("tr", {}, make("th", { scope: "row" }, id), ...cells(5, numbers(0, 1, 2, 3, 4)));
+  list(find("#batches tbody"), models, (each) => each.id, create, (row, { id: model }) => {
+    const average = (name) => read.mean(history.histogram(name, { model }, isRecent));
+    const total = (name, more = {}) => history.total(name, { model, ...more }, isRecent);
+    const share = (part, whole) => (whole > 0 ? part / whole : null);
+    const texts = total("gateway_embedding_cache_total");
+    const ahead = "gateway_tokens_read_ahead_total";
+    fill(row, [
+      undefined,
+      read.decimal(average("gateway_batch_rows")),
+      read.percent(average("gateway_batch_padding_ratio")),
+      read.percent(share(total("gateway_cached_prompt_tokens_total"), total("gateway_prompt_tokens_total"))),
+      read.percent(share(total("gateway_embedding_cache_total", { outcome: "hit" }), texts)),
+      read.percent(share(total(ahead, { kind: "accepted" }), total(ahead, { kind: "drafted" }))),
+    ]);
+  });
+}
+
+function showStages() {
+  const name = "gateway_stage_seconds";
+  const every = history.series(name);
+  const rare = RARE_STAGES.filter((stage) => every.some((labels) => labels.stage === stage));
+  const stages = [...STAGES.slice(0, 2), ...rare, ...STAGES.slice(2)];
+  const head = find("#stages thead tr");
+  list(head, ["", ...stages], (each) => each, (stage) => make("th", { scope: "col" }, stage || "Model and path"), () => {});
+  const pairs = new Map(every.map(({ model, route }) => [`${model} ${route}`, { model, route }]));
+  const rows = [...pairs.values()].sort((a, b) => a.model.localeCompare(b.model) || a.route.localeCompare(b.route));
+  const create = ({ model, route }) => make("tr", {}, make("th", { scope: "row", title: `${model} ${route}` }, model, make("span", { class: "sub" })));
+  list(find("#stages tbody"), rows, ({ model, route }) => `${model} ${route}`, create, (row, { model, route }) => {
+    const requests = Math.max(...stages.map((stage) => read.count(history.histogram(name, { model, route, stage }, isRecent))));
+    say(find(".sub", row), `${route} · ${read.integer(requests)}`);
+    stages.forEach((stage, index) => {
+      const cell = row.cells[index + 1] ?? row.insertCell();
+      if (!cell.children.length) cell.append(make("b"), make("span"), make("span"));
+      const counted = history.histogram(name, { model, route, stage }, isRecent);
+      cell.title = `${stage}: ${read.integer(read.count(counted))} requests`;
+      cell.dataset.stage = stage;
+      const texts = QUANTILES.map((q) => read.count(counted) ? read.seconds(read.quantile(counted, q)) : "");
+      texts.forEach((text, nth) => say(cell.children[nth], text));
+    });
+  });
+}
+
+function showRequests(now) {
+  const create = ({ number }) => {
+    const made = make("tr", {}, ...cells(8, { ...numbers(0, 4, 5), 6: "id", 7: "actions" }));
+    made.cells[7].append(button("cancel", () => cancelRequest(number), failed, { class: "danger", "aria-label": `cancel request ${number}` }));
+    return made;
+  };
+  const requests = now.requests ?? [];
+  list(find("#requests tbody"), requests, (each) => each.number, create, (row, each) => {
+    const stage = each.is_cancelled ? "cancelled" : each.stage;
+    const texts = [read.seconds(each.age_s), each.model, each.route, stage, read.integer(each.tokens_in), read.integer(each.tokens_out), each.request_id];
+    fill(row, texts.map((text) => text ?? read.NONE));
+    row.cells[6].title = each.key ? `${each.request_id} (${each.key})` : each.request_id;
+  });
+  find("#requests").hidden = !requests.length;
+  say(find("#in-flight-count"), now.requests ? read.integer(requests.length) : "");
+  say(find("#requests-hint"), requests.length ? "" : adminHint(now, "No request is in flight.", "requests in flight, and cancel them"));
+}
+
+function showErrors(now) {
+  const create = () => make("tr", {}, ...cells(7, { ...numbers(1, 5), 6: "id" }));
+  const errors = now.errors ?? [];
+  list(find("#errors tbody"), errors, (each) => `${each.at} ${each.request_id}`, create, (row, each) => {
+    const when = new Date(1000 * each.at).toLocaleTimeString([], { hour12: false });
+    fill(row, [when, String(each.status), each.code, each.model ?? read.NONE, `${each.method} ${each.route}`, read.seconds(each.ms / 1000), each.request_id]);
+    row.cells[6].title = each.request_id;
+  });
+  find("#errors").hidden = !errors.length;
+  say(find("#errors-hint"), errors.length ? "Messages may repeat what callers sent, so they are not kept: find a request by its id in the log." : adminHint(now, "No request has failed.", "the last errors"));
+}
+
+function adminHint(now, nothing, what) {
+  if (now.requests) return nothing;
+  return now.has_admin ? `The admin key shows ${what}.` : `Set GATEWAY_ADMIN_KEY to see ${what}.`;
+}
+
+document.addEventListener("visibilitychange", look);
+window.addEventListener("pagehide", () => watch?.abort());
+setInterval(() => {
+  if (watch && answered && Date.now() - answered > 5000 && find("#status").dataset.is !== "bad") showStatus("warn", "no sample for a while");
+}, 1000);
+look();

@@ -1,0 +1,181 @@
+// The panel to try a model: chat as it is written, the cosine of two texts, a list by relevance.
+
+import { call, events } from "./gateway.js";
+import { find, list, make, say } from "./elements.js";
+import { decimal, integer, percent, seconds } from "./readings.js";
+
+const KINDS = { chat: ["chat"], embed: ["embedding"], rerank: ["rerank", "embedding"] };
+const tabs = [...document.querySelectorAll("#try-it [role=tab]")];
+const form = (name) => document.getElementById(name);
+
+function choose(tab) {
+  for (const each of tabs) {
+    const isChosen = each === tab;
+    each.setAttribute("aria-selected", isChosen);
+    each.tabIndex = isChosen ? 0 : -1;
+    form(each.getAttribute("aria-controls")).hidden = !isChosen;
+  }
+}
+
+for (const [index, tab] of tabs.entries()) {
+  tab.addEventListener("click", () => choose(tab));
+  tab.addEventListener("keydown", ({ key }) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[key];
+    if (!step) return;
+    const next = tabs[(index + step + tabs.length) % tabs.length];
+    choose(next);
+    next.focus();
+  });
+}
+choose(tabs[0]);
+
+/** Offer the models of each sample to the three forms; a choice stays as long as its model does. */
+export function offerModels(models) {
+  for (const [name, kinds] of Object.entries(KINDS)) {
+    const fitting = kinds.flatMap((kind) => models.filter((each) => each.kind === kind));
+    const loadedFirst = [...fitting].sort((a, b) => (b.state === "loaded") - (a.state === "loaded"));
+    const select = form(name).elements.model;
+    const before = select.value;
+    const items = select.options.length ? fitting : loadedFirst; // the order stays while one chooses
+    list(select, items, (each) => each.id, ({ id }) => make("option", { value: id }), (option, { id, state }) => {
+      const note = state === "loaded" ? "" : ` (${state})`;
+      if (option.text !== id + note) option.text = id + note;
+    });
+    if (!before && loadedFirst.length) select.value = loadedFirst[0].id;
+    find("button[type=submit]", form(name)).disabled = !fitting.length || form(name).dataset.busy === "true";
+  }
+}
+
+/** Run what a form asks for: its button waits meanwhile, and an error is shown where results are. */
+async function run(name, work) {
+  const [own, result] = [form(name), find(".result", form(name))];
+  const submit = find("button[type=submit]", own);
+  own.dataset.busy = submit.disabled = true;
+  result.classList.remove("wrong");
+  const started = performance.now();
+  try {
+    await work(result, () => (performance.now() - started) / 1000);
+  } catch (error) {
+    result.classList.add("wrong");
+    result.replaceChildren(error.status === 401 ? "This needs the API key: enter it under Keys." : error.message);
+  } finally {
+    own.dataset.busy = submit.disabled = false;
+  }
+}
+
+function on(name, work) {
+  form(name).addEventListener("submit", (event) => {
+    event.preventDefault();
+    run(name, work);
+  });
+}
+
+// ── Chat ─────────────────────────────────────────────────────────────────────────────────────────
+
+const chat = form("chat");
+const turns = find(".turns", chat);
+const [stop, clear] = [find(".stop", chat), find(".clear", chat)];
+let messages = [];
+let writing = null;
+
+function addTurn(role, text = "") {
+  const [thought, words] = [make("span", { class: "thought" }), make("span", {}, text)];
+  const turn = make("div", { class: `turn ${role}` }, thought, words);
+  turns.append(turn);
+  turn.scrollIntoView({ block: "nearest" });
+  return { turn, thought, words };
+}
+
+on("chat", async (result, elapsed) => {
+  const { text, model } = chat.elements;
+  const content = text.value.trim() || text.placeholder;
+  messages.push({ role: "user", content });
+  addTurn("user", content);
+  text.value = "";
+  result.replaceChildren();
+  const { turn, thought, words } = addTurn("assistant");
+  writing = new AbortController();
+  stop.hidden = false;
+  let [answer, usage, timings, firstS] = ["", null, null, null];
+  try {
+    const body = { model: model.value, messages, stream: true, stream_options: { include_usage: true } };
+    for await (const event of events("v1/chat/completions", body, writing.signal)) {
+      usage = event.usage ?? usage;
+      timings = event.timings ?? timings;
+      const delta = event.choices[0]?.delta ?? {};
+      if (delta.content || delta.reasoning_content) firstS ??= elapsed();
+      if (delta.reasoning_content) thought.append(delta.reasoning_content);
+      if (delta.content) {
+        answer += delta.content;
+        const isAtEnd = turns.scrollHeight - turns.scrollTop - turns.clientHeight < 24;
+        words.append(delta.content);
+        if (isAtEnd) turns.scrollTop = turns.scrollHeight;
+      }
+    }
+    say(result, describe(usage, timings, firstS, elapsed()));
+  } catch (error) {
+    if (!writing.signal.aborted) {
+      if (!answer) turn.remove();
+      throw error;
+    }
+    say(result, "Stopped.");
+  } finally {
+    stop.hidden = true;
+    if (answer) messages.push({ role: "assistant", content: answer });
+    else messages.pop(); // what was not answered is not part of the conversation
+  }
+});
+
+function describe(usage, timings, firstS, totalS) {
+  if (!usage) return "";
+  const { completion_tokens: written, prompt_tokens: readTokens } = usage;
+  const decodeS = (timings?.decode_ms ?? 0) / 1000;
+  const parts = [`${integer(readTokens)} tokens read, ${integer(written)} written`];
+  if (firstS != null) parts.push(`first after ${seconds(firstS)}`);
+  if (decodeS > 0 && written > 1) parts.push(`${decimal((written - 1) / decodeS)} tokens/s`);
+  return `${parts.join(" · ")} · ${seconds(totalS)} in all`;
+}
+
+stop.addEventListener("click", () => writing?.abort());
+clear.addEventListener("click", () => {
+  writing?.abort();
+  messages = [];
+  turns.replaceChildren();
+  say(find(".result", chat), "");
+});
+chat.elements.text.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    if (chat.dataset.busy !== "true") chat.requestSubmit();
+  }
+});
+
+// ── Embed and rerank ─────────────────────────────────────────────────────────────────────────────
+
+on("embed", async (result, elapsed) => {
+  const { model, one, other } = form("embed").elements;
+  const body = { model: model.value, input: [one.value, other.value] };
+  const { data } = await (await call("v1/embeddings", { body })).json();
+  const [a, b] = data.map((each) => each.embedding);
+  const dot = (x, y) => x.reduce((sum, each, index) => sum + each * y[index], 0);
+  const cosine = dot(a, b) / Math.sqrt(dot(a, a) * dot(b, b));
+  result.replaceChildren(
+    make("div", { class: "figure" }, cosine.toFixed(3)),
+    make("div", { class: "quiet" }, `cosine of two vectors of ${integer(a.length)} · ${seconds(elapsed())}`),
+  );
+});
+
+on("rerank", async (result) => {
+  const { model, query, documents } = form("rerank").elements;
+  const texts = documents.value.split("\n").filter((line) => line.trim());
+  const body = { model: model.value, query: query.value, documents: texts };
+  const { results } = await (await call("v1/rerank", { body })).json();
+  result.replaceChildren(
+    ...results.map(({ index, relevance_score: score }) => {
+      const bar = make("i");
+      bar.style.width = percent(score).replace(" ", "");
+      const share = make("b", { title: String(score) }, score.toFixed(3));
+      return make("li", {}, make("span", {}, texts[index]), share, make("span", { class: "meter" }, bar));
+    }),
+  );
+});
