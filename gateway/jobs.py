@@ -413,7 +413,8 @@ class SequenceParams:
 @dataclass(frozen=True, slots=True)
 class KvCost:
     """The bytes of KV that a sequence takes: `token` for each of its tokens; for each window,
-    (bytes per token, most tokens kept); `constant` for what does not grow, such as states.
+    (bytes per token, most tokens kept); `constant` for what does not grow, such as states. What a
+    draft model takes beside is in `draft`: (bytes per token, of at most so many sequences).
 
     The zero cost is that of an unknown model, for which nothing is counted.
     """
@@ -421,11 +422,10 @@ class KvCost:
     token: int = 0
     windows: tuple[tuple[int, int], ...] = ()
     constant: int = 0
+    draft: tuple[int, int] = (0, 0)
 
     def of(self, tokens: int, beyond: int = 0) -> int:
-        """Return the bytes of so many tokens; a window may hold `beyond` more than its size, as in
-        prefill.
-        """
+        """Return the bytes of so many tokens; in prefill a window holds `beyond` its size, too."""
         kept = sum(each * min(tokens, most + beyond) for each, most in self.windows)
         return self.constant + self.token * tokens + kept
 

@@ -222,11 +222,7 @@ class MlxEngines:
 
     def _draft_of(self, spec: ModelSpec) -> ChatSpec | None:
         """Return the model that drafts for a chat model, if it has one and tokens are drafted."""
-        if not isinstance(spec, ChatSpec):
-            return None
-        own_rows = spec.batching.speculate_rows
-        rows = self._speculate_rows if own_rows is None else own_rows
-        return spec.draft_spec if rows else None
+        return spec.draft_in_use(self._speculate_rows) if isinstance(spec, ChatSpec) else None
 
     def _find_draft(self, spec: ChatSpec) -> tuple[ChatSpec, Path] | None:
         """Return a chat model's draft and its files, which are on disk by now."""

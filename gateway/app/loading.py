@@ -236,7 +236,8 @@ class ModelLoader:
             )
             kv = engine.kv_cost or KvCost(size.kv_token)
             # The size from the config may be many times that of the loaded layers.
-            included = min(size.kv, kv.of(self._settings.kv_allowance_tokens))
+            allowance, (draft_token, _) = settings.kv_allowance_tokens, kv.draft
+            included = min(size.kv, kv.of(allowance) + draft_token * allowance)
             costs = RowCosts(
                 kv,
                 included,

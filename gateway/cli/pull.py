@@ -5,15 +5,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gateway.app.hub import hub_of
 from gateway.cli._table import size
 from gateway.errors import GatewayError
-from gateway.registry import HubSource, load_catalog
+from gateway.registry import ChatSpec, HubSource, ModelSpec, load_catalog
 from gateway.settings import load_settings, variables
+
+if TYPE_CHECKING:
+    from gateway.engine.hub import Hub
 
 REFRESH_S = 0.2
 
@@ -22,28 +25,36 @@ def pull(
     model: Annotated[str, typer.Argument(help="The model's id, or an alias.")],
     models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
 ) -> None:
-    """Download a model, or what is missing of it, and check each file by size and hash.
+    """Download a model and its draft, or what is missing of them, and check each file by size and
+    hash.
 
     Ended early, it goes on from there the next time.
     """
-    from gateway.engine.hub import ask_hub, download, fetched_bytes, on_disk, stored_bytes
-
     settings = load_settings({"models": models})
     catalog = load_catalog(settings.models, variables())
     hub = hub_of(settings, may_download=True)
     try:
         spec = catalog.resolve(model).spec
-        if isinstance(spec.source, HubSource):
-            total = ask_hub(spec, hub)
-            with _progress(spec.id, total, lambda: fetched_bytes(spec, hub)):
-                folder = download(spec, hub)
-        else:
-            found = on_disk(spec, hub)
-            assert found is not None, "only the hub's models can be missing without an error"
-            folder = found
+        _fetch(spec, hub)
+        if isinstance(spec, ChatSpec) and (draft := spec.draft_in_use(settings.speculate_rows)):
+            _fetch(draft, hub)
     except GatewayError as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def _fetch(spec: ModelSpec, hub: "Hub") -> None:
+    """Download one model, if the hub has it, and print where it is."""
+    from gateway.engine.hub import ask_hub, download, fetched_bytes, on_disk, stored_bytes
+
+    if isinstance(spec.source, HubSource):
+        total = ask_hub(spec, hub)
+        with _progress(spec.id, total, lambda: fetched_bytes(spec, hub)):
+            folder = download(spec, hub)
+    else:
+        found = on_disk(spec, hub)
+        assert found is not None, "only the hub's models can be missing without an error"
+        folder = found
     print(f"{spec.id}: {size(stored_bytes(folder))} in {folder}")
 
 

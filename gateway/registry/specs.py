@@ -471,6 +471,11 @@ class ChatSpec(_Spec):
         """Return the model that `draft` names, once the whole file is read."""
         return self._draft_spec
 
+    def draft_in_use(self, speculate_rows: int) -> "ChatSpec | None":
+        """Return that model unless this one has no drafts. `speculate_rows` is the gateway's."""
+        own = self.batching.speculate_rows
+        return self._draft_spec if (speculate_rows if own is None else own) else None
+
     def with_draft(self, draft: "ChatSpec") -> "ChatSpec":
         spec = self.model_copy()
         spec._draft_spec = draft

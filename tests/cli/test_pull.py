@@ -20,6 +20,7 @@ models:
   mine: {{kind: chat, source: "hub:org/big@{COMMIT}", aliases: [ours]}}
   own: {{kind: chat, source: "path:repo"}}
   gone: {{kind: chat, source: "package:not_here_weights"}}
+  drafted: {{kind: chat, source: "path:repo", draft: mine}}
 """
 
 
@@ -84,6 +85,15 @@ def snapshot(folder: Path) -> Path:
 def test_a_model_is_fetched_by_any_of_its_names(pull: Pull, tmp_path: Path) -> None:
     """Whatever GATEWAY_AUTO_PULL says; off a terminal nothing but its folder is printed."""
     assert ended(pull("ours")) == (0, f"mine: 25 MB in {snapshot(tmp_path)}\n", "")
+
+
+def test_a_draft_is_fetched_with_its_model(pull: Pull, tmp_path: Path) -> None:
+    """Unless nothing is drafted: then it is not loaded either."""
+    own = f"drafted: 25 MB in {tmp_path / 'repo'}\n"
+    assert ended(pull("drafted", GATEWAY_SPECULATE_ROWS="0")) == (0, own, "")
+    assert not snapshot(tmp_path).exists()
+    draft = f"mine: 25 MB in {snapshot(tmp_path)}\n"
+    assert ended(pull("drafted")) == (0, own + draft, "")
 
 
 def test_a_killed_download_goes_on_where_it_was(pull: Pull, hub: FakeHub, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gateway.engine.checkpoint import measure_kv
 from gateway.engine.decoders import parameters
 from gateway.engine.generation.decode_batch import cache_nbytes
 from gateway.engine.generation.kv_cache import (
+    SPARE,
     RaggedKVCache,
     compact,
     filter_layers,
@@ -68,9 +69,11 @@ class DraftModel:
         self._cache: list[Any] = []
         self._newcomer: tuple[_Follower, list[Any]] | None = None
 
-    def with_kv(self, cost: KvCost) -> KvCost:
-        """Return what a sequence's KV costs with this model's added. Both grow by the token."""
-        return replace(cost, token=cost.token + measure_kv(self._model).token)
+    def with_kv(self, cost: KvCost, rows: int) -> KvCost:
+        """Return what a sequence's KV costs with this model's added, for up to `rows` of them. Both
+        grow by the token.
+        """
+        return replace(cost, draft=(measure_kv(self._model).token, rows + rows // SPARE))
 
     @property
     def nbytes(self) -> int:

@@ -76,7 +76,9 @@ class GenerationEngine:
             self.apply_verdict(ALONE)
         self._parked: dict[int, Sequence | DecodeBatch] = {}
         kv_cost = measure_kv(self._model)
-        self.kv_cost = kv_cost if draft_model is None else draft_model.with_kv(kv_cost)
+        if draft_model is not None:
+            kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
+        self.kv_cost = kv_cost
         self.last_pass = Pass()
         self._last_id = 0
 

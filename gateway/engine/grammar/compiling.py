@@ -20,7 +20,6 @@ from outlines.types.dsl import Choice, to_regex
 from gateway.engine.grammar import forms, schemas
 from gateway.engine.grammar.calls import with_forms
 from gateway.engine.grammar.forms import (
-    BUDGET_S,
     COMPACT,
     Read,
     check_strict,
@@ -61,6 +60,7 @@ class Bounds:
     max_text_chars: int = 32 * 1024
     max_calls_chars: int = 4 * 1024 * 1024  # of our own making, from schemas bounded one by one
     max_choices: int = 4096
+    max_forms_s: float = 4.0  # for all forms of a schema together: no other is begun afterwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ def compile_grammar(
     if grammar.kind == "json_schema":
         read = read_schema(grammar.source, bounds)
         compile_form = _Schemas(tokenizer, read.options, sandbox)
-        form, compiled = form_that_compiles(read, shape or Shape(), compile_form)
+        until = time.monotonic() + bounds.max_forms_s
+        form, compiled = form_that_compiles(read, shape or Shape(), compile_form, until=until)
         if grammar.strict:
             check_strict(form)
         return replace(compiled, unenforced=form.unenforced)
@@ -158,7 +159,7 @@ def _loosen_calls(
     """
     forms, unenforced = dict[str, schemas.Schema](), list[str]()
     compile_form = _Schemas(tokenizer, COMPACT, sandbox)
-    until = time.monotonic() + BUDGET_S
+    until = time.monotonic() + bounds.max_forms_s
     for rule in grammar.schemas:
         try:
             form, _ = form_that_compiles(

@@ -1,6 +1,7 @@
 """The forms of a JSON Schema that may be compiled, tightest first, and what each leaves out."""
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +44,6 @@ T = TypeVar("T")
 COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}
 _CONDITIONS: Final = 6
 _ROUNDS: Final = 3
-BUDGET_S: Final = 4.0  # for all forms together, after which no other is begun
 _REPETITIONS: Final = 20_000  # in one pattern, beyond which it is tried alone
 _OPTIONS: Final = frozenset(
     {"whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator"}
@@ -108,7 +108,7 @@ def _translate(read: Read, conditions: int, *, is_plain: bool = False) -> Schema
 
 
 def form_that_compiles(
-    read: Read, shape: Shape, compiled: Callable[[Schema], T], *, until: float | None = None
+    read: Read, shape: Shape, compiled: Callable[[Schema], T], *, until: float = math.inf
 ) -> tuple[Held, T]:
     """Compile the tightest form possible, leaving out what keeps all others from compiling.
 
@@ -117,7 +117,6 @@ def form_that_compiles(
     begun.
     """
     problem = ""
-    until = until or time.monotonic() + BUDGET_S
 
     def attempt(schema: Schema, leaves: Leaves) -> tuple[Held, T] | None:
         nonlocal problem

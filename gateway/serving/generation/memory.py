@@ -52,7 +52,8 @@ class Layout:
 
     def nbytes(self, costs: RowCosts) -> int:
         """Return the bytes. In prefill rows are padded by a chunk at most, and sliding windows hold
-        a chunk more than their size.
+        a chunk more than their size. A draft model has KV of few rows: whichever, of one with a
+        single token left too.
         """
         if not self:
             return 0
@@ -60,7 +61,11 @@ class Layout:
         longest = max(self.batched, default=0)
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
         rectangle = slots * kv.of(longest + KV_STEP, chunk) if longest else 0
-        return rectangle + sum(kv.of(each + KV_STEP, chunk) for each in self.single) + kv.of(chunk)
+        draft_token, most = kv.draft
+        drafted = min(most, slots + len(self.single))
+        drafts = draft_token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
+        single = sum(kv.of(each + KV_STEP, chunk) for each in self.single)
+        return rectangle + drafts + single + kv.of(chunk)
 
 
 def longest_chunk(chunk_tokens: int) -> int:

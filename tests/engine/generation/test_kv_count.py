@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat(tmp_path_factory.mktemp("chat"))
 
 
-def open_engine(folder: Path) -> GenerationEngine:
+def open_engine(folder: Path, draft: Path | None = None) -> GenerationEngine:
     return load_generation(
         folder,
         name="chat",
@@ -88,6 +88,8 @@ def open_engine(folder: Path) -> GenerationEngine:
         chat_template=None,
         template_args={},
         prefix_cache_bytes=1_000_000,
+        speculate_rows=4,
+        draft=draft,
     )
 
 
@@ -102,16 +104,20 @@ def row(prompt: int, max_tokens: int) -> SequenceParams:
 
 def held(engine: GenerationEngine) -> int:
     """Count the bytes of KV that rows hold: all but weights and prefixes."""
-    weights = sum(array.nbytes for array in parameters(engine._model))
+    drafting = engine._drafting.model
+    models = [engine._model] if drafting is None else [engine._model, drafting._model]
+    weights = sum(array.nbytes for model in models for array in parameters(model))
     return engine.nbytes() - weights - engine.prefix_bytes
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "drafted"])
 def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: int) -> None:
     """Whoever joins, leaves and stops, and whoever is long beside whoever is short."""
     chance = random.Random(seed)
-    engine = open_engine(write_chat(tmp_path / "m", **KINDS[kind]))
+    is_drafted = kind == "drafted"
+    draft = write_chat(tmp_path / "d", seed=1, num_hidden_layers=6) if is_drafted else None
+    engine = open_engine(write_chat(tmp_path / "m", **KINDS.get(kind, {})), draft)
     costs = RowCosts(engine.kv_cost, chunk_tokens=256)
     used: dict[int, int] = {}
     whole: dict[int, int] = {}

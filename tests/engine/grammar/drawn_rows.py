@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import load
 
-from gateway.engine.grammar.compiling import CompiledGrammar, compile_grammar
+from gateway.engine.grammar.compiling import Bounds, CompiledGrammar, compile_grammar
 from gateway.engine.grammar.matching import Matcher
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
@@ -33,9 +33,12 @@ def schema_grammar(schema: Any, *, strict: bool = False) -> Grammar:
     return Grammar("json_schema", json.dumps(schema), strict=strict)
 
 
-def compiled(schema: Any, shape: Shape = OPEN, *, strict: bool = False) -> CompiledGrammar:
+def compiled(
+    schema: Any, shape: Shape = OPEN, *, strict: bool = False, bounds: Bounds | None = None
+) -> CompiledGrammar:
     """Compile a schema for the demo tokenizer."""
-    return compile_grammar(tokenizer(), schema_grammar(schema, strict=strict), shape=shape)
+    grammar = schema_grammar(schema, strict=strict)
+    return compile_grammar(tokenizer(), grammar, shape=shape, bounds=bounds)
 
 
 def ids(text: str) -> list[int]:

@@ -1,6 +1,7 @@
 """Whatever a row says inside a grammar is what the caller asked for; the rest is refused."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -534,6 +535,13 @@ def test_a_pattern_that_only_a_row_would_find_too_large_is_named(first: int) -> 
     """The row would end by an error, after a status of 200."""
     large = {"type": "string", "pattern": "^(a{99999}){99999}$"}
     before = {f"b{i}": {"type": "boolean"} for i in range(first)}
-    assert compiled(thing(**before, w=large)).unenforced == ("#/properties/w/pattern",)
+    bounds = Bounds(max_forms_s=math.inf)  # however busy the machine is
+    found = compiled(thing(**before, w=large), bounds=bounds)
+    assert found.unenforced == ("#/properties/w/pattern",)
     named = thing(**before, w={"patternProperties": {large["pattern"]: {}}})
-    assert compiled(named).unenforced == ("#/properties/w/patternProperties",)
+    assert compiled(named, bounds=bounds).unenforced == ("#/properties/w/patternProperties",)
+
+
+def test_no_form_is_begun_once_the_time_is_up() -> None:
+    with pytest.raises(BadRequest, match="takes too long to compile"):
+        compiled(TEXT, bounds=Bounds(max_forms_s=-1))

@@ -48,6 +48,16 @@ def test_what_decodes_together_is_a_rectangle_and_what_is_apart_is_not() -> None
     assert Layout([10], [20]).nbytes(costs(chunk_tokens=50)) == 30 + 2 * KV_STEP + 50
 
 
+def test_a_draft_model_has_kv_of_few_rows() -> None:
+    drafted = RowCosts(KvCost(1, draft=(3, 4)), chunk_tokens=50)
+    alone = costs(chunk_tokens=50)
+    for rows in (1, 4, 32):
+        more = 3 * (min(rows, 4) * (100 + KV_STEP) + 50)
+        assert Layout([100] * rows).nbytes(drafted) == Layout([100] * rows).nbytes(alone) + more
+    mixed = Layout([100, 50], [400])
+    assert mixed.nbytes(drafted) == mixed.nbytes(alone) + 3 * (3 * (400 + KV_STEP) + 50)
+
+
 def test_windows_and_states_are_counted_as_they_are_held() -> None:
     """A window no longer than it is, and a chunk more while a prompt is read; a state whole."""
     kv = KvCost(token=2, windows=((3, 100), (1, 1000)), constant=7)
