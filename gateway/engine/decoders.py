@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes, dequantize_model, load_model
 
 from gateway.engine.checkpoint import Checkpoint, read_in_slices
+from gateway.engine.decoder_kernels import use_cpu_kernels
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.decoder import read_gguf_decoder
@@ -35,6 +36,8 @@ def open_decoder(
             model = dequantize_model(model)
         if (target := pick_dtype(device, dtype, floating_dtype(model))) != floating_dtype(model):
             model.set_dtype(target)
+    if device is Device.CPU:
+        use_cpu_kernels(model)
     return model, config
 
 

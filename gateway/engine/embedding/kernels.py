@@ -14,13 +14,13 @@ import mlx.core as mx
 from mlx.nn.layers import activations
 
 from gateway.engine.device import Device
+from gateway.engine.exponential import LEAST, LOG2_E, MOST, exp2
 
 Activation = Callable[[mx.array], mx.array]
 Attention = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
 # x (rows, dimensions), weight, bias, epsilon.
 Normalization = Callable[[mx.array, mx.array, mx.array | None, float], mx.array]
 
-LOG2_E: Final = math.log2(math.e)
 # What is added to the score of a padding token: far below any score, far above -inf, which
 # would make NaN of inf - inf.
 PADDING_SCORE: Final = -1e9
@@ -79,32 +79,11 @@ def gelu(x: mx.array) -> mx.array:
     return result
 
 
-# 2^f on [-0.5, 0.5], relative error 1e-7: least squares, reweighted towards the largest
-# error. Range reduction after Cody and Waite, Software Manual for the Elementary Functions.
-_EXP2: Final = (0.693146978, 0.240222421, 0.0555073375, 0.00967151272, 0.0013264726)
-# Adding 1.5 * 2^23 rounds a float32 to the nearest integer and leaves it in the low bits.
-_ROUND: Final = 1.5 * 2.0**23
-_LEAST, _MOST = -125.0, 126.0
-
-
-def exp2(x: mx.array) -> mx.array:
-    """2 to the x, relative error below 3e-7, for float32 from -125 to 126 (not checked)."""
-    shifted = x + _ROUND
-    fraction = x - (shifted - _ROUND)
-    power = fraction * _EXP2[4]
-    for coefficient in reversed(_EXP2[:4]):
-        power = (power + coefficient) * fraction
-    power = power + 1.0
-    # The whole part goes straight into the exponent bits.
-    result: mx.array = ((shifted.view(mx.int32) << 23) + power.view(mx.int32)).view(mx.float32)
-    return result
-
-
 def gelu_tanh(x: mx.array) -> mx.array:
     """GELU by its tanh formula (Hendrycks and Gimpel, arXiv:1606.08415), written as x * sigmoid."""
     slope = -2.0 * LOG2_E * math.sqrt(2.0 / math.pi)
     inner = x * (slope + (slope * 0.044715) * (x * x))
-    return x / (1.0 + exp2(mx.clip(inner, _LEAST, _MOST)))
+    return x / (1.0 + exp2(mx.clip(inner, LEAST, MOST)))
 
 
 def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
@@ -121,7 +100,7 @@ def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
     scores = q @ k.swapaxes(-1, -2)
     if bias is not None:
         scores = scores + bias
-    weights = exp2(mx.maximum(scores - mx.max(scores, axis=-1, keepdims=True), _LEAST))
+    weights = exp2(mx.maximum(scores - mx.max(scores, axis=-1, keepdims=True), LEAST))
     return (weights @ v) / mx.sum(weights, axis=-1, keepdims=True)
 
 

@@ -11,6 +11,7 @@ from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
+from gateway.engine.decoder_kernels import use_cpu_kernels
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.gguf.architectures import ROPE_FACTORS
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
@@ -52,6 +53,8 @@ def read_gguf_decoder(
     target = pick_dtype(device, dtype, _DTYPES[checkpoint.dtype])
     with checkpoint.blame():
         model = _build(checkpoint, is_packed)
+    if device is Device.CPU:
+        use_cpu_kernels(model)
     # Unbuffered: what is read goes straight to where it is decoded.
     with checkpoint.blame(), checkpoint.path.open("rb", buffering=0) as file:
         if stamp_of(file) != checkpoint.header.stamp:
