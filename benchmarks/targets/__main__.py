@@ -50,6 +50,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "structured-stream": structured.stream,
     "speculation": speculation.speculation,
     "beside": beside.beside,
+    "prefill": prefix.cold,
     "prefix": prefix.prefix,
     "recording": recording.recording,
     "connections": small.steady,
