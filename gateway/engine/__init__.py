@@ -8,8 +8,10 @@ embedding          texts → vectors, one pass for many
 grammar            JSON Schemas and other forms → the mask of each step
 sandboxed          what a process of its own runs: templates, first tries of grammars
 decoders           mlx-lm's model of a folder or a GGUF file
+decoder_kernels    what replaces mlx-lm's SwiGLU and attention on a CPU
 gguf               a chat model in one file, as llama.cpp keeps them
 checkpoint, hub    a model's folder, read and sized; where it comes from
+exponential        2 to the x in vectors, for CPUs
 device             which device, its dtype and memory limits; how fast it multiplies
 blas               which BLAS mlx multiplies with, loaded before mlx is imported
 """
