@@ -43,10 +43,11 @@ OUTSIDE: dict[str, set[str]] = {
 INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {"grammar", "gguf", "decoders", "checkpoint", "device"},
-        "embedding": {"decoders", "checkpoint", "device"},
+        "embedding": {"decoders", "exponential", "checkpoint", "device"},
         "grammar": {"sandboxed"},
-        "decoders": {"gguf", "checkpoint", "device"},
-        "gguf": {"checkpoint", "device"},
+        "decoders": {"gguf", "decoder_kernels", "checkpoint", "device"},
+        "gguf": {"decoder_kernels", "checkpoint", "device"},
+        "decoder_kernels": {"exponential"},
         "checkpoint": {"device"},
         "device": {"blas"},
     },
