@@ -7,7 +7,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda pins dist docs architectures bench bench-structured simulate demo-train demo-evaluate clean
+.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel pins dist docs architectures bench bench-structured simulate demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -83,6 +83,9 @@ setup-cuda: setup ## Put MLX's CUDA build in the place of its CPU one (Linux)
 	@$(BIN)/python -m pip uninstall --quiet --yes mlx-cpu
 	@$(PIP) --require-hashes --no-deps -r requirements/cuda.txt
 
+setup-otel: setup ## Install OpenTelemetry, to export traces
+	@$(PIP) --require-hashes --no-deps -r requirements/otel.txt
+
 # Names, versions, hashes and platform markers; no address of any index.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
@@ -91,9 +94,10 @@ pins: setup-dev ## Choose the newest versions and write requirements/
 	$(PIP) uv
 	$(COMPILE) --upgrade -o requirements/runtime.txt
 	$(COMPILE) --extra bench -c requirements/runtime.txt -o requirements/bench.txt
-	$(COMPILE) --extra bench --group test --group lint -c requirements/bench.txt \
+	$(COMPILE) --extra otel -c requirements/bench.txt -o requirements/otel.txt
+	$(COMPILE) --extra bench --extra otel --group test --group lint -c requirements/otel.txt \
 		-o requirements/dev.txt
-	$(COMPILE) --extra bench --group test --group compat -c requirements/dev.txt \
+	$(COMPILE) --extra bench --extra otel --group test --group compat -c requirements/dev.txt \
 		-o requirements/compat.txt
 	$(LOCK) --group clients -o requirements/clients.txt
 	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \

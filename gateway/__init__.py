@@ -18,7 +18,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
     settings           environment → settings
     jobs, errors       what crosses floors; what can go wrong, each with its status
     metrics, logs      instruments; event lines
-    clock              the seconds that everything is timed by
+    clock              the seconds that everything is timed by, and a request's by stage
 
 An embeddings request: api/middleware gives it an id and a clock; api/embeddings reads its body by
 wire/embeddings into an EmbedJob; serving/models/cache leases the model, for which idle ones may

@@ -1,5 +1,63 @@
 """The one clock: seconds that only grow, for deadlines and for everything that is timed."""
 
+from dataclasses import dataclass, field
+from enum import StrEnum
 from time import perf_counter as now
 
-__all__ = ["now"]
+__all__ = ["Stage", "Timings", "now"]
+
+
+class Stage(StrEnum):
+    """Where a request's time goes."""
+
+    PARSE = "parse"
+    LOAD = "load"
+    TOKENISE = "tokenise"
+    COMPILE = "compile"
+    QUEUE = "queue"
+    LANE = "lane"
+    INFERENCE = "inference"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SERIALISE = "serialise"
+
+
+@dataclass(slots=True)
+class Timings:
+    """When a request was in each stage, recorded by the code that does the stage's work.
+
+    An embedding has INFERENCE, an answer PREFILL (until `first_token`) and DECODE. Times are of the
+    monotonic clock; passes, and the waits between them, are one interval each. `parallel` are the
+    timings of other jobs of the same request. `stage` is its present stage, or the one at which it
+    ended early; None before and after. `preemptions` counts how often its sequence's KV was freed
+    and its tokens read again.
+    """
+
+    started: float = field(default_factory=now)
+    model: str | None = None
+    stage: Stage | None = None
+    intervals: list[tuple[Stage, float, float]] = field(default_factory=list)
+    first_token: float | None = None
+    tokens_in: int = 0
+    tokens_out: int = 0
+    cached_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    preemptions: int = 0
+    parallel: list["Timings"] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Return all the request's tokens so far, prompt and completion."""
+        return self.tokens_in + self.tokens_out + sum(each.tokens for each in self.parallel)
+
+    @property
+    def seconds(self) -> dict[Stage, float]:
+        """Return the seconds spent in each stage, in the order of their ends."""
+        seconds: dict[Stage, float] = {}
+        for stage, started, ended in self.intervals:
+            seconds[stage] = seconds.get(stage, 0.0) + (ended - started)
+        return seconds
+
+    def add(self, stage: Stage, started: float, ended: float | None = None) -> None:
+        """Add a stage's time, from one reading of the monotonic clock to another, or to now."""
+        self.intervals.append((stage, started, now() if ended is None else ended))

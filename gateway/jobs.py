@@ -1,7 +1,6 @@
 """What floors pass to one another: jobs on the way down, vectors and deltas on the way up."""
 
 import itertools
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,6 +8,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from gateway.clock import Stage as Stage
+from gateway.clock import Timings as Timings
 
 Vectors: TypeAlias = npt.NDArray[np.float32]
 TokenIds: TypeAlias = Sequence[int]
@@ -21,51 +23,6 @@ class Tier(StrEnum):
     PRIORITY = "priority"
     DEFAULT = "default"
     FLEX = "flex"
-
-
-class Stage(StrEnum):
-    """Where a request's time goes."""
-
-    PARSE = "parse"
-    LOAD = "load"
-    TOKENISE = "tokenise"
-    COMPILE = "compile"
-    QUEUE = "queue"
-    LANE = "lane"
-    INFERENCE = "inference"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    SERIALISE = "serialise"
-
-
-@dataclass(slots=True)
-class Timings:
-    """The seconds that a request spent in each stage, recorded by the code that spends them.
-
-    An embedding has INFERENCE, an answer PREFILL (until `first_token`) and DECODE. `started` and
-    `first_token` are readings of the monotonic clock. `parallel` are the timings of other jobs of
-    the same request. `stage` is its present stage, or the one at which it ended early; None before
-    and after. `preemptions` counts how often its sequence's KV was freed and its tokens read again.
-    """
-
-    started: float = field(default_factory=time.perf_counter)
-    model: str | None = None
-    stage: Stage | None = None
-    seconds: dict[Stage, float] = field(default_factory=dict)
-    first_token: float | None = None
-    tokens_in: int = 0
-    tokens_out: int = 0
-    preemptions: int = 0
-    parallel: list["Timings"] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """Return all the request's tokens so far, prompt and completion."""
-        return self.tokens_in + self.tokens_out + sum(each.tokens for each in self.parallel)
-
-    def add(self, stage: Stage, seconds: float) -> None:
-        """Add seconds spent in a stage."""
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "registry": {"settings", "errors"},
     "settings": {"errors"},
     **{room: set() for room in GROUND},
+    "jobs": {"clock"},
 }
 OUTSIDE: dict[str, set[str]] = {
     "mlx": {"engine"},
@@ -34,6 +35,7 @@ OUTSIDE: dict[str, set[str]] = {
     "starlette": {"app", "api"},
     "hypercorn": {"cli"},
     "aiohttp": {"bench"},
+    "opentelemetry": {"api"},
     "typer": {"cli"},
     "rich": {"cli", "bench"},
     "prometheus_client": {"metrics", "api"},
@@ -60,7 +62,8 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "api": {
         "app": {
             *("access", "chat", "completions", "dashboard", "decisions", "embeddings", "rerank"),
-            *("responses", "models", "ops", "endpoint", "middleware", "requests", "in_flight"),
+            *("responses", "models", "ops", "endpoint", "middleware", "traces", "requests"),
+            "in_flight",
         },
         "access": {"middleware", "in_flight"},
         "dashboard": {"models", "middleware", "streams", "requests", "in_flight"},
@@ -75,7 +78,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "openapi": {"endpoint"},
         "endpoint": {"requests"},
         "generation": {"requests"},
-        "middleware": {"requests", "in_flight"},
+        "middleware": {"traces", "requests", "in_flight"},
         "requests": {"in_flight"},
         "streams": {"in_flight"},
     },

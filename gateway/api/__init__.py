@@ -11,6 +11,7 @@ ops                           /health, /ready, /metrics, /openapi.json
 generation                    shared by chat, completions, responses and decisions
 openapi, endpoint             the document and the docs' tables; what an endpoint is
 middleware                    ids, timings, every error as JSON
+traces                        a span for each request, where the extra `otel` sends them
 streams                       server-sent events; cancelling work when the client leaves
 requests                      the service that handlers use; bodies within limits
 in_flight                     requests in flight, the last errors, who watches

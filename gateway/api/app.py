@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from functools import partial
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -70,9 +71,12 @@ from gateway.wire.responses import Response as WireResponse
 from gateway.wire.responses_items import InputItems
 from gateway.wire.responses_stream import ResponseEvent
 
+if TYPE_CHECKING:
+    from gateway.api.traces import Tracer
+
 EXPOSED_HEADERS = [
     *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "x-gateway-tool-format"),
-    *("server-timing", "retry-after"),
+    *("server-timing", "traceresponse", "retry-after"),
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
 ]
 ADMIN = "/admin/"
@@ -95,7 +99,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=EmbeddingsRequest,
         answer=Embeddings,
         errors=REQUEST_ERRORS,
-        is_metered=True,
+        operation="embeddings",
     ),
     Endpoint(
         "POST",
@@ -109,7 +113,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody, TEXTS_ERROR_STATUSES),
         answer=Reranking,
         errors=REQUEST_ERRORS,
-        is_metered=True,
+        operation="rerank",
     ),
     Endpoint(
         "POST",
@@ -121,7 +125,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=ScoreRequest,
         answer=Scores,
         errors=REQUEST_ERRORS,
-        is_metered=True,
+        operation="rerank",
     ),
     Endpoint(
         "POST",
@@ -134,7 +138,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=ChatCompletion,
         events=ChatCompletionChunk,
         errors=REQUEST_ERRORS,
-        is_metered=True,
+        operation="chat",
     ),
     Endpoint(
         "POST",
@@ -146,7 +150,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=Completion,
         events=Completion,
         errors=REQUEST_ERRORS,
-        is_metered=True,
+        operation="text_completion",
     ),
     Endpoint(
         "POST",
@@ -158,7 +162,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         request=DecisionsRequest,
         answer=Decision,
         errors=REQUEST_ERRORS,
-        is_metered=True,
+        operation="decisions",
     ),
     Endpoint(
         "POST",
@@ -171,7 +175,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=WireResponse,
         events=ResponseEvent,
         errors=(*REQUEST_ERRORS, ResponseNotFound),
-        is_metered=True,
+        operation="chat",
     ),
     Endpoint(
         "POST",
@@ -246,6 +250,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=ops.Health,
         statuses=(200, 503),
         is_open=True,
+        is_traced=False,
     ),
     Endpoint(
         "GET",
@@ -257,12 +262,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=ops.Ready,
         statuses=(200, 503),
         is_open=True,
+        is_traced=False,
     ),
     Endpoint(
         "GET",
         "/metrics",
         ops.metrics,
         summary="Return Prometheus metrics",
+        is_traced=False,
         content_type="text/plain",
     ),
     Endpoint(
@@ -383,6 +390,8 @@ def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
 
 
 PATHS = _paths(each for each in ENDPOINTS if not each.is_admin)
+OPERATIONS = {path: each.operation for each in ENDPOINTS for path in each.paths if each.operation}
+UNTRACED_PATHS = frozenset(path for each in ENDPOINTS if not each.is_traced for path in each.paths)
 OPEN_PATHS = _paths(each for each in ENDPOINTS if each.is_open and not each.is_page)
 METERED_PATHS = _paths(each for each in ENDPOINTS if each.is_metered)
 
@@ -398,6 +407,7 @@ def create_app(
     origins: list[str],
     max_header_bytes: int,
     allowance: Allowance,
+    tracer: "Tracer | None",
     lifespan: Lifespan[Starlette],
 ) -> ASGIApp:
     """Return the ASGI application; without an admin key, it has nothing under /admin."""
@@ -439,6 +449,7 @@ def create_app(
         bodies,
         max_header_bytes=max_header_bytes,
         send_timeout_s=service.rules.send_timeout_s,
+        tracer=tracer,
     )
 
 

@@ -100,7 +100,7 @@ async def _answer_whole(exchange: _Exchange) -> bytes:
     started = clock.now()
     logprobs = 0 if job.logprobs is None else usage.completion_tokens * (1 + job.logprobs)
     body = await serialise(lambda: orjson.dumps(writer.completion(choices, usage)), logprobs)
-    job.caller.timings.add(Stage.SERIALISE, clock.now() - started)
+    job.caller.timings.add(Stage.SERIALISE, started)
     return body
 
 

@@ -80,7 +80,7 @@ async def _answer_whole(exchange: _Exchange) -> bytes:
     body = await serialise(
         lambda: orjson.dumps(writer.completion(choices, usage)), tokens * logprobs_per_token
     )
-    jobs[0].caller.timings.add(Stage.SERIALISE, clock.now() - started)
+    jobs[0].caller.timings.add(Stage.SERIALISE, started)
     return body
 
 

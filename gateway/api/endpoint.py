@@ -62,7 +62,8 @@ class Endpoint:
     described; `events` is the shape of a stream's events. `statuses` are those of success; `errors`
     are in addition to the errors of every endpoint and those of the key check. If `is_open` it
     needs no key; if `is_admin` it needs the admin key; if `is_page` it is the dashboard's: neither
-    has a /v1. If `is_metered` it counts against the caller's rate limits.
+    has a /v1. `operation` is what it has a model do, by GenAI's name; unless `is_traced` its
+    requests have no traces, as machines ask every few seconds.
     """
 
     method: str
@@ -79,14 +80,20 @@ class Endpoint:
     content_type: str = "application/json"
     statuses: tuple[int, ...] = (200,)
     errors: Errors = ()
-    is_metered: bool = False
     is_open: bool = False
     is_admin: bool = False
     is_page: bool = False
+    operation: str | None = None
+    is_traced: bool = True
 
     def is_served(self, *, has_admin: bool, has_dashboard: bool) -> bool:
         """Return True if the settings allow it: an admin key is set, the dashboard is on."""
         return (has_admin or not self.is_admin) and (has_dashboard or not self.is_page)
+
+    @property
+    def is_metered(self) -> bool:
+        """Return True if its requests count against the caller's rate limits."""
+        return self.operation is not None
 
     @property
     def bare_path(self) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import orjson
 import structlog
@@ -16,6 +17,9 @@ from gateway.api.in_flight import InFlight, RequestInFlight
 from gateway.api.requests import Bodies, check_head
 from gateway.errors import GatewayError, shorten
 from gateway.jobs import Timings
+
+if TYPE_CHECKING:
+    from gateway.api.traces import Trace, Tracer
 
 log = logs.get("http")
 
@@ -87,7 +91,8 @@ def record_timings(timings: Timings, route: str) -> None:
 class Context:
     """The outermost middleware: every answer has a request id, every error is JSON.
 
-    A client that reads nothing for `send_timeout_s` counts as disconnected.
+    A client that reads nothing for `send_timeout_s` counts as disconnected. If there is a tracer,
+    every request has a trace.
     """
 
     def __init__(
@@ -98,12 +103,14 @@ class Context:
         *,
         max_header_bytes: int,
         send_timeout_s: float,
+        tracer: "Tracer | None" = None,
     ) -> None:
         self._app = app
         self._in_flight = in_flight
         self._bodies = bodies
         self._max_header_bytes = max_header_bytes
         self._send_timeout_s = send_timeout_s
+        self._tracer = tracer
         self._log = log.bind()  # once, not for every line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,16 +127,29 @@ class Context:
         # While draining, connections close after their answer; HTTP/2 has no such header.
         is_last = self._in_flight.is_draining and scope["http_version"].startswith("1")
         timings = scope["gateway.timings"] = Timings()
+        trace = None if self._tracer is None else self._begin_trace(self._tracer, scope)
         reply = _Reply(
-            send, request_id, timings, is_last=is_last, send_timeout_s=self._send_timeout_s
+            send,
+            request_id,
+            timings,
+            is_last=is_last,
+            send_timeout_s=self._send_timeout_s,
+            trace=trace,
         )
-        with (
-            self._in_flight.track(scope) as request,
-            self._bodies.body() as scope["gateway.body"],
-        ):
-            status = await self._serve(scope, receive, reply, request)
-        seconds = clock.now() - timings.started
-        route = getattr(scope.get("route"), "path", "none")
+        status = 0  # if it ends by a cancellation
+        try:
+            with (
+                self._in_flight.track(scope) as request,
+                self._bodies.body() as scope["gateway.body"],
+            ):
+                status = await self._serve(scope, receive, reply, request)
+        finally:
+            seconds = clock.now() - timings.started
+            route = getattr(scope.get("route"), "path", None)
+            if trace is not None:
+                error = scope.get("gateway.error")
+                trace.end(route, reply.status, error, seconds, has_left=status == CLIENT_CLOSED)
+        route = route or "none"
         metrics.of(metrics.REQUESTS, route, str(status)).inc()
         if "gateway.is_watch" not in scope:  # which lasts as long as somebody looks
             metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
@@ -145,6 +165,13 @@ class Context:
             **timings_log(timings),
         )
 
+    def _begin_trace(self, tracer: "Tracer", scope: Scope) -> "Trace | None":
+        trace = tracer.begin(scope, scope["gateway.timings"])
+        if trace is not None:
+            scope["gateway.trace"] = trace
+            structlog.contextvars.bind_contextvars(trace_id=trace.trace_id)
+        return trace
+
     async def _serve(
         self, scope: Scope, receive: Receive, reply: "_Reply", request: RequestInFlight
     ) -> int:
@@ -156,6 +183,7 @@ class Context:
             return CLIENT_CLOSED
         except asyncio.CancelledError:
             if reply.status is not None or request.cancellation is None:
+                scope["gateway.error"] = "cancelled"
                 raise
             request.uncancel()
             await ErrorResponse(request.cancellation)(scope, receive, reply)
@@ -184,12 +212,14 @@ class _Reply:
         *,
         is_last: bool,
         send_timeout_s: float,
+        trace: "Trace | None",
     ) -> None:
         self._send = send
         self._request_id = request_id
         self._timings = timings
         self._is_last = is_last
         self._send_timeout_s = send_timeout_s
+        self._trace = trace
         self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
@@ -200,6 +230,8 @@ class _Reply:
                 (b"x-request-id", self._request_id.encode()),
                 (b"server-timing", server_timing(self._timings).encode()),
             ]
+            if self._trace is not None:
+                headers.append(self._trace.header)
             if self._is_last:
                 headers.append((b"connection", b"close"))
             message["headers"] = headers

@@ -108,6 +108,8 @@ class Service:
         def parse() -> Parsed[R]:
             rules = self.rules
             read = read_request(body, shape, strict=rules.strict_fields, bounds=rules.bounds)
+            if (trace := request.scope.get("gateway.trace")) is not None:
+                trace.note_request(read.request)
             if rules.log_prompts:
                 log.info("prompt", **read.request.prompt_fields())
             return read
@@ -241,7 +243,7 @@ def time_stage(request: Request, stage: Stage) -> Iterator[None]:
     """Add the time while entered to a stage of the request."""
     started = clock.now()
     yield
-    request.scope["gateway.timings"].add(stage, clock.now() - started)
+    request.scope["gateway.timings"].add(stage, started)
 
 
 def _wrong_kind(resolved: Resolved, wanted: str) -> BadRequest:

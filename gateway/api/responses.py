@@ -223,7 +223,7 @@ async def _answer_whole(exchange: _Exchange, headers: dict[str, str]) -> bytes:
     _store(exchange)
     started = clock.now()
     body = orjson.dumps(exchange.writer.to_dict())
-    exchange.job.caller.timings.add(Stage.SERIALISE, clock.now() - started)
+    exchange.job.caller.timings.add(Stage.SERIALISE, started)
     return body
 
 

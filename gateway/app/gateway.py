@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
@@ -38,8 +39,11 @@ from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import ThreadPools
 from gateway.serving.watch import StallLimits, Watch
 from gateway.serving.workers import run_forever
-from gateway.settings import Settings, variables
+from gateway.settings import Settings, exports_traces, variables
 from gateway.wire.bounds import Bounds
+
+if TYPE_CHECKING:
+    from gateway.api.traces import Tracer
 
 
 class Gauges:
@@ -98,6 +102,7 @@ log = logs.get("app")
 
 LOAD_POLL_S = 0.5  # between two attempts to lease a model that is still loading
 READING_S = 10.0  # for models.yaml: its disk may not answer
+FLUSH_S = 3.0  # for the last traces, at shutdown
 GRACE_S = 1.0  # for ended requests to send their error
 
 
@@ -154,6 +159,7 @@ class Gateway:
             max_bytes=settings.responses_max_bytes // owners,
             ttl_s=settings.responses_ttl_s,
         )
+        self._tracer = _make_tracer()
         self._reloading = asyncio.Lock()
         self._has_reloaded = asyncio.Event()
         self.asgi: ASGIApp = app.create_app(
@@ -168,6 +174,7 @@ class Gateway:
             allowance=Allowance(
                 requests=settings.requests_per_minute, tokens=settings.tokens_per_minute
             ),
+            tracer=self._tracer,
             lifespan=self._lifespan,
         )
 
@@ -258,7 +265,7 @@ class Gateway:
             self._status,
         )
         with self._pool, self._watch, gauges.register():
-            async with self._lane as lane:
+            async with _exporting(self._tracer), self._lane as lane:
                 async with lane.turn("load") as run:
                     await run(self._engines.begin)
                 log.info("memory_budget", bytes=self._budget.limit_bytes)
@@ -328,6 +335,35 @@ class Gateway:
         source = spec.source
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
+
+
+def _make_tracer() -> "Tracer | None":
+    """Return a tracer if OpenTelemetry's variables say where traces go, and it is installed."""
+    if not exports_traces():
+        return None
+    try:
+        from gateway.api.traces import Tracer
+    except ImportError as error:
+        log.warning("traces_unavailable", error=str(error), hint="pip install 'mlx-gateway[otel]'")
+        return None
+    return Tracer(app.OPERATIONS, app.UNTRACED_PATHS)
+
+
+@contextlib.asynccontextmanager
+async def _exporting(tracer: "Tracer | None") -> AsyncIterator[None]:
+    """Send traces until exit, and then those that are left, for at most FLUSH_S."""
+    if tracer is None:
+        yield
+        return
+    tracer.open()
+    try:
+        yield
+    finally:
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await run_in_daemon_thread(tracer.close)
+        except TimeoutError:
+            log.warning("traces_cut_short", seconds=FLUSH_S)
 
 
 def _invalid(problems: list[str]) -> ModelsFileInvalid:

@@ -54,6 +54,19 @@ def variables(env_file: Path | None = ENV_FILE) -> dict[str, str]:
     return {**os.environ, **_dotenv(env_file), **filled}
 
 
+def exports_traces() -> bool:
+    """Return True if OpenTelemetry's own variables say where traces go.
+
+    Its SDK reads them, and those of .env it does not know.
+    """
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    if os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return False
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    return any(os.environ.get(name) for name in names)
+
+
 def _dotenv(env_file: Path | None) -> dict[str, str]:
     if env_file is None or not env_file.is_file():
         return {}

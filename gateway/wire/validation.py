@@ -14,6 +14,13 @@ from gateway.errors import BadRequest, GatewayError, UnknownParameter, Unsupport
 from gateway.errors import Part as ErrorPart
 from gateway.wire.bounds import DEFAULT, NAME_CHARS, Bounds, parse
 
+_TRACED: Mapping[str, str] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_tokens"),
+    **{name: name for name in ("model", "stream", "seed", "temperature", "top_k", "top_p")},
+    **{name: name for name in ("frequency_penalty", "presence_penalty")},
+    "n": "choice.count",
+}
+
 
 class Request(BaseModel):
     """The body of a request. Values are never coerced: "1" is not a number.
@@ -52,6 +59,12 @@ class Request(BaseModel):
             *("query", "documents", "texts", "text_1", "text_2", "instruction"),
         }
         return self.model_dump(include=prompts, exclude_none=True)
+
+    def traced_fields(self) -> dict[str, str | int | float]:
+        """Return what a trace has of the request, by GenAI's names: no content."""
+        given = {name: getattr(self, name) for name in _TRACED.keys() & self.model_fields_set}
+        changed = {name: value for name, value in given.items() if value not in (None, False)}
+        return {_TRACED[name]: value for name, value in changed.items()}
 
     def unserved_tools(self) -> Sequence[str]:
         """Return the names of the tools that are skipped, as the header lists them."""

@@ -149,5 +149,5 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         started = clock.now()
         tokeniser = self._truncating if job.truncate else self._tokeniser
         rows = await tokeniser.tokenise(texts)
-        job.caller.timings.add(Stage.TOKENISE, clock.now() - started)
+        job.caller.timings.add(Stage.TOKENISE, started)
         return rows

@@ -89,11 +89,12 @@ class RowRequest(Generic[R]):
 
     def write_timings(self) -> None:
         """Record the time in each stage: what was neither lane nor inference was queue."""
-        waited = clock.now() - self.arrived
-        add = self._timings.add
-        add(Stage.QUEUE, max(0.0, waited - self._inferred_s - self._lane_s))
-        add(Stage.LANE, self._lane_s)
-        add(Stage.INFERENCE, self._inferred_s)
+        now, add = clock.now(), self._timings.add
+        inferred_since = now - self._inferred_s
+        lane_since = inferred_since - self._lane_s
+        add(Stage.QUEUE, self.arrived, max(self.arrived, lane_since))
+        add(Stage.LANE, lane_since, inferred_since)
+        add(Stage.INFERENCE, inferred_since, now)
 
     def refuse(self, error: GatewayError) -> None:
         """Fail with an error unless it is over."""

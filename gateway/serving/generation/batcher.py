@@ -303,7 +303,7 @@ class GenerationBatcher:
         started = clock.now()
         async with until_deadline(job.caller):
             rows = await self._pool.run(self._engine.prepare, job, kind=prompt_kind(job))
-        job.caller.timings.add(Stage.TOKENISE, clock.now() - started)
+        job.caller.timings.add(Stage.TOKENISE, started)
         return rows
 
     def _warn_of_text_calls(self, row: SequenceParams) -> None:
@@ -320,7 +320,7 @@ class GenerationBatcher:
         started, job.caller.timings.stage = clock.now(), Stage.COMPILE
         async with until_deadline(job.caller):
             compiled = await self._grammars.get(grammar)
-        job.caller.timings.add(Stage.COMPILE, clock.now() - started)
+        job.caller.timings.add(Stage.COMPILE, started)
         return [replace(row, compiled=compiled) for row in rows]
 
     async def _deltas(
@@ -339,7 +339,10 @@ class GenerationBatcher:
             choices -= delta.finish_reason is not None
             tokens_out.inc(delta.tokens)
             timings.tokens_out += delta.tokens
+            if delta.finish_reason is not None and delta.judgement is None:
+                timings.finish_reasons.append(delta.finish_reason)
             if delta.cached_tokens:
+                timings.cached_tokens += delta.cached_tokens
                 metrics.of(metrics.CACHED_TOKENS, self._name).inc(delta.cached_tokens)
             checker.add(delta)
             yield delta

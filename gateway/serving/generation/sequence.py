@@ -103,11 +103,10 @@ class Sequence:
     def join(self, turn: Turn) -> None:
         """Record that it joins the batch in this turn."""
         now = clock.now()
-        waited_s = now - self.since
         lane_s = max(0.0, min(turn.waited_s, turn.gained - self.since))
         if self.timings is not None:
-            self.timings.add(Stage.QUEUE, max(0.0, waited_s - lane_s))
-            self.timings.add(Stage.LANE, lane_s)
+            self.timings.add(Stage.QUEUE, self.since, max(self.since, now - lane_s))
+            self.timings.add(Stage.LANE, now - lane_s, now)
             self.timings.stage = Stage.PREFILL
         self.since = now
 
@@ -142,15 +141,15 @@ class Sequence:
     def _time(self, timings: Timings, model: str) -> None:
         if timings.first_token is None:
             now = timings.first_token = clock.now()
-            timings.add(Stage.PREFILL, now - self.since)
+            timings.add(Stage.PREFILL, self.since, now)
             timings.stage = Stage.DECODE
             metrics.of(metrics.FIRST_TOKEN_SECONDS, model).observe(now - timings.started)
             self.since = now
         if self.is_over:
-            seconds = clock.now() - self.since
-            timings.add(Stage.DECODE, seconds)
+            now = clock.now()
+            timings.add(Stage.DECODE, self.since, now)
             if self.tokens > 1:
-                each_s = seconds / (self.tokens - 1)
+                each_s = (now - self.since) / (self.tokens - 1)
                 metrics.of(metrics.OUTPUT_TOKEN_SECONDS, model).observe(each_s)
 
     def end(self, error: GatewayError) -> None:

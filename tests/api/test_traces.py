@@ -1,0 +1,505 @@
+"""Traces: a span for each request, its stages as children, sent to a collector."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import structlog
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway.api.in_flight import InFlight
+from gateway.api.middleware import Context
+from gateway.api.requests import Bodies
+from gateway.api.traces import Tracer
+from gateway.app import gateway as app
+from gateway.registry import Catalog
+from tests.collector import Taken, collecting
+from tests.fakes import ScriptedEngines
+from tests.processes import environment
+from tests.serving_app import served
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "the colour of my secret"
+CHAT: dict[str, Any] = {"model": "gpt", "messages": [{"role": "user", "content": SECRET}]}
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACE_ID, PARENT_ID = PARENT.split("-")[1:3]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taken]:
+    """Give what a collector takes from gateways that are started from now on."""
+    with collecting() as taken:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        yield taken
+
+
+async def asked(
+    models: Catalog, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> httpx2.Response:
+    """Ask a gateway, and return once it has ended and so sent its traces."""
+    async with served(models, ScriptedEngines()) as client:
+        return await client.post(path, json=body, headers=headers)
+
+
+async def test_an_answer_is_a_span_with_its_stages_as_children(
+    models: Catalog, taken: Taken
+) -> None:
+    """By the names of HTTP's and of GenAI's conventions; the stages lie within the request."""
+    body = {**CHAT, "temperature": 0.5, "max_completion_tokens": 3, "n": 2, "seed": 7}
+    answer = await asked(models, "/v1/chat/completions", body, {"x-request-id": "mine"})
+    assert answer.status_code == 200
+    span = taken.server()
+    port = answer.request.url.port
+    attributes = dict(span.attributes)
+    assert attributes.pop("user_agent.original").startswith("python-httpx")
+    assert attributes == {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "http.response.header.x-request-id": ["mine"],
+        "network.protocol.version": "1.1",
+        "server.address": "127.0.0.1",
+        "server.port": port,
+        "url.path": "/v1/chat/completions",
+        "url.scheme": "http",
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "mlx_gateway",
+        "gen_ai.request.model": "gpt",
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.seed": 7,
+        "gen_ai.response.model": "writer",
+        "gen_ai.response.finish_reasons": ["length", "length"],
+        "gen_ai.usage.input_tokens": len(SECRET),
+        "gen_ai.usage.output_tokens": 6,
+    }
+    assert span.name == "POST /v1/chat/completions"
+    assert not span.is_error
+    assert span.parent_id == ""
+    assert span.resource["service.name"] == "mlx-gateway"
+
+    stages = ["parse", "load", "tokenise", "queue", "lane", "prefill", "decode", "serialise"]
+    children = taken.children(span)
+    assert [child.name for child in children] == stages
+    for child in children:
+        assert span.started <= child.started <= child.ended <= span.ended
+        assert child.trace_id == span.trace_id
+    for earlier, later in pairwise(children):
+        assert earlier.ended <= later.started + 1_000  # to the microsecond
+
+
+async def test_the_stages_are_those_of_the_servers_timings(models: Catalog, taken: Taken) -> None:
+    """Nothing is timed twice."""
+    answer = await asked(models, "/v1/embeddings", {"model": "embed", "input": ["a", SECRET]})
+    told = dict(re.findall(r"(\w+);dur=([\d.]+)", answer.headers["server-timing"]))
+    span = taken.server()
+    for child in taken.children(span):
+        assert (child.ended - child.started) / 1e6 == pytest.approx(
+            float(told[child.name]), abs=0.006
+        )
+    assert (span.ended - span.started) / 1e6 >= float(told["total"]) - 0.006
+    assert span.attributes["gen_ai.operation.name"] == "embeddings"
+    assert span.attributes["gen_ai.request.model"] == "embed"
+    assert span.attributes["gen_ai.response.model"] == "org/embed"
+    assert span.attributes["gen_ai.usage.input_tokens"] == 1 + len(SECRET)
+    assert "gen_ai.usage.output_tokens" not in span.attributes
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "operation", "tokens"),
+    [
+        (
+            "/v1/rerank",
+            {"model": "judge", "query": "abc", "documents": ["a", "b"]},
+            "rerank",
+            {"input": 12},
+        ),
+        (
+            "/v1/score",
+            {"model": "judge", "text_1": "abc", "text_2": ["a"]},
+            "rerank",
+            {"input": 6},
+        ),
+        (
+            "/v1/completions",
+            {"model": "writer", "prompt": ["abc", "de"]},
+            "text_completion",
+            {"input": 5, "output": 7},
+        ),
+        ("/v1/responses", {"model": "writer", "input": "abc"}, "chat", {"input": 3, "output": 4}),
+    ],
+)
+async def test_every_endpoint_of_a_model_has_an_operation(
+    models: Catalog,
+    taken: Taken,
+    path: str,
+    body: dict[str, Any],
+    operation: str,
+    tokens: dict[str, int],
+) -> None:
+    """And the tokens of all its prompts and answers."""
+    assert (await asked(models, path, body)).status_code == 200
+    attributes = taken.server().attributes
+    assert attributes["gen_ai.operation.name"] == operation
+    found = {
+        name.split(".")[2].removesuffix("_tokens"): value
+        for name, value in attributes.items()
+        if name.startswith("gen_ai.usage.")
+    }
+    assert found == tokens
+
+
+async def test_the_callers_trace_goes_on(models: Catalog, taken: Taken) -> None:
+    """With `tracestate`; the answer has the header by which its trace is found."""
+    headers = {"traceparent": PARENT, "tracestate": "a=b"}
+    answer = await asked(models, "/v1/chat/completions", CHAT, headers)
+    span = taken.server()
+    assert (span.trace_id, span.parent_id) == (TRACE_ID, PARENT_ID)
+    assert answer.headers["traceresponse"] == f"00-{TRACE_ID}-{span.span_id}-01"
+    assert {child.trace_id for child in taken.children(span)} == {TRACE_ID}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "nonsense",
+        "00-" + "0" * 32 + "-b7ad6b7169203331-01",
+        "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "00-" + "a" * 5000,
+        PARENT + "\u00e9",
+    ],
+)
+async def test_a_broken_traceparent_begins_a_trace(
+    models: Catalog, taken: Taken, header: str
+) -> None:
+    """As the specification has it; the request is answered."""
+    async with served(models, ScriptedEngines()) as client:
+        raw = header.encode("latin-1")
+        answer = await client.get("/v1/models", headers={b"traceparent": raw})
+    assert answer.status_code == 200
+    span = taken.server()
+    assert span.parent_id == ""
+    assert answer.headers["traceresponse"].split("-")[1] == span.trace_id
+
+
+async def test_a_caller_who_samples_nothing_has_no_spans(models: Catalog, taken: Taken) -> None:
+    """The trace goes on all the same, unsampled."""
+    headers = {"traceparent": PARENT[:-2] + "00"}
+    answer = await asked(models, "/v1/chat/completions", CHAT, headers)
+    assert answer.headers["traceresponse"].startswith(f"00-{TRACE_ID}-")
+    assert answer.headers["traceresponse"].endswith("-00")
+    assert taken.spans == []
+
+
+async def test_the_variables_of_opentelemetry_are_the_sdks(
+    models: Catalog, taken: Taken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Name, sampler and headers among them."""
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mac-mini")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=home")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    await asked(models, "/v1/chat/completions", CHAT)
+    resource = taken.server().resource
+    assert resource["service.name"] == "mac-mini"
+    assert resource["deployment.environment.name"] == "home"
+    assert taken.headers[0]["x-tenant"] == "me"
+    assert taken.headers[0]["path"] == "/v1/traces"
+    taken.spans.clear()
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    await asked(models, "/v1/chat/completions", CHAT)
+    assert taken.spans == []
+
+
+async def test_a_stream_is_one_span_to_its_end(models: Catalog, taken: Taken) -> None:
+    """With the tokens and the finish reason of its last event."""
+    answer = await asked(models, "/v1/chat/completions", {**CHAT, "stream": True})
+    assert answer.headers["traceresponse"]
+    span = taken.server()
+    assert span.attributes["gen_ai.request.stream"] is True
+    assert span.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    assert span.attributes["gen_ai.usage.output_tokens"] == len(SECRET) + 1
+    names = [child.name for child in taken.children(span)]
+    assert names == ["parse", "load", "tokenise", "queue", "lane", "prefill", "decode"]
+
+
+async def test_an_error_of_ours_is_one_and_a_clients_is_none(models: Catalog, taken: Taken) -> None:
+    """Both have their code, or their type, as `error.type`."""
+    async with served(models, ScriptedEngines()) as client:
+        engines_fail = {**CHAT, "model": "nobody"}
+        await client.post("/v1/chat/completions", json=engines_fail)
+        await client.post("/v1/chat/completions", content=b"{")
+        await client.get("/v1/nowhere", headers={"x-request-id": "unknown"})
+        await client.request("BREW", "/v1/models")
+        slow = {"x-gateway-timeout-s": "0.000001"}
+        await client.post("/v1/chat/completions", json=CHAT, headers=slow)
+    spans = {
+        (span.name, span.attributes["http.response.status_code"]): (
+            span.attributes["error.type"],
+            span.is_error,
+        )
+        for span in taken.servers()
+    }
+    assert spans == {
+        ("POST /v1/chat/completions", 404): ("model_not_found", False),
+        ("POST /v1/chat/completions", 400): ("invalid_request_error", False),
+        ("POST /v1/chat/completions", 504): ("deadline_exceeded", True),
+        ("GET", 404): ("unknown_url", False),
+        ("HTTP /v1/models", 405): ("method_not_allowed", False),
+    }
+
+
+async def test_a_stream_that_fails_after_its_200_is_an_error(models: Catalog, taken: Taken) -> None:
+    """Its status was sent; the event with the error came after it."""
+    engines = ScriptedEngines()
+    engines.chat.fail_at_step = 3
+    async with served(models, engines) as client:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert answer.status_code == 200
+    assert '"error"' in answer.text
+    span = taken.server()
+    assert span.is_error
+    assert span.attributes["http.response.status_code"] == 200
+    assert span.attributes["error.type"] == "engine_failed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_who_leaves_ends_the_span_at_the_stage_it_left(
+    models: Catalog, taken: Taken, stream: bool
+) -> None:
+    """That stage has a child too, up to the end."""
+    engines = ScriptedEngines()
+    async with served(models, engines) as client:
+        await client.post("/v1/chat/completions", json=CHAT)  # loads it
+        engines.chat.gate.close()
+        leaver = asyncio.create_task(
+            client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+        )
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
+        leaver.cancel()
+        await asyncio.wait([leaver])
+        async with asyncio.timeout(10):
+            while len(taken.servers()) < 2:
+                await asyncio.sleep(0.02)
+        engines.chat.gate.open()
+    span = taken.servers()[-1]
+    assert span.attributes["error.type"] == "client_disconnected"
+    assert not span.is_error
+    assert "http.response.status_code" not in span.attributes
+    last = taken.children(span)[-1]
+    assert last.name in ("queue", "prefill")
+    assert last.attributes == {"error.type": "client_disconnected"}
+    assert last.ended == span.ended
+
+
+async def test_requests_that_share_a_batch_have_stages_of_their_own(
+    models: Catalog, taken: Taken
+) -> None:
+    """One that joined later waited less."""
+    engines = ScriptedEngines()
+    async with served(models, engines) as client:
+        await client.post("/v1/embeddings", json={"model": "embed", "input": "loads it"})
+        engines.embedder.gate.close()
+        first = client.post("/v1/embeddings", json={"model": "embed", "input": "first"})
+        tasks = [asyncio.create_task(first)]
+        await asyncio.to_thread(engines.embedder.gate.reached.wait, 5)
+        for number in range(3):
+            body = {"model": "embed", "input": f"later {number}"}
+            tasks.append(asyncio.create_task(client.post("/v1/embeddings", json=body)))
+            await asyncio.sleep(0.02)
+        engines.embedder.gate.open()
+        await asyncio.gather(*tasks)
+    assert engines.embedder.batches[-1] == [7, 7, 7]
+    spans = sorted(taken.servers(), key=lambda span: span.started)[-3:]
+    assert len({span.trace_id for span in spans}) == 3
+    waited = []
+    for span in spans:
+        stages = {child.name: child for child in taken.children(span)}
+        assert stages["inference"].ended <= span.ended
+        waited.append(stages["inference"].started - stages["queue"].started)
+    assert waited == sorted(waited, reverse=True)
+
+
+async def test_no_span_has_content(models: Catalog, taken: Taken) -> None:
+    """Neither a prompt nor an answer, a tool, a schema or a stop string."""
+    schema = {"type": "object", "title": SECRET}
+    bodies = {
+        "/v1/chat/completions": {
+            **CHAT,
+            "stop": [SECRET],
+            "user": SECRET,
+            "tools": [{"type": "function", "function": {"name": "f", "description": SECRET}}],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": schema},
+            },
+        },
+        "/v1/embeddings": {"model": "embed", "input": SECRET},
+        "/v1/rerank": {"model": "judge", "query": SECRET, "documents": [SECRET]},
+        "/v1/responses": {"model": "writer", "input": SECRET, "instructions": SECRET},
+        "/v1/decisions": {
+            "model": "writer",
+            "input": SECRET,
+            "questions": [{"id": "q", "type": "predicate", "instructions": SECRET}],
+        },
+    }
+    async with served(models, ScriptedEngines()) as client:
+        for path, body in bodies.items():
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+    assert len(taken.servers()) == len(bodies)
+    assert SECRET.encode() not in b"".join(taken.bodies)
+
+
+async def test_probes_and_scrapes_have_no_traces(models: Catalog, taken: Taken) -> None:
+    """They come every few seconds; what reads the models has one."""
+    async with served(models, ScriptedEngines()) as client:
+        for path in ("/health", "/ready", "/metrics", "/v1/metrics"):
+            assert "traceresponse" not in (await client.get(path)).headers
+        await client.get("/v1/models")
+    assert [span.name for span in taken.spans] == ["GET /v1/models"]
+
+
+async def test_the_log_has_the_traces_id(models: Catalog, taken: Taken) -> None:
+    """On every line of the request."""
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as lines:
+        await asked(models, "/v1/chat/completions", CHAT, {"traceparent": PARENT})
+    [line] = [each for each in lines if each["event"] == "request" and "model" in each]
+    assert line["trace_id"] == TRACE_ID
+
+
+async def test_a_collector_that_does_not_answer_costs_spans_and_nothing_else(
+    models: Catalog, taken: Taken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are answered, the queue is bounded, and the end waits no longer than it may."""
+    monkeypatch.setattr(app, "FLUSH_S", 0.2)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
+    taken.may_answer.clear()
+    with structlog.testing.capture_logs() as lines:
+        async with asyncio.timeout(20):
+            async with served(models, ScriptedEngines()) as client:
+                for _ in range(20):
+                    answer = await client.post("/v1/chat/completions", json=CHAT)
+                    assert answer.status_code == 200
+    assert len(taken.bodies) <= 2  # the second would be sent after the first was answered
+    told = [line for line in lines if line["event"] in ("traces_failing", "traces_cut_short")]
+    assert [line["event"] for line in told] == ["traces_failing", "traces_cut_short"]
+    assert "dropping" in told[0]["detail"]
+
+
+async def test_a_collector_that_is_not_there_is_told_of_in_the_log_of_the_gateway(
+    models: Catalog, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a line of its form, and nothing else on stderr."""
+    monkeypatch.setattr(app, "FLUSH_S", 0.2)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with structlog.testing.capture_logs() as lines:
+        async with served(models, ScriptedEngines()) as client:
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            async with asyncio.timeout(10):
+                while not [line for line in lines if line["event"] == "traces_failing"]:
+                    await asyncio.sleep(0.02)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_SERVICE_NAME": "x"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x", "OTEL_TRACES_EXPORTER": "none"},
+    ],
+)
+def test_without_an_endpoint_nothing_of_opentelemetry_is_imported(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    """Not by the whole gateway with all that it may import later."""
+    program = (
+        "import sys\n"
+        "import gateway.cli.serve, gateway.app.engines, gateway.api.app\n"
+        "from gateway.app.gateway import _make_tracer\n"
+        "assert _make_tracer() is None\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+    )
+    clean = {k: v for k, v in environment().items() if not k.startswith("OTEL_")}
+    subprocess.run([sys.executable, "-c", program], env={**clean, **variables}, check=True)
+
+
+async def test_without_an_endpoint_a_request_has_neither_header_nor_span(
+    models: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its caller sends."""
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    answer = await asked(models, "/v1/chat/completions", CHAT, {"traceparent": PARENT})
+    assert "traceresponse" not in answer.headers
+
+
+async def test_an_endpoint_without_the_extra_is_warned_of(
+    models: Catalog, taken: Taken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the gateway serves."""
+    monkeypatch.delitem(sys.modules, "gateway.api.traces", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with structlog.testing.capture_logs() as lines:
+        answer = await asked(models, "/v1/chat/completions", CHAT)
+    assert answer.status_code == 200
+    [line] = [line for line in lines if line["event"] == "traces_unavailable"]
+    assert "mlx-gateway[otel]" in line["hint"]
+    assert taken.spans == []
+
+
+async def test_an_answer_that_a_shutdown_cuts_is_an_error(taken: Taken) -> None:
+    """Its task is cancelled after its 200; the span is sent all the same."""
+    has_begun = asyncio.Event()
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        has_begun.set()
+        await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    async def send(message: Message) -> None: ...
+
+    tracer = Tracer({}, frozenset())
+    tracer.open()
+    in_flight = InFlight()
+    context = Context(
+        stream, in_flight, Bodies(1), max_header_bytes=1000, send_timeout_s=1, tracer=tracer
+    )
+    scope: Scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/x",
+        "query_string": b"",
+        "headers": [],
+        "http_version": "2",
+        "scheme": "http",
+        "server": ("/run/gateway.sock", None),
+    }
+    cut = asyncio.create_task(context(scope, receive, send))
+    await has_begun.wait()
+    in_flight.cancel()
+    await asyncio.gather(cut, return_exceptions=True)
+    await asyncio.to_thread(tracer.close)
+    span = taken.server()
+    assert span.is_error
+    assert span.attributes["error.type"] == "cancelled"
+    assert span.attributes["http.response.status_code"] == 200
+    assert "server.port" not in span.attributes
