@@ -29,8 +29,8 @@ soak: setup-dev ## Run the long forms of what provokes failures (half an hour)
 compat: setup-compat setup-clients ## Run every test with real clients, the long ones too (minutes)
 	$(BIN)/python -m pytest compat_tests -m "compat or not compat"
 
-compat-ci: setup-compat ## Run Graphiti with one short episode
-	$(BIN)/python -m pytest compat_tests/graphiti
+compat-ci: setup-compat ## Run Graphiti with one short episode, and the dashboard in Chromium
+	$(BIN)/python -m pytest compat_tests/graphiti compat_tests/dashboard
 
 lint: setup-dev ## Check format, style and types
 	$(BIN)/ruff format --check .
@@ -43,7 +43,7 @@ format: setup-dev ## Write the format
 
 setup: $(VENV)/.setup ## Install what serving needs
 setup-dev: $(VENV)/.setup-dev ## Install what tests and checks need
-setup-compat: $(VENV)/.setup-compat ## Install Graphiti, for its tests
+setup-compat: $(VENV)/.setup-compat ## Install Graphiti and playwright, for their tests
 setup-clients: $(VENV)-clients/.setup ## Install more Python clients, in an environment of their own
 
 # Pins first, with their hashes, those of the load tool among them; then the package alone. The
@@ -61,7 +61,7 @@ $(VENV)/.setup-dev: requirements/dev.txt $(VENV)/.setup
 	@touch $@
 
 $(VENV)/.setup-compat: requirements/compat.txt $(VENV)/.setup-dev
-	@echo "Installing Graphiti, for its tests."
+	@echo "Installing Graphiti and playwright, for their tests."
 	@$(PIP) --require-hashes --no-deps -r requirements/compat.txt
 	@touch $@
 
