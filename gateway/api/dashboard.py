@@ -9,7 +9,6 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import cache
 from http import HTTPStatus
 from pathlib import Path
@@ -128,7 +127,7 @@ class Samples:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _make(self, is_admin: bool) -> bytes:
-        service = self._service
+        service, readings = self._service, metrics.snapshot()
         sample: dict[str, Any] = {
             "at": time.time(),
             "started": service.started,
@@ -137,14 +136,15 @@ class Samples:
             "has_admin": service.has_admin,
             "watchers": service.watchers.count,
             "models": _models(service),
-            **asdict(metrics.snapshot()),
+            "values": readings.values,
+            "histograms": readings.histograms,
         }
         if is_admin:
             requests = service.in_flight.requests
             sample["requests"] = [
                 _describe(each) for each in requests if "gateway.is_watch" not in each.scope
             ]
-            sample["errors"] = [asdict(each) for each in service.in_flight.errors]
+            sample["errors"] = service.in_flight.errors
         return orjson.dumps(sample) + b"\n"
 
 
