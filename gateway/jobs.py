@@ -25,6 +25,21 @@ class Tier(StrEnum):
     FLEX = "flex"
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a router calls the parts of a conversation's beginning, each with all before it: even
+    parts, which are together this share of the conversation.
+    """
+
+    names: Sequence[bytes] = ()
+    share: float = 0.0
+
+    def ends(self, tokens: int) -> Sequence[tuple[int, bytes]]:
+        """Return about where in a prompt of so many tokens each part ends."""
+        step = self.share * tokens / max(1, len(self.names))
+        return [(round(step * i), name) for i, name in enumerate(self.names, 1)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Where a job comes from, and its deadline: a reading of the monotonic clock, `allowed_s` after
@@ -39,6 +54,7 @@ class Caller:
     key_id: str | None = None
     timings: Timings = field(default_factory=Timings)
     number: int = field(default_factory=itertools.count(1).__next__)
+    beginning: Beginning = Beginning()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +360,8 @@ class SequenceParams:
     may open one first. The grammar begins after it. `is_either`: the answer has a form, or is
     calls. `earlier_calls` counts those of the conversation so far. `calls_are_text`: the model may
     call functions, in an unknown format. `compiled` is the compiled `grammar`. With a `step` the
-    prompt is only read, and the step's tokens are judged: nothing is sampled.
+    prompt is only read, and the step's tokens are judged: nothing is sampled. `beginning` is where
+    the parts that a router has names for end, and their names.
     """
 
     prompt: TokenIds
@@ -365,6 +382,7 @@ class SequenceParams:
     calls_are_text: bool = False
     compiled: Compiled | None = None
     step: LabelStep | None = None
+    beginning: Sequence[tuple[int, bytes]] = ()
 
 
 @dataclass(frozen=True, slots=True)

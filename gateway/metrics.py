@@ -184,6 +184,11 @@ def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
         REGISTRY.unregister(collector)
 
 
+def total(gauge: Gauge) -> float:
+    """Return the sum of a gauge's series."""
+    return sum(sample.value for family in gauge.collect() for sample in family.samples)
+
+
 @dataclass(frozen=True, slots=True)
 class HistogramReading:
     """The series of a histogram: the labels of each, its counts up to each edge, and its sum."""

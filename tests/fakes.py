@@ -178,6 +178,7 @@ class ScriptedChat:
     script: list[dict[str, Any]] = field(default_factory=list)
     jobs: list[GenerateJob] = field(default_factory=list)
     prefix_bytes: int = 0
+    prefix_names: list[bytes] = field(default_factory=list)
     calls_are_text: bool = False
     judged: list[tuple[str, str]] = field(default_factory=list)
     verdicts: list[bool | None] = field(default_factory=list)  # True after these

@@ -1,4 +1,4 @@
-"""Access to the API: keys, hosts, origins, rate limits."""
+"""Access to the API: keys, hosts, origins, rate limits; and all of it around an app."""
 
 import hashlib
 import hmac
@@ -6,14 +6,81 @@ import ipaddress
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.in_flight import InFlight, shutting_down
-from gateway.api.middleware import ErrorResponse
+from gateway.api.middleware import Context, ErrorResponse
+from gateway.api.requests import Bodies
 from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
 from gateway.jobs import Timings
-from gateway.serving.rate_limit import Accounts, Bucket, Kind
+from gateway.serving.rate_limit import KINDS, Accounts, Allowance, Bucket, Kind
+
+if TYPE_CHECKING:
+    from gateway.api.traces import Tracer
+
+EXPOSED_HEADERS = [
+    *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "x-gateway-tool-format"),
+    *("server-timing", "retry-after"),
+    *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
+]
+ADMIN = "/admin/"
+
+
+def protect(
+    app: ASGIApp,
+    in_flight: InFlight,
+    bodies: Bodies,
+    *,
+    admin_key: str | None,
+    keys: Sequence[str],
+    hosts: Sequence[str],
+    origins: Sequence[str],
+    open_paths: Collection[str],
+    metered_paths: Collection[str],
+    allowance: Allowance,
+    max_header_bytes: int,
+    send_timeout_s: float,
+    tracer: "Tracer | None" = None,
+) -> ASGIApp:
+    """Return an app behind ids, limits, CORS, keys and rates. What is under /admin needs the admin
+    key, if there is one, and no other.
+    """
+    inner = app
+    if not allowance.is_unlimited:
+        app = Rates(app, Accounts(allowance), metered_paths)
+    app = Guard(app, in_flight, keys=keys, hosts=hosts, origins=origins, open_paths=open_paths)
+    if admin_key:
+        admin = Guard(inner, in_flight, keys=[admin_key], hosts=hosts, origins=origins)
+        app = _route_admin(admin, app)
+    if origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    return Context(
+        app,
+        in_flight,
+        bodies,
+        max_header_bytes=max_header_bytes,
+        send_timeout_s=send_timeout_s,
+        tracer=tracer,
+    )
+
+
+def _route_admin(admin: ASGIApp, others: ASGIApp) -> ASGIApp:
+    """Return an app that routes paths under /admin/ to one app, all others to another."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        is_admin = scope["type"] == "http" and scope["path"].startswith(ADMIN)
+        await (admin if is_admin else others)(scope, receive, send)
+
+    return app
 
 
 class Guard:

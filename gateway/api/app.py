@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan
 
 from gateway import metrics
 from gateway.api import (
@@ -25,7 +24,7 @@ from gateway.api import (
     rerank,
     responses,
 )
-from gateway.api.access import Guard, Rates
+from gateway.api.access import protect
 from gateway.api.endpoint import (
     MODEL_ERRORS,
     REQUEST_ERRORS,
@@ -35,7 +34,7 @@ from gateway.api.endpoint import (
     Form,
 )
 from gateway.api.in_flight import InFlight
-from gateway.api.middleware import Context, ErrorResponse
+from gateway.api.middleware import ErrorResponse
 from gateway.api.requests import Bodies, Service
 from gateway.errors import (
     Forbidden,
@@ -51,7 +50,7 @@ from gateway.errors import (
     UnknownUrl,
     shorten,
 )
-from gateway.serving.rate_limit import KINDS, Accounts, Allowance
+from gateway.serving.rate_limit import Allowance
 from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from gateway.wire.completions import Completion, CompletionRequest
 from gateway.wire.decisions import Decision, DecisionsRequest
@@ -74,12 +73,6 @@ from gateway.wire.responses_stream import ResponseEvent
 if TYPE_CHECKING:
     from gateway.api.traces import Tracer
 
-EXPOSED_HEADERS = [
-    *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "x-gateway-tool-format"),
-    *("server-timing", "traceresponse", "retry-after"),
-    *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
-]
-ADMIN = "/admin/"
 PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # while there are no keys
 
 
@@ -426,41 +419,23 @@ def create_app(
         lifespan=lifespan,
     )
     router.router.redirect_slashes = False
-    app: ASGIApp = router
-    if not allowance.is_unlimited:
-        app = Rates(app, Accounts(allowance), METERED_PATHS)
     # A browser that opens the page can send no key. Without keys the page has its host checked.
     open_paths = OPEN_PATHS | dashboard.PATHS if keys else OPEN_PATHS
-    app = Guard(app, in_flight, keys=keys, hosts=hosts, origins=origins, open_paths=open_paths)
-    if admin_key:
-        admin = Guard(router, in_flight, keys=[admin_key], hosts=hosts, origins=origins)
-        app = _route_admin(admin, app)
-    if origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=EXPOSED_HEADERS,
-        )
-    return Context(
-        app,
+    return protect(
+        router,
         in_flight,
         bodies,
+        admin_key=admin_key,
+        keys=keys,
+        hosts=hosts,
+        origins=origins,
+        open_paths=open_paths,
+        metered_paths=METERED_PATHS,
+        allowance=allowance,
         max_header_bytes=max_header_bytes,
         send_timeout_s=service.rules.send_timeout_s,
         tracer=tracer,
     )
-
-
-def _route_admin(admin: ASGIApp, others: ASGIApp) -> ASGIApp:
-    """Return an app that routes paths under /admin/ to one app, all others to another."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        is_admin = scope["type"] == "http" and scope["path"].startswith(ADMIN)
-        await (admin if is_admin else others)(scope, receive, send)
-
-    return app
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

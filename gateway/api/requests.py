@@ -17,7 +17,7 @@ from starlette.types import Scope
 from gateway import clock, logs
 from gateway.api.in_flight import InFlight, Watchers
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge, SlowBody, TooLarge, Unavailable
-from gateway.jobs import Caller, Stage, Tier
+from gateway.jobs import Beginning, Caller, Stage, Tier
 from gateway.registry import (
     Catalog,
     Changes,
@@ -147,6 +147,7 @@ class Service:
             tier=tier,
             key_id=request.scope.get("gateway.key_id"),
             timings=request.scope["gateway.timings"],
+            beginning=request.scope.get("gateway.beginning", Beginning()),
         )
 
     def _allowed_s(self, request: Request) -> float:

@@ -1,7 +1,6 @@
 """/v1/responses: answers that are stored for a while, so that a client can continue from them."""
 
 import contextlib
-import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -26,6 +25,7 @@ from gateway.api.generation import (
 from gateway.api.requests import Service, ignored_header, reply
 from gateway.api.streams import ACCEPTED, EventStream, frame, while_connected
 from gateway.errors import BadRequest, GatewayError, ResponseNotFound, shorten
+from gateway.ids import new_id
 from gateway.jobs import Caller, Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
 from gateway.serving.response_store import StoredItem, StoredResponse
@@ -161,7 +161,7 @@ def _exchange(service: Service, wire_request: wire.ResponsesRequest, request: Re
     response = wire.new_response(
         wire_request,
         job,
-        response_id=f"resp_{secrets.token_hex(24)}",
+        response_id=new_id("resp", 24),
         created=int(time.time()),
         is_kept=is_kept,
     )

@@ -8,7 +8,8 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -96,6 +97,17 @@ class Gauges:
         yield metrics.RESPONSES_BYTES.read(self._responses.nbytes)
         yield metrics.BODY_BYTES.read(self._bodies.nbytes)
         yield metrics.DEVICE_CACHED.read(self._engines.cached_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What a router of several gateways chooses by: the models loaded or loading, the tokens that
+    wait or run, and its own names of the prefixes that each chat model keeps.
+    """
+
+    models: Sequence[str]
+    tokens: int
+    prefixes: Mapping[str, Sequence[bytes]]
 
 
 log = logs.get("app")
@@ -317,6 +329,18 @@ class Gateway:
                 await asyncio.sleep(LOAD_POLL_S)
             except GatewayError:  # the cache has logged it
                 return
+
+    def condition(self) -> Condition:
+        """Return the condition for a router."""
+        return Condition(
+            [model for model, state in self._models.states().items() if state != "failed"],
+            int(metrics.total(metrics.QUEUE_TOKENS)),
+            {
+                entry.spec.id: entry.model.prefix_names
+                for entry in self._models.entries
+                if isinstance(entry.model, GenerationBatcher)
+            },
+        )
 
     def loaded(self) -> list[ModelSpec]:
         """Return the models that are loaded, in the catalog's order."""

@@ -175,6 +175,10 @@ class GenerationEngine(Protocol):
     def prefix_bytes(self) -> int:
         """Return the bytes of the prefix cache."""
 
+    @property
+    def prefix_names(self) -> Sequence[bytes]:
+        """Return a router's names of the prefixes that are kept. Safe on any thread."""
+
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
         """Prefill about `token_budget` padded tokens at most. On the lane only."""
 

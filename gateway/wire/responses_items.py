@@ -1,6 +1,5 @@
 """The input items of a Responses request: read, converted to chat messages, written for storage."""
 
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
@@ -10,6 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest, ResponseNotFound
+from gateway.ids import new_id
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, parse
 from gateway.wire.messages import Function, Message, ToolCall
 from gateway.wire.responses_tools import QualifiedName
@@ -127,7 +127,7 @@ def dump_items(items: Sequence[Item], used_ids: Iterable[str]) -> list[tuple[str
     for item in items:
         item_id = item.id
         if not item_id or item_id in seen_ids:
-            item_id = f"{_PREFIXES[item.type]}_{secrets.token_hex(16)}"
+            item_id = new_id(_PREFIXES[item.type], 16)
         seen_ids.add(item_id)
         fields = item.model_dump(exclude_unset=True, exclude={"id"})
         pairs.append((item_id, orjson.dumps({"id": item_id, "type": item.type, **fields})))

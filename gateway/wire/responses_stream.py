@@ -10,6 +10,7 @@ from typing import Literal
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest, GatewayError, Overloaded
+from gateway.ids import new_id
 from gateway.jobs import CallDelta, Delta, Sampling, Usage
 from gateway.wire.generation import ChatTokenLogprob, SchemaVerdict, token_dict
 from gateway.wire.responses import (
@@ -142,7 +143,7 @@ class _ItemWriter(ABC):
     prefix: str
 
     def __init__(self, numbers: Iterator[int], index: int) -> None:
-        self.id = f"{self.prefix}_{secrets.token_hex(16)}"
+        self.id = new_id(self.prefix, 16)
         self._numbers = numbers
         self._index = index
         self._texts: list[str] = []

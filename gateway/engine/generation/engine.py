@@ -252,6 +252,11 @@ class GenerationEngine:
         """Count the bytes of KV kept of prompts that others may begin with."""
         return self._prefixes.nbytes + self._drafting.prefix_bytes
 
+    @property
+    def prefix_names(self) -> abc.Sequence[bytes]:
+        """Return a router's names of the prefixes that are kept. Safe on any thread."""
+        return self._prefixes.names
+
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
         """Read one chunk of the next prompts in line; those read whole start to decode."""
         if (batch := self._prefill.next_batch(token_budget)) is None:

@@ -167,7 +167,9 @@ class Prefill:
             batch.lm_batch.prompt([prompt[batch.read : end] for prompt in batch.prompts])
             batch.read = end
             for i, (row, position) in enumerate(zip(batch.rows, batch.positions, strict=True)):
-                self._prefixes.store(row.context[:position], batch.lm_batch.prompt_cache, i)
+                self._prefixes.store(
+                    row.context[:position], batch.lm_batch.prompt_cache, i, row.job.beginning
+                )
         if not batch.is_read:
             self._line.append(batch)
 

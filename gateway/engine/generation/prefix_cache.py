@@ -50,6 +50,7 @@ class PrefixCache:
         # so the first of all has no block that follows it, and can be evicted.
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._nbytes = 0
+        self._names: dict[bytes, Key] = {}  # a router's, of what ends in a block
 
     @property
     def is_on(self) -> bool:
@@ -89,10 +90,22 @@ class PrefixCache:
         others = iter(states)
         return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
 
-    def store(self, tokens: Sequence[int], layers: Sequence[Any], row: int) -> None:
+    @property
+    def names(self) -> list[bytes]:
+        """List the names of what is kept, the oldest first. Safe on any thread."""
+        return [name for name, key in list(self._names.items()) if key in self._kept]
+
+    def store(
+        self,
+        tokens: Sequence[int],
+        layers: Sequence[Any],
+        row: int,
+        named: Sequence[tuple[int, bytes]] = (),
+    ) -> None:
         """Keep the whole blocks of the tokens that row `row` of a batch with these caches has read.
 
         If the cache `needs_block_ends`, the tokens must end with a block, or nothing is kept.
+        `named` are names of beginnings of the tokens, each with the token that it ends before.
         """
         whole = len(tokens) - len(tokens) % BLOCK
         if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
@@ -110,6 +123,7 @@ class PrefixCache:
         if others and is_there and self._state_key(path) not in self._kept:
             self._put(self._state_key(path), [_extract(layer, row) for layer in others], path)
         self._use(path)
+        self._name(path, named)
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
@@ -118,6 +132,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         self._kept.clear()
+        self._names.clear()
         self._nbytes = 0
 
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -143,6 +158,14 @@ class PrefixCache:
         while path and self.needs_block_ends and self._state_key(path) not in self._kept:
             path.pop()
         return path
+
+    def _name(self, path: Sequence[Key], named: Sequence[tuple[int, bytes]]) -> None:
+        """Remember in which block of a path each beginning ends, for as long as that is kept."""
+        for end, name in named:
+            if 0 < end <= BLOCK * len(path):
+                self._names[name] = path[(end - 1) // BLOCK]
+        if len(self._names) > 2 * len(self._kept) + BLOCK:
+            self._names = {name: key for name, key in self._names.items() if key in self._kept}
 
     def _after(self, path: Sequence[Key]) -> int:
         """Return the number that identifies what follows a path."""

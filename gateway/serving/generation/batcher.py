@@ -4,12 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections import abc
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Iterable,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -123,6 +118,11 @@ class GenerationBatcher:
     def tickets(self) -> int:
         """Return the number of rows that wait to join or to decode."""
         return self._scheduler.waiting + self._scheduler.parked
+
+    @property
+    def prefix_names(self) -> abc.Sequence[bytes]:
+        """Return a router's names of the prefixes that are kept."""
+        return self._engine.prefix_names
 
     @property
     def is_short_of_memory(self) -> bool:

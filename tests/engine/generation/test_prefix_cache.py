@@ -16,7 +16,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, count_shared
-from gateway.jobs import GenerateJob, Grammar, Sampling
+from gateway.jobs import Beginning, GenerateJob, Grammar, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.test_engine import (
     GREEDY,
@@ -432,3 +432,23 @@ def test_what_is_kept_is_bounded_right_and_within_reach(
         assert known == prefixes.count_known(prompt) == min(len(prompt), blocks * BLOCK)
         if layers is not None:
             assert layers[0].keys.flatten().tolist() == list(range(known))
+
+
+def test_a_routers_names_live_as_long_as_what_they_name(folder: Path) -> None:
+    """Each block of the beginning has its names, and loses them with its eviction."""
+    names = [bytes([i]) for i in range(6)]
+    engine = open_engine(folder, prefix_cache_bytes=PLENTY)
+    try:
+        beginning = Beginning(names, share=0.96)  # 384 tokens: six blocks
+        who = replace(caller(), beginning=beginning)
+        answers(engine, [replace(bare(BASE), caller=who)])
+        assert list(engine.prefix_names) == names
+        engine.clear_prefixes()
+        assert not engine.prefix_names
+    finally:
+        engine.close()
+
+
+def test_names_end_where_their_share_of_the_prompt_does() -> None:
+    assert Beginning([b"a", b"b"], 0.5).ends(100) == [(25, b"a"), (50, b"b")]
+    assert not Beginning().ends(100)

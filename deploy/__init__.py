@@ -1,0 +1,1 @@
+"""What runs the gateway elsewhere: units, a container, boards, and Ray Serve (ray)."""

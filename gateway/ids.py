@@ -1,0 +1,22 @@
+"""Ids of what is kept for clients to go on from: random, and naming the process that keeps it."""
+
+import re
+import secrets
+from typing import Final
+
+NAME_CHARS: Final = 8
+_NAMED = re.compile(r"[a-z]+_([0-9a-f]{8})[0-9a-f]+")
+# Of this process, since what it keeps is gone with it. Of several behind a router, another's
+# requests are told from its own by the name.
+OWN_NAME: Final = secrets.token_hex(NAME_CHARS // 2)
+
+
+def new_id(prefix: str, nbytes: int) -> str:
+    """Return an id of so many bytes as hexadecimal digits, the first of which are the name."""
+    return f"{prefix}_{OWN_NAME}{secrets.token_hex(nbytes - NAME_CHARS // 2)}"
+
+
+def owner_of(id_: str) -> str | None:
+    """Return the name in an id; None if it has not the form of ours."""
+    found = _NAMED.fullmatch(id_)
+    return found[1] if found else None
