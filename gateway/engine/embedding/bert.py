@@ -25,7 +25,11 @@ from gateway.engine.embedding.kernels import (
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer. The weight is kept transposed: (inputs, outputs)."""
+    """A linear layer. The weight is (inputs, outputs), a view of the checkpoint's transposed one.
+
+    Copied into rows of outputs it would be packed from memory 3 times as slowly by OpenBLAS for
+    AVX-512: a product of 17 rows by 384 × 1536 took 1.0 ms instead of 0.34.
+    """
 
     weight: mx.array
     bias: mx.array | None
@@ -88,7 +92,7 @@ class Layer:
 
 def make_dense(weights: Mapping[str, mx.array], name: str) -> Dense:
     """Make a linear layer from the weight and, if there is one, the bias under a name."""
-    return Dense(mx.contiguous(weights[f"{name}.weight"].T), weights.get(f"{name}.bias"))
+    return Dense(weights[f"{name}.weight"].T, weights.get(f"{name}.bias"))
 
 
 def make_norm(
@@ -112,7 +116,7 @@ def make_layer(
         for part in ("weight", "bias")
     )
     return Layer(
-        qkv=Dense(mx.contiguous(weight.T), bias),
+        qkv=Dense(weight.T, bias),
         attention_out=make_dense(weights, "attention.output.dense"),
         attention_norm=make_norm(weights, "attention.output.LayerNorm", choice, epsilon),
         up=make_dense(weights, "intermediate.dense"),

@@ -210,11 +210,11 @@ def make_layer(
     up, gate = mx.split(weights["mlp.Wi.weight"], 2)
     return Layer(
         attention_norm=make_norm(weights, "attn_norm", choice, epsilon) if has_norm else None,
-        qkv=Dense(mx.contiguous(mx.concatenate([q * choice.query_scale, k, v]).T), None),
+        qkv=Dense(mx.concatenate([q * choice.query_scale, k, v]).T, None),
         attention_out=make_dense(weights, "attn.Wo"),
         norm=make_norm(weights, "mlp_norm", choice, epsilon),
-        up=Dense(mx.contiguous(up.T), None),
-        gate=Dense(mx.contiguous(gate.T), None),
+        up=Dense(up.T, None),
+        gate=Dense(gate.T, None),
         down=make_dense(weights, "mlp.Wo"),
         heads=heads,
         attend=choice.attend,
