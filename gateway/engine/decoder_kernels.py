@@ -35,9 +35,9 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         own: mx.array = _own_swiglu(gate, x)
         return own
     width = gate.shape[-1]
+    if gate.size <= _ROWS * width:
+        return _gated(gate, x)
     gates, xs = gate.reshape(-1, width), x.reshape(-1, width)
-    if len(gates) <= _ROWS:
-        return _gated(gates, xs).reshape(gate.shape)
     starts = range(0, len(gates), _ROWS)
     blocks = [_gated(gates[at : at + _ROWS], xs[at : at + _ROWS]) for at in starts]
     return mx.concatenate(blocks).reshape(gate.shape)
