@@ -10,7 +10,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models import activations, base
 
-from gateway.engine.exponential import LEAST, LOG2_E, MOST, exp2
+from gateway.engine.exponential import LOG2_E, exp2
 
 _own_swiglu: Final[Any] = activations.swiglu
 _own_attention: Final[Any] = base.scaled_dot_product_attention
@@ -45,7 +45,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 @mx.compile
 def _gated(gate: mx.array, x: mx.array) -> mx.array:
-    return gate * x / (1.0 + exp2(mx.clip(gate * -LOG2_E, LEAST, MOST)))
+    return gate * x / (1.0 + exp2(gate * -LOG2_E))
 
 
 def attend(
@@ -100,7 +100,7 @@ def _attend_block(
     if allowed is not None:
         by_head = scores.reshape(rows, heads, tokens, -1)
         scores = mx.where(allowed, by_head, _MASKED).reshape(scores.shape)
-    weights = exp2(mx.maximum(scores - mx.max(scores, axis=-1, keepdims=True), LEAST))
+    weights = exp2(scores - mx.max(scores, axis=-1, keepdims=True))
     attended = (weights @ values) / mx.sum(weights, axis=-1, keepdims=True)
     return attended.reshape(rows, heads, tokens, -1)
 

@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from gateway.engine.embedding.bert import position_ids
 from gateway.engine.embedding.engine import EmbeddingEngine, load_embedding
 from gateway.engine.embedding.kernels import (
     LONG,
+    Activation,
     attend_base2,
     attend_fused,
     gelu,
     gelu_tanh,
     layer_norm_by_products,
 )
-from gateway.engine.exponential import LOG2_E, exp2
+from gateway.engine.exponential import LEAST, LOG2_E, MOST, exp2
 from gateway.errors import ModelLoadFailed
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -73,10 +75,48 @@ def test_gelu_tanh_is_within_a_millionth_of_its_formula() -> None:
     assert (error / np.maximum(1, np.abs(exact))).max() <= 1e-6
 
 
+def test_exp2_stays_in_its_range() -> None:
+    """Beyond it the exponent's bits would run into the sign's."""
+    ends = float32([-math.inf, -1e9, LEAST, MOST, 1e9, math.inf])
+    low, high = 2.0**LEAST, 2.0**MOST
+    assert exp2(ends).tolist() == [low, low, low, high, high, high]
+
+
 def test_a_value_that_is_not_a_number_stays_one() -> None:
     """Bit tricks must not turn a broken weight into a plausible vector."""
     for function in (gelu, gelu_tanh, exp2):
         assert np.isnan(np.array(function(float32([np.nan])))).all()
+
+
+@pytest.mark.parametrize("function", [gelu, gelu_tanh, exp2])
+def test_what_is_compiled_once_takes_every_shape_and_layout(function: Activation) -> None:
+    x = mx.array(np.random.default_rng(0).normal(size=(24, 35)).astype(np.float32))
+    got = function(x)
+    for shape in ((840,), (1, 840), (4, 6, 35), (2, 3, 4, 35)):
+        assert mx.allclose(function(x.reshape(shape)), got.reshape(shape), rtol=1e-6, atol=1e-7)
+    views = ((each.T, each[:, ::2], each[3:4], each[:0]) for each in (x, got))
+    for view, expected in zip(*views, strict=True):
+        assert mx.allclose(function(view), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("function", [gelu, gelu_tanh, exp2])
+def test_what_is_compiled_serves_every_thread_and_stream(function: Activation) -> None:
+    """A trace names the stream it was made on."""
+    x = np.linspace(-3, 3, 99, dtype=np.float32)
+    results: list[Any] = []
+
+    def compute() -> None:
+        for stream in (mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)):
+            with mx.stream(stream):
+                results.append(np.array(function(mx.array(x))))
+        mx.clear_streams()
+
+    for _ in range(2):
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    assert len(results) == 4
+    assert all(np.array_equal(each, results[0]) for each in results)
 
 
 @pytest.mark.parametrize("mean", [0.0, 50.0])
