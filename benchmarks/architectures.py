@@ -71,6 +71,14 @@ class Reference:
         self._model = model
         self._known: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
 
+    def say(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Answer prompts with mlx-lm's functions, before a decoder of ours puts others there."""
+        from benchmarks.cpu_decoders import use_mlx_lms
+
+        use_mlx_lms(self._model)
+        for prompt in prompts:
+            self._said(prompt)
+
     def differs(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
         """Return where tokens begin to differ; nothing where they do not, or but for a tie."""
         for at, ((expected, logprobs), token) in enumerate(
@@ -106,6 +114,8 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
     chat.eos_ids = frozenset()
     drawn = random.Random(1)
     prompts = [[drawn.randrange(1, vocab_size) for _ in range(n)] for n in (4, 9, 33, 70, 17)]
+    longer = [*prompts[3], *prompts[2]]
+    reference.say([*prompts, longer])
 
     def opened(prefix_cache_bytes: int = 0) -> GenerationEngine:
         model, _ = open_decoder(Checkpoint("tiny", folder), device=Device.CPU, dtype=None)
@@ -136,7 +146,6 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
         result["together"] = "throws" if engine.take_faults() else "cannot be tried"
     engine.close()
     engine = opened(1 << 26)
-    longer = [*prompts[3], *prompts[2]]
     kept = [prompts[3], longer, longer, prompts[3]]
     result["prefix"] = judged([answers(engine, [[each]], 512)[0] for each in kept], kept)
     beside = [longer, prompts[3], prompts[0]]
