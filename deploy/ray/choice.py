@@ -3,7 +3,8 @@
 1. Who keeps the response that the request goes on from has it alone.
 2. Else those that have the model loaded, and among them the one that keeps the longest beginning of
    the conversation; of several, the one with the fewest tokens waiting.
-3. If that one has more than SPILL times the tokens of the least busy of them, the latter.
+3. If that one, without the tokens that need not be read there, has more than SPILL times those of
+   the least busy of them, the latter.
 4. Where nobody has the model, or all who have it are as busy as loading it elsewhere is worth, who
    has the fewest models, and then the fewest tokens waiting.
 """
@@ -18,6 +19,7 @@ SPILL: Final = 1.5
 BUSY: Final = 512
 # From here on another replica loads the model too. Seconds of prefill on any Mac, as a load takes.
 SPREAD: Final = 16_384
+BLOCK_TOKENS: Final = 64  # of a block of the conversation, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def choose(call: Call, candidates: Sequence[Candidate]) -> Choice:
         return _choice(others[0], others, Reason.LOAD)
     least, in_order = have[0], [*have, *others]
     best = max(have, key=lambda each: (each.shares(call), -each.waiting))
-    if _is_crowded(best, least):
+    if _is_crowded(best, least, best.shares(call) * BLOCK_TOKENS):
         best, reason = least, Reason.SPILL
     else:
         reason = Reason.PREFIX if best.shares(call) else Reason.LOADED
@@ -96,8 +98,8 @@ def choose(call: Call, candidates: Sequence[Candidate]) -> Choice:
     return _choice(best, in_order, reason)
 
 
-def _is_crowded(one: Candidate, other: Candidate) -> bool:
-    return one.waiting > SPILL * max(other.waiting, BUSY)
+def _is_crowded(one: Candidate, other: Candidate, saved: int = 0) -> bool:
+    return one.waiting - saved > SPILL * max(other.waiting, BUSY)
 
 
 def _choice(first: Candidate, rest: Sequence[Candidate], reason: Reason) -> Choice:

@@ -255,7 +255,7 @@ class Gateway:
             responses=self._responses,
             fingerprint=self._fingerprint,
             started=int(time.time()),
-            health=lambda: self._watch.status,
+            health=lambda: self.health,
             readiness=self._status,
             reload=self.reload,
             in_flight=self.in_flight,
@@ -329,6 +329,11 @@ class Gateway:
                 await asyncio.sleep(LOAD_POLL_S)
             except GatewayError:  # the cache has logged it
                 return
+
+    @property
+    def health(self) -> str:
+        """Return "ok" while the lane's thread works."""
+        return self._watch.status
 
     def condition(self) -> Condition:
         """Return the condition for a router."""

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -21,7 +21,7 @@ from gateway.registry import read_models
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
 
 if TYPE_CHECKING:
-    from gateway.app.gateway import Gateway
+    from gateway.registry import ModelSpec
 
 log = logs.get("serve")
 
@@ -57,7 +57,23 @@ def serve(
     asyncio.run(run(Gateway(settings, reading.catalog, engines), settings))
 
 
-async def run(gateway: "Gateway", settings: Settings) -> None:
+class Served(Protocol):
+    """What can be served: a gateway, or what stands in front of several."""
+
+    asgi: Any  # an ASGI application
+    is_preloaded: asyncio.Event
+
+    def loaded(self) -> Sequence["ModelSpec"]:
+        """Return the models that are loaded."""
+
+    async def reload(self) -> object:
+        """Read models.yaml again; raises ModelsFileInvalid, and then nothing has changed."""
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for those under way."""
+
+
+async def run(gateway: Served, settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     from hypercorn.asyncio import serve as hypercorn_serve
     from hypercorn.config import Config
@@ -99,7 +115,7 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
     try:
         with listen(settings.binds, scheme=scheme) as config.bind:
             readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
-            await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)  # type: ignore[arg-type]
+            await hypercorn_serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
     except LifespanTimeoutError as error:  # a call is stuck, and only exit ends it
         log.critical("stuck", error=str(error))
@@ -107,7 +123,7 @@ async def run(gateway: "Gateway", settings: Settings) -> None:
         os._exit(os.EX_SOFTWARE)  # as for any stall
 
 
-async def _ready(gateway: "Gateway", settings: Settings, opened: Sequence[str]) -> None:
+async def _ready(gateway: Served, settings: Settings, opened: Sequence[str]) -> None:
     """Once the preloaded models are ready, freeze what is there, and greet on a terminal."""
     where = find_places(opened)  # before the wait, in which Hypercorn may close them
     await gateway.is_preloaded.wait()
@@ -119,7 +135,7 @@ async def _ready(gateway: "Gateway", settings: Settings, opened: Sequence[str]) 
         print(f"\n{write_greeting(where, gateway.loaded(), settings)}", file=sys.stderr, flush=True)
 
 
-async def _reload_at(hangup: asyncio.Event, gateway: "Gateway") -> None:
+async def _reload_at(hangup: asyncio.Event, gateway: Served) -> None:
     """Reload models.yaml at each SIGHUP; a wrong file is logged and changes nothing."""
     while True:
         await hangup.wait()

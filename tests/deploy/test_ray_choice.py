@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from deploy.ray.choice import (
+    BLOCK_TOKENS,
     BUSY,
     SPREAD,
     Call,
@@ -16,6 +17,7 @@ from deploy.ray.choice import (
 )
 
 BLOCKS = [bytes([i]) for i in range(8)]
+SAVED = len(BLOCKS) * BLOCK_TOKENS
 
 
 def replica(name: str, *models: str, waiting: float = 0, keeps: int = 0) -> Candidate:
@@ -63,10 +65,10 @@ def test_of_equal_ones_the_least_waiting_wins() -> None:
 @pytest.mark.parametrize(
     ("best", "least", "name"),
     [
-        (1500, 1000, "warm"),  # as many as allowed
-        (1501, 1000, "cold"),
-        (BUSY * 1.5, 0, "warm"),  # hardly busy: its prefix is worth more than the wait
-        (BUSY * 1.5 + 1, 0, "cold"),
+        (1500 + SAVED, 1000, "warm"),  # as many as allowed
+        (1501 + SAVED, 1000, "cold"),
+        (BUSY * 1.5 + SAVED, 0, "warm"),  # hardly busy: its prefix is worth more than the wait
+        (BUSY * 1.5 + SAVED + 1, 0, "cold"),
     ],
 )
 def test_beyond_one_and_a_half_times_the_least_it_spills(
