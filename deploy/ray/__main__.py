@@ -97,6 +97,7 @@ def _cluster(options: argparse.Namespace) -> Iterator[None]:
         ray.init(address=options.address, log_to_driver=True, logging_level="warning")
     else:
         ray.init(
+            address="local",  # a cluster of its own, even where another runs on this machine
             num_cpus=options.most,
             num_gpus=0,
             resources={DEVICE: options.most},
