@@ -110,7 +110,14 @@ class Samples:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["gateway.is_watch"] = True
-        with self._service.watchers.place(), contextlib.suppress(ClientDisconnect):
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.start", "status": 200, "headers": _SAMPLES_HEADERS})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        # One place is kept for admins, if there are any: who else watches cannot lock them out.
+        is_reserved = self._is_admin or not self._service.has_admin
+        place = self._service.watchers.place(is_reserved=is_reserved)
+        with place, contextlib.suppress(ClientDisconnect):
             await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:

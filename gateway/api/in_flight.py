@@ -135,10 +135,14 @@ class Watchers:
         self._samples: dict[bool, tuple[int, bytes]] = {}
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
-        """Take a place while entered. Raises TooManyWatchers if none is free."""
-        if self.count >= MOST_WATCHERS:
-            raise TooManyWatchers(MOST_WATCHERS)
+    def place(self, *, is_reserved: bool = False) -> Iterator[None]:
+        """Take a place while entered; the last one only if it `is_reserved`.
+
+        Raises TooManyWatchers if none is free.
+        """
+        most = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
+        if self.count >= most:
+            raise TooManyWatchers(most)
         self.count += 1
         try:
             yield

@@ -149,8 +149,12 @@ class Context:
             if trace is not None:
                 error = scope.get("gateway.error")
                 trace.end(route, reply.status, error, seconds, has_left=status == CLIENT_CLOSED)
-        route = route or "none"
-        metrics.of(metrics.REQUESTS, route, str(status)).inc()
+            self._record(scope, status or reply.status or CLIENT_CLOSED, seconds)
+
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        timings: Timings = scope["gateway.timings"]
+        route = getattr(scope.get("route"), "path", None) or "none"
+        metrics.of(metrics.REQUESTS, route, str(int(status))).inc()
         if "gateway.is_watch" not in scope:  # which lasts as long as somebody looks
             metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
         record_timings(timings, route)

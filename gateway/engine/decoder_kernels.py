@@ -21,9 +21,9 @@ _ROWS: Final = 64
 # the keys after them are left out. Below the second number mlx's own attention is as fast.
 _QUERIES: Final = 64
 _FEWEST_QUERIES: Final = 16
-# The score of what is masked: far below any other, far above -inf, which would make NaN of a row
-# that is all padding.
-_MASKED: Final = -1e9
+# The score of what is masked: the lowest, but for -inf, which would make NaN of a row that is all
+# padding.
+_MASKED: Final = mx.finfo(mx.float32).min
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -45,7 +45,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 @mx.compile
 def _gated(gate: mx.array, x: mx.array) -> mx.array:
-    return gate * x / (1.0 + exp2(gate * -LOG2_E))
+    return gate / (1.0 + exp2(gate * -LOG2_E)) * x
 
 
 def attend(
@@ -64,7 +64,7 @@ def attend(
     """
     tokens = queries.shape[2]
     is_long = tokens >= _FEWEST_QUERIES and queries.dtype == mx.float32
-    if not is_long or sinks is not None or hasattr(cache, "bits") or _is_added(mask):
+    if not is_long or sinks is not None or hasattr(cache, "bits") or not _is_plain(mask):
         own: mx.array = _own_attention(queries, keys, values, cache, scale, mask, sinks)
         return own
     queries = queries * (scale * LOG2_E)
@@ -82,8 +82,10 @@ def attend(
     return mx.concatenate(blocks, axis=2)
 
 
-def _is_added(mask: mx.array | str | None) -> bool:
-    return isinstance(mask, mx.array) and mask.dtype != mx.bool_
+def _is_plain(mask: mx.array | str | None) -> bool:
+    if isinstance(mask, mx.array):
+        return mask.dtype == mx.bool_ and mask.ndim >= 2
+    return mask in (None, "causal")
 
 
 def _attend_block(

@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway import metrics
 from gateway.api import dashboard
 from gateway.api.dashboard import FILES
 from gateway.api.in_flight import LAST_ERRORS, MOST_WATCHERS
@@ -265,6 +266,57 @@ async def test_a_fifth_watcher_is_refused_and_one_that_leaves_makes_room(
             assert refused.headers["retry-after"] == "10"
         await until_watched_by(client, 3)
     await until_watched_by(client, 0)
+
+
+async def test_the_last_place_is_an_admins(admin: httpx2.AsyncClient) -> None:
+    """Who else watches cannot keep them from what they would cancel."""
+    async with watching(admin) as first, watching(admin), watching(admin):
+        await anext(first)
+        assert (await admin.get("/dashboard/samples")).status_code == 429
+        assert (await one(admin, "/admin/samples", **ADMIN))["watchers"] == MOST_WATCHERS
+
+
+async def test_a_look_at_the_head_takes_no_place(client: httpx2.AsyncClient) -> None:
+    for _ in range(MOST_WATCHERS + 1):
+        answer = await client.head("/dashboard/samples")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/x-ndjson"
+    assert (await one(client))["watchers"] == 1
+
+
+async def test_what_is_cancelled_while_it_is_sent_is_counted(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Its answer has begun: the connection ends, and its record is what is left of it."""
+    app = Gateway(settings(), models, engines).asgi
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "path": "/v1/models",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+        "scheme": "http",
+    }
+    begun = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        begun.set()
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    counted = metrics.of(metrics.REQUESTS, "/v1/models", "200")._value
+    before = counted.get()
+    request = asyncio.ensure_future(app(scope, receive, send))
+    await begun.wait()
+    await asyncio.sleep(0.01)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert counted.get() == before + 1
 
 
 async def test_a_sample_comes_each_second_and_is_made_once_for_all(

@@ -68,6 +68,8 @@ def test_what_overflows_is_finite_where_mlx_lms_is() -> None:
     got, own = (np.array(f(gate, mx.ones(gate.shape))) for f in (swiglu, own_swiglu))
     assert np.array_equal(np.isfinite(got), np.isfinite(own))
     np.testing.assert_allclose(got[0, :5], own[0, :5], atol=1e-6)
+    large = mx.array([[-1000.0]]), mx.array([[1e36]])
+    assert mx.isfinite(swiglu(*large)).all()
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -116,6 +118,22 @@ def test_what_no_query_may_see_changes_nothing() -> None:
     keys[:, :, 40:] = 1e6
     values[:, :, 40:] = -1e6
     assert mx.array_equal(attend(queries, keys, values, **asked), before)
+
+
+def test_a_score_below_all_others_is_still_above_what_is_masked() -> None:
+    queries, keys, values = heads(1, 32, 32)
+    asked: Any = {"cache": None, "scale": 1e10, "mask": "causal"}
+    got, own = (f(queries, keys, values, **asked) for f in BOTH)
+    assert mx.allclose(got, own, rtol=1e-4, atol=1e-4)
+
+
+def test_masks_of_other_forms_are_mlx_lms() -> None:
+    queries, keys, values = heads(1, 32, 32)
+    flat = mx.arange(32) < 9
+    got, own = (f(queries, keys, values, None, SCALE, flat) for f in BOTH)
+    assert mx.array_equal(got, own)
+    with pytest.raises(ValueError, match="mask"):
+        attend(queries, keys, values, None, SCALE, "sideways")
 
 
 def test_a_row_that_is_not_a_number_stays_so_and_alone() -> None:
