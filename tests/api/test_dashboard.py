@@ -387,19 +387,22 @@ async def test_for_a_watcher_that_does_not_read_nothing_piles_up(
         await gone.wait()
         return {"type": "http.disconnect"}
 
-    async def watch(seconds: float) -> None:
+    async def watch(until: int) -> None:
         watch = asyncio.ensure_future(app(dict(scope), receive, send))
-        await asyncio.sleep(seconds)
+        async with asyncio.timeout(10):
+            while len(sent) < until:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # in which more would come
         gone.set()
         async with asyncio.timeout(5):
             await watch
         gone.clear()
 
-    await watch(0.3)
+    await watch(1)
     assert len(sent) == 1
     for _ in range(20):
         taken.release()
-    await watch(0.3)
+    await watch(22)
     assert len(sent) == 22
     assert {each["watchers"] for each in sent} == {1}
 
