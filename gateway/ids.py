@@ -6,8 +6,7 @@ from typing import Final
 
 NAME_CHARS: Final = 8
 _NAMED = re.compile(r"[a-z]+_([0-9a-f]{8})[0-9a-f]+")
-# Of this process, since what it keeps is gone with it. Of several behind a router, another's
-# requests are told from its own by the name.
+# Of this process, since what it keeps is gone with it. A router finds the process by it.
 OWN_NAME: Final = secrets.token_hex(NAME_CHARS // 2)
 
 

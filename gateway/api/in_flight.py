@@ -25,8 +25,8 @@ def shutting_down() -> Unavailable:
 class RequestInFlight:
     """A request from its first byte to the end of its answer, and the task that serves it.
 
-    `number` is unique, which its id may not be: clients may send one. `cancellation` is why it was
-    cancelled, to be told to its client.
+    `number` is unique, which its id may not be: clients may send one. `cancellation` is the
+    error that its client gets if it was cancelled.
     """
 
     number: int

@@ -138,7 +138,7 @@ class EventStream:
             if request is None or (reason := request.cancellation) is None:
                 raise
             request.uncancel()
-            await self._close()  # before its client is told, who may read slowly
+            await self._close()  # before the error is sent, as its client may read slowly
             await self._send_error(reason, scope, send)
         finally:
             await self._close()

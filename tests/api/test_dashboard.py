@@ -34,6 +34,19 @@ def chat(text: str = "hi", **more: Any) -> dict[str, Any]:
     return {"model": "writer", "messages": [{"role": "user", "content": text}], **more}
 
 
+def getting(path: str) -> dict[str, Any]:
+    """Return the scope of a GET."""
+    return {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+        "scheme": "http",
+    }
+
+
 @pytest.fixture
 async def admin(models: Catalog, engines: ScriptedEngines) -> AsyncIterator[httpx2.AsyncClient]:
     """Give a client of a gateway with an admin key, and no others."""
@@ -289,15 +302,7 @@ async def test_what_is_cancelled_while_it_is_sent_is_counted(
 ) -> None:
     """Its answer has begun: the connection ends, and its record is what is left of it."""
     app = Gateway(settings(), models, engines).asgi
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "GET",
-        "path": "/v1/models",
-        "query_string": b"",
-        "headers": [(b"host", b"localhost")],
-        "scheme": "http",
-    }
+    scope = getting("/v1/models")
     begun = asyncio.Event()
 
     async def send(message: Any) -> None:
@@ -366,15 +371,7 @@ async def test_for_a_watcher_that_does_not_read_nothing_piles_up(
     """The next sample is made when the last one is taken. When it leaves, its place is free."""
     monkeypatch.setattr(dashboard, "PERIOD_S", 0.01)
     app = Gateway(settings(), models, engines).asgi
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "GET",
-        "path": "/dashboard/samples",
-        "query_string": b"",
-        "headers": [(b"host", b"localhost")],
-        "scheme": "http",
-    }
+    scope = getting("/dashboard/samples")
     taken, gone = asyncio.Semaphore(0), asyncio.Event()
     sent: list[Sample] = []
 
