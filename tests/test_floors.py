@@ -49,7 +49,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "generation": {"grammar", "gguf", "decoders", "checkpoint", "device"},
         "embedding": {"decoders", "exponential", "checkpoint", "device"},
         "grammar": {"sandboxed"},
-        "decoders": {"gguf", "decoder_kernels", "checkpoint", "device"},
+        "decoders": {"gguf", "decoder_kernels", "fused_projections", "checkpoint", "device"},
         "gguf": {"decoder_kernels", "checkpoint", "device"},
         "decoder_kernels": {"exponential"},
         "checkpoint": {"device"},

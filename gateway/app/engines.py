@@ -165,7 +165,13 @@ class MlxEngines:
 
         checkpoint, dtype = open_checkpoint(spec.id, files), _dtype(spec)
         is_packed = self._must_stay_packed(checkpoint, spec)
-        return self_test_digest(checkpoint, self._device, dtype, is_packed=is_packed)
+        return self_test_digest(
+            checkpoint,
+            self._device,
+            dtype,
+            is_packed=is_packed,
+            is_fused=spec.fuse_projections,
+        )
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Return how much of a download is done, of the model or its draft; None if none is under
@@ -329,6 +335,7 @@ class MlxEngines:
             device=self._device,
             dtype=_dtype(spec),
             is_packed=is_packed,
+            is_fused=spec.fuse_projections,
             prefix_cache_bytes=self._prefix_cache_bytes if own_bytes is None else own_bytes,
             speculate_rows=self._speculate_rows if own_rows is None else own_rows,
             draft=draft,
@@ -343,7 +350,12 @@ class MlxEngines:
         target, _ = self._chat_size(spec, files)
         _, is_packed = self._chat_size(draft, draft_files, beside=target.weights + target.kv)
         read = read_draft_setup(
-            draft_files, name=draft.id, target=setup, dtype=_dtype(draft), is_packed=is_packed
+            draft_files,
+            name=draft.id,
+            target=setup,
+            dtype=_dtype(draft),
+            is_packed=is_packed,
+            is_fused=draft.fuse_projections,
         )
         log_costs(read.checkpoint, self._device, is_packed=is_packed)
         return read

@@ -16,6 +16,7 @@ STD_NATS: Final = 3.5  # the standard deviation of SmolLM2-135M's logits at a pl
 # Memory that may stay allocated. None does on a CPU; a GPU may keep constants of what it has
 # compiled. It is the KV of 23 tokens of SmolLM2-135M.
 SLACK_BYTES: Final = 1 << 20
+WORTH_IT: Final = 1.05  # times as fast; rates of a second differ by some percent by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +223,15 @@ def judge_speed(unit: str, rates: Mapping[int, float]) -> Finding:
     each = ", ".join(f"{rate:.3g} with {rows}" for rows, rate in rates.items())
     message = f"{unit}/s by rows at once: {each}."
     return Finding("speed", "ok", message, {f"{unit}_per_s": {str(n): r for n, r in rates.items()}})
+
+
+def judge_fused(gains: Mapping[int, float]) -> Finding:
+    """Say whether `fuse_projections` is worth it, from how many times as fast it is by rows."""
+    each = ", ".join(f"{gain:.2f} with {rows}" for rows, gain in gains.items())
+    is_worth_it = min(gains.values()) >= 1 and max(gains.values()) >= WORTH_IT
+    advice = "set it in models.yaml" if is_worth_it else "leave it out"
+    message = f"times as fast with `fuse_projections: true`, by rows at once: {each}; {advice}."
+    return Finding("fused", "ok", message, {"gains": {str(rows): g for rows, g in gains.items()}})
 
 
 def megabytes(count: int) -> str:

@@ -1,6 +1,8 @@
 """A model of models.yaml → its trial, with the engine that would serve it. Imports mlx."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,14 @@ from gateway.bench.engine import EmbeddingReference, GenerationReference, Rerank
 from gateway.bench.kinds import Kind
 from gateway.bench.workloads import Texts, Wording
 from gateway.doctor.findings import megabytes, tolerance
-from gateway.doctor.trials import EmbeddingTrial, GenerationTrial, RerankTrial, Trial, read_golden
+from gateway.doctor.trials import (
+    EmbeddingTrial,
+    GenerationTrial,
+    Rate,
+    RerankTrial,
+    Trial,
+    read_golden,
+)
 from gateway.engine.blas import BLAS
 from gateway.engine.device import Device, device_facts, gflops
 from gateway.engine.embedding.cross_encoder import CrossEncoderEngine
@@ -73,9 +82,9 @@ def load(resolved: Resolved, engines: MlxEngines, settings: Settings) -> Trial:
         return _load_embedding(spec, files, engines, wording)
     if isinstance(spec, RerankSpec):
         return _load_reranker(spec, files, engines, wording)
-    return _load_chat(
-        spec.model_copy(update={"thinking": False}), files, engines, settings, wording
-    )
+    spec = spec.model_copy(update={"thinking": False})
+    has_room = 2 * size.weights + size.kv <= room
+    return _load_chat(spec, files, engines, settings, wording, has_room_for_two=has_room)
 
 
 def _load_embedding(
@@ -110,19 +119,37 @@ def _load_reranker(
 
 
 def _load_chat(
-    spec: ChatSpec, files: Path, engines: MlxEngines, settings: Settings, wording: Wording
+    spec: ChatSpec,
+    files: Path,
+    engines: MlxEngines,
+    settings: Settings,
+    wording: Wording,
+    *,
+    has_room_for_two: bool,
 ) -> GenerationTrial:
     resolved = Resolved(spec)
-    engine = next(filter(None, asyncio.run(engines.generation(spec, files))))
-    assert isinstance(engine, GenerationEngine)
     chunk = settings_of(spec, settings).prefill_chunk_tokens
-    reference = GenerationReference(
-        engine, wording.workload(Kind.CHAT), resolved, prefill_chunk_tokens=chunk
-    )
+
+    def open_engine(spec: ChatSpec) -> tuple[GenerationEngine, Rate]:
+        engine = next(filter(None, asyncio.run(engines.generation(spec, files))))
+        assert isinstance(engine, GenerationEngine)
+        reference = GenerationReference(
+            engine, wording.workload(Kind.CHAT), Resolved(spec), prefill_chunk_tokens=chunk
+        )
+        return engine, partial(reference.rate, seconds=MEASURED_S)
+
+    @contextmanager
+    def open_fused() -> Iterator[Rate]:
+        engine, rate = open_engine(spec.model_copy(update={"fuse_projections": True}))
+        with closing(engine):
+            yield rate
+
+    engine, rate = open_engine(spec)
     return GenerationTrial(
         engine,
         tolerance(engines.device, _name(engine), bound_of(engine.dtype)),
-        partial(reference.rate, seconds=MEASURED_S),
+        rate,
+        open_fused if has_room_for_two and not spec.fuse_projections else None,
         dtype=_name(engine),
         template_args=template_args(resolved, spec),
         prefill_chunk_tokens=chunk,

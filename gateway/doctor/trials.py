@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
+from gateway.bench.figures import median
 from gateway.bench.workloads import PERSON
 from gateway.doctor import findings
 from gateway.doctor.findings import Finding, Tolerance
@@ -36,7 +37,7 @@ from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngin
 STAGES: Final[Mapping[str, Sequence[str]]] = {
     "embedding": ("load", "vectors", "batch", "speed", "memory"),
     "rerank": ("load", "batch", "speed", "memory"),
-    "chat": ("load", "batch", "alone", "together", "speed", "memory"),
+    "chat": ("load", "batch", "alone", "together", "speed", "fused", "memory"),
 }
 LOAD: Final = "load"
 MEMORY: Final = "memory"
@@ -66,6 +67,7 @@ class Trial(Protocol):
 
 
 Event: TypeAlias = str | Finding
+Rate: TypeAlias = Callable[[int], float]  # units a second, for a number of rows at once
 
 
 def run_trial(open_: Callable[[], Trial], held_bytes: Callable[[], int]) -> Iterator[Event]:
@@ -141,7 +143,7 @@ class EmbeddingTrial:
         engine: EmbeddingEngine,
         golden: Golden,
         allowed: Tolerance,
-        rate: Callable[[int], float],
+        rate: Rate,
         *,
         dtype: str,
         is_golden: bool,
@@ -195,7 +197,7 @@ class RerankTrial:
         engine: RerankEngine,
         texts: Sequence[str],
         allowed: Tolerance,
-        rate: Callable[[int], float],
+        rate: Rate,
         *,
         dtype: str,
     ) -> None:
@@ -236,6 +238,7 @@ def _distance(vectors: Vectors, others: Vectors) -> float:
 
 
 ROWS_AT_ONCE: Final = (1, 8)
+TURNS: Final = 3  # of a comparison of two speeds
 TOKENS: Final = 24  # of each greedy answer, which may not end sooner
 FORM_TOKENS: Final = 256  # more than the longest answer that the schema allows
 STEPS: Final = 4  # that the first rows run before one leaves and others join
@@ -276,6 +279,7 @@ class Answer:
 class GenerationTrial:
     """The trial of a chat engine; `rate` returns tokens a second, for a number of rows at once.
 
+    `open_fused` loads the model again, with `fuse_projections`, for its rate; None skips that.
     `knows_paris` is True for a model that is known to answer the first prompt right.
     """
 
@@ -283,7 +287,8 @@ class GenerationTrial:
         self,
         engine: GenerationEngine,
         allowed: Tolerance,
-        rate: Callable[[int], float],
+        rate: Rate,
+        open_fused: Callable[[], AbstractContextManager[Rate]] | None,
         *,
         dtype: str,
         template_args: Mapping[str, Any],
@@ -292,6 +297,7 @@ class GenerationTrial:
     ) -> None:
         self.dtype = dtype
         self._engine = engine
+        self._open_fused = open_fused
         self._knows_paris = knows_paris
         self._allowed = allowed
         self._rate = rate
@@ -305,6 +311,7 @@ class GenerationTrial:
             Stage("alone", self._answer),
             Stage("together", self._together),
             Stage("speed", self._speed),
+            Stage("fused", self._fused),
         )
 
     def release(self) -> None:
@@ -378,6 +385,17 @@ class GenerationTrial:
 
     def _speed(self) -> list[Finding]:
         return [findings.judge_speed("tokens", {rows: self._rate(rows) for rows in ROWS_AT_ONCE})]
+
+    def _fused(self) -> list[Finding]:
+        """Measure the model and the same with fused projections in turn."""
+        if self._open_fused is None:
+            return [Finding("fused", "skip", "the model is fused, or memory has no room for two.")]
+        with self._open_fused() as fused_rate:
+            gains = {
+                rows: median([fused_rate(rows) / self._rate(rows) for _ in range(TURNS)])
+                for rows in ROWS_AT_ONCE
+            }
+        return [findings.judge_fused(gains)]
 
     def _greedy(self, prompt: str) -> SequenceParams:
         sampling = replace(_GREEDY, min_tokens=TOKENS)

@@ -10,6 +10,7 @@ sandboxed          what a process of its own runs: templates, first tries of gra
 decoders           mlx-lm's model of a folder or a GGUF file
 decoder_kernels    what replaces mlx-lm's SwiGLU and attention on a CPU
 gguf               a chat model in one file, as llama.cpp keeps them
+fused_projections  q, k and v as one product, and gate and up
 checkpoint, hub    a model's folder, read and sized; where it comes from
 exponential        2 to the x in vectors, for CPUs
 device             which device, its dtype and memory limits; how fast it multiplies

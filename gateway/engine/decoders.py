@@ -11,6 +11,7 @@ from mlx_lm.utils import MODEL_REMAPPING, _get_classes, dequantize_model, load_m
 from gateway.engine.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.decoder_kernels import use_cpu_kernels
 from gateway.engine.device import Device, pick_dtype
+from gateway.engine.fused_projections import fuse_projections
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.decoder import read_gguf_decoder
 
@@ -42,20 +43,26 @@ def open_decoder(
 
 
 def read_decoder(
-    checkpoint: Checkpoint | GgufCheckpoint, *, device: Device, dtype: str | None, is_packed: bool
+    checkpoint: Checkpoint | GgufCheckpoint,
+    *,
+    device: Device,
+    dtype: str | None,
+    is_packed: bool,
+    is_fused: bool = False,
 ) -> Generator[None, None, Any]:
     """Read mlx-lm's model of a folder or a GGUF file, in steps. On the lane.
 
-    Raises ModelLoadFailed.
+    If it `is_fused`, projections of one input become one product. Raises ModelLoadFailed.
     """
     if isinstance(checkpoint, GgufCheckpoint):
-        return (
-            yield from read_gguf_decoder(
-                checkpoint, device=device, dtype=dtype, is_packed=is_packed
-            )
+        model = yield from read_gguf_decoder(
+            checkpoint, device=device, dtype=dtype, is_packed=is_packed
         )
-    model, _ = open_decoder(checkpoint, device=device, dtype=dtype, is_packed=is_packed)
-    yield from read_in_slices(checkpoint, parameters(model))
+    else:
+        model, _ = open_decoder(checkpoint, device=device, dtype=dtype, is_packed=is_packed)
+        yield from read_in_slices(checkpoint, parameters(model))
+    if is_fused:
+        yield from fuse_projections(model)
     return model
 
 

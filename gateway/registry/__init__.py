@@ -4,6 +4,7 @@ models_yaml  the file → catalog, or every problem with its line
 yaml_lines   YAML text → plain values and their lines; ${VAR:-default} in any of them
 variables    GATEWAY_<ID>_<KEY>: environment variables for any key of any model
 specs        the keys of each model, with types and bounds
+fields       the types of their values: what may be written, and what it is read as
 sources      where a model's files come from: hub, folder, installed package
 catalog      the models of one reading, found by id or alias; immutable
 schema       the file's JSON Schema, for editors

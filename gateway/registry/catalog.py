@@ -111,7 +111,7 @@ def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
     if one is other or one.id != other.id:
         return one is other
     drafts = [
-        None if draft is None else (draft.source, draft.dtype)
+        None if draft is None else (draft.source, draft.dtype, draft.fuse_projections)
         for each in (one, other)
         for draft in [each.draft_spec if isinstance(each, ChatSpec) else None]
     ]

@@ -3,11 +3,8 @@
 A key that overrides a setting takes its type, bounds and description.
 """
 
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -18,18 +15,15 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
-    ValidationInfo,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from gateway.registry.fields import Name, ReasoningParser, Sizes, SourceOf, Template, ToolParser
 from gateway.registry.names import did_you_mean, nearest
-from gateway.registry.sources import SOURCE_PATTERN, Source, parse_source
+from gateway.registry.sources import Source
 from gateway.settings import Settings, variable
-
-Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s,]+$")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,25 +151,6 @@ class Sampling(Section):
     max_tokens: int | None = Field(default=None, ge=1, description="Longest answer, tokens.")
 
 
-def _source(value: object, info: ValidationInfo) -> Source:
-    if isinstance(value, Source):
-        return value
-    return parse_source(str(value), (info.context or {})["folder"])
-
-
-def _template(value: object, info: ValidationInfo) -> object:
-    """Read the file that `file:` names, or return any other text as the template itself."""
-    if not isinstance(value, str) or not value.startswith("file:"):
-        return value
-    path: Path = (info.context or {})["folder"] / os.path.expanduser(value.removeprefix("file:"))
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text") from None
-
-
 def read_batching(value: object) -> object:
     """Read a mode on its own as the section that it stands for."""
     value = _mode(value)
@@ -202,74 +177,11 @@ def _aliases(value: object) -> object:
     return aliases
 
 
-_SIZES = r"^\d+( *, *\d+)*$"
-Size = Annotated[int, Field(ge=1)]
-SizesText = Annotated[str, Field(pattern=_SIZES)]
-
-
-def _sizes(value: object) -> object:
-    """Read true, false, a list of sizes or `256, 512`, which a variable can hold."""
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if isinstance(value, str) and re.fullmatch(_SIZES, value):
-        value = [int(size) for size in value.split(",")]
-    sizes = value if isinstance(value, list | tuple) else [value]
-    if isinstance(value, bool) or (sizes and all(type(s) is int and s > 0 for s in sizes)):
-        return value if isinstance(value, bool) else sizes
-    raise ValueError("write true, false or sizes such as [256, 512]")
-
-
-# How models mark their calls and their thinking: vLLM's names, and mlx-lm's where it has others.
-# With `none` no text is read as either.
-TOOL_PARSERS = frozenset(
-    {
-        "cohere_command3", "cohere_command4", "command_r", "deepseek_v3", "deepseek_v31",
-        "deepseek_v32", "deepseek_v4", "function_gemma", "functiongemma", "gemma4", "glm45",
-        "glm47", "granite", "granite4", "hermes", "hunyuan_a13b", "json_tools", "kimi_k2",
-        "kimi_k3", "laguna", "lfm2", "llama3_json", "llama4_json", "llama4_pythonic", "longcat",
-        "mimo", "minicpm5", "minimax_m2", "mistral", "muse_spark", "nemotron_nano_v2", "none",
-        "openai", "phi4_mini_json", "poolside_v1", "pythonic", "qwen3_coder", "qwen3_xml",
-        "seed_oss", "step3p5",
-    }
-)  # fmt: skip
-REASONING_PARSERS = frozenset(
-    {
-        "cohere_command3", "cohere_command4", "deepseek_r1", "deepseek_v3", "deepseek_v4",
-        "ernie45", "exaone4", "exaone_deep", "gemma4", "glm45", "glm47", "granite",
-        "granite_response", "holo2", "hunyuan_a13b", "kimi_k2", "kimi_k3", "longcat", "mimo",
-        "minimax_m2", "mistral", "muse_spark", "nemotron_v3", "none", "olmo3", "openai_gptoss",
-        "poolside_v1", "qwen3", "seed_oss", "step3", "step3p5", "think_tokens",
-    }
-)  # fmt: skip
-
-
-def _check_name(value: str, names: frozenset[str]) -> str:
-    if value not in names:
-        raise ValueError(f"no parser is named {value!r}{did_you_mean(nearest(value, names))}")
-    return value
-
-
-ToolParser = Annotated[
-    str,
-    AfterValidator(lambda value: _check_name(value, TOOL_PARSERS)),
-    WithJsonSchema({"type": "string", "enum": sorted(TOOL_PARSERS)}),
-]
-ReasoningParser = Annotated[
-    str,
-    AfterValidator(lambda value: _check_name(value, REASONING_PARSERS)),
-    WithJsonSchema({"type": "string", "enum": sorted(REASONING_PARSERS)}),
-]
-
-
 class _Spec(Section):
     """The keys of models of every kind."""
 
     id: Name = Field(description="The model's own name: its key in the file.")
-    source: Annotated[
-        Source,
-        BeforeValidator(_source),
-        WithJsonSchema({"type": "string", "pattern": SOURCE_PATTERN}),
-    ] = Field(
+    source: SourceOf = Field(
         description="hub:org/name[@revision], path:folder or package:module/folder; for chat "
         "also a GGUF file: hub:org/name/x.gguf[@revision], path:x.gguf, package:module/x.gguf."
     )
@@ -319,10 +231,7 @@ class EmbeddingSpec(_Spec):
         default="error",
         description="What happens to a text beyond the limit: a 400, or a cut that is reported.",
     )
-    matryoshka: Annotated[
-        bool | tuple[Size, ...],
-        BeforeValidator(_sizes, json_schema_input_type=bool | list[Size] | SizesText),
-    ] = Field(
+    matryoshka: Sizes = Field(
         default=False, description="Whether vectors may be shortened: true, or the sizes allowed."
     )
     token_ids: Literal["reject", "accept"] = Field(
@@ -376,9 +285,7 @@ class RerankSpec(_Spec):
         default="head",
         description="By a classification head, or by a causal model's probabilities of labels.",
     )
-    template: Annotated[
-        str | None, BeforeValidator(_template), AfterValidator(_rerank_template)
-    ] = Field(
+    template: Annotated[Template, AfterValidator(_rerank_template)] = Field(
         default=None,
         description="With labels: the prompt, or file:path to it, with {instruction}, {query} and "
         "{document}; absent, Qwen3-Reranker's.",
@@ -434,7 +341,7 @@ class ChatSpec(_Spec):
     sampling: Sampling = Field(
         default_factory=Sampling, description="Defaults for what a request leaves out."
     )
-    chat_template: Annotated[str | None, BeforeValidator(_template)] = Field(
+    chat_template: Template = Field(
         default=None, description="A Jinja template, or file:path to one; absent, the model's own."
     )
     chat_template_kwargs: dict[str, Any] = Field(
@@ -453,6 +360,11 @@ class ChatSpec(_Spec):
         default=None,
         description="The id of a smaller chat model with the same tokenizer, whose guesses this "
         "one checks several at a time. Answers stay the same.",
+    )
+    fuse_projections: bool = Field(
+        default=False,
+        description="Compute q, k and v as one product, and gate and up, which a GPU may be "
+        "faster with: `mlx-gateway doctor --engine` measures it.",
     )
     structured: Structured = Field(
         default_factory=Structured, description="How answers are held to a grammar."

@@ -67,10 +67,13 @@ def test_tiny_models_pass_on_this_machine(tmp_path: Path) -> None:
         "structured": "ok",
         "cancelled": "ok",
         "speed": "ok",
+        "fused": "ok",
         "memory": "ok",
     }
     [speed] = [each for each in chat["findings"] if each["check"] == "speed"]
     assert speed["measured"]["tokens_per_s"].keys() == {"1", "8"}
+    [fused] = [each for each in chat["findings"] if each["check"] == "fused"]
+    assert fused["measured"]["gains"].keys() == {"1", "8"}
 
 
 def _states(model: dict[str, Any]) -> dict[str, str]:

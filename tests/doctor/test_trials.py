@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from gateway.doctor.trials import (
     EmbeddingTrial,
     GenerationTrial,
     Golden,
+    Rate,
     RerankTrial,
     read_golden,
     run_trial,
@@ -34,11 +36,14 @@ def steady() -> int:
     return 0
 
 
-def writing(writer: Writer, *, knows_paris: bool = True) -> GenerationTrial:
+def writing(
+    writer: Writer, *, knows_paris: bool = True, fused: Rate | None = lambda rows: 9.0 * rows
+) -> GenerationTrial:
     return GenerationTrial(
         writer,
         EXACT,
         lambda rows: 10.0 * rows,
+        None if fused is None else lambda: nullcontext(fused),
         dtype="float32",
         template_args={},
         prefill_chunk_tokens=512,
@@ -69,14 +74,28 @@ def test_a_writer_that_is_right_passes_all() -> None:
     """And is asked to forget, and closed, at the end."""
     writer = Writer(prefix_bytes=5)
     found = examined(writing(writer))
-    checks = ["load", "batch", "answer", "greedy", "structured", "cancelled", "speed", "memory"]
-    assert list(found) == checks
+    assert list(found) == [
+        *("load", "batch", "answer", "greedy", "structured", "cancelled"),
+        *("speed", "fused", "memory"),
+    ]
     assert states(found) == {}
     assert found["greedy"].said == (
         "3 answers of 24 tokens are the same alone and beside 5 rows; a tie is 0.001 nats."
     )
     assert found["speed"].measured == {"tokens_per_s": {"1": 10.0, "8": 80.0}}
     assert (writer.prefix_bytes, writer.rows, writer.is_closed) == (0, 0, True)
+
+
+def test_fused_projections_are_advised_where_they_are_faster() -> None:
+    """With one row and with more; a model that is fused, or has no room beside it, is not tried."""
+    for rate, advice in ((12.0, "set it in models.yaml"), (10.1, "leave it out")):
+        gain = rate / 10
+        found = examined(writing(Writer(), fused=rate.__mul__))
+        assert found["fused"].said.endswith(f"{gain:.2f} with 1, {gain:.2f} with 8; {advice}.")
+    slower = examined(writing(Writer(), fused=lambda rows: 12.0 if rows == 1 else 70.0))
+    assert slower["fused"].measured == {"gains": {"1": 1.2, "8": 0.875}}
+    assert slower["fused"].said.endswith("leave it out.")
+    assert states(examined(writing(Writer(), fused=None))) == {"fused": "skip"}
 
 
 def test_rows_run_together_join_late_and_leave() -> None:
@@ -246,7 +265,8 @@ def test_each_stage_is_told_before_it_begins() -> None:
     for event in run_trial(lambda: writing(writer), steady):
         if isinstance(event, str):
             begun[event] = len(writer.joined)
-    assert begun == {"load": 0, "batch": 0, "alone": 0, "together": 3, "speed": 9, "memory": 9}
+    joined = [0, 0, 0, 3, 9, 9, 9]
+    assert [*begun.values()] == joined
     assert (*begun,) == STAGES["chat"]
 
 

@@ -263,6 +263,9 @@ def test_a_model_is_loaded_anew_if_its_draft_is_another(file: Path) -> None:
     before = read(file, DRAFTED % "small").catalog
     renamed = read(file, (DRAFTED % "small").replace("[tiny]", "[other]")).catalog
     assert renamed.changes_since(before).changed == ()
+    small = '"hub:a/small", fuse_projections: true'
+    fused = read(file, (DRAFTED % "small").replace('"hub:a/small"', small)).catalog
+    assert fused.changes_since(before).changed == ("large", "small", "middle")
     moved = read(file, (DRAFTED % "small").replace("hub:a/small", "hub:b/small")).catalog
     assert moved.changes_since(before).changed == ("large", "small", "middle")
     assert read(file, DRAFTED % "null").catalog.changes_since(before).changed == ("large",)

@@ -106,6 +106,7 @@ class DraftSetup:
     max_context: int
     dtype: str | None = None
     is_packed: bool = False
+    is_fused: bool = False
 
 
 def read_draft_setup(
@@ -115,6 +116,7 @@ def read_draft_setup(
     target: ChatSetup,
     dtype: str | None = None,
     is_packed: bool = False,
+    is_fused: bool = False,
 ) -> DraftSetup:
     """Read the config and the tokenizer of a model that is to draft for `target`.
 
@@ -138,7 +140,7 @@ def read_draft_setup(
         )
     vocab_size = int(_text_config(config).get("vocab_size") or backend.get_vocab_size())
     max_context = _context(checkpoint, config, target.max_context)
-    return DraftSetup(checkpoint, vocab_size, max_context, dtype, is_packed)
+    return DraftSetup(checkpoint, vocab_size, max_context, dtype, is_packed, is_fused)
 
 
 def load_generation_in_steps(
@@ -147,6 +149,7 @@ def load_generation_in_steps(
     device: Device,
     dtype: str | None,
     is_packed: bool = False,
+    is_fused: bool = False,
     prefix_cache_bytes: int = 0,
     speculate_rows: int = 0,
     draft: DraftSetup | None = None,
@@ -156,19 +159,24 @@ def load_generation_in_steps(
     Other work may have the lane between two steps. Each step yields None, and the last one the
     engine; a caller that stops before it must close the generator, on the lane too.
 
-    `is_packed` leaves weights quantised on a CPU too, as `must_stay_packed` decides.
+    `is_packed` leaves weights quantised on a CPU too, as `must_stay_packed` decides. If the model
+    `is_fused`, projections of one input are one product.
     `prefix_cache_bytes` bounds the KV kept of prompts, for others that begin alike; 0 keeps none.
     In batches of up to `speculate_rows`, tokens may be read ahead of their choice, also by the
     model of `draft`, whose prompts' KV has its part of `prefix_cache_bytes`.
     Raises ModelLoadFailed saying what is wrong.
     """
     model = yield from read_decoder(
-        setup.checkpoint, device=device, dtype=dtype, is_packed=is_packed
+        setup.checkpoint, device=device, dtype=dtype, is_packed=is_packed, is_fused=is_fused
     )
     draft_model = None
     if draft is not None:
         other = yield from read_decoder(
-            draft.checkpoint, device=device, dtype=draft.dtype, is_packed=draft.is_packed
+            draft.checkpoint,
+            device=device,
+            dtype=draft.dtype,
+            is_packed=draft.is_packed,
+            is_fused=draft.is_fused,
         )
         for each, checkpoint in ((model, setup.checkpoint), (other, draft.checkpoint)):
             if not can_go_back(each):
@@ -206,6 +214,7 @@ def load_generation(
     device: Device,
     dtype: str | None = None,
     is_packed: bool = False,
+    is_fused: bool = False,
     prefix_cache_bytes: int = 0,
     speculate_rows: int = 0,
     max_context: int | None = None,
@@ -238,6 +247,7 @@ def load_generation(
         device=device,
         dtype=dtype,
         is_packed=is_packed,
+        is_fused=is_fused,
         prefix_cache_bytes=prefix_cache_bytes,
         speculate_rows=speculate_rows,
         draft=(

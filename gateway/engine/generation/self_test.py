@@ -273,7 +273,12 @@ def count_tokens(model: Any, longest: int) -> int:
 
 
 def self_test_digest(
-    checkpoint: Listing, device: Device, dtype: str | None, *, is_packed: bool = False
+    checkpoint: Listing,
+    device: Device,
+    dtype: str | None,
+    *,
+    is_packed: bool = False,
+    is_fused: bool = False,
 ) -> str:
     """Hash everything that a verdict depends on: architecture, number formats, versions, device and
     BLAS.
@@ -292,6 +297,7 @@ def self_test_digest(
         "device": [device.value, platform.machine(), str(known.get("device_name"))],
         "blas": BLAS.config if device is Device.CPU else None,
         "dtype": [dtype, is_packed],
+        "fused": is_fused,
         "test": [LENGTHS, ANSWER_TOKENS, sorted(BOUNDS.values())],
     }
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()

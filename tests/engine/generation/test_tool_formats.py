@@ -21,7 +21,7 @@ from gateway.engine.generation.tool_formats import (
     known_tool_parser,
 )
 from gateway.jobs import Calling, Function, Grammar
-from gateway.registry.specs import REASONING_PARSERS, TOOL_PARSERS
+from gateway.registry.fields import REASONING_PARSERS, TOOL_PARSERS
 from tests.engine.generation.chat_formats import family, gathered, row, said
 
 BOOK = Function(
