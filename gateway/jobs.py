@@ -219,6 +219,14 @@ class Calling:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of a loaded model: its number there, and the model that it is served as."""
+
+    number: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """Number `number` of a request's questions: its text, and the answers that are judged."""
 
@@ -254,6 +262,7 @@ class GenerateJob:
     continues: bool = False
     echo: bool = False
     questions: Sequence[Question] = ()
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +392,7 @@ class SequenceParams:
     compiled: Compiled | None = None
     step: LabelStep | None = None
     beginning: Sequence[tuple[int, bytes]] = ()
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,3 +95,44 @@ def write_chat(folder: Path, seed: int = 0, **config: Any) -> Path:
     weights = {name: array * (1 if array.ndim == 1 else 3) for name, array in named}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
+
+
+def write_adapter(
+    folder: Path, base: Path, *, seed: int = 1, rank: int = 4, scale: float = 2.0, only: str = ""
+) -> Path:
+    """Write an adapter with random weights, as mlx-lm's trainer does, of a base's projections whose
+    names have `only`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0}
+    config = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    mx.random.seed(seed)
+    weights = {}
+    for name, weight in sorted(_projections(base).items()):
+        rows, columns = weight.shape
+        module = name.removesuffix(".weight")
+        if only in module:
+            weights[f"{module}.lora_a"] = mx.random.normal((columns, rank)) * 0.3
+            weights[f"{module}.lora_b"] = mx.random.normal((rank, rows)) * 0.1
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    return folder
+
+
+def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
+    """Write the model that a base and an adapter are together: each weight with its product."""
+    shutil.copytree(base, folder)
+    parameters = json.loads((adapter / "adapter_config.json").read_text())["lora_parameters"]
+    weights: Any = mx.load(str(base / "model.safetensors"))
+    factors: Any = mx.load(str(adapter / "adapters.safetensors"))
+    for name in [name for name in factors if name.endswith(".lora_a")]:
+        module = name.removesuffix(".lora_a")
+        product = factors[name] @ factors[f"{module}.lora_b"]
+        weights[f"{module}.weight"] = weights[f"{module}.weight"] + parameters["scale"] * product.T
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def _projections(base: Path) -> dict[str, mx.array]:
+    weights: Any = mx.load(str(base / "model.safetensors"))
+    return {name: each for name, each in weights.items() if name.endswith("_proj.weight")}

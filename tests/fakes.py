@@ -178,7 +178,8 @@ class ScriptedChat:
     script: list[dict[str, Any]] = field(default_factory=list)
     jobs: list[GenerateJob] = field(default_factory=list)
     prefix_bytes: int = 0
-    prefix_names: list[bytes] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
     calls_are_text: bool = False
     judged: list[tuple[str, str]] = field(default_factory=list)
     verdicts: list[bool | None] = field(default_factory=list)  # True after these
@@ -301,6 +302,12 @@ class ScriptedChat:
 
     def clear_prefixes(self) -> None:
         self.prefix_bytes = 0
+
+    def prefix_names(self, adapter: int = 0) -> list[bytes]:
+        return [] if adapter else self.names
+
+    def drop_adapter(self, number: int) -> None:
+        self.dropped.append(number)
 
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
         lengths = [len(job.prompt) for job in self._waiting.values()]

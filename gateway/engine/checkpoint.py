@@ -120,10 +120,10 @@ class Checkpoint:
         return {
             name: tensor
             for file in self._weight_files()
-            for name, tensor in self._header(file).items()
+            for name, tensor in self.header(file).items()
         }
 
-    def _header(self, file: str) -> dict[str, Tensor]:
+    def header(self, file: str) -> dict[str, Tensor]:
         """Read one file's header: https://huggingface.co/docs/safetensors/index#format."""
         path = self.folder / file
         try:

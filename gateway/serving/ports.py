@@ -175,9 +175,11 @@ class GenerationEngine(Protocol):
     def prefix_bytes(self) -> int:
         """Return the bytes of the prefix cache."""
 
-    @property
-    def prefix_names(self) -> Sequence[bytes]:
+    def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
         """Return a router's names of the prefixes that are kept. Safe on any thread."""
+
+    def drop_adapter(self, number: int) -> None:
+        """Free an adapter, with its rows. On the lane only."""
 
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
         """Prefill about `token_budget` padded tokens at most. On the lane only."""

@@ -12,6 +12,8 @@ sampling         logits → tokens, each row by its own parameters
 speculation      tokens that are read ahead: drafts, and how many
 sequence         one answer: its tokens, text, grammar and end
 scoring          logprobs of a prompt
+adapter_files    a LoRA adapter's folder, read and checked
+adapters         LoRA adapters of one model, many in one pass
 kv_cache         the KV of sequences of different lengths, side by side
 prefix_cache     KV that later prompts may begin with
 prefill          which prompts are read together, and in what chunks
@@ -21,7 +23,7 @@ drafting         which sequences read ahead, and whose drafts
 token_choice     logits of a pass → the batch's next tokens
 chat             a model's template, formats and vocabulary together
 judging          questions → steps into their labels; the logprobs of those
-prepare          a job → the sequences it asks for, measured
+prepare          a job → the sequences it asks for, measured and begun
 self_test        sequences in batches compared with the same alone
 engine           one model: join, prefill, decode, leave
 loading          a folder or GGUF file → an engine

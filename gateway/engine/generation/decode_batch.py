@@ -14,7 +14,7 @@ from gateway.engine.generation.kv_cache import RaggedKVCache, compact, filter_la
 from gateway.engine.generation.sampling import Scores
 from gateway.engine.generation.sequence import Sequence, TokenScores
 from gateway.engine.generation.speculation import count_accepted
-from gateway.jobs import FinishReason, SequenceDelta
+from gateway.jobs import FinishReason, Pass, SequenceDelta
 
 _launch: Any = mx.async_eval  # untyped in mlx's stubs
 
@@ -236,6 +236,23 @@ class SequenceOutput:
         except Exception as error:
             self.row.is_broken = True
             return [SequenceDelta(self.row.id, error=f"{type(error).__name__}: {error}")]
+
+
+def count_ahead_pass(
+    outputs: abc.Sequence[SequenceOutput],
+    given: abc.Sequence[int],
+    drafts: abc.Sequence[abc.Sequence[int]],
+) -> Pass:
+    """Count a pass that read drafts, of which so many tokens were given of each sequence."""
+    pairs = list(zip(given, outputs, strict=True))  # an answer may end inside a draft
+    return Pass(
+        rows=len(outputs),
+        tokens=sum(given),
+        padded_tokens=len(outputs) * max(given),
+        forced=sum(max(0, count - len(each.tokens)) for count, each in pairs),
+        drafted=sum(map(len, drafts)),
+        accepted=sum(max(0, min(count, len(each.tokens)) - 1) for count, each in pairs),
+    )
 
 
 def copy_layer(layer: Any) -> Any:

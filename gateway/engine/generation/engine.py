@@ -15,16 +15,21 @@ from mlx_lm.models.cache import make_prompt_cache
 from gateway.engine.checkpoint import measure_kv
 from gateway.engine.decoders import floating_dtype, parameters
 from gateway.engine.device import clear_cache
+from gateway.engine.generation.adapters import Adapters
 from gateway.engine.generation.chat import ChatTokenizer
-from gateway.engine.generation.decode_batch import DecodeBatch, cache_nbytes, plan_reading
+from gateway.engine.generation.decode_batch import (
+    DecodeBatch,
+    cache_nbytes,
+    count_ahead_pass,
+    plan_reading,
+)
 from gateway.engine.generation.draft_model import DraftModel
 from gateway.engine.generation.drafting import Drafting
 from gateway.engine.generation.judging import judge
 from gateway.engine.generation.kv_cache import compact, rewind_layers
 from gateway.engine.generation.prefill import Prefill, PrefillBatch
 from gateway.engine.generation.prefix_cache import PrefixCache
-from gateway.engine.generation.prepare import prepare_sequences
-from gateway.engine.generation.sampling import Sampler
+from gateway.engine.generation.prepare import begin_sequence, prepare_sequences
 from gateway.engine.generation.scoring import max_scored_tokens
 from gateway.engine.generation.self_test import ALONE, Faults, SelfTest, can_batch, count_tokens
 from gateway.engine.generation.sequence import Sequence
@@ -67,6 +72,7 @@ class GenerationEngine:
         self._sampling_defaults = sampling_defaults or {}
         self._prefixes = PrefixCache(make_prompt_cache(self._model), prefix_cache_bytes)
         self._prefill = Prefill(self._model, self._prefixes, max_scored_tokens(vocab_size))
+        self.adapters = Adapters(model)
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
         self._faults = Faults()
@@ -108,12 +114,8 @@ class GenerationEngine:
 
     def self_test(self) -> Generator[Verdict]:
         """Compare sequences in batches with the same alone, a pass a step; yield what is known."""
-        test = SelfTest(
-            self._model, self._vocab_size, self._max_context, floating_dtype(self._model)
-        )
-        for _ in test.steps():
-            yield test.verdict
-        yield test.verdict
+        test = SelfTest(self._model, self._vocab_size, self._max_context, self.dtype)
+        return test.verdicts()
 
     @property
     def self_test_tokens(self) -> int:
@@ -163,25 +165,13 @@ class GenerationEngine:
         return self._structured.compile(grammar)
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether an answer fits a JSON Schema, both as text; None if undecidable.
-
-        Slow, and safe on any thread.
-        """
+        """Return whether an answer fits a JSON Schema, both as text; None if undecidable. Slow."""
         return self._structured.matches_schema(schema, answer)
 
     def join(self, job: SequenceParams) -> int:
         """Queue a sequence for prefill and return its id."""
         self._last_id += 1
-        self._prefill.add(
-            Sequence(
-                self._last_id,
-                job,
-                Sampler(job.sampling, self._vocab_size, job.prompt),
-                self._chat.output_processor(job),
-                self._chat.eos_ids,
-                self._chat.thinking(job),
-            )
-        )
+        self._prefill.add(begin_sequence(self._last_id, job, self._chat, self._vocab_size))
         return self._last_id
 
     def leave(self, sequence_id: int) -> None:
@@ -229,9 +219,8 @@ class GenerationEngine:
             self._extend(parked)
 
     def cap_tokens(self, sequence_id: int, max_tokens: int) -> list[SequenceDelta]:
-        """Limit a sequence's answer to so many tokens. An unknown id is ignored.
-
-        Returns the last deltas of a parked or preempted sequence that already has as many.
+        """Limit a sequence's answer to so many tokens. An unknown id is ignored. Return the last
+        deltas of a parked or preempted sequence that already has as many.
         """
         if (row := self._find(sequence_id)) is None:
             return []
@@ -252,10 +241,18 @@ class GenerationEngine:
         """Count the bytes of KV kept of prompts that others may begin with."""
         return self._prefixes.nbytes + self._drafting.prefix_bytes
 
-    @property
-    def prefix_names(self) -> abc.Sequence[bytes]:
+    def prefix_names(self, adapter: int = 0) -> abc.Sequence[bytes]:
         """Return a router's names of the prefixes that are kept. Safe on any thread."""
-        return self._prefixes.names
+        return self._prefixes.names(-adapter)
+
+    def drop_adapter(self, number: int) -> None:
+        """Free an adapter, with its sequences and the KV kept of their prompts."""
+        for row in self._sequences():
+            if row.adapter == number:
+                self.leave(row.id)
+        self._prefixes.forget(-number)
+        self.adapters.drop(number)
+        clear_cache()
 
     def prefill(self, token_budget: int) -> list[SequenceDelta]:
         """Read one chunk of the next prompts in line; those read whole start to decode."""
@@ -265,7 +262,8 @@ class GenerationEngine:
         # mlx-lm's batch gives freed buffers back after each chunk: the step under way must be over.
         self.synchronize()
         try:
-            self._prefill.read(batch, token_budget)
+            with self.adapters.applied([row.adapter for row in batch.rows]):
+                self._prefill.read(batch, token_budget)
             rows, tokens = len(batch.rows), sum(batch.positions) - there
             self.last_pass = Pass(rows, tokens, rows * (batch.read - begun))
             return self._start(batch) if batch.is_read else []
@@ -287,7 +285,9 @@ class GenerationEngine:
         try:
             logits = None
             if running.may_go_on:
-                logits = self._launch_pass(running.tokens[:, None], running.cache)[:, -1]
+                logits = self._launch_pass(running.rows, running.tokens[:, None], running.cache)[
+                    :, -1
+                ]
             if redraw_unsure(running) and logits is not None:
                 running.take_back()
                 logits = None
@@ -331,15 +331,7 @@ class GenerationEngine:
         taken = [each.append(most) for each in outputs]
         deltas = [delta for some, _ in taken for delta in some]
         given = [sum(delta.tokens for delta in some) for some, _ in taken]
-        pairs = list(zip(given, outputs, strict=True))  # an answer may end inside a draft
-        self.last_pass = Pass(
-            rows=len(outputs),
-            tokens=sum(given),
-            padded_tokens=len(outputs) * max(given),
-            forced=sum(max(0, count - len(each.tokens)) for count, each in pairs),
-            drafted=sum(map(len, drafts)),
-            accepted=sum(max(0, min(count, len(each.tokens)) - 1) for count, each in pairs),
-        )
+        self.last_pass = count_ahead_pass(outputs, given, drafts)
         on = [i for i, (_, is_on) in enumerate(taken) if is_on]
         rows = [outputs[i].row for i in on]
         for i in on:
@@ -359,7 +351,7 @@ class GenerationEngine:
         """Launch the pass that reads up to `most` tokens ahead; return the choice that follows."""
         lengths = running.cache[0].lengths.counts
         reading = plan_reading(running.rows, lengths, most, self._drafting.draft)
-        logits = self._launch_pass(mx.array(reading.inputs), running.cache)
+        logits = self._launch_pass(running.rows, mx.array(reading.inputs), running.cache)
         rewind_layers(running.cache, reading.padding)
         some = logits.reshape(-1, logits.shape[-1])[mx.array(reading.places)]
         return choose_tokens(self._structured, running.rows, running.cache, some, reading.drafts)
@@ -382,6 +374,7 @@ class GenerationEngine:
     def close(self) -> None:
         """Release every array."""
         self._prefill.close()
+        self.adapters.close()
         self._prefixes.clear()
         self._queued.clear()
         self._parked.clear()
@@ -394,7 +387,7 @@ class GenerationEngine:
             return [row.echo_delta() for row in batch.rows]
         inputs = mx.array([row.context[-1:] for row in batch.rows])
         cache = batch.lm_batch.prompt_cache
-        logits = self._launch_pass(inputs, cache)[:, -1]
+        logits = self._launch_pass(batch.rows, inputs, cache)[:, -1]
         if batch.rows[0].job.step is not None:
             judged = judge(batch.rows, logits)
             for row, delta in zip(batch.rows, judged, strict=True):
@@ -432,13 +425,16 @@ class GenerationEngine:
         else:
             self._queued.append(started)
 
-    def _find(self, sequence_id: int) -> Sequence | None:
-        """Return the sequence with this id, in whatever state it is."""
+    def _sequences(self) -> list[Sequence]:
+        """List the sequences inside, in whatever state they are."""
         rows = self._prefill.rows
         for running in (self._running, *self._queued, *self._parked.values()):
             if running is not None:
                 rows += [running] if isinstance(running, Sequence) else running.rows
-        return next((row for row in rows if row.id == sequence_id), None)
+        return rows
+
+    def _find(self, sequence_id: int) -> Sequence | None:
+        return next((row for row in self._sequences() if row.id == sequence_id), None)
 
     def _clear_or_dismiss(self, row: Sequence, *, is_finite: bool) -> None:
         """Record the outcome of a sequence read alone; too many faults end batching."""
@@ -455,16 +451,19 @@ class GenerationEngine:
         if (running := self._running) is None:
             return
         if logits is None:
-            logits = self._launch_pass(running.tokens[:, None], running.cache)[:, -1]
+            logits = self._launch_pass(running.rows, running.tokens[:, None], running.cache)[:, -1]
         self._running = choose_tokens(self._structured, running.rows, running.cache, logits)
 
-    def _launch_pass(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+    def _launch_pass(
+        self, rows: abc.Sequence[Sequence], tokens: mx.array, cache: list[Any]
+    ) -> mx.array:
         """Launch the pass that reads tokens, (rows, n); return its logits, (rows, n, vocabulary).
 
         The caches are evaluated too. What no logits depend on, such as the lengths kept with a
         state, would grow a graph by a node a token, and on Metal a buffer each (mlx-lm #1845).
         """
-        logits: mx.array = self._model(tokens, cache=cache)
+        with self.adapters.applied([row.adapter for row in rows]):
+            logits: mx.array = self._model(tokens, cache=cache)
         _launch(logits, [layer.state for layer in cache])
         return logits
 
@@ -473,7 +472,9 @@ class GenerationEngine:
         if self._prefixes.is_on and not self._prefixes.needs_block_ends:  # few answers end with one
             lengths = running.cache[0].lengths.counts  # forced tokens at the end were not read
             for i in ended:
-                self._prefixes.store(running.rows[i].context[: lengths[i]], running.cache, i)
+                row = running.rows[i]
+                context = row.context[: lengths[i]]
+                self._prefixes.store(context, running.cache, i, root=row.root)
 
     def _keep(self, indices: list[int]) -> None:
         if self._running is not None and indices:

@@ -69,7 +69,13 @@ def prepare_questions(
                     part="questions",
                 )
             rows.append(
-                SequenceParams(prompt=prompt, max_tokens=1, sampling=job.sampling, step=step)
+                SequenceParams(
+                    prompt=prompt,
+                    max_tokens=1,
+                    sampling=job.sampling,
+                    step=step,
+                    adapter=job.adapter,
+                )
             )
     return rows
 

@@ -168,7 +168,11 @@ class Prefill:
             batch.read = end
             for i, (row, position) in enumerate(zip(batch.rows, batch.positions, strict=True)):
                 self._prefixes.store(
-                    row.context[:position], batch.lm_batch.prompt_cache, i, row.job.beginning
+                    row.context[:position],
+                    batch.lm_batch.prompt_cache,
+                    i,
+                    row.job.beginning,
+                    row.root,
                 )
         if not batch.is_read:
             self._line.append(batch)
@@ -192,7 +196,7 @@ class Prefill:
         """Count the tokens that need not be read: none if the prompt is to be scored."""
         if row.scores_prompt:
             return 0
-        return self._prefixes.count_known(row.context[:-1])
+        return self._prefixes.count_known(row.context[:-1], row.root)
 
     def _gains_by_waiting(
         self, row: Sequence, known: int, others: Iterable[tuple[Sequence, int]]
@@ -203,6 +207,7 @@ class Prefill:
         return any(
             count_shared(row.context[:-1], other.context[:-1]) > max(known, position)
             for other, position in others
+            if other.root == row.root
         )
 
     def _is_alone(self, row: Sequence, rest: int) -> bool:
@@ -244,7 +249,7 @@ class Prefill:
             prompt = row.context[:-1]
             # A suspect reads its whole prompt: a kept prefix may be what broke it.
             is_whole = row.is_suspect or row.scores_prompt
-            known, cache = (0, None) if is_whole else self._prefixes.take(prompt)
+            known, cache = (0, None) if is_whole else self._prefixes.take(prompt, row.root)
             row.cached_tokens = known
             caches.append(cache or make_caches(self._model))
             prompts.append(prompt[known:])

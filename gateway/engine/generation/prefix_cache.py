@@ -1,7 +1,8 @@
 """The KV of prompts already read, in blocks, so that what two prompts begin with is read once.
 
 A block is identified by the block before it and its own tokens, so prompts share the blocks of all
-that they begin with. Only plain KV can be cut into blocks. The other layers' caches, of sliding
+that they begin with. The first one's is a root: each adapter of a model has one of its own, as its
+KV is. Only plain KV can be cut into blocks. The other layers' caches, of sliding
 windows or states, are kept whole, with the block after which they were copied, and a prompt can
 continue only from such a block.
 """
@@ -22,7 +23,7 @@ from gateway.engine.generation.kv_cache import RaggedKVCache, copy_rows
 # than the one pass that a prompt needs anyway. At most this many are read again after a hit.
 BLOCK = 64
 _TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
-_ROOT = 0
+ROOT = 0  # of the model itself; an adapter's is its number below it
 
 Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
 
@@ -45,12 +46,12 @@ class PrefixCache:
     def __init__(self, empty: Sequence[Any], limit: int) -> None:
         self._limit = limit
         self._is_plain = [type(layer) is KVCache for layer in empty]
-        self._numbers = count(_ROOT + 1)
+        self._numbers = count(ROOT + 1)
         # Least recently used first. A block counts as used just before the one that it follows,
         # so the first of all has no block that follows it, and can be evicted.
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._nbytes = 0
-        self._names: dict[bytes, Key] = {}  # a router's, of what ends in a block
+        self._names: dict[tuple[int, bytes], Key] = {}  # a router's, of what ends in a block
 
     @property
     def is_on(self) -> bool:
@@ -66,16 +67,16 @@ class PrefixCache:
     def nbytes(self) -> int:
         return self._nbytes
 
-    def count_known(self, tokens: Sequence[int]) -> int:
+    def count_known(self, tokens: Sequence[int], root: int = ROOT) -> int:
         """Count the first tokens that need not be read."""
-        return BLOCK * len(self._usable(tokens))
+        return BLOCK * len(self._usable(tokens, root))
 
-    def take(self, tokens: Sequence[int]) -> tuple[int, list[Any] | None]:
+    def take(self, tokens: Sequence[int], root: int = ROOT) -> tuple[int, list[Any] | None]:
         """Return how many first tokens are known, and their prompt cache; 0 and None if none are.
 
         The cache is for merging into a batch, which copies it: what is kept is never written to.
         """
-        path = self._usable(tokens)
+        path = self._usable(tokens, root)
         if not path:
             return 0, None
         blocks = [self._kept[key] for key in path]
@@ -90,10 +91,10 @@ class PrefixCache:
         others = iter(states)
         return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
 
-    @property
-    def names(self) -> list[bytes]:
+    def names(self, root: int = ROOT) -> list[bytes]:
         """List the names of what is kept, the oldest first. Safe on any thread."""
-        return [name for name, key in list(self._names.items()) if key in self._kept]
+        named = list(self._names.items())
+        return [name for (of, name), key in named if of == root and key in self._kept]
 
     def store(
         self,
@@ -101,6 +102,7 @@ class PrefixCache:
         layers: Sequence[Any],
         row: int,
         named: Sequence[tuple[int, bytes]] = (),
+        root: int = ROOT,
     ) -> None:
         """Keep the whole blocks of the tokens that row `row` of a batch with these caches has read.
 
@@ -113,17 +115,26 @@ class PrefixCache:
         plain, others = self._split(layers)
         if any(layer.size() < whole for layer in plain):
             return  # this model leaves a layer's cache unused
-        path = self._path(tokens)
+        path = self._path(tokens, root)
         self._use(path)
         for start in range(BLOCK * len(path), whole, BLOCK):
             pages = [_page(layer, row, start) for layer in plain]
-            if not self._put((self._after(path), *tokens[start : start + BLOCK]), pages, path):
+            key = (self._after(path, root), *tokens[start : start + BLOCK])
+            if not self._put(key, pages, path):
                 break
         is_there = bool(path) and len(path) * BLOCK == whole
         if others and is_there and self._state_key(path) not in self._kept:
             self._put(self._state_key(path), [_extract(layer, row) for layer in others], path)
         self._use(path)
-        self._name(path, named)
+        self._name(path, named, root)
+
+    def forget(self, root: int) -> None:
+        """Drop all that is kept of an adapter."""
+        gone = {root}
+        for key, each in sorted(self._kept.items(), key=lambda item: item[1].number):
+            if key[0] in gone:  # it follows another that is gone
+                gone.add(each.number)
+                self._nbytes -= self._kept.pop(key).nbytes
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
@@ -142,34 +153,34 @@ class PrefixCache:
             each for each, is_plain in both if not is_plain
         ]
 
-    def _path(self, tokens: Sequence[int]) -> list[Key]:
+    def _path(self, tokens: Sequence[int], root: int) -> list[Key]:
         """List the kept blocks that the tokens begin with."""
         path: list[Key] = []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            key = (self._after(path), *tokens[start : start + BLOCK])
+            key = (self._after(path, root), *tokens[start : start + BLOCK])
             if key not in self._kept:
                 break
             path.append(key)
         return path
 
-    def _usable(self, tokens: Sequence[int]) -> list[Key]:
+    def _usable(self, tokens: Sequence[int], root: int) -> list[Key]:
         """List those blocks up to the last one after which a prompt can continue."""
-        path = self._path(tokens)
+        path = self._path(tokens, root)
         while path and self.needs_block_ends and self._state_key(path) not in self._kept:
             path.pop()
         return path
 
-    def _name(self, path: Sequence[Key], named: Sequence[tuple[int, bytes]]) -> None:
+    def _name(self, path: Sequence[Key], named: Sequence[tuple[int, bytes]], root: int) -> None:
         """Remember in which block of a path each beginning ends, for as long as that is kept."""
         for end, name in named:
             if 0 < end <= BLOCK * len(path):
-                self._names[name] = path[(end - 1) // BLOCK]
+                self._names[root, name] = path[(end - 1) // BLOCK]
         if len(self._names) > 2 * len(self._kept) + BLOCK:
             self._names = {name: key for name, key in self._names.items() if key in self._kept}
 
-    def _after(self, path: Sequence[Key]) -> int:
+    def _after(self, path: Sequence[Key], root: int = ROOT) -> int:
         """Return the number that identifies what follows a path."""
-        return self._kept[path[-1]].number if path else _ROOT
+        return self._kept[path[-1]].number if path else root
 
     def _state_key(self, path: Sequence[Key]) -> Key:
         """Return the key of the other layers' caches after a path. No block follows them."""

@@ -6,6 +6,8 @@ from typing import Any
 
 from gateway.engine.generation.chat import ChatTokenizer
 from gateway.engine.generation.judging import prepare_questions
+from gateway.engine.generation.sampling import Sampler
+from gateway.engine.generation.sequence import Sequence
 from gateway.engine.grammar.structured import Structured
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import GenerateJob, Sampling, SequenceParams
@@ -71,8 +73,23 @@ def prepare_sequences(
         ),
         earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
         beginning=job.caller.beginning.ends(len(prompt)),
+        adapter=job.adapter,
     )
     return [replace(row, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)]
+
+
+def begin_sequence(
+    number: int, params: SequenceParams, chat: ChatTokenizer, vocab_size: int
+) -> Sequence:
+    """Return the sequence of these parameters, with nothing read yet."""
+    return Sequence(
+        number,
+        params,
+        Sampler(params.sampling, vocab_size, params.prompt),
+        chat.output_processor(params),
+        chat.eos_ids,
+        chat.thinking(params),
+    )
 
 
 def _complete(sampling: Sampling, own: Mapping[str, float]) -> Sampling:

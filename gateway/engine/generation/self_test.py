@@ -84,6 +84,12 @@ class SelfTest:
         self._random = random.Random(0)
         self.verdict = Verdict()
 
+    def verdicts(self) -> Generator[Verdict]:
+        """Run it, and yield after each step what is known."""
+        for _ in self.steps():
+            yield self.verdict
+        yield self.verdict
+
     def steps(self) -> Steps:
         """Test what short prompts show; then, if there is a window, a prompt longer than it."""
         if not can_batch(self._model):

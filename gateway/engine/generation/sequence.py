@@ -145,6 +145,16 @@ class Sequence:
         self._lookup = PromptLookup()
 
     @property
+    def adapter(self) -> int:
+        """Return the number of its adapter, 0 for none."""
+        return self.job.adapter.number if self.job.adapter is not None else 0
+
+    @property
+    def root(self) -> int:
+        """Return where what is kept of its prompt begins: no two adapters have the same KV."""
+        return -self.adapter
+
+    @property
     def scores_prompt(self) -> bool:
         """Return True if the prompt's logprobs are wanted and not taken yet."""
         job = self.job

@@ -122,7 +122,7 @@ class GenerationBatcher:
     @property
     def prefix_names(self) -> abc.Sequence[bytes]:
         """Return a router's names of the prefixes that are kept."""
-        return self._engine.prefix_names
+        return self._engine.prefix_names()
 
     @property
     def is_short_of_memory(self) -> bool:

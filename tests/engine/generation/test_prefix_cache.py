@@ -442,9 +442,9 @@ def test_a_routers_names_live_as_long_as_what_they_name(folder: Path) -> None:
         beginning = Beginning(names, share=0.96)  # 384 tokens: six blocks
         who = replace(caller(), beginning=beginning)
         answers(engine, [replace(bare(BASE), caller=who)])
-        assert list(engine.prefix_names) == names
+        assert list(engine.prefix_names()) == names
         engine.clear_prefixes()
-        assert not engine.prefix_names
+        assert not engine.prefix_names()
     finally:
         engine.close()
 

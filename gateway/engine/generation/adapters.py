@@ -1,0 +1,287 @@
+"""LoRA adapters of one model (Hu et al., 2021, arxiv.org/abs/2106.09685), many in one pass.
+
+A projection that is adapted computes, for each row, x W + (x A) B by the factors of the row's own
+adapter: those of all adapters are stacked, and gathered by row. The base's weights are the same
+arrays for all. All of it runs on the lane.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear
+from mlx.utils import tree_unflatten
+
+from gateway.engine.checkpoint import SLICE_BYTES
+from gateway.engine.decoders import floating_dtype
+from gateway.engine.generation.adapter_files import AdapterFiles, Shape
+
+NONE: Final = 0  # the number of no adapter
+
+_Module: Any = Module  # untyped in mlx's stubs
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the factors of a pass's rows are in a stack: all at `only`, or each at its `index`,
+    (rows,). Rows without an adapter are out of `mask`, (rows, 1, 1) bool, if there are any.
+    """
+
+    only: int | None
+    index: mx.array
+    mask: mx.array | None
+
+
+class _Rows:
+    """The adapters of a pass's rows, by number. Modules that have the same adapters share what is
+    looked up for one.
+    """
+
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        self.numbers = numbers
+        self._found: dict[tuple[int, ...], _Places | None] = {}
+
+    def find(self, held: tuple[int, ...]) -> _Places | None:
+        """Return where the rows' factors are in a stack of these adapters'; None if no row's is."""
+        if held not in self._found:
+            self._found[held] = self._look_up(held)
+        return self._found[held]
+
+    def _look_up(self, held: tuple[int, ...]) -> _Places | None:
+        places = [held.index(each) if each in held else None for each in self.numbers]
+        if all(place is None for place in places):
+            return None
+        index = mx.array([place or 0 for place in places])
+        if None in places:
+            has_one = mx.array([place is not None for place in places])
+            return _Places(None, index, has_one[:, None, None])
+        return _Places(places[0] if len(set(places)) == 1 else None, index, None)
+
+
+class _Pass:
+    """What the modules of a model know of the pass under way: None if no row has an adapter."""
+
+    def __init__(self) -> None:
+        self.rows: _Rows | None = None
+
+
+@dataclass(slots=True)
+class _Stack:
+    """Which adapters' factors a module has, by number, in their order, and their ranks."""
+
+    numbers: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+class AdaptedLinear(_Module):  # type: ignore[misc]
+    """A linear projection, quantised or not, and the factors of adapters: `lora_a`, (adapters, in,
+    rank), and `lora_b`, (adapters, rank, out), with zeros up to the greatest rank.
+    """
+
+    def __init__(self, linear: Any, current: _Pass, dtype: mx.Dtype) -> None:
+        super().__init__()
+        columns, rows = dimensions(linear)
+        self.linear = linear
+        self.lora_a = mx.zeros((0, columns, 0), dtype)
+        self.lora_b = mx.zeros((0, 0, rows), dtype)
+        self._current = current
+        self._stack = _Stack()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self._stack.numbers
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of the factors."""
+        return int(self.lora_a.nbytes + self.lora_b.nbytes)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y: mx.array = self.linear(x)
+        rows = self._current.rows
+        if rows is None or (places := rows.find(self._stack.numbers)) is None:
+            return y
+        if places.only is not None:
+            added = (x @ self.lora_a[places.only]) @ self.lora_b[places.only]
+        else:
+            added = self._add_by_row(x, places)
+        return y + added.astype(y.dtype)
+
+    def _add_by_row(self, x: mx.array, places: _Places) -> mx.array:
+        count = places.index.shape[0]
+        # Some models put rows and tokens in one dimension, the rows outermost.
+        if x.ndim > 2 and x.shape[0] != count:
+            raise ValueError(f"{x.shape} is not a pass of {count} rows, for adapters of their own")
+        by_row = x.reshape(count, -1, x.shape[-1])
+        inner = _multiply(by_row, self.lora_a, places.index)
+        if places.mask is not None:
+            inner = mx.where(places.mask, inner, mx.zeros_like(inner))
+        added = _multiply(inner, self.lora_b, places.index)
+        return added.reshape(*x.shape[:-1], -1)
+
+    def add(self, number: int, lora_a: mx.array, lora_b: mx.array) -> None:
+        """Stack one more adapter's factors, evaluated."""
+        rank = lora_a.shape[1]
+        most = max(rank, *self._stack.ranks, 1)
+        self.lora_a, self.lora_b = (
+            mx.concatenate([_widen(self.lora_a, 2, most), _widen(lora_a[None], 2, most)]),
+            mx.concatenate([_widen(self.lora_b, 1, most), _widen(lora_b[None], 1, most)]),
+        )
+        mx.eval(self.lora_a, self.lora_b)
+        self._stack = _Stack((*self._stack.numbers, number), (*self._stack.ranks, rank))
+
+    def drop(self, number: int) -> None:
+        """Take an adapter's factors out of the stack."""
+        kept = [i for i, each in enumerate(self._stack.numbers) if each != number]
+        ranks = tuple(self._stack.ranks[i] for i in kept)
+        at, most = mx.array(kept, mx.int32), max(ranks, default=0)
+        self.lora_a = mx.contiguous(self.lora_a[at][:, :, :most])
+        self.lora_b = mx.contiguous(self.lora_b[at][:, :most])
+        mx.eval(self.lora_a, self.lora_b)
+        self._stack = _Stack(tuple(self._stack.numbers[i] for i in kept), ranks)
+
+
+class Adapters:
+    """The adapters of a model, each by a number that no other ever has."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._current = _Pass()
+        self._modules: dict[str, AdaptedLinear] = {}
+        self._last = NONE
+        self._nbytes: dict[int, int] = {}
+        self._rows = _Rows(())
+
+    @contextlib.contextmanager
+    def applied(self, numbers: Sequence[int]) -> Iterator[None]:
+        """While entered, passes of the model are of rows with these adapters, NONE for the base."""
+        if any(numbers):
+            if self._rows.numbers != tuple(numbers):
+                self._rows = _Rows(tuple(numbers))
+            self._current.rows = self._rows
+        try:
+            yield
+        finally:
+            self._current.rows = None
+
+    def nbytes(self, number: int) -> int:
+        """Return the bytes by which an adapter has made the model larger."""
+        return self._nbytes[number]
+
+    def add_in_steps(self, files: AdapterFiles) -> Generator[int | None]:
+        """Read an adapter, some modules a step; the last step yields its number.
+
+        Passes may run between two steps. Raises ModelLoadFailed for an adapter that does not fit
+        the model, with nothing left of it; so does closing the generator early.
+        """
+        self._last += 1
+        number = self._last
+        self._nbytes[number] = 0
+        try:
+            linears = self._find_linears(files)
+            dtype, read = floating_dtype(self._model), 0
+            for path, factors in files.factors().items():
+                lora_a, lora_b = _prepare(files, path, factors, dtype)
+                module = self._adapted(path, linears[path], dtype)
+                before = module.nbytes
+                module.add(number, lora_a, lora_b)
+                self._nbytes[number] += module.nbytes - before
+                read += lora_a.nbytes + lora_b.nbytes
+                if read > SLICE_BYTES:
+                    read = 0
+                    yield None
+        except BaseException:
+            self.drop(number)
+            raise
+        yield number
+
+    def drop(self, number: int) -> None:
+        """Take an adapter out. Modules that no adapter is left of are the base's own again."""
+        self._nbytes.pop(number, None)
+        for path, module in list(self._modules.items()):
+            if number in module.numbers:
+                module.drop(number)
+            if not module.numbers:
+                self._put(path, module.linear)
+                del self._modules[path]
+
+    def close(self) -> None:
+        self._model = None
+        self._modules.clear()
+
+    def _adapted(self, path: str, linear: Any, dtype: mx.Dtype) -> AdaptedLinear:
+        """Return the module that adapts a projection, in its place from now on."""
+        if (module := self._modules.get(path)) is None:
+            module = self._modules[path] = AdaptedLinear(linear, self._current, dtype)
+            self._put(path, module)
+        return module
+
+    def _put(self, path: str, module: Any) -> None:
+        self._model.update_modules(tree_unflatten([(path, module)]))
+
+    def _find_linears(self, files: AdapterFiles) -> dict[str, Any]:
+        """Return the projections that an adapter is of, or raise naming the first that differs."""
+        failed = files.folder.failed
+        named: dict[str, Any] = dict(self._model.named_modules())
+        named |= {path: module.linear for path, module in self._modules.items()}
+        for path, (shape_a, shape_b) in files.shapes.items():
+            if (linear := named.get(path)) is None:
+                raise failed(f"its base has no {path}, which it has {path}.lora_a for")
+            if type(linear) not in (Linear, QuantizedLinear):
+                raise failed(f"{path} is no linear projection in its base: {type(linear).__name__}")
+            columns, rows = dimensions(linear)
+            expected: dict[str, tuple[Shape, Shape]] = {
+                "lora_a": (shape_a, (columns, files.rank)),
+                "lora_b": (shape_b, (files.rank, rows)),
+            }
+            for factor, (found, wanted) in expected.items():
+                if found != wanted:
+                    raise failed(f"{path}.{factor} is {found}, not {wanted} as its base's {path}")
+            if files.rank > min(columns, rows):
+                raise failed(
+                    f"its rank is {files.rank}, and {path} is {columns} by {rows}: a product of "
+                    "that rank is no smaller than the projection"
+                )
+        return {path: named[path] for path in files.shapes}
+
+
+def dimensions(linear: Any) -> tuple[int, int]:
+    """Return the numbers that a linear projection takes and gives."""
+    rows, columns = linear.weight.shape
+    if isinstance(linear, QuantizedLinear):
+        columns = columns * 32 // linear.bits
+    return columns, rows
+
+
+def _prepare(
+    files: AdapterFiles, path: str, factors: tuple[mx.array, mx.array], dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    """Read a module's factors as the model's type, the scale in the second."""
+    with files.folder.blame():
+        lora_a = factors[0].astype(dtype)
+        lora_b = (factors[1].astype(mx.float32) * files.scale).astype(dtype)
+        mx.eval(lora_a, lora_b)
+    for name, factor in (("lora_a", lora_a), ("lora_b", lora_b)):
+        if not mx.isfinite(factor).all().item():
+            raise files.folder.failed(f"{path}.{name} has values that are not numbers as {dtype}")
+    return lora_a, lora_b
+
+
+def _widen(factors: mx.array, axis: int, rank: int) -> mx.array:
+    """Return stacked factors with zeros up to this rank."""
+    padding = [(0, 0)] * 3
+    padding[axis] = (0, rank - factors.shape[axis])
+    return mx.pad(factors, padding)
+
+
+def _multiply(x: mx.array, factors: mx.array, index: mx.array) -> mx.array:
+    """Multiply each row of x, (rows, tokens, n), with the factors at its index."""
+    # MLX's gather_mm knows only float32 on a CPU ("GatherMM::eval").
+    if x.dtype == mx.float32 or mx.default_device() != mx.Device(mx.cpu):
+        product: mx.array = mx.gather_mm(x, factors, rhs_indices=index)
+        return product
+    return x @ factors[index]
