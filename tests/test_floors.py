@@ -13,7 +13,7 @@ GATEWAY = Path(__file__).parents[1] / "gateway"
 GROUND = {"jobs", "errors", "ids", "metrics", "logs", "clock"}
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"bench", "doctor", "app", "engine", "registry", "settings", *GROUND},
+    "cli": {"bench", "doctor", "app", "serving", "engine", "registry", "settings", *GROUND},
     "bench": {"app", "api", "serving", "wire", "engine", "registry", "settings", *GROUND},
     "doctor": {"bench", "app", "api", "serving", "engine", "registry", "settings", *GROUND},
     "app": {"api", "serving", "wire", "engine", "registry", "settings", *GROUND},
@@ -46,10 +46,13 @@ OUTSIDE: dict[str, set[str]] = {
 }
 INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
-        "generation": {"grammar", "gguf", "decoders", "checkpoint", "device"},
+        "generation": {"grammar", "gguf", "decoders", "sharding", "checkpoint", "device"},
         "embedding": {"decoders", "exponential", "checkpoint", "device"},
         "grammar": {"sandboxed"},
-        "decoders": {"gguf", "decoder_kernels", "fused_projections", "checkpoint", "device"},
+        "decoders": {
+            *("gguf", "decoder_kernels", "fused_projections", "sharding", "checkpoint", "device"),
+        },
+        "sharding": {"checkpoint"},
         "gguf": {"decoder_kernels", "checkpoint", "device"},
         "decoder_kernels": {"exponential"},
         "checkpoint": {"device"},
@@ -59,6 +62,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "generation": {"admission", "budget", "lane", "pace", "ports", "tokenize", "workers"},
         "embedding": {"admission", "lane", "pace", "ports", "tokenize", "workers"},
         "models": {"admission", "budget"},
+        "ranks": {"ports"},
         "watch": {"lane"},
     },
     "api": {

@@ -19,6 +19,7 @@ from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Size
+from gateway.app.ranks import Ranks, Setup, describe
 from gateway.engine import device, sandboxed
 from gateway.engine.device import (
     Device,
@@ -32,6 +33,7 @@ from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk
 from gateway.errors import ModelUnavailable
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
+from gateway.serving.ranks.leading import lead_in_steps
 from gateway.serving.sandbox import Sandbox
 from gateway.settings import Settings
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from gateway.engine.checkpoint import Checkpoint, Listing
     from gateway.engine.generation.loading import ChatSetup, DraftSetup
     from gateway.engine.gguf.checkpoint import GgufCheckpoint
+    from gateway.engine.sharding import Share
 
 log = logs.get("engines")
 
@@ -64,8 +67,10 @@ class MlxEngines:
         prefix_cache_bytes: int = 0,
         speculate_rows: int = 0,
         budget_bytes: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._budget_bytes = budget_bytes
+        self._ranks = ranks
         self._grammars = _sandbox("grammar", compile_timeout_s)
         self._templates = _sandbox("template", RENDER_S, quick_s=RENDER_S / 10)
         self._sandboxes = contextlib.ExitStack()
@@ -165,13 +170,16 @@ class MlxEngines:
 
         checkpoint, dtype = open_checkpoint(spec.id, files), _dtype(spec)
         is_packed = self._must_stay_packed(checkpoint, spec)
-        return self_test_digest(
+        digest = self_test_digest(
             checkpoint,
             self._device,
             dtype,
             is_packed=is_packed,
             is_fused=spec.fuse_projections,
         )
+        if (share := self._share(spec)) is None:
+            return digest
+        return f"{digest}-{share.parallel}-{share.group.size()}"
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Return how much of a download is done, of the model or its draft; None if none is under
@@ -215,9 +223,8 @@ class MlxEngines:
         its weights stay quantised.
         """
         from gateway.engine.checkpoint import kv_bytes, weights_bytes
-        from gateway.engine.gguf.checkpoint import open_checkpoint
 
-        checkpoint, dtype = open_checkpoint(spec.id, files), _dtype(spec)
+        checkpoint, dtype = self._listing(spec, files), _dtype(spec)
         is_packed = self._must_stay_packed(checkpoint, spec, beside)
         size = Size(
             weights_bytes(checkpoint, self._device, dtype, is_packed=is_packed),
@@ -225,6 +232,19 @@ class MlxEngines:
             kv_bytes(checkpoint, self._device, dtype, 1),
         )
         return size, is_packed
+
+    def _share(self, spec: ChatSpec) -> "Share | None":
+        """Return this process's share of a model; None if it has all of it."""
+        return None if self._ranks is None else self._ranks.share(spec)
+
+    def _listing(self, spec: ChatSpec, files: Path) -> "Listing":
+        """Return what a chat model's files say of this process's share of it."""
+        from gateway.engine.gguf.checkpoint import open_checkpoint
+        from gateway.engine.sharding import SharedListing
+
+        whole = open_checkpoint(spec.id, files)
+        share = self._share(spec)
+        return whole if share is None else SharedListing(whole, share)
 
     def _draft_of(self, spec: ModelSpec) -> ChatSpec | None:
         """Return the model that drafts for a chat model, if it has one and tokens are drafted."""
@@ -306,10 +326,26 @@ class MlxEngines:
         self, spec: ChatSpec, files: Path
     ) -> Generator[GenerationEngine | None, None, None]:
         """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
+        own_bytes, own_rows = spec.batching.prefix_cache_bytes, spec.batching.speculate_rows
+        prefix_cache_bytes = self._prefix_cache_bytes if own_bytes is None else own_bytes
+        rows = self._speculate_rows if own_rows is None else own_rows
+        steps = await self.follow(spec, files, prefix_cache_bytes=prefix_cache_bytes, rows=rows)
+        if spec.parallel is None:
+            return steps
+        if self._ranks is None or self._ranks.leader is None:
+            log.warning("parallel_alone", model=spec.id, hint="start all ranks by mlx.launch")
+            return steps
+        digest = await self.digest(spec, files)
+        setup = Setup(describe(spec), digest, prefix_cache_bytes, rows)
+        return lead_in_steps(self._ranks.leader, spec.id, setup.arguments, steps)
+
+    async def follow(
+        self, spec: ChatSpec, files: Path, *, prefix_cache_bytes: int, rows: int
+    ) -> Generator[GenerationEngine | None, None, None]:
+        """Load as `generation` does, with these settings, and tell no other rank of it."""
         from gateway.engine.generation.loading import load_generation_in_steps, read_chat_setup
         from gateway.engine.grammar.shaping import Shape
 
-        own_bytes, own_rows = spec.batching.prefix_cache_bytes, spec.batching.speculate_rows
         read = partial(
             read_chat_setup,
             files,
@@ -336,9 +372,10 @@ class MlxEngines:
             dtype=_dtype(spec),
             is_packed=is_packed,
             is_fused=spec.fuse_projections,
-            prefix_cache_bytes=self._prefix_cache_bytes if own_bytes is None else own_bytes,
-            speculate_rows=self._speculate_rows if own_rows is None else own_rows,
+            prefix_cache_bytes=prefix_cache_bytes,
+            speculate_rows=rows,
             draft=draft,
+            share=self._share(spec),
         )
 
     def _read_draft(self, spec: ChatSpec, files: Path, setup: "ChatSetup") -> "DraftSetup | None":
@@ -380,8 +417,8 @@ def log_costs(
         )
 
 
-def mlx_engines(settings: Settings) -> MlxEngines:
-    """Return the engines for these settings."""
+def mlx_engines(settings: Settings, ranks: Ranks | None = None) -> MlxEngines:
+    """Return the engines for these settings, of one rank if there are several."""
     return MlxEngines(
         settings.device,
         settings.mlx_cache_limit_bytes,
@@ -392,6 +429,7 @@ def mlx_engines(settings: Settings) -> MlxEngines:
         prefix_cache_bytes=settings.prefix_cache_bytes,
         speculate_rows=settings.speculate_rows,
         budget_bytes=budget_bytes(settings, memory_bytes(device.choose_device(settings.device))),
+        ranks=ranks,
     )
 
 

@@ -121,7 +121,13 @@ GRACE_S = 1.0  # for ended requests to send their error
 class Gateway:
     """One catalog's models behind one lane. `asgi` is what a server serves."""
 
-    def __init__(self, settings: Settings, catalog: Catalog, engines: Engines) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        catalog: Catalog,
+        engines: Engines,
+        lost: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self._settings = settings
         self._catalog = catalog
         self._engines = engines
@@ -139,8 +145,9 @@ class Gateway:
         self._watch = Watch(
             self._lane,
             StallLimits(settings.stall_limit_s, settings.load_stall_limit_s),
-            on_stall=lambda: self._end_all("The engine is stuck, and is being started again."),
+            on_stall=lambda: self._end_all("The engine has stopped, and is being started again."),
             exit_process=os._exit if settings.exit_on_stall else None,
+            lost=lost,
         )
         self._arrivals = Arrivals()
         self._pool = ThreadPools()

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -22,6 +23,7 @@ from gateway.settings import Settings, SettingsInvalid, load_settings, strays, v
 
 if TYPE_CHECKING:
     from gateway.registry import ModelSpec
+    from gateway.serving.ranks.links import Leader
 
 log = logs.get("serve")
 
@@ -49,12 +51,24 @@ def serve(
     # From here on mlx is needed. What takes a second to import, mlx-lm, comes with the models.
     from gateway.app.engines import mlx_engines
     from gateway.app.gateway import Gateway
+    from gateway.app.ranks import Ranks, follow_rank_0, leading
     from gateway.engine import device
+    from gateway.engine.sharding import join_group
+    from gateway.serving.ranks.links import STATUS_OF_A_LOSS
 
     if device.BLAS.hint is not None:
         log.warning("slow_blas", hint=device.BLAS.hint)
-    engines = mlx_engines(settings)
-    asyncio.run(run(Gateway(settings, reading.catalog, engines), settings))
+    if (group := join_group()) is None:
+        asyncio.run(run(Gateway(settings, reading.catalog, mlx_engines(settings)), settings))
+    elif group.rank():
+        follow_rank_0(settings, group, mlx_engines(settings, Ranks(group)))
+    else:
+        with leading(group) as ranks:
+            engines = mlx_engines(settings, ranks)
+            served = Gateway(settings, reading.catalog, engines, ranks.lost)
+            asyncio.run(run(served, settings, ranks.leader))
+        if ranks.lost() is not None:
+            raise typer.Exit(STATUS_OF_A_LOSS)
 
 
 class Served(Protocol):
@@ -73,8 +87,8 @@ class Served(Protocol):
         """Refuse new requests and wait for those under way."""
 
 
-async def run(gateway: Served, settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
+async def run(gateway: Served, settings: Settings, leader: "Leader | None" = None) -> None:
+    """Serve until SIGTERM or SIGINT, here or at another rank, then drain."""
     from hypercorn.asyncio import serve as hypercorn_serve
     from hypercorn.config import Config
     from hypercorn.utils import LifespanTimeoutError
@@ -82,10 +96,12 @@ async def run(gateway: Served, settings: Settings) -> None:
     from gateway.cli import _connections
 
     _connections.install(settings.send_timeout_s)
-    stop = asyncio.Event()
+    stop, signals = asyncio.Event(), list[None]()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, stop)
+        loop.add_signal_handler(number, _stop, stop, signals)
+    if leader is not None:
+        leader.on_stop = partial(loop.call_soon_threadsafe, stop.set)
 
     hangup = asyncio.Event()
     loop.add_signal_handler(signal.SIGHUP, hangup.set)
@@ -148,10 +164,13 @@ async def _reload_at(hangup: asyncio.Event, gateway: Served) -> None:
             log.exception("reload_failed")
 
 
-def _stop(stop: asyncio.Event) -> None:
-    """Start the drain at the first signal; exit at once at the second."""
-    if stop.is_set():
+def _stop(stop: asyncio.Event, signals: list[None]) -> None:
+    """Start the drain at the first signal; exit at once at the second. Another rank may have asked
+    for the drain before, as when Ctrl-C goes to all.
+    """
+    if signals:
         os._exit(1)
+    signals.append(None)
     stop.set()
 
 

@@ -8,6 +8,7 @@ embedding          texts → vectors, one pass for many
 grammar            JSON Schemas and other forms → the mask of each step
 sandboxed          what a process of its own runs: templates, first tries of grammars
 decoders           mlx-lm's model of a folder or a GGUF file
+sharding           one model over several processes: this one's part of it
 decoder_kernels    what replaces mlx-lm's SwiGLU and attention on a CPU
 gguf               a chat model in one file, as llama.cpp keeps them
 fused_projections  q, k and v as one product, and gate and up

@@ -14,6 +14,7 @@ from gateway.engine.device import Device, pick_dtype
 from gateway.engine.fused_projections import fuse_projections
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.decoder import read_gguf_decoder
+from gateway.engine.sharding import Share, shard
 
 
 def open_decoder(
@@ -49,17 +50,23 @@ def read_decoder(
     dtype: str | None,
     is_packed: bool,
     is_fused: bool = False,
+    share: Share | None = None,
 ) -> Generator[None, None, Any]:
-    """Read mlx-lm's model of a folder or a GGUF file, in steps. On the lane.
+    """Read mlx-lm's model of a folder or a GGUF file, in steps; of a shared one, this rank's part.
+    On the lane.
 
     If it `is_fused`, projections of one input become one product. Raises ModelLoadFailed.
     """
     if isinstance(checkpoint, GgufCheckpoint):
+        if share is not None:
+            raise checkpoint.failed("a GGUF file's model cannot be divided by `parallel:`")
         model = yield from read_gguf_decoder(
             checkpoint, device=device, dtype=dtype, is_packed=is_packed
         )
     else:
         model, _ = open_decoder(checkpoint, device=device, dtype=dtype, is_packed=is_packed)
+        if share is not None:
+            shard(checkpoint, model, share)
         yield from read_in_slices(checkpoint, parameters(model))
     if is_fused:
         yield from fuse_projections(model)

@@ -302,6 +302,8 @@ class _Reader:
                 problem = f"no model has the id {spec.draft!r}{hint}"
             case ChatSpec(id=spec.id):
                 problem = "a model cannot be its own draft"
+            case ChatSpec() if spec.parallel or draft.parallel:
+                problem = "a model with `parallel` neither has a draft nor is one"
             case ChatSpec(draft=None):
                 return spec.with_draft(draft)
             case ChatSpec():

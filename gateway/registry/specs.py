@@ -366,6 +366,11 @@ class ChatSpec(_Spec):
         description="Compute q, k and v as one product, and gate and up, which a GPU may be "
         "faster with: `mlx-gateway doctor --engine` measures it.",
     )
+    parallel: Literal["tensor", "pipeline"] | None = Field(
+        default=None,
+        description="Under mlx.launch: the model is divided among all Macs, each layer or by "
+        "layers. One Mac alone serves it whole.",
+    )
     structured: Structured = Field(
         default_factory=Structured, description="How answers are held to a grammar."
     )
@@ -399,6 +404,15 @@ class ChatSpec(_Spec):
         if any(alias.prompt_name is not None for alias in aliases):
             raise ValueError("a chat model's alias has no 'prompt_name'")
         return aliases
+
+    @model_validator(mode="after")
+    def _divided_as_it_is(self) -> "ChatSpec":
+        if self.parallel and self.fuse_projections:
+            message = "a model with 'parallel' has no 'fuse_projections'"
+            raise PydanticCustomError(
+                "divided", "{message}", {"key": "parallel", "message": message}
+            )
+        return self
 
 
 ModelSpec = EmbeddingSpec | RerankSpec | ChatSpec

@@ -11,6 +11,7 @@ workers          background tasks that are restarted after an error
 pace             how many tokens a pass may have to keep to a time limit
 response_store   responses kept for `previous_response_id`
 ports            the Protocols of engines
+ranks            one model over several processes, whose engines make the same calls
 
 Three rooms, which do not import one another, build on these:
 

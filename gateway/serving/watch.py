@@ -67,9 +67,10 @@ class BeatAge:
 class Watch:
     """A context manager: it checks the lane from enter to exit.
 
-    When the lane stalls or dies, every thread's stack is written to stderr. Then, if there is an
-    `exit_process`, `on_stall` is called on the loop and, GRACE_S later, `exit_process` on the
-    watch's thread, with the exit status: a stuck call cannot be ended in any other way.
+    When the lane stalls or dies, or `lost` names what it cannot work without, every thread's stack
+    is written to stderr. Then, if there is an `exit_process`, `on_stall` is called on the loop and,
+    GRACE_S later, `exit_process` on the watch's thread, with the exit status: a stuck call cannot
+    be ended in any other way.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class Watch:
         *,
         on_stall: Callable[[], None],
         exit_process: Callable[[int], object] | None,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._lane = lane
         self._limits = limits
         self._on_stall = on_stall
         self._exit_process = exit_process
+        self._lost = lost
         shortest_s = min(limits.call_s, limits.load_s)
         self._between_s = min(MOST_BETWEEN_CHECKS_S, shortest_s / CHECKS_PER_LIMIT)
         self._beat_age = BeatAge()
@@ -94,7 +97,11 @@ class Watch:
     @property
     def status(self) -> Status:
         """Return the lane's status: `dead` is noticed at once, `stalled` after a limit."""
-        return "dead" if self._lane.has_died else self._status
+        return "dead" if self._is_dead else self._status
+
+    @property
+    def _is_dead(self) -> bool:
+        return self._lane.has_died or self._lost() is not None
 
     @property
     def beat_age_s(self) -> float:
@@ -112,7 +119,7 @@ class Watch:
     def _check(self, seconds: float) -> None:
         beat, before = self._lane.beat, self._status
         age_s = self._beat_age.update(seconds, beat)
-        if self._lane.has_died:
+        if self._is_dead:
             self._status = "dead"
         else:
             self._status = "stalled" if self._limits.is_over(beat, age_s) else "ok"
@@ -123,7 +130,8 @@ class Watch:
             return
         with contextlib.suppress(Exception):  # a stderr that cannot be written to
             kind = None if beat is None else beat.kind
-            log.critical(f"lane_{self._status}", kind=kind, seconds=round(age_s, 1))
+            why = {} if (lost := self._lost()) is None else {"lost": lost}
+            log.critical(f"lane_{self._status}", kind=kind, seconds=round(age_s, 1), **why)
             faulthandler.dump_traceback()
         if self._exit_process is not None:
             self._exit(self._exit_process)

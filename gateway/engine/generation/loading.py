@@ -27,6 +27,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import Structured
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.grammar.trial import Sandbox
+from gateway.engine.sharding import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ def load_generation_in_steps(
     prefix_cache_bytes: int = 0,
     speculate_rows: int = 0,
     draft: DraftSetup | None = None,
+    share: Share | None = None,
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
@@ -164,11 +166,19 @@ def load_generation_in_steps(
     `prefix_cache_bytes` bounds the KV kept of prompts, for others that begin alike; 0 keeps none.
     In batches of up to `speculate_rows`, tokens may be read ahead of their choice, also by the
     model of `draft`, whose prompts' KV has its part of `prefix_cache_bytes`.
+    With a `share` it is this rank's part of the model, whose calls every rank must make.
     Raises ModelLoadFailed saying what is wrong.
     """
     model = yield from read_decoder(
-        setup.checkpoint, device=device, dtype=dtype, is_packed=is_packed, is_fused=is_fused
+        setup.checkpoint,
+        device=device,
+        dtype=dtype,
+        is_packed=is_packed,
+        is_fused=is_fused,
+        share=share,
     )
+    if share is not None and share.parallel == "pipeline":
+        prefix_cache_bytes = 0  # ranks have other layers, so they would keep other prompts
     draft_model = None
     if draft is not None:
         other = yield from read_decoder(
@@ -185,14 +195,14 @@ def load_generation_in_steps(
                     f"before a draft; it cannot have or be `draft: {draft.checkpoint.name}`"
                 )
         tokens = measure_kv(other).token, measure_kv(model).token
-        share = prefix_cache_bytes * tokens[0] // max(1, sum(tokens))
+        draft_bytes = prefix_cache_bytes * tokens[0] // max(1, sum(tokens))
         draft_model = DraftModel(
             other,
             vocab_size=min(draft.vocab_size, setup.vocab_size),
             max_context=draft.max_context,
-            prefix_cache_bytes=share,
+            prefix_cache_bytes=draft_bytes,
         )
-        prefix_cache_bytes -= share
+        prefix_cache_bytes -= draft_bytes
     yield GenerationEngine(
         setup.checkpoint.name,
         model,

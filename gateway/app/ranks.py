@@ -1,0 +1,151 @@
+"""This process as one rank of a group that mlx.launch started: rank 0 leads, the others follow."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from gateway import logs
+from gateway.engine.sharding import Group, Share, first_host, share_bytes
+from gateway.errors import ModelLoadFailed
+from gateway.registry import ChatSpec, load_catalog
+from gateway.registry.catalog import ADOPTABLE
+from gateway.serving.ports import GenerationEngine
+from gateway.serving.ranks.following import follow
+from gateway.serving.ranks.links import Follower, Invitation, Leader, accept, inviting
+from gateway.settings import Settings, SettingsInvalid, variables
+
+log = logs.get("ranks")
+
+
+class Engines(Protocol):
+    """What loads the models of a rank: MlxEngines."""
+
+    def begin(self) -> None:
+        """Prepare this thread."""
+
+    def end(self) -> None:
+        """Clean up this thread."""
+
+    def tidy(self) -> None:
+        """Return freed memory to the system."""
+
+    async def files(self, spec: ChatSpec) -> Path:
+        """Find or download a model's files."""
+
+    async def digest(self, spec: ChatSpec, files: Path) -> str:
+        """Return a digest of the files, and of what they are loaded with."""
+
+    async def follow(
+        self, spec: ChatSpec, files: Path, *, prefix_cache_bytes: int, rows: int
+    ) -> Generator[GenerationEngine | None, None, None]:
+        """Return the steps that load this rank's share of a model; the last yields its engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What rank 0 tells the others of a model that they are to load."""
+
+    spec: str
+    files: str
+    prefix_cache_bytes: int
+    speculate_rows: int
+
+    @property
+    def arguments(self) -> Sequence[str | int]:
+        return self.spec, self.files, self.prefix_cache_bytes, self.speculate_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The group, and rank 0's connections to the others; None on a rank that follows."""
+
+    group: Group
+    leader: Leader | None = None
+
+    def share(self, spec: ChatSpec) -> Share | None:
+        """Return this rank's share of a model; None if it is not divided."""
+        return Share(spec.parallel, self.group) if spec.parallel else None
+
+    def lost(self) -> str | None:
+        """Return which rank is gone, in words."""
+        return None if self.leader is None else self.leader.lost
+
+
+@contextlib.contextmanager
+def leading(group: Group) -> Iterator[Ranks]:
+    """Invite the other ranks, on rank 0, and end them at exit. Raises SettingsInvalid."""
+    if not (host := first_host()):
+        problem = "this backend of mlx.launch does not say where rank 0 is: use ring, jaccl or nccl"
+        share_bytes(group, b"")
+        raise SettingsInvalid([problem])
+    with inviting(host) as (invitation, listener):
+        share_bytes(group, invitation.encode())
+        try:
+            leader = accept(listener, invitation, range(1, group.size()))
+        except TimeoutError as error:
+            raise SettingsInvalid([str(error)]) from None
+    log.info("group_formed", ranks=group.size(), host=host)
+    try:
+        yield Ranks(group, leader)
+    finally:
+        leader.close()
+
+
+def follow_rank_0(settings: Settings, group: Group, engines: Engines) -> None:
+    """Make rank 0's calls until it ends the group."""
+    if not (invitation := share_bytes(group, b"")):
+        raise SettingsInvalid(["rank 0 did not begin: see its log"])
+    link = Follower.connect(Invitation.decode(invitation), group.rank())
+    log.info("following", rank=group.rank(), ranks=group.size())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop(link))
+
+    def load(model: str, arguments: Sequence[Any]) -> GenerationEngine:
+        return asyncio.run(_load(settings, engines, model, Setup(*arguments)))
+
+    engines.begin()
+    try:
+        follow(link, load, engines.tidy)
+    finally:
+        engines.end()
+    log.info("group_ended", rank=group.rank())
+
+
+def describe(spec: ChatSpec) -> str:
+    """Return a digest of what a spec says to an engine: the same on every rank."""
+    said = spec.model_dump(exclude={"source", *ADOPTABLE[""]})  # ranks may have it elsewhere
+    return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()
+
+
+async def _load(settings: Settings, engines: Engines, model: str, setup: Setup) -> GenerationEngine:
+    """Load this rank's share of a model, if what is here is what rank 0 has."""
+    spec = load_catalog(settings.models, variables()).by_id(model)  # it may have changed
+    if not isinstance(spec, ChatSpec) or describe(spec) != setup.spec:
+        raise ModelLoadFailed(model, "its models.yaml is not that of rank 0")
+    files: Path = await engines.files(spec)
+    if await engines.digest(spec, files) != setup.files:
+        reason = "its device, versions, memory or files of the model are not those of rank 0"
+        raise ModelLoadFailed(model, reason)
+    steps = await engines.follow(
+        spec, files, prefix_cache_bytes=setup.prefix_cache_bytes, rows=setup.speculate_rows
+    )
+    return next(engine for engine in steps if engine is not None)
+
+
+def _stop(link: Follower) -> Any:
+    """Return a handler: the first signal asks rank 0 to end the group, the second ends this."""
+    signals: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        if signals:
+            os._exit(1)
+        signals.append(number)
+        link.ask_to_stop()
+
+    return handle

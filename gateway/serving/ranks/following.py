@@ -1,0 +1,132 @@
+"""What a rank above 0 does: make each call that rank 0 tells of, until rank 0 ends the group."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+from gateway import logs
+from gateway.errors import GatewayError
+from gateway.jobs import Compiled, Grammar, SequenceDelta, SequenceParams, Verdict
+from gateway.serving.ports import GenerationEngine
+from gateway.serving.ranks.calls import Call, decode, digest
+
+log = logs.get("ranks")
+
+IDLE_S: Final = 10.0  # without a call, after which freed memory is given back
+GRAMMARS: Final = 64  # compiled ones that are kept
+_PLAIN: Final = frozenset(
+    {"leave", "park", "preempt", "resume", "clear_prefixes", "apply_verdict", "drop_adapter"}
+)
+
+
+class Link(Protocol):
+    """The connection to rank 0."""
+
+    def next_frame(self, wait_s: float) -> bytes | None:
+        """Return the next frame; None if none came. An empty one ends the group."""
+
+    def reply(self, outcome: str) -> None:
+        """Tell rank 0 what came of the frame that came last."""
+
+
+Load = Callable[[str, Sequence[Any]], GenerationEngine]
+
+
+def follow(link: Link, load: Load, tidy: Callable[[], None]) -> None:
+    """Make the calls that come, until rank 0 ends the group. On the thread that runs MLX."""
+    models: dict[str, FollowingEngine] = {}
+    while True:
+        frame = link.next_frame(IDLE_S)
+        if frame is None:
+            tidy()
+            continue
+        if not frame:
+            return
+        call = decode(frame)
+        match call.method:
+            case "load":
+                link.reply(_load(call, load, models))
+            case "drop":
+                if (dropped := models.pop(call.model, None)) is not None:
+                    dropped.close()
+            case _:
+                link.reply(models[call.model].make(call))
+
+
+def _load(call: Call, load: Load, models: "dict[str, FollowingEngine]") -> str:
+    """Load a model; return why it cannot be."""
+    try:
+        models[call.model] = FollowingEngine(load(call.model, call.arguments))
+    except GatewayError as error:
+        log.error("model_load_failed", model=call.model, error=error.message)
+        return error.message
+    except Exception as error:
+        log.exception("model_load_failed", model=call.model)
+        return f"{type(error).__name__}: {error}"
+    log.info("model_loaded", model=call.model)
+    return ""
+
+
+class FollowingEngine:
+    """The engine of one model, which makes the calls of rank 0's. What they return is dropped."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+        self._test: Generator[Verdict] | None = None
+        self._grammars: OrderedDict[Grammar, Compiled] = OrderedDict()
+
+    def make(self, call: Call) -> str:
+        """Make a call; return what came of it, which should be the same on every rank."""
+        try:
+            return self._make(call) or ""
+        except Exception as error:
+            log.warning("call_failed", model=call.model, call=call.method, exc_info=True)
+            return type(error).__name__
+
+    def _make(self, call: Call) -> str | None:
+        engine = self._engine
+        match call.method, call.arguments:
+            case "prefill", [int(token_budget)]:
+                return self._digest(call, engine.prefill(token_budget))
+            case "decode", []:
+                return self._digest(call, engine.decode())
+            case "join", [SequenceParams() as params]:
+                engine.join(self._with_grammar(params))
+            case "cap_tokens", [int(row), int(max_tokens)]:
+                engine.cap_tokens(row, max_tokens)
+            case "test", [bool(is_first)]:
+                if is_first or self._test is None:
+                    self._end_test()
+                    self._test = engine.self_test()
+                next(self._test, None)
+            case method, arguments if method in _PLAIN:
+                getattr(engine, method)(*arguments)
+            case method, _:
+                raise ValueError(f"no rank makes the call {method!r}")
+        return None
+
+    def close(self) -> None:
+        self._end_test()
+        self._engine.close()
+
+    def _digest(self, call: Call, deltas: Sequence[SequenceDelta]) -> str:
+        faults = self._engine.take_faults()
+        for fault in faults:
+            log.error("pass_failed", model=call.model, error=fault)
+        return digest(self._engine.rows, self._engine.last_pass, deltas, len(faults))
+
+    def _with_grammar(self, params: SequenceParams) -> SequenceParams:
+        """Return the sequence with its grammar compiled here."""
+        if (grammar := params.grammar) is None:
+            return params
+        if (compiled := self._grammars.get(grammar)) is None:
+            compiled = self._grammars[grammar] = self._engine.compile(grammar)
+            if len(self._grammars) > GRAMMARS:
+                self._grammars.popitem(last=False)
+        return replace(params, compiled=compiled)
+
+    def _end_test(self) -> None:
+        if self._test is not None:
+            self._test.close()
+            self._test = None

@@ -1,0 +1,222 @@
+"""An engine on rank 0, whose calls the other ranks make too, each told just before it is made here.
+
+An engine decides by its calls alone: no clock, no measured memory. So the same calls in the same
+order leave the same batches everywhere, and every pass finds all ranks in it. What is random is
+drawn here and told.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeVar
+
+from gateway.errors import ModelLoadFailed, Unavailable
+from gateway.jobs import (
+    Compiled,
+    GenerateJob,
+    Grammar,
+    KvCost,
+    Pass,
+    SequenceDelta,
+    SequenceParams,
+    Verdict,
+)
+from gateway.serving.ports import GenerationEngine
+from gateway.serving.ranks.calls import Call, digest, encode
+from gateway.serving.ranks.links import Leader
+
+T = TypeVar("T")
+WAIT_S: Final = 0.02  # of a step of loading, for the other ranks; others may have the lane between
+
+
+def lead_in_steps(
+    leader: Leader,
+    model: str,
+    setup: Sequence[str | int],
+    steps: Generator[GenerationEngine | None],
+) -> Generator[GenerationEngine | None]:
+    """Load a model on every rank, in steps; the last yields rank 0's engine. On the lane.
+
+    `setup` is what the other ranks need to load the same. Raises ModelLoadFailed, naming the rank.
+    """
+    call = Call(model, "load", setup)
+    number = leader.tell(encode(call))
+    engine: GenerationEngine | None = None
+    is_led = False
+    try:
+        for engine in steps:
+            if engine is None:
+                yield None
+            else:
+                break
+        while (replies := leader.replies(number, WAIT_S)) is None:
+            yield None
+        for rank, problem in replies.items():
+            if problem:
+                raise ModelLoadFailed(model, f"rank {rank}: {problem}")
+        assert engine is not None
+        is_led = True
+        yield LeadingEngine(leader, model, engine)
+    finally:
+        steps.close()
+        if not is_led:
+            if engine is not None:
+                engine.close()
+            with contextlib.suppress(Unavailable):
+                leader.tell(encode(Call(model, "drop")))
+
+
+class LeadingEngine:
+    """Rank 0's engine of a model that several ranks share."""
+
+    def __init__(self, leader: Leader, model: str, engine: GenerationEngine) -> None:
+        self._leader = leader
+        self._model = model
+        self._engine = engine
+        self._faults: list[str] = []
+
+    def join(self, params: SequenceParams) -> int:
+        if params.sampling.seed is None:
+            sampling = replace(params.sampling, seed=secrets.randbits(64))
+            params = replace(params, sampling=sampling)
+        told = replace(params, compiled=None)  # each rank compiles the grammar
+        return self._make("join", lambda: self._engine.join(params), told)
+
+    def leave(self, row: int) -> None:
+        self._make("leave", lambda: self._engine.leave(row), row)
+
+    def park(self, row: int) -> None:
+        self._make("park", lambda: self._engine.park(row), row)
+
+    def preempt(self, row: int) -> None:
+        self._make("preempt", lambda: self._engine.preempt(row), row)
+
+    def resume(self, row: int) -> None:
+        self._make("resume", lambda: self._engine.resume(row), row)
+
+    def cap_tokens(self, row: int, max_tokens: int) -> list[SequenceDelta]:
+        capped = partial(self._engine.cap_tokens, row, max_tokens)
+        return self._make("cap_tokens", capped, row, max_tokens)
+
+    def clear_prefixes(self) -> None:
+        self._make("clear_prefixes", self._engine.clear_prefixes)
+
+    def drop_adapter(self, number: int) -> None:
+        self._make("drop_adapter", lambda: self._engine.drop_adapter(number), number)
+
+    def apply_verdict(self, verdict: Verdict) -> None:
+        self._make("apply_verdict", lambda: self._engine.apply_verdict(verdict), verdict)
+
+    def prefill(self, token_budget: int) -> list[SequenceDelta]:
+        return self._step("prefill", lambda: self._engine.prefill(token_budget), token_budget)
+
+    def decode(self) -> list[SequenceDelta]:
+        return self._step("decode", self._engine.decode)
+
+    def self_test(self) -> Generator[Verdict]:
+        is_first = True
+        with contextlib.closing(self._engine.self_test()) as steps:
+            while (verdict := self._make("test", lambda: next(steps, None), is_first)) is not None:
+                is_first = False
+                yield verdict
+
+    def close(self) -> None:
+        try:
+            with contextlib.suppress(Unavailable):
+                self._tell("drop")
+        finally:
+            self._engine.close()
+
+    def take_faults(self) -> Sequence[str]:
+        faults, self._faults = self._faults, []
+        return faults
+
+    def _tell(self, method: str, *arguments: object) -> int:
+        return self._leader.tell(encode(Call(self._model, method, arguments)))
+
+    def _make(self, method: str, act: Callable[[], T], *arguments: object) -> T:
+        """Make a call on every rank. Raises Unavailable unless it comes to the same on all."""
+        number = self._tell(method, *arguments)
+        try:
+            result = act()
+        except Exception as error:
+            self._leader.agree(number, type(error).__name__)
+            raise
+        self._leader.agree(number, "")
+        return result
+
+    def _step(
+        self, method: str, step: Callable[[], list[SequenceDelta]], *arguments: object
+    ) -> list[SequenceDelta]:
+        """Make a pass on every rank. Its deltas are returned once all have the same: what comes of
+        a pass in which a rank is lost is not to be trusted.
+        """
+        number = self._tell(method, *arguments)
+        deltas = step()
+        faults = self._engine.take_faults()
+        self._faults += faults
+        outcome = digest(self._engine.rows, self._engine.last_pass, deltas, len(faults))
+        self._leader.agree(number, outcome)
+        return deltas
+
+    # What changes nothing, and needs no other rank:
+
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
+        return self._engine.prepare(job)
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        return self._engine.compile(grammar)
+
+    def matches_schema(self, schema: str, answer: str) -> bool | None:
+        return self._engine.matches_schema(schema, answer)
+
+    def synchronize(self) -> None:
+        self._engine.synchronize()
+
+    def nbytes(self) -> int:
+        return self._engine.nbytes()
+
+    @property
+    def max_context(self) -> int:
+        return self._engine.max_context
+
+    @property
+    def rows(self) -> int:
+        return self._engine.rows
+
+    @property
+    def is_batched(self) -> bool:
+        return self._engine.is_batched
+
+    @property
+    def self_test_tokens(self) -> int:
+        return self._engine.self_test_tokens
+
+    @property
+    def prefix_bytes(self) -> int:
+        return self._engine.prefix_bytes
+
+    def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
+        return self._engine.prefix_names(adapter)
+
+    @property
+    def last_pass(self) -> Pass:
+        return self._engine.last_pass
+
+    @property
+    def kv_cost(self) -> KvCost:
+        return self._engine.kv_cost
+
+    @property
+    def prefilling(self) -> frozenset[int]:
+        return self._engine.prefilling
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self._engine.is_prefilling
+
+    @property
+    def is_decoding(self) -> bool:
+        return self._engine.is_decoding

@@ -1,0 +1,268 @@
+"""The connections between rank 0 and the other ranks, one each: frames there, few words back.
+
+A rank that is gone is noticed by its closed connection, or within KEEP_ALIVE_S by probes of the
+kernel's. A frame is four bytes of length and so many of content; an empty one ends the group.
+"""
+
+import contextlib
+import hmac
+import json
+import os
+import queue
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway import clock, logs
+from gateway.errors import Unavailable
+
+log = logs.get("ranks")
+
+JOIN_S: Final = 60.0  # for all ranks to connect, once the group has formed
+END_S: Final = 5.0  # for the others to notice the end
+KEEP_ALIVE_S: Final = 11  # 5 of silence, then three probes 2 apart
+LONGEST: Final = 1 << 30
+STATUS_OF_A_LOSS: Final = 70  # EX_SOFTWARE of sysexits.h, as of a stall
+_WORD_BYTES: Final = 64 << 10
+_OUTCOME_CHARS: Final = 2000
+_STOP: Final = {"stop": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """Where rank 0 listens, and the word by which it knows its ranks."""
+
+    host: str
+    port: int
+    word: str
+
+    def encode(self) -> bytes:
+        return json.dumps([self.host, self.port, self.word]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Invitation":
+        host, port, word = json.loads(data)
+        return cls(host, port, word)
+
+
+class Leader:
+    """Rank 0's connections. All methods but `close` are for the lane's thread."""
+
+    def __init__(self, links: Mapping[int, socket.socket]) -> None:
+        self._links = links
+        self._words: dict[int, queue.SimpleQueue[tuple[int, str]]] = {
+            rank: queue.SimpleQueue() for rank in links
+        }
+        self._told = 0
+        self._replies: dict[int, str] = {}
+        self._is_over = False
+        self.lost: str | None = None  # which rank is gone, in words; None while all are there
+        self.on_stop: Callable[[], object] = lambda: None  # when a rank was told to stop
+        self._threads = [
+            threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in links
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def tell(self, frame: bytes) -> int:
+        """Send a frame to every rank; return its number. Raises Unavailable if one is gone."""
+        self._told += 1
+        for rank, link in self._links.items():
+            try:
+                _send(link, frame)
+            except OSError:
+                self._lose(f"rank {rank} is gone")
+        self._check()
+        return self._told
+
+    def replies(self, number: int, wait_s: float | None = None) -> Mapping[int, str] | None:
+        """Return what each rank replied to a frame; None if one has not by then. Replies to earlier
+        frames are dropped. Raises Unavailable if a rank is gone.
+        """
+        until = None if wait_s is None else clock.now() + wait_s
+        for rank, words in self._words.items():
+            while rank not in self._replies:
+                try:
+                    left_s = None if until is None else max(0.0, until - clock.now())
+                    of, reply = words.get(timeout=left_s)
+                except queue.Empty:
+                    return None
+                self._check()
+                if of == number:
+                    self._replies[rank] = reply
+        replies, self._replies = self._replies, {}
+        return replies
+
+    def agree(self, number: int, outcome: str) -> None:
+        """Wait until every rank has come to this outcome of a frame. Raises Unavailable if one
+        does not, or is gone: what was computed with it is not to be used.
+        """
+        for rank, reply in (self.replies(number) or {}).items():
+            if reply != outcome:
+                self._lose(f"rank {rank} came to another outcome")
+        self._check()
+
+    def close(self) -> None:
+        """End the group; wait until every rank has noticed, for at most END_S."""
+        self._is_over = True
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                _send(link, b"")
+                link.shutdown(socket.SHUT_WR)
+        until = clock.now() + END_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - clock.now()))
+
+    def _check(self) -> None:
+        if self.lost is not None:
+            raise Unavailable(f"The group is ending: {self.lost}.", retry_after_s=1)
+
+    def _listen(self, rank: int) -> None:
+        """Read a rank's words until its connection ends."""
+        with self._links[rank] as link, contextlib.suppress(OSError, ValueError, LookupError):
+            while (frame := _receive(link, _WORD_BYTES)) is not None:
+                word = json.loads(frame)
+                if word == _STOP:
+                    log.info("rank_stops", rank=rank)
+                    self.on_stop()
+                else:
+                    self._words[rank].put((word["of"], word["reply"]))
+        self._lose(f"rank {rank} is gone")
+
+    def _lose(self, what: str) -> None:
+        is_news = self.lost is None and not self._is_over
+        if is_news:
+            self.lost = what
+        for words in self._words.values():
+            words.put((0, ""))  # for the lane, if it waits for a word
+        if is_news:
+            log.critical("rank_lost", lost=what, hint="its log says more; the group ends")
+
+
+@contextlib.contextmanager
+def inviting(host: str) -> Iterator[tuple[Invitation, socket.socket]]:
+    """Listen for the ranks on a free port of the host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        yield Invitation(host, port, secrets.token_hex(32)), listener
+
+
+def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]) -> Leader:
+    """Wait for these ranks. Others that connect are turned away. Raises TimeoutError."""
+    links: dict[int, socket.socket] = {}
+    until = clock.now() + JOIN_S
+    while missing := sorted(set(ranks) - links.keys()):
+        listener.settimeout(max(0.01, until - clock.now()))
+        try:
+            link, address = listener.accept()
+        except TimeoutError:
+            raise TimeoutError(f"ranks {missing} did not connect in {JOIN_S:g} s") from None
+        link.settimeout(5)
+        try:
+            word, rank = json.loads(_receive(link, _WORD_BYTES) or b"")
+            is_known = hmac.compare_digest(str(word), invitation.word) and rank in missing
+        except (OSError, ValueError, TypeError):
+            is_known = False
+        if not is_known:
+            log.warning("stranger_refused", address=address[0])
+            link.close()
+            continue
+        link.settimeout(None)
+        _keep_alive(link)
+        links[rank] = link
+    return Leader(links)
+
+
+class Follower:
+    """The connection of a rank above 0. If rank 0 goes without a word, the process ends at once:
+    the main thread may be stuck in a pass that never comes to its end.
+    """
+
+    def __init__(self, link: socket.socket, exit_process: Callable[[int], Any] = os._exit) -> None:
+        self._link = link
+        self._exit_process = exit_process
+        self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._number = 0
+        threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
+
+    @classmethod
+    def connect(
+        cls,
+        invitation: Invitation,
+        rank: int,
+        exit_process: Callable[[int], Any] = os._exit,
+    ) -> "Follower":
+        link = socket.create_connection((invitation.host, invitation.port), timeout=JOIN_S)
+        link.settimeout(None)
+        _keep_alive(link)
+        _send(link, json.dumps([invitation.word, rank]).encode())
+        return cls(link, exit_process)
+
+    def next_frame(self, wait_s: float) -> bytes | None:
+        """Return the next frame; None if none came. An empty one ends the group."""
+        try:
+            frame = self._frames.get(timeout=wait_s)
+        except queue.Empty:
+            return None
+        self._number += 1
+        return frame
+
+    def reply(self, outcome: str) -> None:
+        """Tell rank 0 what came of the frame that came last."""
+        word = {"of": self._number, "reply": outcome[:_OUTCOME_CHARS]}
+        with contextlib.suppress(OSError):  # rank 0 is gone: the other thread ends this process
+            _send(self._link, json.dumps(word).encode())
+
+    def ask_to_stop(self) -> None:
+        """Ask rank 0 to end the group."""
+        with contextlib.suppress(OSError):
+            _send(self._link, json.dumps(_STOP).encode())
+
+    def _listen(self) -> None:
+        with self._link, contextlib.suppress(OSError):
+            while (frame := _receive(self._link)) is not None:
+                self._frames.put(frame)
+                if not frame:
+                    return
+        with contextlib.suppress(Exception):  # a stderr that cannot be written to
+            log.critical("leader_lost", hint="rank 0 ended without a word: see its log")
+            sys.stderr.flush()
+        self._exit_process(STATUS_OF_A_LOSS)
+
+
+def _send(link: socket.socket, frame: bytes) -> None:
+    link.sendall(len(frame).to_bytes(4, "big") + frame)
+
+
+def _receive(link: socket.socket, most: int = LONGEST) -> bytes | None:
+    """Return a frame; None at the end of the connection. Raises OSError for one too long."""
+    if (head := _read(link, 4)) is None:
+        return None
+    if (length := int.from_bytes(head, "big")) > most:
+        raise OSError("a frame is too long")
+    return _read(link, length)
+
+
+def _read(link: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        if not (some := link.recv(min(count - len(parts), 1 << 20))):
+            return None
+        parts += some
+    return bytes(parts)
+
+
+def _keep_alive(link: socket.socket) -> None:
+    """Send at once, and notice a machine that is gone."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
+    for name, value in ((idle, 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

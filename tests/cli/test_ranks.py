@@ -1,0 +1,292 @@
+"""One model over two ranks: its answers, and the end of a group that has lost one."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.checkpoints import write_chat
+from tests.processes import command, environment, started
+
+LAUNCH = Path(sys.executable).with_name("mlx.launch")
+SCALING = Path(__file__).parents[2] / "docs" / "scaling.md"
+MODELS = """
+version: 1
+models:
+  tensor: {kind: chat, source: "path:llama", parallel: tensor, preload: true}
+  pipeline: {kind: chat, source: "path:qwen2", parallel: pipeline, preload: true}
+  odd: {kind: chat, source: "path:odd", parallel: tensor}
+  llama: {kind: chat, source: "path:llama", parallel: pipeline}
+"""
+NO_END = {"2": -100}
+SHAPE = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
+    "required": ["on", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with models.yaml and tiny models: one each way, one with an odd head."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_chat(folder / "llama")
+    write_chat(folder / "qwen2", model_type="qwen2", num_hidden_layers=3)
+    write_chat(folder / "odd", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
+    (folder / "models.yaml").write_text(MODELS)
+    return folder
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of two ranks and their logs; rank 0 serves at `url`."""
+
+    ranks: list["subprocess.Popen[bytes]"]
+    logs: list[Path]
+
+    @property
+    def url(self) -> str:
+        lines = map(json.loads, self.logs[0].read_text().splitlines())
+        return next(str(line["url"]) for line in lines if line["event"] == "serving")
+
+    def events(self, rank: int) -> list[str]:
+        """List the events in a rank's log, which other libraries write to as well."""
+        lines = self.logs[rank].read_text().splitlines()
+        return [json.loads(line)["event"] for line in lines if line.startswith('{"')]
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextmanager
+def group(folder: Path, logs: Path, **given: str) -> Iterator[Group]:
+    """Start two ranks as mlx.launch does with its ring; wait until rank 0 is ready."""
+    hosts = logs / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    files = [logs / f"rank-{rank}" for rank in range(2)]
+    given = {"GATEWAY_PORT": "0", "GATEWAY_LOG_FORMAT": "json", "MLX_HOSTFILE": str(hosts), **given}
+    ranks = []
+    for rank, file in enumerate(files):
+        with file.open("wb") as output:
+            ranks.append(
+                subprocess.Popen(
+                    command("serve"),
+                    cwd=folder,
+                    env=environment(**given, MLX_RANK=str(rank)),
+                    stderr=output,
+                )
+            )
+    served = Group(ranks, files)
+    try:
+        for _ in range(900):
+            if '"event":"ready"' in files[0].read_text():
+                break
+            assert {each.poll() for each in ranks} == {None}, [each.read_text() for each in files]
+            time.sleep(0.1)
+        yield served
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait(10)
+
+
+def chat(model: str, words: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": words}],
+        "temperature": 0,
+        "max_tokens": 20,
+        **fields,
+    }
+
+
+QUESTIONS = [
+    chat(model, words, logit_bias=NO_END)
+    for model in ("tensor", "pipeline")
+    for words in ("Hello", "Where is the library? " * 20, "How are you")
+] + [
+    chat("tensor", "Hello", temperature=1, seed=7),
+    chat("tensor", "Hello", logprobs=True, top_logprobs=2, max_tokens=5),
+    chat(
+        "tensor",
+        "A size",
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "size", "strict": True, "schema": SHAPE},
+        },
+    ),
+]
+
+
+def texts(url: str) -> list[str]:
+    """Ask all at once, while another client leaves in the middle of its answer."""
+
+    def ask(body: dict[str, Any]) -> str:
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        return str(answer["choices"][0]["message"]["content"])
+
+    def leave(model: str) -> str:
+        body = chat(model, "Leaving", max_tokens=500, stream=True, logit_bias=NO_END)
+        with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+            return next(answer.iter_lines())
+
+    with ThreadPoolExecutor(16) as pool:
+        left = [pool.submit(leave, model) for model in ("tensor", "pipeline")]
+        answers = [pool.submit(ask, body) for body in QUESTIONS]
+        assert all(each.result().startswith("data: ") for each in left)
+        return [each.result() for each in answers]
+
+
+@contextmanager
+def launched(folder: Path, logs: Path) -> Iterator[str]:
+    """Start two ranks as docs/scaling.md does; yield where they serve."""
+    log = logs / "log"
+    [port] = free_ports(1)
+    [line] = re.findall(r"^mlx\.launch -n .*$", SCALING.read_text(), re.MULTILINE)
+    ours, _, theirs = line.partition(" -- ")
+    assert theirs == "mlx-gateway serve"
+    options = [*ours.split()[1:], "--starting-port", str(port), "--"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [str(LAUNCH), *options, *command("serve")],
+            cwd=folder,
+            env=environment(GATEWAY_PORT="0", GATEWAY_LOG_FORMAT="json"),
+            stdin=subprocess.PIPE,  # it reads on without end where there is nothing to read
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        for _ in range(900):
+            if '"event":"ready"' in log.read_text():
+                break
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        events = [json.loads(line) for line in log.read_text().splitlines() if line[:2] == '{"']
+        yield next(str(each["url"]) for each in events if each["event"] == "serving")
+    finally:
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
+        )
+        for child in children.stdout.split():
+            os.kill(int(child), signal.SIGTERM)  # either asks for the whole group's end
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+            process.communicate()
+        assert log.read_text().count('"event":"group_ended"') == 1, log.read_text()
+
+
+def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path) -> None:
+    """Tensor and pipeline, many at once: greedy, sampled, scored and held to a schema."""
+    with started(command("serve", "--models", str(folder / "models.yaml")), tmp_path) as alone:
+        expected = texts(alone.url)
+        assert alone.log.read_text().count('"event":"parallel_alone"') == 2
+    with launched(folder, tmp_path) as url:
+        assert texts(url) == expected
+        refused = [
+            httpx2.post(f"{url}/v1/chat/completions", json=chat(model, "Hello"), timeout=60)
+            for model in ("odd", "llama")
+        ]
+        assert texts(url) == expected
+    assert set(json.loads(expected[-1])) == {"on", "size"}
+    assert len(set(expected[:6])) == 6
+    messages = [each.json()["error"]["message"] for each in refused]
+    assert [each.status_code for each in refused] == [500, 500], messages
+    assert "num_attention_heads, 3, cannot be divided among 2 ranks" in messages[0]
+    assert "use `parallel: tensor`" in messages[1]
+
+
+def first_line(url: str) -> "tuple[ExitStack, Iterator[str]]":
+    """Begin a long stream; give its lines after the first."""
+    stack = ExitStack()
+    body = chat("tensor", "Long", max_tokens=2000, stream=True, logit_bias=NO_END)
+    answer = stack.enter_context(
+        httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60)
+    )
+    lines = answer.iter_lines()
+    assert next(lines).startswith("data: ")
+    return stack, lines
+
+
+def test_a_rank_that_dies_ends_the_group(folder: Path, tmp_path: Path) -> None:
+    """Answers under way end with an error, rank 0's log says why, and its status is 70."""
+    with group(folder, tmp_path) as served:
+        stack, lines = first_line(served.url)
+        with stack:
+            served.ranks[1].kill()
+            *_, last = [line for line in lines if line]
+        assert served.ranks[0].wait(30) == 70
+        assert "error" in json.loads(last.removeprefix("data: "))
+        assert "rank_lost" in served.events(0)
+
+
+def test_a_rank_0_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> None:
+    """Even in the middle of a pass, which never ends then."""
+    with group(folder, tmp_path) as served:
+        stack, lines = first_line(served.url)
+        with stack:
+            served.ranks[0].kill()
+            with pytest.raises(httpx2.RemoteProtocolError):
+                list(lines)
+        assert served.ranks[1].wait(30) == 70
+        assert served.events(1)[-1] == "leader_lost"
+
+
+def test_a_rank_that_is_told_to_stop_lets_the_group_drain(folder: Path, tmp_path: Path) -> None:
+    """The answer under way is whole, and both end with status 0."""
+    with group(folder, tmp_path) as served:
+        body = chat("tensor", "Long", max_tokens=60, stream=True, logit_bias=NO_END)
+        with httpx2.stream(
+            "POST", f"{served.url}/v1/chat/completions", json=body, timeout=60
+        ) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            served.ranks[1].send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert [each.wait(60) for each in served.ranks] == [0, 0]
+        assert served.events(1)[-1] == "group_ended"
+
+
+def test_ranks_that_would_not_be_alike_refuse_to_load(folder: Path, tmp_path: Path) -> None:
+    """A rank whose models.yaml says something else is named, and the group goes on."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "models.yaml").write_text(MODELS.replace("path:", f"path:{folder}/"))
+    with group(folder, tmp_path) as served:
+        changed = MODELS.replace('"path:qwen2",', '"path:qwen2", dtype: float16,')
+        (folder / "models.yaml").write_text(changed)
+        try:
+            served.ranks[0].send_signal(signal.SIGHUP)
+            for _ in range(300):
+                if "reloaded" in served.events(0):
+                    break
+                time.sleep(0.1)
+            (folder / "models.yaml").write_text(MODELS)
+            body = chat("pipeline", "Hello")
+            answer = httpx2.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
+        finally:
+            (folder / "models.yaml").write_text(MODELS)
+        assert "rank 1: " in answer.json()["error"]["message"], answer.text
+        assert "models.yaml is not that of rank 0" in answer.json()["error"]["message"]
+        url = f"{served.url}/v1/chat/completions"
+        assert httpx2.post(url, json=chat("tensor", "Hello"), timeout=60).status_code == 200

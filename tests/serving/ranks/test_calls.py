@@ -1,0 +1,101 @@
+"""Calls as bytes: nothing is lost on the way, and nothing but calls is read."""
+
+import json
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from gateway.jobs import (
+    Calling,
+    Function,
+    Grammar,
+    LabelStep,
+    Pass,
+    Sampling,
+    SchemaRule,
+    SequenceDelta,
+    SequenceParams,
+    Verdict,
+)
+from gateway.serving.ranks.calls import Call, decode, digest, encode
+
+WHOLE = SequenceParams(
+    prompt=[5, 6, 7],
+    max_tokens=9,
+    sampling=Sampling(
+        temperature=0.1,
+        logit_bias={3: -100.0, 9: 0.5},
+        seed=(1 << 64) - 1,
+        stop_token_ids=frozenset({4, 2}),
+        unset=frozenset({"top_p"}),
+    ),
+    stop=("\u2028", "é"),
+    logprobs=2,
+    echoed=["a", ""],
+    calling=Calling(functions=[Function("f", {"type": "object", "x": [1, None, True]})]),
+    grammar=Grammar("calls", "start: x", True, ("#/a",), (SchemaRule("r", "f", "{}", True),)),
+    step=LabelStep(1, [((1, 2), (0,))], is_first=True),
+    beginning=[(3, b"\x00\xff")],
+)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call("m", "join", [WHOLE]),
+        Call("m", "join", [replace(WHOLE, prompt=(1, 2), grammar=None, step=None)]),
+        Call("m", "apply_verdict", [Verdict(single=True, rows=False)]),
+        Call("m", "prefill", [512]),
+        Call("m", "decode", []),
+    ],
+)
+def test_a_call_arrives_as_it_was_sent(call: Call) -> None:
+    """Types too: a grammar is a key of a cache, so its tuples must stay tuples."""
+    assert decode(encode(call)) == call
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b'["m", "join"]',
+        b'["m", "join", [{"Path": {}}]]',
+        b'["m", "join", [{"SequenceParams": {"prompt": []}}]]',
+        b'["m", "join", [{"Sampling": {"unknown": 1}}]]',
+        b'["m", "join", [{"bytes": "zz"}]]',
+        b'["m", "join", [{"a": 1, "b": 2}]]',
+        b'["m", "join", 7]',
+        b"[" * 100_000,
+        pickle.dumps([1]),
+    ],
+)
+def test_what_is_no_call_is_refused(data: bytes) -> None:
+    """And nothing of it is run."""
+    with pytest.raises(ValueError, match="not a call"):
+        decode(data)
+
+
+def test_other_types_are_not_sent() -> None:
+    """Not even where a plain value is meant: they would arrive as something else."""
+    with pytest.raises(TypeError):
+        encode(Call("m", "join", [object()]))
+    with pytest.raises(TypeError):
+        encode(Call("m", "join", [Pass()]))
+
+
+def test_the_digest_is_of_what_was_said() -> None:
+    """Tokens, texts and ends count; a call's random id does not."""
+    said = [SequenceDelta(1, "a", 1)]
+    one = digest(1, Pass(1, 1, 1), said, 0)
+    assert one == digest(1, Pass(1, 1, 1), [replace(said[0], cached_tokens=5)], 0)
+    others = [
+        digest(2, Pass(1, 1, 1), said, 0),
+        digest(1, Pass(1, 2, 2), said, 0),
+        digest(1, Pass(1, 1, 1), [replace(said[0], text="b")], 0),
+        digest(1, Pass(1, 1, 1), [replace(said[0], finish_reason="stop")], 0),
+        digest(1, Pass(1, 1, 1), said, 1),
+    ]
+    assert len({one, *others}) == 6
+    assert json.dumps(one)

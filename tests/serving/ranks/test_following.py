@@ -1,0 +1,229 @@
+"""Rank 0 and another rank over real sockets, with scripted engines: alike, refused, lost."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from gateway.errors import BadRequest, ModelLoadFailed, Unavailable
+from gateway.jobs import Grammar, Sampling, SequenceParams
+from gateway.serving.ranks.following import follow
+from gateway.serving.ranks.leading import LeadingEngine, lead_in_steps
+from gateway.serving.ranks.links import Follower, Invitation, Leader, accept, inviting
+from tests.fakes import ScriptedChat
+
+
+def params(text: str, **fields: Any) -> SequenceParams:
+    return SequenceParams(
+        prompt=[ord(each) for each in text], max_tokens=9, sampling=Sampling(), **fields
+    )
+
+
+@dataclass
+class Ranks:
+    """Rank 0's connections, and what happened on rank 1."""
+
+    leader: Leader
+    follower: Follower
+    invitation: Invitation
+    engines: list[ScriptedChat] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)
+    thread: threading.Thread | None = None
+
+    def follow(self, make: Callable[[], ScriptedChat] = ScriptedChat) -> None:
+        """Follow on a thread of its own, with engines made so."""
+
+        def load(model: str, setup: Sequence[Any]) -> ScriptedChat:
+            assert (model, list(setup)) == ("m", ["same", 1])
+            self.engines.append(make())
+            return self.engines[-1]
+
+        self.thread = threading.Thread(
+            target=follow, args=(self.follower, load, lambda: None), daemon=True
+        )
+        self.thread.start()
+
+    def lead(self, engine: ScriptedChat) -> LeadingEngine:
+        steps = lead_in_steps(self.leader, "m", ["same", 1], iter_engine(engine))
+        found = next(each for each in steps if each is not None)
+        assert isinstance(found, LeadingEngine)
+        return found
+
+
+def iter_engine(engine: ScriptedChat) -> Any:
+    yield None
+    yield engine
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with connected() as ranks:
+        yield ranks
+
+
+@contextmanager
+def connected() -> Iterator[Ranks]:
+    statuses: list[int] = []
+    with inviting("127.0.0.1") as (invitation, listener):
+        made: list[Follower] = []
+        joining = threading.Thread(
+            target=lambda: made.append(Follower.connect(invitation, 1, statuses.append))
+        )
+        joining.start()
+        leader = accept(listener, invitation, [1])
+        joining.join()
+    ranks = Ranks(leader, made[0], invitation, statuses=statuses)
+    yield ranks
+    leader.close()
+    if ranks.thread is not None:
+        ranks.thread.join(10)
+        assert not ranks.thread.is_alive()
+
+
+def test_the_other_rank_makes_every_call(ranks: Ranks) -> None:
+    """In order, with what was random drawn once."""
+    ranks.follow()
+    mine = ScriptedChat()
+    engine = ranks.lead(mine)
+    first, second = engine.join(params("ab")), engine.join(params("xyz"))
+    assert engine.prefill(64) == []
+    assert [delta.text for delta in engine.decode()] == ["a", "x"]
+    engine.park(first)
+    engine.preempt(second)
+    engine.resume(first)
+    assert engine.cap_tokens(first, 2) == []
+    assert [delta.text for delta in engine.decode()] == ["b"]
+    assert [verdict.is_whole for verdict in engine.self_test()] == [True]
+    engine.leave(first)
+    engine.leave(second)
+    [other] = ranks.engines
+    assert (other.joined, other.left, other.steps) == (mine.joined, mine.left, mine.steps)
+    seeds = {engine._jobs[row].sampling.seed for engine in (mine, other) for row in (1, 2)}
+    assert len(seeds) == 2
+    assert None not in seeds
+    engine.close()
+    ranks.leader.close()
+    assert ranks.thread
+    ranks.thread.join(10)
+    assert other.is_closed
+    assert ranks.statuses == []
+
+
+def test_each_rank_compiles_the_grammar(ranks: Ranks) -> None:
+    """A compiled one is not sent: it is memory of its process."""
+    ranks.follow()
+    engine = ranks.lead(ScriptedChat())
+    grammar = Grammar("regex", "a+")
+    engine.join(params("a", grammar=grammar, compiled=grammar))
+    [other] = ranks.engines
+    assert other._jobs[1].compiled == grammar
+
+
+def test_a_call_that_fails_everywhere_fails_for_its_caller_alone(ranks: Ranks) -> None:
+    class Refusing(ScriptedChat):
+        def join(self, job: SequenceParams) -> int:
+            if job.prompt[0] == ord("!"):
+                raise BadRequest("no")
+            return super().join(job)
+
+    ranks.follow(Refusing)
+    engine = ranks.lead(Refusing())
+    with pytest.raises(BadRequest):
+        engine.join(params("!"))
+    assert engine.join(params("a")) == 1
+    assert ranks.leader.lost is None
+
+
+def test_another_outcome_ends_the_group_before_anything_is_answered(ranks: Ranks) -> None:
+    """As of a rank that wrote another token: its next pass may have another shape."""
+    ranks.follow(lambda: ScriptedChat(script=[{"text": "other", "tokens": 1}]))
+    engine = ranks.lead(ScriptedChat())
+    engine.join(params("ab"))
+    engine.prefill(64)
+    with pytest.raises(Unavailable, match="rank 1 came to another outcome"):
+        engine.decode()
+    assert ranks.leader.lost == "rank 1 came to another outcome"
+    with pytest.raises(Unavailable):
+        engine.prefill(64)
+
+
+def test_a_load_that_fails_on_one_rank_is_undone_and_names_it(ranks: Ranks) -> None:
+    """The next load is not confused by what the failed one left."""
+    failing = iter([True, False, False])
+
+    def make() -> ScriptedChat:
+        if next(failing):
+            raise ModelLoadFailed("m", "the disk is full")
+        return ScriptedChat()
+
+    ranks.follow(make)
+    mine = ScriptedChat()
+    with pytest.raises(ModelLoadFailed, match=r"rank 1: .*the disk is full"):
+        ranks.lead(mine)
+    assert mine.is_closed
+
+    def broken() -> Any:
+        yield None
+        raise ModelLoadFailed("m", "here")
+
+    with pytest.raises(ModelLoadFailed, match="here"):
+        list(lead_in_steps(ranks.leader, "m", ["same", 1], broken()))
+    assert ranks.lead(ScriptedChat()).join(params("a")) == 1
+
+
+def test_a_rank_that_goes_while_rank_0_waits_is_noticed(ranks: Ranks) -> None:
+    """Rank 0 waits for its word on a load, and would wait for ever."""
+    steps = lead_in_steps(ranks.leader, "m", ["same", 1], iter_engine(ScriptedChat()))
+    assert next(steps) is None
+    ranks.follower._link.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(Unavailable, match="rank 1 is gone"):
+        list(steps)
+    assert ranks.leader.lost == "rank 1 is gone"
+
+
+def test_a_rank_whose_rank_0_goes_ends_its_process(ranks: Ranks) -> None:
+    for link in ranks.leader._links.values():
+        link.shutdown(socket.SHUT_RDWR)
+    for _ in range(1000):
+        if ranks.statuses:
+            break
+        time.sleep(0.01)
+    assert ranks.statuses == [70]
+
+
+def test_a_rank_that_is_told_to_stop_asks_rank_0(ranks: Ranks) -> None:
+    asked = threading.Event()
+    ranks.leader.on_stop = asked.set
+    ranks.follower.ask_to_stop()
+    assert asked.wait(10)
+    assert ranks.leader.lost is None
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [b"", b"\0\0\0\2{}", b"\xff\xff\xff\xff", b'\0\0\0\x09["no", 1]', b"GET / HTTP/1.1\r\n\r\n"],
+)
+def test_a_stranger_is_turned_away(hello: bytes) -> None:
+    """One without the word that went over the ranks' own connections."""
+    with inviting("127.0.0.1") as (invitation, listener):
+        joined: list[Leader] = []
+        thread = threading.Thread(
+            target=lambda: joined.append(accept(listener, invitation, [1])), daemon=True
+        )
+        thread.start()
+        with socket.create_connection((invitation.host, invitation.port)) as link:
+            link.sendall(hello)
+            link.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                assert link.recv(1) == b""
+        follower = Follower.connect(invitation, 1, lambda _: None)
+        thread.join(10)
+        [leader] = joined
+        leader.close()
+        assert follower.next_frame(10) == b""
