@@ -12,7 +12,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
     serving            time: lane (the one global MLX lock, and the one thread that runs MLX),
                        models (leases within a memory budget), embedding and generation
                        (batchers); no mlx import
-    wire | engine      OpenAI's shapes | tensors, token ids and model files, in rooms called
+    wire | engine      the APIs' shapes | tensors, token ids and model files, in rooms called
                        embedding, generation and grammar: strangers
     registry           models.yaml → specs, as the environment has them
     settings           environment → settings

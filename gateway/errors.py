@@ -107,6 +107,7 @@ class ContextLengthExceeded(BadRequest):
     def __init__(
         self, limit: int, tokens: int, *, noun: str = "messages", part: Part = "prompt"
     ) -> None:
+        self.limit = limit
         self.tokens = tokens
         # litellm looks for OpenAI's sentence, langchain for the code inside the message.
         super().__init__(

@@ -269,13 +269,15 @@ class GenerateJob:
 class Usage:
     """Tokens read and written by one job, all its choices together.
 
-    `reasoning_tokens` are among the completion's, `cached_tokens` among the prompt's.
+    `reasoning_tokens` are among the completion's. Among the prompt's, `cached_tokens` were not read
+    again, and `kept_tokens` are new in the prefix cache: whole blocks of them.
     """
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,9 +341,9 @@ class CallDelta:
 class Delta:
     """A piece of choice `index`: text, reasoning or a piece of a call.
 
-    The first delta of a choice has its `cached_tokens`, and its `prompt` if that is echoed; the
-    last one has its `finish_reason`. A step into a question's labels has one delta, with its
-    `judgement`.
+    The first delta of a choice has its `cached_tokens` and `kept_tokens`, and its `prompt` if that
+    is echoed; the last one has its `finish_reason`, and the stop string that it met, if it did. A
+    step into a question's labels has one delta, with its `judgement`.
     """
 
     index: int
@@ -353,6 +355,8 @@ class Delta:
     logprobs: Sequence[TokenLogprob] = ()
     reasoning_tokens: int = 0
     cached_tokens: int = 0
+    kept_tokens: int = 0
+    stop: str | None = None
     prompt: EchoedPrompt | None = None
     judgement: Judgement | None = None
 
@@ -467,8 +471,9 @@ class Verdict:
 class SequenceDelta:
     """The output of one step for one sequence. After a `finish_reason` or an `error` it has ended.
 
-    Its first delta has `cached_tokens`, the prompt tokens that were not read again, and the prompt
-    if that is echoed. A step into labels has one delta, with its `judgement`.
+    Its first delta has `cached_tokens`, the prompt tokens that were not read again, `kept_tokens`,
+    those that are new in the prefix cache, and the prompt if that is echoed. Its last has the stop
+    string that it met, if it did. A step into labels has one delta, with its `judgement`.
     """
 
     sequence_id: int
@@ -481,5 +486,7 @@ class SequenceDelta:
     logprobs: Sequence[TokenLogprob] = ()
     reasoning_tokens: int = 0
     cached_tokens: int = 0
+    kept_tokens: int = 0
+    stop: str | None = None
     prompt: EchoedPrompt | None = None
     judgement: Judgement | None = None

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from gateway.api.app import ENDPOINTS
+from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import endpoints_table, fields_table
 from gateway.settings import environment_table
 

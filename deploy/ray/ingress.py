@@ -25,7 +25,7 @@ from deploy.ray.choice import Call
 from deploy.ray.merging import Answer, merge
 from gateway import clock, logs
 from gateway.api.access import protect
-from gateway.api.app import METERED_PATHS, OPEN_PATHS
+from gateway.api.endpoints import METERED_PATHS, OPEN_PATHS
 from gateway.api.in_flight import InFlight
 from gateway.api.requests import Bodies, read_body
 from gateway.api.streams import frame, while_connected

@@ -1,14 +1,16 @@
 """HTTP: one file an endpoint, no tensors. From the top down:
 
-app                           the table of endpoints, and the application made from it
+app                           the application: routes, access, errors
+endpoints                     the table of all endpoints
 access                        API keys, hosts, origins, rate limits
 chat, completions, responses  read the request, lease the model, run the job, answer
+anthropic                     the same for Anthropic's Messages API
 decisions                     the same for questions, judged by their labels
 embeddings, rerank            the same for vectors and for scores
 models                        the list of models; /admin to load, unload, pin and reload
 dashboard                     the page /dashboard, and the samples that it shows
 ops                           /health, /ready, /metrics, /openapi.json
-generation                    shared by chat, completions, responses and decisions
+generation                    shared by the endpoints that generate text
 openapi, endpoint             the document and the docs' tables; what an endpoint is
 middleware                    ids, timings, every error as JSON
 traces                        a span for each request, where the extra `otel` sends them

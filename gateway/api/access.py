@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from gateway.api.traces import Tracer
 
 EXPOSED_HEADERS = [
-    *("x-request-id", "x-gateway-ignored", "x-gateway-truncated", "x-gateway-tool-format"),
+    *(
+        "x-request-id",
+        "request-id",
+        "x-gateway-ignored",
+        "x-gateway-truncated",
+        "x-gateway-tool-format",
+    ),
     *("server-timing", "retry-after"),
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
 ]
@@ -117,7 +123,7 @@ class Guard:
                     raise shutting_down()
             except GatewayError as error:  # answered here, so that CORS adds its headers
                 if not is_open:
-                    await ErrorResponse(error)(scope, receive, send)
+                    await ErrorResponse(error, scope)(scope, receive, send)
                     return
         await self._app(scope, receive, send)
 
@@ -125,24 +131,31 @@ class Guard:
         """Set the id of the request's key. Raises Unauthorized or Forbidden."""
         headers: Mapping[bytes, bytes] = scope["gateway.headers"]
         if self._keys:
-            scope["gateway.key_id"] = self._key_id(headers.get(b"authorization", b""))
+            scope["gateway.key_id"] = self._key_id(headers)
             return
         if scope.get("server") is not None:  # no hostname resolves to a unix socket
             self._check_host(headers)
         self._check_origin(scope, headers)
 
-    def _key_id(self, authorization: bytes) -> str:
-        scheme, _, key = authorization.partition(b" ")
-        digest = _digest(key.strip())
-        # Compare with every key, each in constant time.
-        matches = [hmac.compare_digest(digest, known_digest) for known_digest in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            raise Unauthorized(
-                "Incorrect API key provided. Send it as `Authorization: Bearer <key>`."
-                if authorization
-                else "You didn't provide an API key. Send it as `Authorization: Bearer <key>`."
-            )
-        return f"key-{matches.index(True) + 1}"
+    def _key_id(self, headers: Mapping[bytes, bytes]) -> str:
+        """Return the id of the first key sent that is known: a bearer token, or Anthropic's header.
+
+        Agents may send both, of which only one is this gateway's.
+        """
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        sent = [token.strip()] if scheme.lower() == b"bearer" else []
+        sent += [headers[b"x-api-key"].strip()] if b"x-api-key" in headers else []
+        for digest in map(_digest, sent):
+            # Compare with every key, each in constant time.
+            matches = [hmac.compare_digest(digest, known_digest) for known_digest in self._keys]
+            if any(matches):
+                return f"key-{matches.index(True) + 1}"
+        has_any = b"authorization" in headers or sent
+        raise Unauthorized(
+            "Incorrect API key provided. Send it as `Authorization: Bearer <key>`."
+            if has_any
+            else "You didn't provide an API key. Send it as `Authorization: Bearer <key>`."
+        )
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         # Starlette's TrustedHostMiddleware knows no loopback network and no host with its port,
@@ -213,7 +226,7 @@ class Rates:
         try:
             admit(buckets)
         except RateLimited as error:
-            await ErrorResponse(error)(scope, receive, meter)
+            await ErrorResponse(error, scope)(scope, receive, meter)
             return
         try:
             await self._app(scope, receive, meter)

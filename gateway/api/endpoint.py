@@ -26,6 +26,7 @@ from gateway.errors import (
 from gateway.wire.validation import Request as WireRequest
 
 Errors = tuple[type[GatewayError], ...]
+ANTHROPIC = "/messages"  # what is here and below is Anthropic's, its errors and headers too
 Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 COMMON_ERRORS: Errors = (HeadTooLarge, GatewayError)
 ACCESS_ERRORS: Errors = (Unauthorized, Forbidden, Unavailable)
@@ -51,6 +52,12 @@ class Form(NamedTuple):
     item: Any
     error: Any
     error_statuses: Sequence[int]
+
+
+def is_anthropic(path: str) -> bool:
+    """Return True if a path, with or without /v1, is one of Anthropic's API."""
+    bare = path.removeprefix("/v1")
+    return bare == ANTHROPIC or bare.startswith(f"{ANTHROPIC}/")
 
 
 @dataclass(frozen=True, slots=True)

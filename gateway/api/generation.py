@@ -1,4 +1,4 @@
-"""Shared by chat completions, completions and responses: usage, sampling, headers about schemas."""
+"""Shared by the endpoints that generate text: usage, sampling, headers about schemas."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +32,7 @@ def add_usage(usage: Usage, more: Usage) -> Usage:
         completion_tokens=usage.completion_tokens + more.completion_tokens,
         cached_tokens=usage.cached_tokens + more.cached_tokens,
         reasoning_tokens=usage.reasoning_tokens + more.reasoning_tokens,
+        kept_tokens=usage.kept_tokens + more.kept_tokens,
     )
 
 
@@ -42,6 +43,7 @@ def count_delta(usage: Usage, delta: Delta) -> Usage:
         completion_tokens=usage.completion_tokens + delta.tokens,
         reasoning_tokens=usage.reasoning_tokens + delta.reasoning_tokens,
         cached_tokens=usage.cached_tokens + delta.cached_tokens,
+        kept_tokens=usage.kept_tokens + delta.kept_tokens,
     )
 
 

@@ -13,10 +13,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import clock, logs, metrics
+from gateway.api.endpoint import is_anthropic
 from gateway.api.in_flight import InFlight, RequestInFlight
 from gateway.api.requests import Bodies, check_head
 from gateway.errors import GatewayError, shorten
 from gateway.jobs import Timings
+from gateway.wire.anthropic_errors import error_body, error_status
 
 if TYPE_CHECKING:
     from gateway.api.traces import Trace, Tracer
@@ -29,14 +31,18 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
 class ErrorResponse(Response):
-    """An error as JSON. Its code is left in the scope, for the list of the last errors."""
+    """An error as JSON, in the envelope of the request's path.
 
-    def __init__(self, error: GatewayError) -> None:
+    Its code is left in the scope, for the list of the last errors.
+    """
+
+    def __init__(self, error: GatewayError, scope: Scope) -> None:
+        body: object = error.body()
+        status = int(error.status)
+        if is_anthropic(scope["path"]):
+            body, status = error_body(error, scope["gateway.request_id"]), error_status(error)
         super().__init__(
-            orjson.dumps(error.body()),
-            error.status,
-            headers=error.headers,
-            media_type="application/json",
+            orjson.dumps(body), status, headers=error.headers, media_type="application/json"
         )
         self._code = error.code or error.type
 
@@ -133,6 +139,7 @@ class Context:
             request_id,
             timings,
             is_last=is_last,
+            is_anthropic=is_anthropic(scope["path"]),
             send_timeout_s=self._send_timeout_s,
             trace=trace,
         )
@@ -190,15 +197,15 @@ class Context:
                 scope["gateway.error"] = "cancelled"
                 raise
             request.uncancel()
-            await ErrorResponse(request.cancellation)(scope, receive, reply)
+            await ErrorResponse(request.cancellation, scope)(scope, receive, reply)
         except GatewayError as error:
             if reply.status is None:
-                await ErrorResponse(error)(scope, receive, reply)
+                await ErrorResponse(error, scope)(scope, receive, reply)
         except Exception:
             log.exception("request_failed", path=shorten(scope["path"]))
             if reply.status is None:
                 failure = GatewayError("The server had an error while processing your request.")
-                await ErrorResponse(failure)(scope, receive, reply)
+                await ErrorResponse(failure, scope)(scope, receive, reply)
         return reply.status or CLIENT_CLOSED
 
 
@@ -215,6 +222,7 @@ class _Reply:
         timings: Timings,
         *,
         is_last: bool,
+        is_anthropic: bool,
         send_timeout_s: float,
         trace: "Trace | None",
     ) -> None:
@@ -222,6 +230,7 @@ class _Reply:
         self._request_id = request_id
         self._timings = timings
         self._is_last = is_last
+        self._is_anthropic = is_anthropic
         self._send_timeout_s = send_timeout_s
         self._trace = trace
         self.status: int | None = None
@@ -234,6 +243,8 @@ class _Reply:
                 (b"x-request-id", self._request_id.encode()),
                 (b"server-timing", server_timing(self._timings).encode()),
             ]
+            if self._is_anthropic:  # by its own name
+                headers.append((b"request-id", self._request_id.encode()))
             if self._trace is not None:
                 headers.append(self._trace.header)
             if self._is_last:

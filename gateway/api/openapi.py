@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 
 from gateway import __version__
-from gateway.api.endpoint import Endpoint
+from gateway.api.endpoint import Endpoint, is_anthropic
 from gateway.errors import ErrorBody
 from gateway.registry import Catalog
+from gateway.wire.anthropic_errors import OVERLOADED, AnthropicErrorBody, error_status
 from gateway.wire.schemas import Schema, reference, schemas
 from gateway.wire.validation import Request as WireRequest
 
@@ -131,7 +132,11 @@ def _success_responses(endpoint: Endpoint) -> Schema:
 
 
 def _error_responses(endpoint: Endpoint) -> Schema:
-    shapes = {int(error.status): [ErrorBody] for error in endpoint.all_errors}
+    shapes: dict[int, list[type]] = {
+        int(error.status): [ErrorBody] for error in endpoint.all_errors
+    }
+    if is_anthropic(endpoint.path):
+        shapes = {error_status(error): [AnthropicErrorBody] for error in endpoint.all_errors}
     if endpoint.form is not None:
         for status in endpoint.form.error_statuses:
             shapes[status] = [*shapes.get(status, ()), endpoint.form.error]
@@ -143,7 +148,8 @@ def _error_responses(endpoint: Endpoint) -> Schema:
 
 
 def _response(status: int, content: Schema) -> Schema:
-    return {"description": HTTPStatus(status).phrase, "content": content}
+    phrase = "Overloaded" if status == OVERLOADED else HTTPStatus(status).phrase
+    return {"description": phrase, "content": content}
 
 
 def endpoints_table(endpoints: Iterable[Endpoint]) -> str:

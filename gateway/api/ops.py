@@ -29,6 +29,20 @@ class Ready(TypedDict):
     models: NotRequired[Mapping[str, str]]
 
 
+class Index(TypedDict):
+    """What answers here, and where to go on."""
+
+    name: str
+    models: str
+    openapi: str
+
+
+async def index(service: Service, request: Request) -> Response:
+    """Answer what is asked of a base URL alone: agents look whether anything is there."""
+    body: Index = {"name": "mlx-gateway", "models": "/v1/models", "openapi": "/openapi.json"}
+    return reply(body)
+
+
 async def health(service: Service, request: Request) -> Response:
     """Answer 200 while the lane's thread makes progress, 503 if it is stuck or has died."""
     status = service.health()

@@ -94,9 +94,9 @@ class EventStream:
 
     The 200 is sent when the request is accepted and its first event has come, but at most
     `open_after_s` after the former. An error before it is raised by `prime` and gets a real status;
-    one after it becomes an event, written by `write_error`. Events are buffered here as fast as
-    they are generated: a slow reader holds memory for the answer, but neither a sequence nor a
-    lease. The generator is closed however the answer ends.
+    one after it becomes an event, written by `write_error`. Silence is broken by `keep_alive`.
+    Events are buffered here as fast as they are generated: a slow reader holds memory for the
+    answer, but neither a sequence nor a lease. The generator is closed however the answer ends.
     """
 
     def __init__(
@@ -106,9 +106,11 @@ class EventStream:
         receive: Receive,
         *,
         write_error: Callable[[GatewayError], bytes] = _frame_error,
+        keep_alive: bytes = _COMMENT,
     ) -> None:
         self._headers = headers
         self._write_error = write_error
+        self._keep_alive_frame = keep_alive
         self._buffer: deque[bytes] = deque()
         self._sent = 0
         self._accepted = asyncio.Event()
@@ -193,7 +195,7 @@ class EventStream:
         await send(_body(b"", more=False))
 
     async def _keep_alive(self) -> None:
-        """Buffer a comment whenever nothing was sent for a while.
+        """Buffer a sign of life whenever nothing was sent for a while.
 
         One timer for the stream: one for each token would cost as much as the token.
         """
@@ -201,7 +203,7 @@ class EventStream:
             sent = self._sent
             await asyncio.sleep(KEEP_ALIVE_S / 2)
             if self._sent == sent and not self._buffer:
-                self._buffer.append(_COMMENT)
+                self._buffer.append(self._keep_alive_frame)
                 self._changed.set()
 
     def _failure(self) -> GatewayError | None:

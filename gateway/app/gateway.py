@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from gateway import __version__, logs, metrics
-from gateway.api import app
+from gateway.api import app, endpoints
 from gateway.api.in_flight import InFlight, Watchers
 from gateway.api.requests import Bodies, Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
@@ -382,7 +382,7 @@ def _make_tracer() -> "Tracer | None":
     except ImportError as error:
         log.warning("traces_unavailable", error=str(error), hint="pip install 'mlx-gateway[otel]'")
         return None
-    return Tracer(app.OPERATIONS, app.UNTRACED_PATHS)
+    return Tracer(endpoints.OPERATIONS, endpoints.UNTRACED_PATHS)
 
 
 @contextlib.asynccontextmanager

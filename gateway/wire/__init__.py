@@ -1,4 +1,5 @@
-"""OpenAI's names, all of them, and only here: one file an endpoint, with its request and answer.
+"""OpenAI's and Anthropic's names, all of them, and only here: one file an endpoint, with its
+request and answer.
 
 chat, completions, embeddings      request → job; deltas or vectors → the answer, as TypedDicts
 rerank                             query and documents → job; scores → the answer
@@ -6,6 +7,9 @@ decisions                          input and questions → jobs; logprobs → pr
 responses                          request → job, and the shape of the answer
 responses_stream                   deltas → output items, and the events in which they grow
 responses_items, responses_tools   its input items → messages, or to store; its flat tools
+anthropic                          Messages request → job, and the shape of the answer
+anthropic_stream                   deltas → content blocks, and the events in which they grow
+anthropic_blocks, anthropic_errors  its input blocks and tools → chat's; its envelope of errors
 legacy                             older request fields → today's
 messages                           chat messages and tools → what chat templates read
 generation                         of chat, completions, responses: sampling, forms, usage, logprobs

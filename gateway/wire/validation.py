@@ -56,7 +56,7 @@ class Request(BaseModel):
         """Return the fields with the model's input, for the log of prompts."""
         prompts = {
             *("input", "instructions", "messages", "prompt", "questions"),
-            *("query", "documents", "texts", "text_1", "text_2", "instruction"),
+            *("query", "documents", "texts", "text_1", "text_2", "instruction", "system"),
         }
         return self.model_dump(include=prompts, exclude_none=True)
 

@@ -22,6 +22,8 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "writer", "messages": USER},
     "/v1/completions": {"model": "writer", "prompt": "hi"},
     "/v1/responses": {"model": "writer", "input": "hi"},
+    "/v1/messages": {"model": "writer", "max_tokens": 3, "messages": USER},
+    "/v1/messages/count_tokens": {"model": "writer", "messages": USER},
     "/v1/rerank": {"model": "judge", "query": "hi", "documents": ["hi"]},
     "/v1/score": {"model": "judge", "text_1": "hi", "text_2": "hi"},
     "/v1/decisions": {
@@ -78,6 +80,18 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
         "include": ["message.output_text.logprobs"],
     },
     ("/v1/responses", "n"): {"n": 2},
+    **{
+        (path, name): {name: value}
+        for path in ("/v1/messages", "/v1/messages/count_tokens")
+        for name, value in {
+            "tools": [{"name": "f", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "auto"},
+            "thinking": {"type": "adaptive"},
+            "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+            "output_format": {"type": "json_schema", "schema": SCHEMA},
+            "stop_sequences": ["x"],
+        }.items()
+    },
     ("/v1/responses", "logprobs"): {"logprobs": True},
 }
 
@@ -129,7 +143,8 @@ async def test_what_is_refused_is_a_400_that_names_it(
     """Never an answer without it."""
     answer = await client.post(path, json=body(path, field))
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == field
+    error = answer.json()["error"]
+    assert error["param"] == field if "param" in error else f"'{field}'" in error["message"]
 
 
 @pytest.mark.parametrize("path", MINIMAL)

@@ -56,7 +56,7 @@ async def test_paths_work_with_and_without_v1(client: httpx2.AsyncClient, prefix
     [
         ("GET", "/v1/nowhere", 404, "unknown_url"),
         ("POST", "/v1/audio/speech", 404, "unknown_url"),
-        ("GET", "/", 404, "unknown_url"),
+        ("POST", "/", 405, "method_not_allowed"),
         ("GET", "/v1/embeddings", 405, "method_not_allowed"),
         ("DELETE", "/v1/chat/completions", 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),

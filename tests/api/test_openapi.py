@@ -11,7 +11,7 @@ from openapi_spec_validator import validate
 from starlette.routing import Route
 
 from gateway import __version__
-from gateway.api.app import ENDPOINTS
+from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import document
 from gateway.app.gateway import Gateway
 from gateway.registry import Catalog
@@ -27,6 +27,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "/chat/completions": {"model": "writer", "messages": USER, "logprobs": True},
     "/completions": {"model": "writer", "prompt": "hi"},
     "/responses": {"model": "writer", "input": "hi"},
+    "/messages": {"model": "writer", "max_tokens": 9, "messages": USER},
+    "/messages/count_tokens": {"model": "writer", "messages": USER},
     "/rerank": {"query": "hi", "documents": ["hi", {"text": "there"}], "return_documents": True},
     "/v2/rerank": {"query": "hi", "documents": "hi"},
     "/score": {"text_1": "hi", "text_2": ["there"]},

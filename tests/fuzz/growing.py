@@ -9,11 +9,12 @@ from typing import Any
 
 import orjson
 
-from gateway.api.app import ENDPOINTS
+from gateway.api.endpoints import ENDPOINTS
 from gateway.errors import GatewayError
 from gateway.jobs import Caller, Sampling
 from gateway.registry import Catalog
 from gateway.wire import (
+    anthropic,
     chat,
     completions,
     decisions,
@@ -80,6 +81,14 @@ def call(arguments: str = "{}", **more: Any) -> dict[str, Any]:
     }
 
 
+def used(name: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": name, "name": "f", "input": {}}
+
+
+def result(name: str) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": name, "content": "x"}
+
+
 def function(name: str, parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
@@ -120,6 +129,39 @@ MESSAGES: dict[str, Grow] = {
     "a call's name": lambda n: [turn("assistant", tool_calls=[call(name="x" * n)])],
     "what nobody knows": lambda n: [turn("user", **{f"k{i}": i for i in range(n // 14)})],
 }
+BLOCKS: dict[str, Grow] = {
+    "results": lambda n: [
+        {"role": "assistant", "content": [used("c")]},
+        {"role": "user", "content": repeated(result("c"))(n)},
+    ],
+    "results of no call": lambda n: [{"role": "user", "content": repeated(result("d"))(n)}],
+    "calls in blocks": lambda n: [
+        {"role": "assistant", "content": [used(f"c{i}") for i in range(n // 60)]},
+        {"role": "user", "content": [result("c0")]},
+    ],
+    "turns of blocks": lambda n: (
+        [
+            {"role": "assistant", "content": [used("c")]},
+            {"role": "user", "content": [result("c"), {"type": "text", "text": "x"}]},
+        ]
+        * (n // 250)
+    ),
+    "thoughts": lambda n: [
+        {"role": "assistant", "content": repeated({"type": "thinking", "thinking": "x"})(n)},
+        turn("user"),
+    ],
+    "parts of a result": lambda n: [
+        {"role": "assistant", "content": [used("c")]},
+        {
+            "role": "user",
+            "content": [{**result("c"), "content": repeated({"type": "text", "text": "x"})(n)}],
+        },
+    ],
+    "an input": lambda n: [
+        {"role": "assistant", "content": [{**used("c"), "input": {"a": "x" * n}}]},
+        turn("user"),
+    ],
+}
 TOOLS: dict[str, Grow] = {
     **{name: within(grow, lambda value: [function("f", value)]) for name, grow in SCHEMAS.items()},
     "tools": lambda n: [function(f"f{i}", {}) for i in range(n // 70)],
@@ -151,8 +193,21 @@ INPUTS: dict[str, Grow] = {
     "long texts": repeated("x" * 1000),
 }
 OWN: dict[str, dict[str, Grow]] = {
-    "messages": MESSAGES,
-    "tools": TOOLS,
+    "messages": MESSAGES | BLOCKS,
+    "tools": TOOLS
+    | {
+        f"{name} of an input": within(
+            grow, lambda schema: [{"name": "f", "input_schema": {"type": "object", **schema}}]
+        )
+        for name, grow in SCHEMAS.items()
+    }
+    | {"many": lambda n: [{"name": f"f{i}", "input_schema": {}} for i in range(n // 35)]},
+    "system": {"blocks": repeated({"type": "text", "text": "x"}), "a text": lambda n: "x" * n},
+    "stop_sequences": {"long ones": lambda n: ["x" * (n // 4)] * 4},
+    "output_config": {
+        name: within(grow, lambda schema: {"format": {"type": "json_schema", "schema": schema}})
+        for name, grow in SCHEMAS.items()
+    },
     "functions": {
         name: within(grow, lambda tools: [each["function"] for each in tools])
         for name, grow in TOOLS.items()
@@ -240,6 +295,8 @@ def translated(path: str, asked: Any) -> object:
         )
     if path == "/decisions":
         return decisions.to_jobs(asked, caller, {}, bounds=CharBounds(CHARS, CHARS))
+    if path.startswith("/messages"):
+        return anthropic.to_job(asked, caller, Sampling(), template_args={}, max_chars=CHARS)
     if path == "/completions":
         return completions.to_jobs(asked, caller, Sampling(), bounds=CharBounds(CHARS, CHARS))
     to_job: Any = chat.to_job if path == "/chat/completions" else responses.to_job

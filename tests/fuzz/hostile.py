@@ -140,6 +140,7 @@ def formed(choose: random.Random) -> tuple[str, Body]:
             chat(guided_grammar=choose.choice(LARKS)),
             chat(guided_choice=[choose.choice(MARKS) for _ in range(choose.choice((1, 50)))]),
             ("/responses", {"text": flat}),
+            ("/messages", {"output_config": {"format": {"type": "json_schema", "schema": wanted}}}),
             ("/completions", {"response_format": form}),
         )
     )
@@ -170,6 +171,10 @@ def named(choose: random.Random) -> tuple[str, Body]:
             ("/responses", {"input": [{"type": "item_reference", "id": name}]}),
             ("/responses", {"input": [{"type": name}]}),
             ("/responses", {"tools": [{"type": name, "name": name}]}),
+            ("/messages", {"messages": [{"role": name, "content": "x"}]}),
+            ("/messages", {"messages": [{"role": "user", "content": [{"type": name}]}]}),
+            ("/messages", {"tools": [{"type": name, "name": name, "input_schema": {}}]}),
+            ("/messages", {"stop_sequences": [name]}),
         )
     )
 

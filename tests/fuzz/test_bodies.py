@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.api.app import ENDPOINTS
+from gateway.api.endpoints import ENDPOINTS
 from tests.fuzz.asking import POSTS, Ask, asking, check, scripted
 
 SHORT, LONG = 50, 1000  # requests to each endpoint

@@ -11,7 +11,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from gateway.api.app import ENDPOINTS
+from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import document
 from gateway.registry import Catalog
 from tests.fuzz.asking import LENGTHS, POSTS, Ask, asking, check, scripted

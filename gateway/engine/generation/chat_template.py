@@ -8,6 +8,8 @@ there, so the text is the same to the byte.
 import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -40,10 +42,16 @@ class ChatTemplate:
     ) -> str:
         """Return what `apply_chat_template` returns for these messages, tools and other arguments.
 
+        System turns after the first turn are folded into the user's, where they stand, if the
+        template refuses or drops them there.
+
         Raises BadRequest with the template's own words if it refuses the conversation, or if
         rendering takes too much, and Overloaded if other templates take all the time.
         """
         outcome, value = self._render_once(messages, tools, arguments)
+        late = [turn for turn in messages[1:] if turn["role"] == "system"]
+        if late and not (outcome == "rendered" and _has_texts(str(value), late)):
+            outcome, value = self._render_once(fold_late_systems(messages), tools, arguments)
         if outcome == "rendered":
             return str(value)
         if outcome == "busy":
@@ -116,3 +124,22 @@ class ChatTemplate:
             "tools": listed,
             "chat_template": tokenizer.get_chat_template(None, listed),
         }
+
+
+def fold_late_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose system turns, but for the first turn, are parts of user turns."""
+    first, *others = [dict(message) for message in messages]
+    for turn in others:
+        if turn["role"] == "system":
+            turn["role"] = "user"
+    turns = []
+    for role, run in groupby((first, *others), key=itemgetter("role")):
+        if role == "user":
+            turns.append({"role": role, "content": "\n\n".join(turn["content"] for turn in run)})
+        else:
+            turns += run
+    return turns
+
+
+def _has_texts(text: str, turns: Sequence[Mapping[str, Any]]) -> bool:
+    return all(str(turn["content"]).strip() in text for turn in turns)

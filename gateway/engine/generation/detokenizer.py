@@ -162,7 +162,11 @@ class StopScanner:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
-        self.is_stopped = False
+        self.met: str | None = None  # the stop string that ended the text
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.met is not None
 
     def push(self, piece: str) -> str:
         """Return the text that is certain now; empty after a stop string."""
@@ -171,8 +175,9 @@ class StopScanner:
         text = self._held + piece
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.is_stopped = True
-            return text[: min(found)[1]]
+            end, at = min(found)
+            self.met = text[at:end]
+            return text[:at]
         cut = len(text) - held_back(text, self._stops)
         self._held = text[cut:]
         return text[:cut]

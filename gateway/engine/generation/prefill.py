@@ -167,7 +167,7 @@ class Prefill:
             batch.lm_batch.prompt([prompt[batch.read : end] for prompt in batch.prompts])
             batch.read = end
             for i, (row, position) in enumerate(zip(batch.rows, batch.positions, strict=True)):
-                self._prefixes.store(
+                row.kept_tokens += self._prefixes.store(
                     row.context[:position],
                     batch.lm_batch.prompt_cache,
                     i,

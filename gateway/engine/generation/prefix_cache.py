@@ -103,30 +103,34 @@ class PrefixCache:
         row: int,
         named: Sequence[tuple[int, bytes]] = (),
         root: int = ROOT,
-    ) -> None:
+    ) -> int:
         """Keep the whole blocks of the tokens that row `row` of a batch with these caches has read.
 
-        If the cache `needs_block_ends`, the tokens must end with a block, or nothing is kept.
-        `named` are names of beginnings of the tokens, each with the token that it ends before.
+        Return how many tokens those blocks have that were not there before. If the cache
+        `needs_block_ends`, the tokens must end with a block, or nothing is kept. `named` are names
+        of beginnings of the tokens, each with the token that it ends before.
         """
         whole = len(tokens) - len(tokens) % BLOCK
         if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
-            return
+            return 0
         plain, others = self._split(layers)
         if any(layer.size() < whole for layer in plain):
-            return  # this model leaves a layer's cache unused
+            return 0  # this model leaves a layer's cache unused
         path = self._path(tokens, root)
+        known = len(path)
         self._use(path)
         for start in range(BLOCK * len(path), whole, BLOCK):
             pages = [_page(layer, row, start) for layer in plain]
             key = (self._after(path, root), *tokens[start : start + BLOCK])
             if not self._put(key, pages, path):
                 break
+        new = BLOCK * (len(path) - known)
         is_there = bool(path) and len(path) * BLOCK == whole
         if others and is_there and self._state_key(path) not in self._kept:
             self._put(self._state_key(path), [_extract(layer, row) for layer in others], path)
         self._use(path)
         self._name(path, named, root)
+        return new
 
     def forget(self, root: int) -> None:
         """Drop all that is kept of an adapter."""

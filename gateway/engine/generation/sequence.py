@@ -129,6 +129,7 @@ class Sequence:
         self.tokens: list[int] = []
         self.prompt_logprobs: list[TokenLogprob] = []  # of all the prompt's tokens but the first
         self.cached_tokens = 0  # of the prompt, from the prefix cache
+        self.kept_tokens = 0  # of the prompt, new in it
         self.is_suspect = False
         self.was_suspect = False
         self.is_broken = False
@@ -226,7 +227,7 @@ class Sequence:
         The token that was chosen and not yet appended is chosen again, with the random number of
         its position.
         """
-        self.cached_tokens = 0
+        self.cached_tokens = self.kept_tokens = 0
 
     def end_early(self) -> list[SequenceDelta]:
         """End the answer here with `length`; return what was held back."""
@@ -339,9 +340,12 @@ class Sequence:
                 call=last.call,
                 logprobs=ready,
                 reasoning_tokens=int(reasoned),
+                stop=self._output.stops.met if ended == "stop" else None,
             )
         )
         if len(self.tokens) == 1:
-            cached = self.cached_tokens
-            deltas[0] = replace(deltas[0], cached_tokens=cached, prompt=self._echo())
+            cached, kept = self.cached_tokens, self.kept_tokens
+            deltas[0] = replace(
+                deltas[0], cached_tokens=cached, kept_tokens=kept, prompt=self._echo()
+            )
         return deltas

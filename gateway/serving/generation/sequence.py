@@ -133,6 +133,8 @@ class Sequence:
                 logprobs=delta.logprobs,
                 reasoning_tokens=delta.reasoning_tokens,
                 cached_tokens=delta.cached_tokens if self.counts_prompt else 0,
+                kept_tokens=delta.kept_tokens if self.counts_prompt else 0,
+                stop=delta.stop,
                 prompt=delta.prompt,
                 judgement=delta.judgement,
             )

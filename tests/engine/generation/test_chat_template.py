@@ -188,3 +188,48 @@ def _job(content: str) -> GenerateJob:
         max_tokens=1,
         sampling=Sampling(),
     )
+
+
+LATE = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "hi"},
+    {"role": "system", "content": "Be brief."},
+    {"role": "assistant", "content": "hello"},
+    {"role": "system", "content": "Be bold."},
+    {"role": "user", "content": "bye"},
+]
+EACH = "[{{ m.role }}]{{ m.content }}"
+LATE_ONE = "m.role == 'system' and not loop.first"
+ANYWHERE = f"{{% for m in messages %}}{EACH}{{% endfor %}}"
+FIRST_ONLY = (
+    f"{{% for m in messages %}}{{% if {LATE_ONE} %}}{{{{ raise_exception('not first') }}}}"
+    f"{{% endif %}}{EACH}{{% endfor %}}"
+)
+DROPS = f"{{% for m in messages %}}{{% if m.role != 'system' %}}{EACH}{{% endif %}}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        pytest.param(
+            ANYWHERE,
+            "[system]Be kind.[user]hi[system]Be brief.[assistant]hello[system]Be bold.[user]bye",
+            id="takes them",
+        ),
+        pytest.param(
+            FIRST_ONLY,
+            "[system]Be kind.[user]hi\n\nBe brief.[assistant]hello[user]Be bold.\n\nbye",
+            id="refuses them",
+        ),
+        pytest.param(
+            DROPS, "[user]hi\n\nBe brief.[assistant]hello[user]Be bold.\n\nbye", id="drops them"
+        ),
+    ],
+)
+def test_system_turns_stay_where_they_stand(
+    template: str, text: str, box: Sandbox, tmp_path: Path
+) -> None:
+    """As the user's words where a template has no place for them."""
+    chat = family(tmp_path, template=template, sandbox=box)
+    assert chat._template.render(LATE, (), {"add_generation_prompt": True}) == text
+    assert [turn["role"] for turn in LATE].count("system") == 3

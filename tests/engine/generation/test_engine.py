@@ -73,6 +73,8 @@ class Answer:
     calls: list[CallDelta] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
+    kept_tokens: int = 0
+    stop: str | None = None
 
 
 def job(text: str, sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
@@ -112,6 +114,8 @@ class Run:
             answer.deltas.append(delta.text)
             assert delta.cached_tokens == 0 or answer.tokens == 0, "only the first delta tells"
             answer.cached_tokens += delta.cached_tokens
+            answer.kept_tokens += delta.kept_tokens
+            answer.stop = delta.stop
             answer.tokens += delta.tokens
             answer.reasoning += delta.reasoning
             answer.calls += [delta.call] if delta.call is not None else []
@@ -345,9 +349,10 @@ def test_stop_strings_never_leak_wherever_they_fall(engine: GenerationEngine) ->
     (whole,) = answers(engine, [job(TEXTS[0])])
     for start in range(1, len(whole.text) - 3):
         stop = whole.text[start : start + 3]
-        (cut,) = answers(engine, [job(TEXTS[0], stop=[stop])])
+        (cut,) = answers(engine, [job(TEXTS[0], stop=["never met", stop])])
         assert cut.text == whole.text[: whole.text.index(stop)]
-        assert cut.finish_reason == "stop"
+        assert (cut.finish_reason, cut.stop) == ("stop", stop)
+    assert whole.stop is None
 
 
 def test_deltas_are_whole_characters(engine: GenerationEngine) -> None:

@@ -124,6 +124,23 @@ CASES = {
 }
 
 
+def test_what_a_prompt_adds_to_the_cache_is_counted_once(plain: Path) -> None:
+    """In whole blocks: with what was cached, all of the prompt but what no block holds."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
+    longer = [*BASE, *tokens(100, 1)]
+    told = [answers(engine, [bare(each)])[0] for each in (BASE, BASE, longer)]
+    # The last token of a prompt is read with the answer; of 499 others 448 are in whole blocks.
+    assert [(each.cached_tokens, each.kept_tokens) for each in told] == [
+        (0, 384),
+        (384, 0),
+        (384, 64),
+    ]
+    engine.close()
+    without = open_engine(plain)
+    assert answers(without, [bare(BASE)])[0].kept_tokens == 0
+    without.close()
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("budget", [100, 512, 100_000])
 def test_the_greedy_tokens_are_those_without_it(

@@ -1,0 +1,1 @@
+"""Anthropic's SDKs and its terminal agent, unchanged, against /v1/messages."""

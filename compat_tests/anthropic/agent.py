@@ -1,0 +1,117 @@
+"""A scripted chat model that an agent can work with: it has the agent run a command, once.
+
+`python -m compat_tests.anthropic.agent` serves it until it is interrupted.
+"""
+
+import asyncio
+import re
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+
+from gateway.jobs import CallDelta, GenerateJob, SequenceDelta, SequenceParams
+from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.serving_app import catalog, served
+
+MODEL = "scripted"
+COMMAND = re.compile(r"`(echo [^`]+)`")
+
+
+@dataclass
+class ScriptedAgent(ScriptedChat):
+    """Has the tool Bash run an `echo` in backquotes, and says what that printed.
+
+    It thinks first, says it will, and titles a conversation if it is asked for JSON.
+    """
+
+    max_context: int = 1_000_000
+    plans: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def prepare(self, job: GenerateJob) -> list[SequenceParams]:
+        """Return one row, whose prompt is the whole conversation, a token a character."""
+        self.jobs.append(job)
+        conversation = {
+            "turns": job.messages,
+            "tools": [tool["function"]["name"] for tool in job.tools],
+            "is_json": job.grammar is not None,
+        }
+        text = orjson.dumps(conversation).decode()
+        assert job.max_tokens is not None
+        room = self.max_context - len(text)
+        row = SequenceParams(
+            prompt=[ord(character) for character in text],
+            max_tokens=min(job.max_tokens, room),
+            sampling=job.sampling,
+        )
+        return [row]
+
+    def join(self, job: SequenceParams) -> int:
+        row = super().join(job)
+        self.plans[row] = _plan(orjson.loads("".join(map(chr, job.prompt))))
+        return row
+
+    def _next(self, row: int) -> list[SequenceDelta]:
+        delta = self.plans[row].pop(0)
+        if not self.plans[row]:
+            del self._running[row]
+        return [SequenceDelta(row, tokens=1, **delta)]
+
+
+def _plan(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the deltas of the answer."""
+    turns = conversation["turns"]
+    if conversation["is_json"]:
+        return [{"text": '{"title": "A greeting"}', "finish_reason": "stop"}]
+    # What the agent adds of its own accord may stand after either.
+    last = next((turn for turn in reversed(turns) if _is_answerable(turn)), None)
+    if last is None or "Bash" not in conversation["tools"]:
+        return [{"text": "There is nothing "}, {"text": "to run."}, {"finish_reason": "stop"}]
+    if last["role"] == "tool":
+        words = re.split(r"(?<= )", f"It printed: {last['content'].strip()}")
+        return [*({"text": word} for word in words), {"finish_reason": "stop"}]
+    command = COMMAND.findall(last["content"])[-1]
+    arguments = orjson.dumps({"command": command, "description": "Run it"}).decode()
+    middle = len(arguments) // 2
+    return [
+        {"reasoning": "A command, ", "reasoning_tokens": 1},
+        {"reasoning": "so run it.", "reasoning_tokens": 1},
+        {"text": "I will run that."},
+        {"call": CallDelta(0, f"call_{len(turns)}", "Bash", arguments[:middle])},
+        {"call": CallDelta(0, arguments=arguments[middle:])},
+        {"finish_reason": "tool_calls"},
+    ]
+
+
+def _is_answerable(turn: Mapping[str, Any]) -> bool:
+    """Return True for a tool's result, and for a user's turn with a command."""
+    return turn["role"] == "tool" or (
+        turn["role"] == "user" and COMMAND.search(turn["content"]) is not None
+    )
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, **given: Any
+) -> AsyncIterator[tuple[httpx2.AsyncClient, ScriptedAgent]]:
+    """Serve the model, and give a client of the gateway, and what the model was asked."""
+    chat = ScriptedAgent()
+    models = catalog(folder, {MODEL: {"kind": "chat", "source": "path:.", "preload": True}})
+    async with served(models, ScriptedEngines(chat=chat), **given) as client:
+        yield client, chat
+
+
+async def _serve() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving(Path(folder)) as (client, _):
+            print(client.base_url, flush=True)
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())

@@ -1,0 +1,412 @@
+"""The table of all endpoints, which routes, guards, metering, the document and the docs read."""
+
+from collections.abc import Iterable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api import (
+    anthropic,
+    chat,
+    completions,
+    dashboard,
+    decisions,
+    embeddings,
+    models,
+    ops,
+    rerank,
+    responses,
+)
+from gateway.api.endpoint import (
+    MODEL_ERRORS,
+    REQUEST_ERRORS,
+    STORED_ERRORS,
+    Endpoint,
+    Errors,
+    Form,
+)
+from gateway.api.requests import Service
+from gateway.errors import (
+    Forbidden,
+    ModelNotFound,
+    ModelsFileInvalid,
+    Overloaded,
+    RequestNotFound,
+    ResponseNotFound,
+    TooManyWatchers,
+    Unavailable,
+    UnknownUrl,
+)
+from gateway.wire.anthropic import (
+    AnthropicMessage,
+    CountMessageTokensRequest,
+    MessagesRequest,
+    MessageTokensCount,
+)
+from gateway.wire.anthropic_stream import MessageEvent
+from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
+from gateway.wire.completions import Completion, CompletionRequest
+from gateway.wire.decisions import Decision, DecisionsRequest
+from gateway.wire.embeddings import Embeddings, EmbeddingsRequest
+from gateway.wire.rerank import (
+    TEXTS_ERROR_STATUSES,
+    RankedText,
+    Reranking,
+    RerankRequest,
+    ScoreRequest,
+    Scores,
+    TextsErrorBody,
+    TextsRequest,
+)
+from gateway.wire.responses import DeletedResponse, InputTokens, ResponsesRequest
+from gateway.wire.responses import Response as WireResponse
+from gateway.wire.responses_items import InputItems
+from gateway.wire.responses_stream import ResponseEvent
+
+PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # while there are no keys
+
+
+async def _describe(service: Service, request: Request) -> Response:
+    return ops.describe(service, ENDPOINTS)
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint(
+        "POST",
+        "/v1/embeddings",
+        embeddings.answer,
+        summary="Turn texts into vectors",
+        details="Takes a string, a list of strings or, where the model allows it, token ids; "
+        "answers in `float` or `base64`; `dimensions` for Matryoshka models; also "
+        "`truncate` and `prompt_name`.",
+        request=EmbeddingsRequest,
+        answer=Embeddings,
+        errors=REQUEST_ERRORS,
+        operation="embeddings",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/rerank",
+        rerank.rerank,
+        also="/v2/rerank",
+        summary="Sort documents by how well they answer a query",
+        details="Takes the bodies of Cohere, Jina, vLLM, infinity and llama.cpp; one with `texts` "
+        "is [TEI's](#reranking). By a rerank model or, with the cosine, any embedding model.",
+        request=RerankRequest,
+        form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody, TEXTS_ERROR_STATUSES),
+        answer=Reranking,
+        errors=REQUEST_ERRORS,
+        operation="rerank",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/score",
+        rerank.score,
+        summary="Score pairs of texts",
+        details="As vLLM does: `text_1` is one text, or as many as `text_2`; in the order of the "
+        "request.",
+        request=ScoreRequest,
+        answer=Scores,
+        errors=REQUEST_ERRORS,
+        operation="rerank",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        chat.answer,
+        summary="Answer a conversation",
+        details="Whole or streamed; tools, structured output, logprobs, reasoning separate from "
+        "content.",
+        request=ChatRequest,
+        answer=ChatCompletion,
+        events=ChatCompletionChunk,
+        errors=REQUEST_ERRORS,
+        operation="chat",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        completions.answer,
+        summary="Continue prompts",
+        details="The older form: `prompt` as text, token ids, or a list of either.",
+        request=CompletionRequest,
+        answer=Completion,
+        events=Completion,
+        errors=REQUEST_ERRORS,
+        operation="text_completion",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/decisions",
+        decisions.answer,
+        summary="Answer questions about an input with probabilities",
+        details="Up to 400 predicates, choices and scores, on any chat model. Nothing is "
+        "generated: the probabilities are those of the labels as answers.",
+        request=DecisionsRequest,
+        answer=Decision,
+        errors=REQUEST_ERRORS,
+        operation="decisions",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses",
+        responses.answer,
+        summary="Answer a conversation, and keep the answer to continue from",
+        details="Messages, function tools alone or in namespaces, structured text, streaming "
+        "events; continues from `previous_response_id` and reads `item_reference`s.",
+        request=ResponsesRequest,
+        answer=WireResponse,
+        events=ResponseEvent,
+        errors=(*REQUEST_ERRORS, ResponseNotFound),
+        operation="chat",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/input_tokens",
+        responses.count_tokens,
+        summary="Count the tokens of a prompt",
+        details="The prompt is that of the same request to `/responses`.",
+        request=ResponsesRequest,
+        answer=InputTokens,
+        errors=(*REQUEST_ERRORS, ResponseNotFound),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{name}",
+        responses.show,
+        summary="Return a kept response",
+        details="Responses are kept in memory for `GATEWAY_RESPONSES_TTL_S` unless the request "
+        "said `store: false`. Each API key sees only its own, and has an even share of "
+        "`GATEWAY_RESPONSES_KEPT`.",
+        answer=WireResponse,
+        errors=STORED_ERRORS,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/responses/{name}",
+        responses.delete,
+        summary="Delete a kept response",
+        answer=DeletedResponse,
+        errors=STORED_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/{name}/cancel",
+        responses.cancel,
+        summary="Refused: no response is made in the background",
+        statuses=(),
+        errors=STORED_ERRORS,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{name}/input_items",
+        responses.list_items,
+        summary="List the conversation that a kept response answers",
+        details="Takes `limit`, `order` and `after`.",
+        answer=InputItems,
+        errors=STORED_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages",
+        anthropic.answer,
+        summary="Answer a conversation, as Anthropic's API does",
+        details="[For its SDKs and agents](agents.md): text, tools, thinking, stop sequences, "
+        "streaming; keys in `x-api-key` too, and errors in Anthropic's envelope.",
+        request=MessagesRequest,
+        answer=AnthropicMessage,
+        events=MessageEvent,
+        errors=(*REQUEST_ERRORS, Overloaded),
+        operation="chat",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/count_tokens",
+        anthropic.count_tokens,
+        summary="Count the tokens of a prompt",
+        details="The prompt is that of the same request to `/messages`.",
+        request=CountMessageTokensRequest,
+        answer=MessageTokensCount,
+        errors=(*REQUEST_ERRORS, Overloaded),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/models",
+        models.list_models,
+        summary="List the models",
+        details="Every id and alias; `root` is the id; `state`, `bytes`, `last_used` and `error` "
+        "describe the model's condition, and `batching` says whether its answers are "
+        "decoded together.",
+        answer=models.Models,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/models/{name:path}",
+        models.show,
+        summary="Describe one model",
+        answer=models.Model,
+        errors=(ModelNotFound,),
+    ),
+    Endpoint(
+        "GET",
+        "/",
+        ops.index,
+        summary="Say what answers here",
+        details="Agents ask before their first request.",
+        answer=ops.Index,
+        is_open=True,
+        is_traced=False,
+    ),
+    Endpoint(
+        "GET",
+        "/health",
+        ops.health,
+        summary="Check that the engine works",
+        details="200 while the engine's thread does its work.",
+        answer=ops.Health,
+        statuses=(200, 503),
+        is_open=True,
+        is_traced=False,
+    ),
+    Endpoint(
+        "GET",
+        "/ready",
+        ops.ready,
+        summary="Check that requests are accepted",
+        details="200 from when all preloaded models are loaded until shutdown begins; lists the "
+        "models' states to callers who may list models.",
+        answer=ops.Ready,
+        statuses=(200, 503),
+        is_open=True,
+        is_traced=False,
+    ),
+    Endpoint(
+        "GET",
+        "/metrics",
+        ops.metrics,
+        summary="Return Prometheus metrics",
+        is_traced=False,
+        content_type="text/plain",
+    ),
+    Endpoint(
+        "GET",
+        "/openapi.json",
+        _describe,
+        summary="Return the OpenAPI document of all this",
+    ),
+    Endpoint(
+        "GET",
+        "/dashboard",
+        dashboard.page,
+        summary="Watch the gateway, and try its models, in a browser",
+        details="[The page](dashboard.md) holds no data and needs no key: it asks for one. Beyond "
+        "loopback it is there only if API keys are set.",
+        content_type="text/html",
+        errors=PAGE_ERRORS,
+        is_open=True,
+        is_page=True,
+    ),
+    Endpoint(
+        "GET",
+        "/dashboard/samples",
+        dashboard.samples,
+        summary="Stream a sample of models and metrics each second",
+        details="For the page: lines of JSON, to at most four readers, until they leave.",
+        content_type="application/x-ndjson",
+        errors=(TooManyWatchers,),
+        is_page=True,
+    ),
+    Endpoint(
+        "GET",
+        "/dashboard/{file}",
+        dashboard.page,
+        summary="Return a file of the page",
+        content_type="*/*",
+        errors=(*PAGE_ERRORS, UnknownUrl),
+        is_open=True,
+        is_page=True,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/models/{name:path}/load",
+        models.load,
+        summary="Load a model",
+        details="Needs `GATEWAY_ADMIN_KEY`; without that setting, what is under `/admin` is a 404.",
+        answer=models.Model,
+        errors=MODEL_ERRORS,
+        is_admin=True,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/models/{name:path}/unload",
+        models.unload,
+        summary="Unload a model",
+        details="202 while requests still use it.",
+        answer=models.Model,
+        statuses=(200, 202),
+        errors=(ModelNotFound,),
+        is_admin=True,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/models/{name:path}/pin",
+        models.pin,
+        summary="Pin a model",
+        details="It is not evicted, whatever models.yaml says, until that is reloaded.",
+        answer=models.Model,
+        errors=(ModelNotFound,),
+        is_admin=True,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/models/{name:path}/unpin",
+        models.unpin,
+        summary="Unpin a model",
+        details="It may be evicted, whatever models.yaml says, until that is reloaded.",
+        answer=models.Model,
+        errors=(ModelNotFound,),
+        is_admin=True,
+    ),
+    Endpoint(
+        "GET",
+        "/admin/samples",
+        dashboard.admin_samples,
+        summary="Stream samples with the requests in flight and the last errors",
+        details="As `/dashboard/samples`, and on where that is; what requests say is not in them.",
+        content_type="application/x-ndjson",
+        errors=(TooManyWatchers,),
+        is_admin=True,
+        is_page=True,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/requests/{number:int}/cancel",
+        dashboard.cancel,
+        summary="Cancel a request in flight",
+        details="By its `number` in the samples. What it held is freed as if its client had left; "
+        "its client gets an error.",
+        answer=dashboard.Cancelled,
+        errors=(RequestNotFound,),
+        is_admin=True,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/reload",
+        models.reload,
+        summary="Read models.yaml again",
+        answer=models.Reload,
+        errors=(ModelsFileInvalid,),
+        is_admin=True,
+    ),
+)
+
+
+def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
+    return frozenset(path.removeprefix("/v1") for each in endpoints for path in each.paths)
+
+
+PATHS = _paths(each for each in ENDPOINTS if not each.is_admin)
+OPERATIONS = {path: each.operation for each in ENDPOINTS for path in each.paths if each.operation}
+UNTRACED_PATHS = frozenset(path for each in ENDPOINTS if not each.is_traced for path in each.paths)
+OPEN_PATHS = _paths(each for each in ENDPOINTS if each.is_open and not each.is_page)
+METERED_PATHS = _paths(each for each in ENDPOINTS if each.is_metered)

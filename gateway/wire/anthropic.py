@@ -1,0 +1,300 @@
+"""POST /v1/messages, Anthropic's: request → GenerateJob, and the shape of the answer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import Field, field_validator
+from typing_extensions import TypeAliasType, TypedDict
+
+from gateway.errors import BadRequest
+from gateway.errors import Part as ErrorPart
+from gateway.jobs import Caller, Calling, GenerateJob, Grammar, Sampling, Usage
+from gateway.wire.anthropic_blocks import (
+    MAX_TOOLS,
+    AnthropicTool,
+    CustomTool,
+    InputMessage,
+    SystemPrompt,
+    ToolChoiceParam,
+    is_continuation,
+    to_turns,
+)
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, NAME_CHARS, Label, Schema
+from gateway.wire.generation import MAX_STOPS, SchemaVerdict, json_schema
+from gateway.wire.messages import read_tools, unserved_tools
+from gateway.wire.validation import Part, Request, check_length
+
+Thoughts = Literal["whole", "signed", "none"]
+
+
+class ThinkingConfig(Part):
+    """Whether the model may think before it answers, and whether the thinking is shown.
+
+    `adaptive` leaves the rest to the model, as `enabled` does here: no budget is kept.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    display: Literal["summarized", "omitted"] = "summarized"
+
+
+class OutputFormat(Part):
+    """A schema that the text is held to, as far as a grammar can."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(Part):
+    """How hard the model is to think, and the form of its text."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountMessageTokensRequest(Request):
+    """A conversation, and what belongs to its prompt."""
+
+    harmless = frozenset(
+        {
+            *("cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"),
+            *("user_profile_id", "workspace_id"),
+        }
+    )
+    refused: ClassVar = {
+        "mcp_servers": "This gateway calls no servers of tools: its clients do.",
+        "thread": "This gateway keeps no conversations: send the whole one as 'messages'.",
+    }
+    neutral: ClassVar = {"mcp_servers": ([],)}
+    example: ClassVar = {"messages": [{"role": "user", "content": "Hello!"}]}
+
+    model: Annotated[Label, Field(min_length=1)]
+    messages: Annotated[list[InputMessage], FAIL_FAST, ITEM_LIMIT, Field(min_length=1)]
+    system: SystemPrompt | None = None
+    tools: Annotated[
+        list[AnthropicTool], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)
+    ]
+    tool_choice: ToolChoiceParam | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: OutputFormat | None = None
+
+    def param_of(self, part: ErrorPart) -> str:
+        """Return the field that a part of the job came from."""
+        match part:
+            case "prompt":
+                return "messages"
+            case "template_args":
+                return "thinking"
+            case "answer_form":
+                return "tools" if self.form()[1] is None else self.form()[0]
+        return part
+
+    def unserved_tools(self) -> Sequence[str]:
+        return unserved_tools(self.tools)
+
+    def form(self) -> tuple[str, Grammar | None]:
+        """Return the grammar of the answer's form, if it has one, and its field.
+
+        `output_format` is an older name of `output_config.format`.
+        """
+        param, form = "output_config.format", self.output_config.format
+        if form is None and self.output_format is not None:
+            param, form = "output_format", self.output_format
+        return param, json_schema(form.schema_, param=param) if form is not None else None
+
+    def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
+        """Return the tools as templates read them, and which of them may be called."""
+        choice = self.tool_choice
+        return read_tools(
+            [tool.to_tool_param() if isinstance(tool, CustomTool) else tool for tool in self.tools],
+            choice.to_tool_choice() if choice is not None else None,
+            parallel=choice is None or not choice.disable_parallel_tool_use,
+        )
+
+    @property
+    def thoughts(self) -> Thoughts:
+        """Return what the answer has of the model's thinking.
+
+        None of it without `thinking`, even if the model thinks: clients that know nothing of it
+        take the first block for the text.
+        """
+        if self.thinking is None or self.thinking.type == "disabled":
+            return "none"
+        return "signed" if self.thinking.display == "omitted" else "whole"
+
+    def template_args(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the chat template's arguments, of which the model's `own` are the default.
+
+        A request without `thinking` has none, unless the model is set up to think.
+        """
+        args = {"enable_thinking": False, **own}
+        if self.thinking is not None:
+            args["enable_thinking"] = self.thinking.type != "disabled"
+        if args["enable_thinking"] and self.output_config.effort is not None:
+            args["reasoning_effort"] = self.output_config.effort
+        return args
+
+
+class MessagesRequest(CountMessageTokensRequest):
+    """What Anthropic's endpoint takes, with the client's own tools as the only ones."""
+
+    example: ClassVar = {**CountMessageTokensRequest.example, "max_tokens": 256}
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Annotated[
+        list[Annotated[str, Field(max_length=NAME_CHARS)]],
+        FAIL_FAST,
+        Field(default_factory=list, max_length=MAX_STOPS),
+    ]
+    temperature: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    stream: bool = False
+
+    @field_validator("stop_sequences")
+    @classmethod
+    def _drop_empty(cls, value: list[str]) -> list[str]:
+        return [stop for stop in value if stop]
+
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """Return the request's sampling; fields left out come from the model's defaults."""
+        names = ("temperature", "top_p", "top_k")
+        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(defaults, **fields, unset=defaults.unset - fields.keys())
+
+
+def to_job(
+    request: CountMessageTokensRequest,
+    caller: Caller,
+    defaults: Sampling,
+    *,
+    template_args: Mapping[str, Any],
+    max_chars: int,
+) -> GenerateJob:
+    """Return the job of a request; fields left out come from the model's defaults.
+
+    The job of a request that only counts tokens has no bound: it is never run.
+    """
+    turns = to_turns(request.system, request.messages)
+    check_length(turns, max_chars, param="messages")
+    check_length(request.tools, max_chars, param="tools")
+    tools, calling = request.calling()
+    param, grammar = request.form()
+    continues = is_continuation(request.messages)
+    if continues and (grammar is not None or (calling is not None and calling.forced)):
+        raise BadRequest(
+            "An answer that is continued can't be held to a form, nor to a call.",
+            param="tool_choice" if grammar is None else param,
+        )
+    job = GenerateJob(
+        caller=caller,
+        messages=turns,
+        sampling=defaults,
+        tools=tools,
+        calling=calling,
+        template_args=request.template_args(template_args),
+        grammar=grammar,
+        continues=continues,
+    )
+    if not isinstance(request, MessagesRequest):
+        return job
+    return replace(
+        job,
+        sampling=request.sampling(defaults),
+        max_tokens=request.max_tokens,
+        stop=request.stop_sequences,
+    )
+
+
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
+
+
+class TextBlock(TypedDict):
+    """Text of the answer."""
+
+    type: Literal["text"]
+    text: str
+    citations: None
+
+
+class ThinkingBlock(TypedDict):
+    """What the model thought. The signature is a digest of it, and is not checked when the block
+    comes back: it only says whether the text is what the gateway sent.
+    """
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(TypedDict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TypeAliasType("ContentBlock", TextBlock | ThinkingBlock | ToolUseBlock)
+
+
+class AnthropicOutputTokensDetails(TypedDict):
+    """Of the answer's tokens, those of the model's thinking."""
+
+    thinking_tokens: int
+
+
+class MessageUsage(TypedDict):
+    """Tokens read and written. The prompt's are the first three together: those that are neither in
+    the prefix cache nor kept in it, those newly kept, those not read again.
+    """
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation: None
+    output_tokens: int
+    output_tokens_details: AnthropicOutputTokensDetails
+    server_tool_use: None
+    service_tier: Literal["standard"]
+
+
+class AnthropicMessage(TypedDict):
+    """An answer of the Messages API."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    container: None
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    stop_details: None
+    usage: MessageUsage
+    gateway: NotRequired[SchemaVerdict]
+
+
+class MessageTokensCount(TypedDict):
+    """How long a prompt is."""
+
+    input_tokens: int
+
+
+def usage_dict(usage: Usage) -> MessageUsage:
+    cached = min(usage.cached_tokens, usage.prompt_tokens)
+    kept = min(usage.kept_tokens, usage.prompt_tokens - cached)  # of an answer's too, if preempted
+    return {
+        "input_tokens": usage.prompt_tokens - cached - kept,
+        "cache_creation_input_tokens": kept,
+        "cache_read_input_tokens": cached,
+        "cache_creation": None,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        "server_tool_use": None,
+        "service_tier": "standard",
+    }

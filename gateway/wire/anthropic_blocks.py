@@ -1,0 +1,286 @@
+"""What a Messages request is made of: content blocks and tools → turns and tools for templates."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from gateway.errors import BadRequest
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, Schema
+from gateway.wire.messages import (
+    OTHER,
+    FunctionName,
+    FunctionParam,
+    NamedTool,
+    OtherTool,
+    ToolChoice,
+    ToolParam,
+)
+from gateway.wire.validation import Part, missing_parameter
+
+# Claude Code's first system block: a header for Anthropic's billing, which changes from one session
+# to the next. A model has no use for it, and no two prompts would begin alike.
+NOT_FOR_MODELS = "x-anthropic-billing-header:"
+_HINTS = frozenset({"cache_control", "citations"})  # of caching, which needs none, and of sources
+
+
+class TextPart(Part):
+    """A piece of the system prompt, or of a tool's result. Only text is served."""
+
+    harmless = _HINTS
+
+    type: Label = Field(json_schema_extra={"enum": ["text"]})
+    text: str | None = None
+
+
+class InputBlock(Part):
+    """A piece of a message: text, thinking of an earlier answer, a call, or a call's result."""
+
+    harmless = _HINTS | {"caller", "data", "is_error", "signature"}
+
+    type: Label = Field(
+        json_schema_extra={
+            "enum": ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+        }
+    )
+    text: str | None = None
+    thinking: str | None = None
+    id: Label | None = None
+    name: Label | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Label | None = None
+    content: str | Annotated[list[TextPart], FAIL_FAST, ITEM_LIMIT] | None = None
+
+
+class InputMessage(Part):
+    """One message of a conversation. A system message holds from where it stands."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[InputBlock], FAIL_FAST, ITEM_LIMIT]
+
+
+SystemPrompt = str | Annotated[list[TextPart], FAIL_FAST, ITEM_LIMIT]
+
+
+class _Placed(NamedTuple):
+    role: str
+    place: str  # of the block in the request, for errors
+    block: InputBlock
+
+
+def is_continuation(messages: Sequence[InputMessage]) -> bool:
+    """Return True if the answer continues the last message: if that is the assistant's.
+
+    Raises BadRequest for one that ends with anything but text.
+    """
+    last = messages[-1]
+    if last.role != "assistant":
+        return False
+    place = f"messages[{len(messages) - 1}]"
+    blocks = _blocks(last.content)
+    if any(block.type == "tool_use" for block in blocks):
+        raise BadRequest(
+            f"Invalid '{place}': the results of its calls have to follow.", param=place
+        )
+    if not any(block.type == "text" and block.text for block in blocks):
+        raise BadRequest(f"Invalid '{place}': it has no text to continue from.", param=place)
+    return True
+
+
+def to_turns(system: SystemPrompt | None, messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
+    """Return the conversation as templates read it.
+
+    Messages of one role in a row are one turn; results of calls are turns of their own, and system
+    messages stand where they stood. Raises BadRequest for blocks that are not text, calls or
+    results, and for results of no call.
+    """
+    turns: list[dict[str, Any]] = []
+    if prompt := _system_text(system):
+        turns.append({"role": "system", "content": prompt})
+    names: dict[str, str] = {}  # of the calls so far, by their ids
+    for role, placed in groupby(_placed(messages), key=lambda each: each.role):
+        if role == "assistant":
+            turns.append(_assistant_turn(list(placed), names))
+        elif role == "user":
+            turns += _user_turns(list(placed), names)
+        else:
+            text = _join(_require(each, "text") for each in placed)
+            if turns and turns[-1]["role"] == "system":
+                text = _join((turns.pop()["content"], text))
+            turns.append({"role": "system", "content": text})
+    return turns
+
+
+def _blocks(content: str | list[InputBlock]) -> list[InputBlock]:
+    return [InputBlock(type="text", text=content)] if isinstance(content, str) else content
+
+
+def _placed(messages: Sequence[InputMessage]) -> Iterator[_Placed]:
+    allowed = {
+        "user": ("text", "tool_result"),
+        "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+        "system": ("text",),
+    }
+    for i, message in enumerate(messages):
+        for j, block in enumerate(_blocks(message.content)):
+            place = f"messages[{i}].content[{j}]"
+            if block.type not in allowed[message.role]:
+                raise _not_served(block.type, place, f"in a message of the {message.role}")
+            yield _Placed(message.role, place, block)
+
+
+def _not_served(kind: str, place: str, where: str) -> BadRequest:
+    return BadRequest(
+        f"Invalid '{place}': a block of type '{kind[:64]}' is not served {where}; "
+        "this gateway reads text.",
+        param=place,
+    )
+
+
+def _system_text(system: SystemPrompt | None) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    texts = _texts(system, "system")
+    return _join(text for text in texts if not text.startswith(NOT_FOR_MODELS))
+
+
+def _texts(parts: Sequence[TextPart], place: str) -> list[str]:
+    texts = []
+    for i, part in enumerate(parts):
+        if part.type != "text":
+            raise _not_served(part.type, f"{place}[{i}]", "there")
+        if part.text is None:
+            raise missing_parameter(f"{place}[{i}].text")
+        texts.append(part.text)
+    return texts
+
+
+def _join(texts: Iterator[str] | Sequence[str]) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def _require(placed: _Placed, field: Literal["text", "thinking", "id", "name"]) -> str:
+    value: str | None = getattr(placed.block, field)
+    if value is None:
+        raise missing_parameter(f"{placed.place}.{field}")
+    return value
+
+
+def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[str, Any]:
+    """Return a turn with its calls, whose names are added to `names`, and its thinking.
+
+    A template leaves out the thinking that its model should not read again.
+    """
+    texts, thinking, calls = [], [], []
+    for each in placed:
+        block = each.block
+        if block.type == "text":
+            texts.append(_require(each, "text"))
+        elif block.type == "thinking":
+            thinking.append(_require(each, "thinking"))
+        elif block.type == "tool_use":
+            call_id, name = _require(each, "id"), _require(each, "name")
+            names[call_id] = name
+            function = {"name": name, "arguments": block.input or {}}
+            calls.append({"id": call_id, "type": "function", "function": function})
+    turn: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if any(thinking):
+        turn["reasoning_content"] = _join(thinking)
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _user_turns(placed: Sequence[_Placed], names: dict[str, str]) -> Iterator[dict[str, Any]]:
+    for is_result, run in groupby(placed, key=lambda each: each.block.type == "tool_result"):
+        if is_result:
+            for each in run:
+                yield _result_turn(each, names)
+        else:
+            yield {"role": "user", "content": _join(_require(each, "text") for each in run)}
+
+
+def _result_turn(placed: _Placed, names: dict[str, str]) -> dict[str, Any]:
+    block, place = placed.block, placed.place
+    if (call_id := block.tool_use_id) is None:
+        raise missing_parameter(f"{place}.tool_use_id")
+    if call_id not in names:
+        raise BadRequest(
+            f"Invalid '{place}.tool_use_id': no 'tool_use' before it has the id '{call_id}'.",
+            param=f"{place}.tool_use_id",
+        )
+    content = block.content or ""
+    text = content if isinstance(content, str) else _join(_texts(content, f"{place}.content"))
+    return {"role": "tool", "content": text, "tool_call_id": call_id, "name": names[call_id]}
+
+
+MAX_TOOLS = 512
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+
+
+class _Function(FunctionParam):
+    name: ToolName
+
+
+class CustomTool(Part):
+    """A tool that the client runs."""
+
+    harmless = frozenset({"allowed_callers", "cache_control", "eager_input_streaming"})
+
+    type: Literal["custom"] = "custom"
+    name: ToolName
+    description: str | None = None
+    input_schema: Schema
+    strict: bool | None = None
+
+    def to_tool_param(self) -> ToolParam:
+        """Return the tool in the form of chat completions."""
+        function = _Function(
+            name=self.name,
+            description=self.description,
+            parameters=self.input_schema,
+            strict=self.strict,
+        )
+        return ToolParam(function=function)
+
+
+class ServerTool(OtherTool):
+    """A tool of Anthropic's own, which is not served."""
+
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["custom"]}})]
+
+
+_CUSTOM = "custom tool"
+
+
+def _tool_tag(tool: object) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return OTHER if isinstance(kind, str) and kind != "custom" else _CUSTOM
+
+
+AnthropicTool = Annotated[
+    Annotated[CustomTool, Tag(_CUSTOM)] | Annotated[ServerTool, Tag(OTHER)],
+    Discriminator(_tool_tag),
+]
+
+
+class ToolChoiceParam(Part):
+    """Whether tools may or must be called, and how many at once."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Label | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> "ToolChoiceParam":
+        if self.type == "tool" and self.name is None:
+            raise ValueError("type 'tool' needs the 'name' of one")
+        return self
+
+    def to_tool_choice(self) -> ToolChoice:
+        """Return the choice in the form of chat completions."""
+        if self.type == "tool":
+            assert self.name is not None
+            return NamedTool(type="function", function=FunctionName(name=self.name))
+        return "required" if self.type == "any" else self.type

@@ -1,0 +1,509 @@
+"""Messages requests → jobs, and deltas → content blocks and events."""
+
+from http import HTTPStatus
+from typing import Any, get_args
+
+import orjson
+import pytest
+
+from gateway.errors import (
+    BadRequest,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineFailed,
+    Forbidden,
+    GatewayError,
+    ModelLoading,
+    ModelNotFound,
+    NoRoom,
+    Overloaded,
+    PromptTooLarge,
+    RateLimited,
+    TooLarge,
+    Unauthorized,
+    UnknownParameter,
+)
+from gateway.jobs import CallDelta, Delta, GenerateJob, Grammar, Sampling, Usage
+from gateway.wire.anthropic import (
+    CountMessageTokensRequest,
+    MessagesRequest,
+    Thoughts,
+    to_job,
+    usage_dict,
+)
+from gateway.wire.anthropic_errors import AnthropicErrorType, error_body, error_status
+from gateway.wire.anthropic_stream import MessageWriter
+from gateway.wire.validation import read_request
+from tests.fakes import caller
+
+HI = [{"role": "user", "content": "hi"}]
+WEATHER = {
+    "name": "weather",
+    "description": "Tells it.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Ulm"}}
+RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "rain"}
+
+
+def read(messages: Any = HI, **fields: Any) -> MessagesRequest:
+    body = orjson.dumps({"model": "m", "max_tokens": 9, "messages": messages, **fields})
+    return read_request(body, MessagesRequest, strict=False).request
+
+
+def job(messages: Any = HI, *, own: dict[str, Any] | None = None, **fields: Any) -> GenerateJob:
+    return to_job(
+        read(messages, **fields),
+        caller(),
+        Sampling(temperature=0.3),
+        template_args=own or {},
+        max_chars=1000,
+    )
+
+
+def refused(messages: Any = HI, **fields: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        job(messages, **fields)
+    return caught.value
+
+
+def ignored(**fields: Any) -> tuple[str, ...]:
+    body = orjson.dumps({"model": "m", "max_tokens": 9, "messages": HI, **fields})
+    return read_request(body, MessagesRequest, strict=False).ignored
+
+
+def text(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": each} for each in texts]
+
+
+def test_a_text_and_its_blocks_are_one_prompt() -> None:
+    """`system` too, which stands first."""
+    assert job(system="Be brief.").messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    ]
+    blocks = [{"role": "user", "content": text("one", "two")}]
+    assert job(blocks, system=text("Be", "brief.")).messages == [
+        {"role": "system", "content": "Be\n\nbrief."},
+        {"role": "user", "content": "one\n\ntwo"},
+    ]
+
+
+def test_system_messages_stand_where_they_stood() -> None:
+    """Those at the beginning belong to the system prompt."""
+    system = {"role": "system", "content": "now be bold"}
+    turns = job([system, *HI, system, *HI], system="Be kind.").messages
+    assert [turn["role"] for turn in turns] == ["system", "user", "system", "user"]
+    assert turns[0]["content"] == "Be kind.\n\nnow be bold"
+    assert turns[2]["content"] == "now be bold"
+
+
+def test_a_header_in_the_system_prompt_is_not_for_the_model() -> None:
+    """It changes from session to session, and would keep prompts from beginning alike."""
+    header = "x-anthropic-billing-header: cc_version=1; cc_entrypoint=cli;"
+    assert job(system=text(header, "Be brief.")).messages[0]["content"] == "Be brief."
+    assert [turn["role"] for turn in job(system=text(header)).messages] == ["user"]
+
+
+def test_calls_thinking_and_results_become_turns() -> None:
+    """Results as turns of their own, named by their calls; words beside them stay the user's."""
+    thought = {"type": "thinking", "thinking": "the weather…", "signature": "s"}
+    hidden = {"type": "redacted_thinking", "data": "…"}
+    other = {**CALL, "id": "c2", "input": {}}
+    turns = job(
+        [
+            {"role": "user", "content": "Ulm?"},
+            {"role": "assistant", "content": [thought, hidden, *text("Let me see."), CALL, other]},
+            {"role": "user", "content": [RESULT, {**RESULT, "tool_use_id": "c2",
+             "content": text("sun", "wind"), "is_error": False}, *text("And?")]},
+        ]
+    ).messages  # fmt: skip
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "tool", "tool", "user"]
+    assert turns[1]["content"] == "Let me see."
+    assert turns[1]["reasoning_content"] == "the weather…"
+    assert [call["function"] for call in turns[1]["tool_calls"]] == [
+        {"name": "weather", "arguments": {"city": "Ulm"}},
+        {"name": "weather", "arguments": {}},
+    ]
+    assert turns[2] == {"role": "tool", "content": "rain", "tool_call_id": "c1", "name": "weather"}
+    assert turns[3]["content"] == "sun\n\nwind"
+    assert turns[4]["content"] == "And?"
+
+
+def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
+    """As Anthropic joins them: many templates refuse anything else."""
+    said = {"role": "assistant", "content": "so"}
+    turns = job([*HI, *HI, said, said, *HI]).messages
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("user", "hi\n\nhi"), ("assistant", "soso"), ("user", "hi"),
+    ]  # fmt: skip
+
+
+def test_the_last_assistant_message_is_continued() -> None:
+    """Its prefill, in Anthropic's words."""
+    assert job([*HI, {"role": "assistant", "content": "The answer is"}]).continues
+    assert not job().continues
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "user", "content": [{"type": "image", "source": {}}]}],
+         "messages[0].content[0]"),
+        ([{"role": "user", "content": [*text("see"), {"type": "document", "source": {}}]}],
+         "messages[0].content[1]"),
+        ([{"role": "user", "content": [{"type": "of tomorrow"}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [CALL]}], "messages[0].content[0]"),
+        ([*HI, {"role": "assistant", "content": [RESULT]}], "messages[1].content[0]"),
+        ([*HI, {"role": "system", "content": [CALL]}], "messages[1].content[0]"),
+        ([{"role": "user", "content": [RESULT]}], "messages[0].content[0].tool_use_id"),
+        ([{"role": "user", "content": [{"type": "tool_result"}]}],
+         "messages[0].content[0].tool_use_id"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}, *HI],
+         "messages[1].content[0].name"),
+        ([*HI, {"role": "assistant", "content": [CALL]}], "messages[1]"),
+        ([*HI, {"role": "assistant", "content": ""}], "messages[1]"),
+        ([{"role": "developer", "content": "x"}], "messages[0].role"),
+        ([*HI, {"role": "assistant", "content": [CALL]},
+          {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}],
+         "messages[2].content[0].content[0]"),
+        ([], "messages"),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_refused_where_it_stands(messages: Any, param: str) -> None:
+    """Images and documents by their names."""
+    error = refused(messages)
+    assert error.param == param
+    if "image" in str(messages):
+        assert "'image'" in error.message
+
+
+def test_system_blocks_are_text() -> None:
+    """And nothing else."""
+    assert refused(system=[{"type": "image"}]).param == "system[0]"
+    assert refused(system=[{"type": "text"}]).param == "system[0].text"
+
+
+def test_tools_are_shown_and_may_be_called() -> None:
+    """Several at once, unless the request forbids it."""
+    asked = job(tools=[WEATHER])
+    assert asked.tools[0]["function"]["parameters"] == WEATHER["input_schema"]
+    assert asked.calling is not None
+    assert (asked.calling.forced, asked.calling.parallel) == (False, True)
+    one = job(tools=[WEATHER], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert one.calling is not None
+    assert (one.calling.forced, one.calling.parallel) == (False, False)
+
+
+def test_a_choice_of_tools_is_kept() -> None:
+    """Any of them, one by name, or none, which then are not shown."""
+    clock = {"type": "custom", "name": "c" * 128, "input_schema": {"type": "object"}}
+    tools = [WEATHER, clock]
+    some = job(tools=tools, tool_choice={"type": "any"}).calling
+    assert some is not None
+    assert (len(some.functions), some.forced, some.parallel) == (2, True, True)
+    named = job(tools=tools, tool_choice={"type": "tool", "name": "weather"}).calling
+    assert named is not None
+    assert ([each.name for each in named.functions], named.forced) == (["weather"], True)
+    none = job(tools=tools, tool_choice={"type": "none"})
+    assert (none.calling, none.tools) == (None, ())
+
+
+def test_a_choice_of_a_tool_that_is_not_there_is_refused() -> None:
+    """As is one that names none, and a tool with no schema or a name that is none."""
+    assert (
+        refused(tools=[WEATHER], tool_choice={"type": "tool", "name": "x"}).param == "tool_choice"
+    )
+    assert refused(tools=[WEATHER], tool_choice={"type": "tool"}).param == "tool_choice"
+    assert refused(tool_choice={"type": "any"}).param == "tools"
+    assert refused(tools=[WEATHER, WEATHER]).param == "tools"
+    assert refused(tools=[{"name": "x"}]).param == "tools[0].input_schema"
+    assert refused(tools=[{**WEATHER, "name": "two words"}]).param == "tools[0].name"
+
+
+def test_anthropics_own_tools_are_skipped_and_named() -> None:
+    """Alone, they are refused: there would be nothing to call."""
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    assert ignored(tools=[search, WEATHER]) == ("tools.web_search_20250305",)
+    assert len(job(tools=[search, WEATHER]).tools) == 1
+    assert "web_search_20250305" in refused(tools=[search]).message
+
+
+def test_limits_and_sampling_are_the_requests_own() -> None:
+    """Fields left out come from the model's defaults."""
+    asked = job(temperature=1, top_p=0.5, top_k=3, stop_sequences=["x", ""], max_tokens=7)
+    sampling = asked.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 0.5, 3)
+    assert (asked.max_tokens, list(asked.stop)) == (7, ["x"])
+    assert job().sampling.temperature == 0.3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0), ("max_tokens", None), ("max_tokens", "9"), ("temperature", 1.1),
+        ("temperature", -1), ("top_p", 2), ("top_k", -1), ("stop_sequences", "x"),
+        ("stop_sequences", ["x"] * 65), ("stop_sequences", ["x" * 257]), ("stream", 1),
+        ("model", ""), ("messages", {}), ("system", 3), ("tools", {}), ("tool_choice", "auto"),
+        ("thinking", "enabled"), ("thinking", {"type": "hard"}), ("output_config", []),
+        ("output_config", {"effort": "utmost"}), ("output_config", {"format": {"type": "xml"}}),
+        ("mcp_servers", [{"type": "url", "url": "http://x"}]),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_by_its_name(field: str, value: Any) -> None:
+    """Never taken for something else."""
+    param = refused(**{field: value}).param
+    assert param is not None
+    assert param.split("[")[0].split(".")[0] == field
+
+
+def test_what_changes_no_answer_is_taken_and_the_rest_is_named() -> None:
+    """Hints of caching and billing are of no effect here; edits of the context would be."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    assert ignored(
+        metadata={"user_id": "u"}, service_tier="auto", system=[{**text("x")[0], **cached}],
+        tools=[{**WEATHER, **cached, "eager_input_streaming": True}], mcp_servers=[], **cached,
+        messages=[{"role": "user", "content": [{**text("x")[0], **cached}]}],
+    ) == ()  # fmt: skip
+    assert ignored(
+        context_management={"edits": []}, container="c", betas=["b"],
+        thinking={"type": "enabled", "budget_tokens": 2000},
+        tools=[{**WEATHER, "defer_loading": True}],
+    ) == (
+        "betas", "container", "context_management", "tools[0].defer_loading",
+        "thinking.budget_tokens",
+    )  # fmt: skip
+    body = orjson.dumps({"model": "m", "max_tokens": 9, "messages": HI, "container": "c"})
+    with pytest.raises(UnknownParameter):
+        read_request(body, MessagesRequest, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("own", "fields", "given", "thoughts"),
+    [
+        ({}, {}, {"enable_thinking": False}, "none"),
+        ({"enable_thinking": True}, {}, {"enable_thinking": True}, "none"),
+        ({"a": 1}, {"thinking": {"type": "adaptive"}}, {"enable_thinking": True, "a": 1}, "whole"),
+        ({"enable_thinking": False}, {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+         {"enable_thinking": True}, "whole"),
+        ({"enable_thinking": True}, {"thinking": {"type": "disabled"}},
+         {"enable_thinking": False}, "none"),
+        ({}, {"thinking": {"type": "adaptive", "display": "omitted"},
+              "output_config": {"effort": "low"}},
+         {"enable_thinking": True, "reasoning_effort": "low"}, "signed"),
+        ({}, {"output_config": {"effort": "max"}}, {"enable_thinking": False}, "none"),
+    ],
+)  # fmt: skip
+def test_thinking_is_the_requests_then_the_models(
+    own: dict[str, Any], fields: dict[str, Any], given: dict[str, Any], thoughts: str
+) -> None:
+    """It is shown to those who asked for it."""
+    assert dict(job(own=own, **fields).template_args) == given
+    assert read(**fields).thoughts == thoughts
+
+
+def test_a_form_is_held_by_a_grammar() -> None:
+    """By its name of today, or the older one."""
+    schema = {"type": "object", "properties": {"title": {"type": "string"}}}
+    form = {"type": "json_schema", "schema": schema}
+    grammar = Grammar("json_schema", orjson.dumps(schema).decode())
+    assert job(output_config={"format": form}).grammar == grammar
+    assert job(output_format=form).grammar == grammar
+    assert read(output_config={"format": form}).param_of("answer_form") == "output_config.format"
+    assert read(tools=[WEATHER]).param_of("answer_form") == "tools"
+    prefill = [*HI, {"role": "assistant", "content": "{"}]
+    assert refused(prefill, output_format=form).param == "output_format"
+    forced = {"tools": [WEATHER], "tool_choice": {"type": "any"}}
+    assert refused(prefill, **forced).param == "tool_choice"
+
+
+def test_counting_needs_no_limit() -> None:
+    """And runs nothing."""
+    body = orjson.dumps({"model": "m", "messages": HI, "tools": [WEATHER]})
+    request = read_request(body, CountMessageTokensRequest, strict=False).request
+    asked = to_job(request, caller(), Sampling(), template_args={}, max_chars=1000)
+    assert asked.max_tokens is None
+    assert len(asked.tools) == 1
+
+
+def test_too_much_text_is_refused() -> None:
+    """Before it is tokenised; tools count too."""
+    assert refused([{"role": "user", "content": "x" * 1500}]).param == "messages"
+    assert refused(tools=[{**WEATHER, "description": "x" * 1500}]).param == "tools"
+
+
+USAGE = Usage(100, 20, cached_tokens=64, reasoning_tokens=5, kept_tokens=32)
+
+
+def written(
+    *deltas: Delta, thoughts: Thoughts = "whole", max_tokens: int = 9
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the message, and all events; both must add up to the same."""
+    writer = MessageWriter("m", max_tokens=max_tokens, thoughts=thoughts)
+    events: list[Any] = [*writer.begin(USAGE)]
+    for delta in deltas:
+        events += writer.add(delta)
+    events += writer.end(USAGE)
+    whole: Any = writer.to_dict(USAGE)
+    assert _added_up(events) == whole
+    return whole, events
+
+
+def _added_up(events: list[Any]) -> dict[str, Any]:
+    message: dict[str, Any] = {**events[0]["message"], "content": []}
+    inputs: dict[int, str] = {}
+    for event in events:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append({**event["content_block"]})
+            case "content_block_delta":
+                block = message["content"][event["index"]]
+                match event["delta"]:
+                    case {"type": "input_json_delta", "partial_json": piece}:
+                        inputs[event["index"]] = inputs.get(event["index"], "") + piece
+                    case {"type": "signature_delta", "signature": signature}:
+                        block["signature"] = signature
+                    case {"type": "text_delta", "text": piece}:
+                        block["text"] += piece
+                    case {"type": "thinking_delta", "thinking": piece}:
+                        block["thinking"] += piece
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] = event["usage"]
+    for index, json in inputs.items():
+        message["content"][index]["input"] = orjson.loads(json)
+    return message
+
+
+def test_an_answer_is_its_blocks_in_order() -> None:
+    """Thinking with its signature, text, and calls one after another."""
+    whole, events = written(
+        Delta(0, reasoning="hm", tokens=1),
+        Delta(0, reasoning="m", tokens=1),
+        Delta(0, "so", 1),
+        Delta(0, call=CallDelta(0, "c1", "weather", ""), tokens=1),
+        Delta(0, call=CallDelta(0, arguments='{"city":'), tokens=1),
+        Delta(0, call=CallDelta(0, arguments='"Ulm"}'), tokens=1),
+        Delta(0, call=CallDelta(1, "c2", "clock", "{}"), tokens=1),
+        Delta(0, tokens=1, finish_reason="tool_calls"),
+    )
+    thinking, said, first, second = whole["content"]
+    assert thinking["thinking"] == "hmm"
+    assert len(thinking["signature"]) == 44
+    assert said == {"type": "text", "text": "so", "citations": None}
+    assert first == {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Ulm"}}
+    assert second["input"] == {}
+    assert whole["stop_reason"] == "tool_use"
+    kinds = [event["type"] for event in events]
+    assert kinds[:4] == ["message_start", "content_block_start", "ping", "content_block_delta"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+    assert kinds.count("ping") == 1
+
+
+def test_thinking_that_is_not_to_be_shown_is_signed_only() -> None:
+    """Or is not there at all, for who did not ask for it."""
+    deltas = (Delta(0, reasoning="hm", tokens=1), Delta(0, "so", 1, "stop"))
+    signed, _ = written(*deltas, thoughts="signed")
+    shown, _ = written(*deltas)
+    assert signed["content"][0]["thinking"] == ""
+    assert signed["content"][0]["signature"] == shown["content"][0]["signature"]
+    none, _ = written(*deltas, thoughts="none")
+    assert [block["type"] for block in none["content"]] == ["text"]
+    assert none["usage"]["output_tokens_details"] == {"thinking_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("last", "reason", "sequence"),
+    [
+        (Delta(0, "x", 1, "stop"), "end_turn", None),
+        (Delta(0, "x", 1, "stop", stop="END"), "stop_sequence", "END"),
+        (Delta(0, "x", 9, "length"), "max_tokens", None),
+        (Delta(0, "x", 8, "length"), "model_context_window_exceeded", None),
+        (Delta(0, "x", 1, "tool_calls", stop="END"), "tool_use", None),
+    ],
+)
+def test_the_reason_of_the_end_is_anthropics(
+    last: Delta, reason: str, sequence: str | None
+) -> None:
+    """An answer that the context cut has less than it was allowed."""
+    whole, _ = written(last)
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
+
+
+def test_an_answer_of_nothing_has_no_blocks() -> None:
+    """It has begun and ended."""
+    whole, events = written(Delta(0, tokens=1, finish_reason="stop"))
+    assert whole["content"] == []
+    assert [event["type"] for event in events] == [
+        "message_start", "message_delta", "message_stop",
+    ]  # fmt: skip
+
+
+def test_a_call_that_was_cut_has_no_input() -> None:
+    """What there is of it is no JSON."""
+    writer = MessageWriter("m", max_tokens=1, thoughts="none")
+    writer.add(Delta(0, call=CallDelta(0, "c1", "weather", '{"city": "U'), tokens=1))
+    writer.add(Delta(0, finish_reason="length"))
+    writer.end(USAGE)
+    (block,) = writer.to_dict(USAGE)["content"]
+    assert block == {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
+
+
+def test_the_prompts_tokens_are_counted_once() -> None:
+    """Read from the cache, newly kept in it, and neither: together they are the prompt."""
+    usage = usage_dict(USAGE)
+    assert usage["cache_read_input_tokens"] == 64
+    assert usage["cache_creation_input_tokens"] == 32
+    assert usage["input_tokens"] == 4
+    assert (usage["output_tokens"], usage["service_tier"]) == (20, "standard")
+    twice = usage_dict(Usage(100, 1, cached_tokens=64, kept_tokens=96))
+    assert (twice["input_tokens"], twice["cache_creation_input_tokens"]) == (0, 36)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (BadRequest("no"), 400, "invalid_request_error", None),
+        (Unauthorized("no"), 401, "authentication_error", "invalid_api_key"),
+        (Forbidden("no"), 403, "permission_error", "forbidden"),
+        (ModelNotFound("x"), 404, "not_found_error", "model_not_found"),
+        (TooLarge("no"), 413, "request_too_large", "request_too_large"),
+        (RateLimited("no"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (EngineFailed("m", "x"), 500, "api_error", "engine_failed"),
+        (GatewayError("no"), 500, "api_error", None),
+        (ModelLoading("no"), 503, "api_error", "model_loading"),
+        (DeadlineExceeded(1), 504, "timeout_error", "deadline_exceeded"),
+        (PromptTooLarge("m", 9, 8), 507, "api_error", "insufficient_memory"),
+        (Overloaded("no"), 529, "overloaded_error", "rate_limit_exceeded"),
+        (NoRoom("m", ["n"]), 529, "overloaded_error", "no_room"),
+    ],
+)
+def test_errors_have_anthropics_envelope(
+    error: GatewayError, status: int, kind: str, code: str | None
+) -> None:
+    """Its statuses and types; the gateway's code is among the details."""
+    body: Any = error_body(error, "req-1")
+    assert (body["type"], body["request_id"]) == ("error", "req-1")
+    assert body["error"]["message"] == error.message
+    assert error_status(error) == error_status(type(error)) == status
+    assert body["error"]["type"] == kind
+    assert kind in get_args(AnthropicErrorType)
+    assert body["error"].get("details") == (None if code is None else {"error_code": code})
+
+
+def test_a_conversation_that_the_server_should_keep_is_refused_as_anthropic_would() -> None:
+    """The SDKs' tool runners ask for it first, and go on with whole conversations."""
+    error = refused(thread={"type": "create"})
+    assert error_body(error, "r")["error"]["details"] == {
+        "error_code": "thread_unsupported_request"
+    }
+
+
+def test_a_prompt_that_is_too_long_says_so_in_anthropics_words() -> None:
+    """By which agents know that they have to shorten it."""
+    body = error_body(ContextLengthExceeded(200, 209), "req-1")
+    assert body["error"]["message"] == "prompt is too long: 209 tokens > 200 maximum"
+    assert error_status(ContextLengthExceeded) == HTTPStatus.BAD_REQUEST
