@@ -34,7 +34,9 @@ _TYPES: dict[int, AnthropicErrorType] = {
     OVERLOADED: "overloaded_error",
 }
 # By this one, the SDKs' tool runners know that they have to send whole conversations.
-_CODES = {("unsupported_parameter", "thread"): "thread_unsupported_request"}
+_CODES: dict[tuple[str | None, str | None], str] = {
+    ("unsupported_parameter", "thread"): "thread_unsupported_request"
+}
 
 
 class AnthropicErrorCode(TypedDict):
@@ -79,7 +81,8 @@ def error_body(error: GatewayError, request_id: str) -> AnthropicErrorBody:
         "type": _TYPES.get(status, fallback),
         "message": _message(error),
     }
-    if (code := _CODES.get((error.code, error.param), error.code)) is not None:
+    code = _CODES.get((error.code, error.param)) or error.code
+    if code is not None:
         details["details"] = {"error_code": code}
     return {"type": "error", "error": details, "request_id": request_id}
 
