@@ -93,7 +93,7 @@ def to_turns(system: SystemPrompt | None, messages: Sequence[InputMessage]) -> l
 
     Messages of one role in a row are one turn; results of calls are turns of their own, and system
     messages stand where they stood. Raises BadRequest for blocks that are not text, calls or
-    results, and for results of no call.
+    results, for results of no call, and if there is no block at all.
     """
     turns: list[dict[str, Any]] = []
     if prompt := _system_text(system):
@@ -109,6 +109,8 @@ def to_turns(system: SystemPrompt | None, messages: Sequence[InputMessage]) -> l
             if turns and turns[-1]["role"] == "system":
                 text = _join((turns.pop()["content"], text))
             turns.append({"role": "system", "content": text})
+    if not turns:
+        raise BadRequest("Invalid 'messages': they have no content.", param="messages")
     return turns
 
 

@@ -169,6 +169,7 @@ def test_the_last_assistant_message_is_continued() -> None:
           {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}],
          "messages[2].content[0].content[0]"),
         ([], "messages"),
+        ([{"role": "user", "content": []}], "messages"),
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_refused_where_it_stands(messages: Any, param: str) -> None:
