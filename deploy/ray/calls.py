@@ -14,7 +14,7 @@ MOST_BLOCKS: Final = 128  # of the beginning; what is alike in 32 KB is alike en
 DIGEST_BYTES: Final = 8
 TOKEN_BYTES: Final = 4
 # In the order in which a chat template has them.
-_CONVERSATION: Final = ("instructions", "tools", "messages", "prompt", "input")
+_CONVERSATION: Final = ("instructions", "system", "tools", "messages", "prompt", "input")
 
 
 def read_call(path: str, body: bytes, salt: bytes, find_model: Callable[[str], str | None]) -> Call:

@@ -25,6 +25,8 @@ from deploy.ray.choice import Call
 from deploy.ray.merging import Answer, merge
 from gateway import clock, logs
 from gateway.api.access import protect
+from gateway.api.anthropic import frame_event
+from gateway.api.endpoint import is_anthropic
 from gateway.api.endpoints import METERED_PATHS, OPEN_PATHS
 from gateway.api.in_flight import InFlight
 from gateway.api.requests import Bodies, read_body
@@ -33,6 +35,7 @@ from gateway.errors import GatewayError, ModelNotFound, ModelsFileInvalid, Unava
 from gateway.registry import Catalog, ModelSpec
 from gateway.serving.rate_limit import Allowance
 from gateway.settings import Settings
+from gateway.wire.anthropic_errors import error_body
 
 log = logs.get("ingress")
 Message = MutableMapping[str, Any]
@@ -45,7 +48,7 @@ GRACE_S: Final = 5.0  # beyond a request's own deadline, which its replica sees 
 # What a replica is, when it dies under a request: Ray's words for it, and gRPC's.
 _DEATHS: Final = (RayActorError, RayServeException, grpc.aio.AioRpcError)
 _SENT_ON: Final = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path")
-_OURS: Final = frozenset({b"x-request-id", b"server-timing"})  # the front here adds them
+_OURS: Final = frozenset({b"x-request-id", b"request-id", b"server-timing"})  # of this front
 _draining: Final = set[asyncio.Task[None]]()  # calls that are over but for their end
 # What every replica has to be told, or asked.
 _EVERYWHERE: Final = ("/health", "/ready", "/metrics", "/models", "/admin/")
@@ -257,12 +260,8 @@ class _Relay:
         if not kinds.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise error
         self._scope["gateway.error"] = error.code or error.type
-        event = _responses_error(error) if self._is_responses else frame(orjson.dumps(error.body()))
+        event = _error_event(error, self._scope)
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
-
-    @property
-    def _is_responses(self) -> bool:
-        return bool(self._scope["path"].removeprefix("/v1") == "/responses")
 
 
 def _drain(response: Any) -> None:
@@ -276,6 +275,15 @@ def _drain(response: Any) -> None:
     task = asyncio.ensure_future(read())
     _draining.add(task)
     task.add_done_callback(_draining.discard)
+
+
+def _error_event(error: GatewayError, scope: Scope) -> bytes:
+    """Return an error as the stream of its path has it."""
+    if is_anthropic(scope["path"]):
+        return frame_event(error_body(error, scope["gateway.request_id"]))
+    if scope["path"].removeprefix("/v1") == "/responses":
+        return _responses_error(error)
+    return frame(orjson.dumps(error.body()))
 
 
 def _responses_error(error: GatewayError) -> bytes:

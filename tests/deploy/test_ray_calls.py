@@ -63,6 +63,7 @@ def test_a_huge_conversation_has_no_more_blocks_than_are_compared() -> None:
         {"model": "m", "prompt": "once upon " * 99},
         {"model": "m", "input": "once upon " * 99, "instructions": "a tale"},
         {"model": "m", "input": [{"role": "user", "content": "once upon " * 99}]},
+        {"model": "m", "system": [{"type": "text", "text": "once upon " * 99}], "messages": []},
     ],
 )
 def test_prompts_and_inputs_have_beginnings_too(body: dict[str, Any]) -> None:
