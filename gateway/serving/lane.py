@@ -6,9 +6,18 @@ another: so everything that touches it, loading and freeing too, runs on this th
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Hashable,
+    Iterable,
+    Mapping,
+)
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
@@ -164,6 +173,7 @@ class Lane:
         self._fair_queue = FairQueue(weights, {LOAD: MOST_LOAD_S})
         self._waiters: list[_Waiter] = []
         self._is_held = False
+        self._ended_at: dict[str, float] = {}  # by kind: the clock when its last turn ended
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_thread, name="lane", daemon=True)
         self._is_open = False
@@ -193,7 +203,8 @@ class Lane:
             self._check()
             yield Turn(self, kind, gained, gained - requested)
         finally:
-            seconds = clock.now() - gained
+            ended = self._ended_at[kind] = clock.now()
+            seconds = ended - gained
             self._fair_queue.end(kind, seconds)
             self._release()
             metrics.of(metrics.LANE_WAIT, kind).observe(gained - requested)
@@ -332,6 +343,16 @@ class Turn:
     def is_contended(self) -> bool:
         """Return True if another turn waits. Safe on any thread."""
         return bool(self._lane._waiters)
+
+    def seconds_without(self, kinds: Container[str]) -> float:
+        """Return for how long no other kind than these had or wanted a turn; inf if none ever did.
+        Safe on any thread.
+        """
+        lane = self._lane
+        if any(each.kind not in kinds for each in tuple(lane._waiters)):
+            return 0.0
+        others = [at for kind, at in tuple(lane._ended_at.items()) if kind not in kinds]
+        return clock.now() - max(others, default=-math.inf)
 
     @property
     def is_up(self) -> bool:

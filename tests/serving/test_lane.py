@@ -1,10 +1,12 @@
 """The lane: one thread, one turn at a time, in fair shares."""
 
 import asyncio
+import math
 import threading
 
 import pytest
 
+from gateway import clock
 from gateway.errors import Unavailable
 from gateway.serving.lane import Lane
 from tests.fakes import Gate
@@ -235,3 +237,15 @@ def _exit() -> None:
 async def _one_turn(lane: Lane, kind: str = "test", hold_s: float = 0) -> None:
     async with lane.turn(kind):
         await asyncio.sleep(hold_s)
+
+
+async def test_a_turn_knows_how_long_it_had_no_others_beside_it() -> None:
+    async with Lane() as lane:
+        async with lane.turn("decode") as turn:
+            assert turn.seconds_without(("decode",)) == math.inf
+        async with lane.turn("embedding"):
+            pass
+        ended = clock.now()
+        async with lane.turn("decode") as turn:
+            assert 0 <= turn.seconds_without(("decode",)) <= clock.now() - ended + 1
+            assert turn.seconds_without(("decode", "embedding")) == math.inf

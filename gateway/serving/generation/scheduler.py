@@ -199,6 +199,8 @@ class Scheduler:
                 self._clear_prefixes(plan)
                 chosen = self._choose()
             self._join(plan, chosen, turn)
+            reading = [each for each in self if each.row in self._prefilling] + plan.joining
+            plan.reading = [len(each.params.prompt) for each in reading]
         self.hold(plan.joining)
         return plan
 

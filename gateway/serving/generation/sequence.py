@@ -171,6 +171,7 @@ def batch_shape(*rows: Iterable[Sequence]) -> tuple[int, int]:
 class SchedulerOutput:
     """What a turn does before its passes: the sequences that join, leave, are parked, resumed,
     preempted, rejoin, and whose tokens are capped. `clears_prefixes`: the prefix cache is freed.
+    `reading` has the lengths of the prompts in prefill then.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -182,6 +183,7 @@ class SchedulerOutput:
     rejoining: list[Sequence] = field(default_factory=list)
     capped: list[tuple[int, int]] = field(default_factory=list)
     clears_prefixes: bool = False
+    reading: list[int] = field(default_factory=list)
 
     def post(self, function: Callable[[*Ts], None], *args: *Ts) -> None:
         """Call a function on the loop's thread, from the lane's."""

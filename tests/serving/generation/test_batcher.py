@@ -41,7 +41,9 @@ async def batching(
     bound: int = 1,
     choices: int = NO_BOUND,
     pass_limit_s: float = 0.25,
+    beside: str | None = None,
 ) -> AsyncIterator[GenerationBatcher]:
+    """Run a batcher, on a lane that has just had a turn of kind `beside`."""
     limits = GenerationLimits(
         max_batch_size=rows,
         structured_rows=bound,
@@ -54,6 +56,9 @@ async def batching(
         grammars = GrammarCache("m", engine.compile, pool.run)
         async with Lane() as lane:
             batcher = GenerationBatcher("m", engine, lane, pool, limits, grammars)
+            if beside is not None:
+                async with lane.turn(beside):
+                    pass
             async with batcher.running():
                 yield batcher
 

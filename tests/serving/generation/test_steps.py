@@ -1,5 +1,6 @@
 """Turns on the lane: how much of a prompt is read in one."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class SlowReader(ScriptedChat):
 async def test_chunks_of_a_prompt_are_as_long_as_their_time_allows() -> None:
     """By what was measured: on a device where the setting's tokens take longer, they are fewer."""
     engine = SlowReader()
-    async with batching(engine, pass_limit_s=0.05) as batcher:
+    async with batching(engine, pass_limit_s=0.05, beside="embedding") as batcher:
         assert await text(batcher, generate_job("hello", max_tokens=3)) == "hel"
     assert engine.budgets[0] == START_TOKENS
     assert max(engine.budgets[1:]) <= 110, "a hundred tokens take as long as a pass may"
@@ -48,3 +49,36 @@ async def test_chunks_are_never_longer_than_the_setting_says() -> None:
     async with batching(engine, pass_limit_s=60) as batcher:
         await text(batcher, generate_job("hello", max_tokens=3))
     assert set(engine.budgets) == {512}
+
+
+async def test_prompts_that_have_the_device_to_themselves_are_read_in_longer_passes() -> None:
+    """Loads and housekeeping are nobody's request."""
+    engine = SlowReader()
+    async with batching(engine, pass_limit_s=0.05, beside="load") as batcher:
+        await text(batcher, generate_job("hello", max_tokens=3))
+    assert max(engine.budgets[1:]) <= 440
+    assert len(engine.budgets) < 10
+
+
+async def test_a_prompt_beside_an_answer_is_read_in_passes_of_the_usual_length() -> None:
+    """The answer would only wait."""
+    engine = SlowReader(unread=0)
+    async with batching(engine, pass_limit_s=0.05) as batcher:
+        async with batcher.generate(generate_job("x" * 9000)) as writing:
+            await anext(writing.deltas)
+            engine.budgets, engine.unread = [], 2000
+            await text(batcher, generate_job("hello", max_tokens=3))
+    assert max(engine.budgets[1:]) <= 110
+
+
+async def test_short_prompts_share_a_longer_pass_beside_an_answer() -> None:
+    """One by one they would keep it waiting for longer, and each other too."""
+    engine = SlowReader(unread=0)
+    async with batching(engine, pass_limit_s=0.05) as batcher:
+        async with batcher.generate(generate_job("x" * 9000)) as writing:
+            await anext(writing.deltas)
+            engine.budgets, engine.unread = [], 2000
+            jobs = [generate_job("hello", max_tokens=3) for _ in range(3)]
+            await asyncio.gather(*(text(batcher, job) for job in jobs))
+    assert all(110 < budget <= 440 for budget in engine.budgets[2:])
+    assert len(engine.budgets) < 10
