@@ -220,10 +220,13 @@ class Calling:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter of a loaded model: its number there, and the model that it is served as."""
+    """A LoRA adapter of a loaded model: its number there, the model that it is served as, and the
+    bytes that it has added.
+    """
 
     number: int
     model: str
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 from gateway.app.loading import Size
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import (
+    Adapter,
     Caller,
     Compiled,
     EchoedPrompt,
@@ -486,6 +487,16 @@ class ScriptedEngines:
         self._load(spec)
         yield None
         yield self.chat
+
+    async def adapter(
+        self, spec: ChatSpec, folder: Path, engine: GenerationEngine
+    ) -> tuple[int, Generator[Adapter | None, None, None]]:
+        return self.sizes.get(spec.id, 1), self.adapting(spec)
+
+    def adapting(self, spec: ChatSpec) -> Generator[Adapter | None, None, None]:
+        self._load(spec)
+        yield None
+        yield Adapter(len(self.loads), spec.id, self.sizes.get(spec.id, 1))
 
     def _load(self, spec: ModelSpec) -> None:
         self.loads.append(spec.id)

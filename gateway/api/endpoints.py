@@ -234,7 +234,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/models",
         models.list_models,
         summary="List the models",
-        details="Every id and alias; `root` is the id; `state`, `bytes`, `last_used` and `error` "
+        details="Every id and alias; `root` is the id, `parent` the base of an adapter; `state`, "
+        "`bytes`, `last_used` and `error` "
         "describe the model's condition, and `batching` says whether its answers are "
         "decoded together.",
         answer=models.Models,

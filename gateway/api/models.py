@@ -11,8 +11,8 @@ from typing_extensions import TypedDict
 
 from gateway.api.requests import Service, reply
 from gateway.api.streams import while_connected
-from gateway.registry import Resolved
-from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.registry import ChatSpec, Resolved
+from gateway.serving.generation.adapted import ChatBatcher
 
 STATES = ["unloaded", "loading", "loaded", "failed"]
 
@@ -33,6 +33,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     root: str
+    parent: Annotated[str | None, Field(description="The base, whose weights an adapter shares.")]
     kind: Literal["chat", "embedding", "rerank"]
     state: Annotated[str, WithJsonSchema({"type": "string", "enum": STATES})]
     pinned: Annotated[bool, Field(description="It is not evicted.")]
@@ -75,6 +76,7 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
         "created": service.started,
         "owned_by": "mlx-gateway",
         "root": spec.id,
+        "parent": spec.base if isinstance(spec, ChatSpec) else None,
         "kind": spec.kind,
         "state": status.state,
         "pinned": service.models.is_pinned(spec),
@@ -86,7 +88,7 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
 
 
 def _batching(batcher: object) -> Batching | None:
-    if not isinstance(batcher, GenerationBatcher):
+    if not isinstance(batcher, ChatBatcher):
         return None
     verdict = batcher.verdict
     outcome: Literal["passed", "failed", "unfinished", "off"]

@@ -30,7 +30,7 @@ from gateway.registry import (
 from gateway.serving.admission import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
-from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.adapted import ChatBatcher
 from gateway.serving.models.cache import ModelCache
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import Kind, ThreadPools
@@ -74,7 +74,7 @@ class Service:
     """The models, settings and state that handlers use."""
 
     catalog: Callable[[], Catalog]
-    models: ModelCache[EmbeddingBatcher | RerankBatcher | GenerationBatcher]
+    models: ModelCache[EmbeddingBatcher | RerankBatcher | ChatBatcher]
     arrivals: Arrivals
     pool: ThreadPools
     rules: Rules
@@ -185,11 +185,11 @@ class Service:
     @contextlib.asynccontextmanager
     async def lease_chat(
         self, spec: ChatSpec, caller: Caller, wire_request: WireRequest
-    ) -> AsyncIterator[GenerationBatcher]:
+    ) -> AsyncIterator[ChatBatcher]:
         """Lease a chat model; errors inside name the request's fields."""
         with _locate_errors(wire_request):
             async with self.models.lease(spec, caller) as model:
-                yield cast(GenerationBatcher, model)
+                yield cast(ChatBatcher, model)
 
     def embedding_spec(self, name: str) -> tuple[Resolved, EmbeddingSpec]:
         """Return an embedding model's spec. Raises BadRequest for a model of another kind."""

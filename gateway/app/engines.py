@@ -31,6 +31,7 @@ from gateway.engine.device import (
 )
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk
 from gateway.errors import ModelUnavailable
+from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 from gateway.serving.ranks.leading import lead_in_steps
@@ -377,6 +378,18 @@ class MlxEngines:
             draft=draft,
             share=self._share(spec),
         )
+
+    async def adapter(
+        self, spec: ChatSpec, files: Path, engine: GenerationEngine
+    ) -> tuple[int, Generator[Adapter | None, None, None]]:
+        """Read an adapter's headers, off the lane; return its bytes and the steps that add it."""
+        from gateway.engine.generation.adapter_files import read_adapter
+        from gateway.engine.generation.engine import GenerationEngine as MlxEngine
+
+        assert isinstance(engine, MlxEngine)
+        read = await run_in_daemon_thread(read_adapter, spec.id, files)
+        adapters = engine.adapters
+        return read.weights * adapters.dtype.size, adapters.add_in_steps(read)
 
     def _read_draft(self, spec: ChatSpec, files: Path, setup: "ChatSetup") -> "DraftSetup | None":
         from gateway.engine.generation.loading import read_draft_setup

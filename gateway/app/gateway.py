@@ -32,6 +32,7 @@ from gateway.errors import (
 from gateway.registry import Catalog, Changes, HubSource, ModelSpec, load_catalog
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
+from gateway.serving.generation.adapted import ChatBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.models.cache import ModelCache
@@ -350,7 +351,7 @@ class Gateway:
             {
                 entry.spec.id: entry.model.prefix_names
                 for entry in self._models.entries
-                if isinstance(entry.model, GenerationBatcher)
+                if isinstance(entry.model, ChatBatcher)
             },
         )
 

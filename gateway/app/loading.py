@@ -12,12 +12,13 @@ from gateway.app import self_tests
 from gateway.app.limits import embedding_limits, generation_limits
 from gateway.app.self_tests import SelfTest, VerdictStore
 from gateway.errors import EngineFailed, ModelLoadFailed
-from gateway.jobs import Compiled, KvCost, Sampling, SequenceParams
+from gateway.jobs import Adapter, Compiled, KvCost, Sampling, SequenceParams
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
+from gateway.serving.generation.adapted import AdaptedBatcher, ChatBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
@@ -61,7 +62,7 @@ def warm_chat(name: str, engine: GenerationEngine) -> None:
             raise ModelLoadFailed(name, delta.error)
 
 
-Batcher = EmbeddingBatcher | RerankBatcher | GenerationBatcher
+Batcher = EmbeddingBatcher | RerankBatcher | ChatBatcher
 E = TypeVar("E", EmbeddingEngine, RerankEngine, GenerationEngine)
 T = TypeVar("T")
 
@@ -138,6 +139,13 @@ class Engines(Protocol):
         The last step yields the engine.
         """
 
+    async def adapter(
+        self, spec: ChatSpec, files: Path, engine: GenerationEngine
+    ) -> tuple[int, Generator[Adapter | None, None, None]]:
+        """Read an adapter's headers, off the lane; return the bytes it will hold, and the steps
+        that add it to its base's engine on the lane. The last one yields it.
+        """
+
 
 class ModelLoader:
     """Loads models for the model cache, each with a batcher."""
@@ -162,9 +170,14 @@ class ModelLoader:
         self._pool = pool
         self._arrivals = arrivals
 
-    async def prepare(self, spec: ModelSpec) -> Prepared[Batcher]:
-        """Find or download a model's files, and read its size."""
+    async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
+        """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
         files = await self._engines.files(spec)
+        if base is not None:
+            assert isinstance(spec, ChatSpec)
+            assert isinstance(base, GenerationBatcher)
+            nbytes, steps = await self._engines.adapter(spec, files, base.engine)
+            return Prepared(nbytes, partial(self._open_adapter, base, steps))
         size = await self._engines.size(spec, files)
         return Prepared(size.weights + size.kv, partial(self._open, spec, files, size))
 
@@ -191,7 +204,7 @@ class ModelLoader:
         if isinstance(batcher, EmbeddingBatcher | RerankBatcher):
             assert isinstance(spec, EmbeddingSpec | RerankSpec)
             batcher.adopt(embedding_limits(self._settings, spec))
-        else:
+        elif isinstance(batcher, GenerationBatcher):
             assert isinstance(spec, ChatSpec)
             batcher.adopt(generation_limits(self._settings, spec))
 
@@ -262,6 +275,17 @@ class ModelLoader:
             )
             async with batcher.running(), test.run_when_idle(batcher):
                 yield batcher, nbytes + included
+
+    @contextlib.asynccontextmanager
+    async def _open_adapter(
+        self, base: GenerationBatcher, steps: Generator[Adapter | None, None, None]
+    ) -> AsyncIterator[Loaded[Batcher]]:
+        adapter = await self._load(steps)
+        try:
+            yield Loaded(AdaptedBatcher(base, adapter), adapter.nbytes)
+        finally:
+            async with self._lane.turn("load") as run:
+                await run(base.engine.drop_adapter, adapter.number)
 
     @contextlib.asynccontextmanager
     async def _open_engine(

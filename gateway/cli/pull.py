@@ -25,8 +25,8 @@ def pull(
     model: Annotated[str, typer.Argument(help="The model's id, or an alias.")],
     models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
 ) -> None:
-    """Download a model and its draft, or what is missing of them, and check each file by size and
-    hash.
+    """Download a model, its base and their draft, or what is missing of them, and check each file
+    by size and hash.
 
     Ended early, it goes on from there the next time.
     """
@@ -35,12 +35,20 @@ def pull(
     hub = hub_of(settings, may_download=True)
     try:
         spec = catalog.resolve(model).spec
-        _fetch(spec, hub)
-        if isinstance(spec, ChatSpec) and (draft := spec.draft_in_use(settings.speculate_rows)):
-            _fetch(draft, hub)
+        for each in _needed(spec, settings.speculate_rows):
+            _fetch(each, hub)
     except GatewayError as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
+    """Yield a model and those that are loaded with it."""
+    yield spec
+    if isinstance(spec, ChatSpec):
+        for each in (spec.base_spec, spec.draft_in_use(speculate_rows)):
+            if each is not None:
+                yield from _needed(each, speculate_rows)
 
 
 def _fetch(spec: ModelSpec, hub: "Hub") -> None:

@@ -20,7 +20,7 @@ from gateway.doctor.report import Checked, Report
 from gateway.doctor.trials import STAGES
 from gateway.engine.hub import on_disk
 from gateway.errors import GatewayError, ModelUnavailable
-from gateway.registry import ModelSpec, PackageSource
+from gateway.registry import ChatSpec, ModelSpec, PackageSource
 from gateway.settings import Settings
 
 OnStage: TypeAlias = Callable[[str, str], None]
@@ -141,9 +141,12 @@ def _signal_name(number: int) -> str:
 
 
 def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> list[ModelSpec]:
-    """Choose a model of each kind: one on board, else one that is on disk, else the first."""
+    """Choose a model of each kind: one on board, else one that is on disk, else the first. An
+    adapter is none by itself.
+    """
     first: dict[str, ModelSpec] = {}
-    for spec in sorted(specs, key=lambda spec: (not _is_on_board(spec), not is_here(spec))):
+    whole = [spec for spec in specs if not isinstance(spec, ChatSpec) or spec.base is None]
+    for spec in sorted(whole, key=lambda spec: (not _is_on_board(spec), not is_here(spec))):
         first.setdefault(spec.kind, spec)
     return [first[kind] for kind in sorted(first, reverse=True)]
 

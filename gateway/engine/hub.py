@@ -172,7 +172,9 @@ logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 # The same weights once more, as their makers' own tools read them: gpt-oss has them in a folder,
 # Mistral's models next to the others.
-COPIES = ["original/*", "consolidated*"]
+# An adapter's earlier steps, as mlx-lm's trainer leaves them.
+COPIES = ["original/*", "consolidated*", "[0-9]*_adapters.safetensors"]
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 
 
 class _Missing(Exception):
@@ -206,11 +208,13 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True for a file, and for a folder with a configuration and all its weights."""
+    """Return True for a file, and for a folder with a configuration and all its weights, be it a
+    model's or an adapter's.
+    """
     if is_gguf(folder.name):
         return folder.is_file()
     if not (folder / "config.json").is_file():
-        return False
+        return all((folder / name).is_file() for name in ADAPTER_FILES)
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))

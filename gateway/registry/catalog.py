@@ -110,6 +110,11 @@ def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
     """Return True if a model loaded for one spec can serve the other as well."""
     if one is other or one.id != other.id:
         return one is other
+    base, other_base = (
+        each.base_spec if isinstance(each, ChatSpec) else None for each in (one, other)
+    )
+    if base is not None and other_base is not None and not load_alike(base, other_base):
+        return False
     drafts = [
         None if draft is None else (draft.source, draft.dtype, draft.fuse_projections)
         for each in (one, other)

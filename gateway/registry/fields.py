@@ -5,7 +5,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import SOURCE_PATTERN, Source, parse_source
@@ -13,7 +19,7 @@ from gateway.registry.sources import SOURCE_PATTERN, Source, parse_source
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s,]+$")]
 
 
-def _source(value: object, info: ValidationInfo) -> Source:
+def read_source(value: object, info: ValidationInfo) -> Source:
     if isinstance(value, Source):
         return value
     return parse_source(str(value), (info.context or {})["folder"])
@@ -21,7 +27,14 @@ def _source(value: object, info: ValidationInfo) -> Source:
 
 SourceOf = Annotated[
     Source,
-    BeforeValidator(_source),
+    BeforeValidator(read_source),
+    WithJsonSchema({"type": "string", "pattern": SOURCE_PATTERN}),
+]
+
+
+AdapterOf = Annotated[
+    Source | None,
+    BeforeValidator(read_source),
     WithJsonSchema({"type": "string", "pattern": SOURCE_PATTERN}),
 ]
 

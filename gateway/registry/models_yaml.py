@@ -157,7 +157,8 @@ class _Reader:
         for spec in specs:
             self._check_source(spec)
             self._note_idle_keys(spec)
-        return [self._resolve_draft(_drop_aliases(spec, dropped), specs) for spec in specs]
+        specs = [self._resolve_draft(_drop_aliases(spec, dropped), specs) for spec in specs]
+        return [self._resolve_base(spec, specs) for spec in specs]
 
     def _override_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries with the values from the variables of their keys."""
@@ -235,7 +236,7 @@ class _Reader:
                 valid = [each.strip("'") for each in expected.replace(" or ", ", ").split(", ")]
                 hint = did_you_mean(nearest(str(value), valid))
                 self._report(where, f"{about}`{key}` must be {expected}, not {value!r}{hint}")
-            case "prompt_missing":
+            case "misplaced_key":
                 self._report((*where, details["ctx"]["key"]), f"{about}{details['msg']}")
             case "value_error":
                 message = str(details["ctx"]["error"])
@@ -302,6 +303,8 @@ class _Reader:
                 problem = f"no model has the id {spec.draft!r}{hint}"
             case ChatSpec(id=spec.id):
                 problem = "a model cannot be its own draft"
+            case ChatSpec(base=str()):
+                problem = f"{draft.id} is an adapter, and a draft is a model of its own"
             case ChatSpec() if spec.parallel or draft.parallel:
                 problem = "a model with `parallel` neither has a draft nor is one"
             case ChatSpec(draft=None):
@@ -313,8 +316,34 @@ class _Reader:
         self._report(("models", spec.id, "draft"), f"{spec.id}: `draft`: {problem}")
         return spec
 
+    def _resolve_base(self, spec: ModelSpec, specs: Sequence[ModelSpec]) -> ModelSpec:
+        """Return an adapter's spec with that of its base, or report why that cannot be one."""
+        if not isinstance(spec, ChatSpec) or spec.base is None:
+            return spec
+        base = next((each for each in specs if each.id == spec.base), None)
+        match base:
+            case None if ("models", spec.base) in self._document.lines:  # it has a problem
+                return spec
+            case None:
+                hint = did_you_mean(nearest(spec.base, [each.id for each in specs]))
+                problem = f"no model has the id {spec.base!r}{hint}"
+            case ChatSpec(id=spec.id):
+                problem = "a model cannot be its own base"
+            case ChatSpec(base=str()):
+                problem = f"{base.id} has a base of its own, and cannot be one"
+            case ChatSpec(fuse_projections=True):
+                problem = f"{base.id} has `fuse_projections`, and no adapter is of fused ones"
+            case ChatSpec(parallel=str()):
+                problem = f"{base.id} has `parallel`, and no adapter is divided"
+            case ChatSpec():
+                return spec.with_base(base)
+            case _:
+                problem = f"{base.id} is of kind {base.kind}, and a base is a chat model"
+        self._report(("models", spec.id, "base"), f"{spec.id}: `base`: {problem}")
+        return spec
+
     def _check_source(self, spec: ModelSpec) -> None:
-        where = ("models", spec.id, "source")
+        where = ("models", spec.id, _source_key(spec))
         match spec.source:
             case PathSource(path):
                 self._report_missing(spec, path)
@@ -334,7 +363,7 @@ class _Reader:
             siblings = path.parent.iterdir() if path.parent.is_dir() else ()
             names = [each.name for each in siblings if exists(each)]
             hint = did_you_mean(nearest(path.name, names))
-            where = ("models", spec.id, "source")
+            where = ("models", spec.id, _source_key(spec))
             self._report(where, f"{spec.id}: there is no {noun} {path}{hint}")
 
     def _report_unknown(
@@ -347,6 +376,11 @@ class _Reader:
         places = (where[:depth] for depth in range(len(where), 0, -1))
         variable = next((self._set[place] for place in places if place in self._set), None)
         self.problems.append((self._document.line(where), f"{message}{_set_by(variable)}"))
+
+
+def _source_key(spec: ModelSpec) -> str:
+    """Return the key that says where a model's own files come from."""
+    return "adapter" if isinstance(spec, ChatSpec) and spec.adapter is not None else "source"
 
 
 def _set_by(variable: str | None) -> str:

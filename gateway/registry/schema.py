@@ -1,10 +1,11 @@
 """The JSON Schema of models.yaml, for editors that complete and check it."""
 
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from gateway.registry.specs import SPECS, ModelSpec
+from gateway.registry.sources import Source
+from gateway.registry.specs import SPECS, ChatSpec, ModelSpec
 
 _EXPANSION = {
     "type": "string",
@@ -23,9 +24,14 @@ def json_schema() -> dict[str, Any]:
         [(ModelSpec, "validation", TypeAdapter(ModelSpec))], ref_template="#/$defs/{model}"
     )
     definitions = schema["$defs"]
+    for each in get_args(Source):  # written as text
+        definitions.pop(each.__name__, None)
     for name in (each.__name__ for each in SPECS.values()):
         del definitions[name]["properties"]["id"]  # it is the key
         definitions[name]["required"].remove("id")
+    chat = definitions[ChatSpec.__name__]
+    chat["required"].remove("source")
+    chat["anyOf"] = [{"required": ["source"]}, {"required": ["base", "adapter"]}]
     for definition in definitions.values():
         definition.pop("title", None)
         needed = definition.get("required", ())

@@ -6,7 +6,7 @@ A key that overrides a setting takes its type, bounds and description.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -15,12 +15,22 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from gateway.registry.fields import Name, ReasoningParser, Sizes, SourceOf, Template, ToolParser
+from gateway.registry.fields import (
+    AdapterOf,
+    Name,
+    ReasoningParser,
+    Sizes,
+    SourceOf,
+    Template,
+    ToolParser,
+    read_source,
+)
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import Source
 from gateway.settings import Settings, variable
@@ -203,6 +213,12 @@ class _Spec(Section):
     queue_max_tokens: int | None = override("queue_max_tokens")
 
 
+def _misplaced(key: str, message: str) -> PydanticCustomError:
+    """Return the error of a key that does not go with the others."""
+    context = {"key": key, "message": message}
+    return PydanticCustomError("misplaced_key", "{message}", context)
+
+
 def _refuse_gguf(source: Source, needs: str) -> Source:
     if source.is_gguf:
         raise ValueError(f"GGUF files are served as chat models only; {needs} a folder")
@@ -260,8 +276,7 @@ class EmbeddingSpec(_Spec):
         for key, name in (*names, ("default_prompt_name", self.default_prompt_name)):
             if self.prompts and name is not None and name not in self.prompts:
                 message = f"no prompt is named {name!r}{did_you_mean(nearest(name, self.prompts))}"
-                context = {"key": key, "message": message}
-                raise PydanticCustomError("prompt_missing", "{message}", context)
+                raise _misplaced(key, message)
         return self
 
 
@@ -328,14 +343,23 @@ class RerankSpec(_Spec):
         given = self.model_fields_set & {"template", "labels", "instruction"}
         if self.scoring == "head" and given:
             message = f"only a model with `scoring: labels` has '{min(given)}'"
-            raise PydanticCustomError(
-                "no_labels", "{message}", {"key": min(given), "message": message}
-            )
+            raise _misplaced(min(given), message)
         return self
 
 
+ADAPTER_KEYS: Final = frozenset(
+    {
+        *("id", "kind", "source", "base", "adapter", "aliases", "preload", "pinned", "ttl_s"),
+        *("queue_limit", "sampling", "thinking"),
+    }
+)
+"""The keys of an adapter's entry: all others are those of its base, with which it is run."""
+
+
 class ChatSpec(_Spec):
-    """A model that answers conversations."""
+    """A model that answers conversations: whole, or an adapter that shares its base's weights. An
+    adapter's own files are its source.
+    """
 
     kind: Literal["chat"] = Field(description="This is a chat model.")
     sampling: Sampling = Field(
@@ -361,6 +385,15 @@ class ChatSpec(_Spec):
         description="The id of a smaller chat model with the same tokenizer, whose guesses this "
         "one checks several at a time. Answers stay the same.",
     )
+    base: Name | None = Field(
+        default=None,
+        description="The id of the chat model whose weights this one shares. It has no `source`.",
+    )
+    adapter: AdapterOf = Field(
+        default=None,
+        description="With `base`: the LoRA adapter, a folder as mlx-lm writes it: "
+        "hub:org/name[@revision], path:folder or package:module/folder.",
+    )
     fuse_projections: bool = Field(
         default=False,
         description="Compute q, k and v as one product, and gate and up, which a GPU may be "
@@ -382,6 +415,17 @@ class ChatSpec(_Spec):
         description="Overrides of the gateway's settings; `force` and `off` stand for `{mode: …}`.",
     )
     _draft_spec: "ChatSpec | None" = PrivateAttr(default=None)
+    _base_spec: "ChatSpec | None" = PrivateAttr(default=None)
+
+    @property
+    def base_spec(self) -> "ChatSpec | None":
+        """Return the model that `base` names, once the whole file is read."""
+        return self._base_spec
+
+    def with_base(self, base: "ChatSpec") -> "ChatSpec":
+        spec = self.model_copy()
+        spec._base_spec = base
+        return spec
 
     @property
     def draft_spec(self) -> "ChatSpec | None":
@@ -398,6 +442,29 @@ class ChatSpec(_Spec):
         spec._draft_spec = draft
         return spec
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_adapter_as_source(cls, data: object, info: ValidationInfo) -> object:
+        if not isinstance(data, Mapping):
+            return data
+        given = {key for key, value in data.items() if value is not None}
+        if given.isdisjoint({"base", "adapter"}):
+            return data
+        for key, other in (("base", "adapter"), ("adapter", "base")):
+            if key not in given:
+                raise _misplaced(other, f"`{other}` needs `{key}` beside it")
+        if "source" in given and data["source"] != data["adapter"]:
+            raise _misplaced("source", "an adapter has its base's weights, and no `source`")
+        if others := sorted((given & cls.model_fields.keys()) - ADAPTER_KEYS):
+            raise _misplaced(others[0], f"`{others[0]}` is the base's to set")
+        try:
+            adapter = read_source(data["adapter"], info)
+        except ValueError as error:
+            raise _misplaced("adapter", f"`adapter`: {error}") from None
+        if adapter.is_gguf:
+            raise _misplaced("adapter", "`adapter` is a folder, as mlx-lm writes it, no GGUF file")
+        return {**data, "adapter": adapter, "source": adapter}
+
     @field_validator("aliases")
     @classmethod
     def _no_prompts(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
@@ -409,9 +476,7 @@ class ChatSpec(_Spec):
     def _divided_as_it_is(self) -> "ChatSpec":
         if self.parallel and self.fuse_projections:
             message = "a model with 'parallel' has no 'fuse_projections'"
-            raise PydanticCustomError(
-                "divided", "{message}", {"key": "parallel", "message": message}
-            )
+            raise _misplaced("parallel", message)
         return self
 
 

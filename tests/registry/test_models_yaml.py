@@ -269,3 +269,93 @@ def test_a_model_is_loaded_anew_if_its_draft_is_another(file: Path) -> None:
     moved = read(file, (DRAFTED % "small").replace("hub:a/small", "hub:b/small")).catalog
     assert moved.changes_since(before).changed == ("large", "small", "middle")
     assert read(file, DRAFTED % "null").catalog.changes_since(before).changed == ("large",)
+
+
+ADAPTED = """
+version: 1
+models:
+  pirate: {kind: chat, base: %s, adapter: %s, aliases: [arr], sampling: {temperature: 0}}
+  base: {kind: chat, source: "hub:a/base", draft: small}
+  small: {kind: chat, source: "hub:a/small"}
+  other: {kind: chat, base: base, adapter: "hub:a/other"}
+  fused: {kind: chat, source: "hub:a/fused", fuse_projections: true}
+  shared: {kind: chat, source: "hub:a/shared", parallel: tensor}
+  encoder: {kind: embedding, source: "hub:a/encoder"}
+"""
+
+
+def test_an_adapter_is_served_by_name_with_its_bases_weights(file: Path) -> None:
+    """Its own files are its source; the base is as the file has it, draft and all."""
+    reading = read(file, ADAPTED % ("base", '"hub:a/pirate@v2"'))
+    assert not reading.problems
+    pirate = reading.catalog.resolve("arr").spec
+    assert isinstance(pirate, ChatSpec)
+    assert pirate.source == pirate.adapter == HubSource("a/pirate", "v2")
+    assert pirate.base_spec is reading.catalog.by_id("base")
+    assert pirate.base_spec is not None
+    assert pirate.base_spec.draft_spec is not None
+
+
+@pytest.mark.parametrize(
+    ("base", "problem"),
+    [
+        ("bas", "no model has the id 'bas'; did you mean 'base'?"),
+        ("pirate", "a model cannot be its own base"),
+        ("other", "other has a base of its own, and cannot be one"),
+        ("fused", "fused has `fuse_projections`, and no adapter is of fused ones"),
+        ("shared", "shared has `parallel`, and no adapter is divided"),
+        ("encoder", "encoder is of kind embedding, and a base is a chat model"),
+    ],
+)
+def test_a_base_that_cannot_be_one_is_refused_by_name(file: Path, base: str, problem: str) -> None:
+    [found] = read(file, ADAPTED % (base, '"hub:a/pirate"')).problems
+    assert f"models.yaml:4: pirate: `base`: {problem}" in found
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ('base: b, adapter: "hub:../x"', "'hub:../x' should read hub:org/name"),
+        ("base: b, adapter: owner/name", "`adapter`: 'owner/name' is no source"),
+        ('base: b, adapter: "path:x.gguf"', "`adapter` is a folder, as mlx-lm writes it, no GGUF"),
+        ('base: b, adapter: "path:nowhere"', "there is no folder"),
+        ("base: b", "`base` needs `adapter` beside it"),
+        ('adapter: "hub:a/x"', "`adapter` needs `base` beside it"),
+        (
+            'base: b, adapter: "hub:a/x", source: "hub:a/y"',
+            "an adapter has its base's weights, and no `source`",
+        ),
+        ('base: b, adapter: "hub:a/x", dtype: float16', "`dtype` is the base's to set"),
+        ('base: b, adapter: "hub:a/x", batching: off', "`batching` is the base's to set"),
+        ('base: b, adapter: "hub:a/x", draft: b', "`draft` is the base's to set"),
+        (
+            'base: b, adapter: "hub:a/x", adaptor: 1',
+            "unknown key 'adaptor'; did you mean 'adapter'?",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_adapters_entry_is_one_problem(
+    file: Path, entry: str, problem: str
+) -> None:
+    text = "version: 1\nmodels:\n  b: {kind: chat, source: 'hub:a/b'}\n"
+    [found] = read(file, f"{text}  a: {{kind: chat, {entry}}}\n").problems
+    assert problem in found
+    assert ":4: a: " in found
+
+
+def test_an_adapter_cannot_draft(file: Path) -> None:
+    text = (ADAPTED % ("base", '"hub:a/pirate"')).replace("draft: small", "draft: other")
+    [found] = read(file, text).problems
+    assert "base: `draft`: other is an adapter, and a draft is a model of its own" in found
+
+
+def test_an_adapter_is_loaded_anew_if_its_base_is_another(file: Path) -> None:
+    """Its sampling is not loaded with it."""
+    text = ADAPTED % ("base", '"hub:a/pirate"')
+    first = read(file, text).catalog
+    changed = read(file, text.replace("hub:a/base", "hub:a/base2")).catalog
+    assert changed.changes_since(first).changed == ("pirate", "base", "other")
+    moved = read(file, text.replace("hub:a/pirate", "hub:a/pirate2")).catalog
+    assert moved.changes_since(first).changed == ("pirate",)
+    cooler = read(file, text.replace("temperature: 0", "temperature: 1")).catalog
+    assert cooler.changes_since(first).changed == ()

@@ -19,6 +19,7 @@ from mlx.utils import tree_unflatten
 from gateway.engine.checkpoint import SLICE_BYTES
 from gateway.engine.decoders import floating_dtype
 from gateway.engine.generation.adapter_files import AdapterFiles, Shape
+from gateway.jobs import Adapter
 
 NONE: Final = 0  # the number of no adapter
 
@@ -153,8 +154,8 @@ class Adapters:
         self._current = _Pass()
         self._modules: dict[str, AdaptedLinear] = {}
         self._last = NONE
-        self._nbytes: dict[int, int] = {}
         self._rows = _Rows(())
+        self.dtype = floating_dtype(model)
 
     @contextlib.contextmanager
     def applied(self, numbers: Sequence[int]) -> Iterator[None]:
@@ -168,28 +169,22 @@ class Adapters:
         finally:
             self._current.rows = None
 
-    def nbytes(self, number: int) -> int:
-        """Return the bytes by which an adapter has made the model larger."""
-        return self._nbytes[number]
-
-    def add_in_steps(self, files: AdapterFiles) -> Generator[int | None]:
-        """Read an adapter, some modules a step; the last step yields its number.
+    def add_in_steps(self, files: AdapterFiles) -> Generator[Adapter | None]:
+        """Read an adapter, some modules a step; the last step yields it.
 
         Passes may run between two steps. Raises ModelLoadFailed for an adapter that does not fit
         the model, with nothing left of it; so does closing the generator early.
         """
         self._last += 1
-        number = self._last
-        self._nbytes[number] = 0
+        number, added, read = self._last, 0, 0
         try:
             linears = self._find_linears(files)
-            dtype, read = floating_dtype(self._model), 0
             for path, factors in files.factors().items():
-                lora_a, lora_b = _prepare(files, path, factors, dtype)
-                module = self._adapted(path, linears[path], dtype)
+                lora_a, lora_b = _prepare(files, path, factors, self.dtype)
+                module = self._adapted(path, linears[path])
                 before = module.nbytes
                 module.add(number, lora_a, lora_b)
-                self._nbytes[number] += module.nbytes - before
+                added += module.nbytes - before
                 read += lora_a.nbytes + lora_b.nbytes
                 if read > SLICE_BYTES:
                     read = 0
@@ -197,11 +192,10 @@ class Adapters:
         except BaseException:
             self.drop(number)
             raise
-        yield number
+        yield Adapter(number, files.folder.name, added)
 
     def drop(self, number: int) -> None:
         """Take an adapter out. Modules that no adapter is left of are the base's own again."""
-        self._nbytes.pop(number, None)
         for path, module in list(self._modules.items()):
             if number in module.numbers:
                 module.drop(number)
@@ -213,10 +207,10 @@ class Adapters:
         self._model = None
         self._modules.clear()
 
-    def _adapted(self, path: str, linear: Any, dtype: mx.Dtype) -> AdaptedLinear:
+    def _adapted(self, path: str, linear: Any) -> AdaptedLinear:
         """Return the module that adapts a projection, in its place from now on."""
         if (module := self._modules.get(path)) is None:
-            module = self._modules[path] = AdaptedLinear(linear, self._current, dtype)
+            module = self._modules[path] = AdaptedLinear(linear, self._current, self.dtype)
             self._put(path, module)
         return module
 
@@ -240,7 +234,7 @@ class Adapters:
             }
             for factor, (found, wanted) in expected.items():
                 if found != wanted:
-                    raise failed(f"{path}.{factor} is {found}, not {wanted} as its base's {path}")
+                    raise failed(f"{path}.{factor} is {found}, not {wanted}, which fits its base")
             if files.rank > min(columns, rows):
                 raise failed(
                     f"its rank is {files.rank}, and {path} is {columns} by {rows}: a product of "

@@ -1,6 +1,7 @@
 """Continuous batching of one chat model.
 
 batcher         two workers, one for prefill and one for decode: schedule, run, process
+adapted         a batcher for the requests of one of its adapters
 queue           bounds on a model's jobs, and jobs that wait for a place
 scheduler       which sequences wait, run, are parked, leave and are preempted
 policy          limits, ranks, and which sequences join next: decisions without side effects

@@ -83,7 +83,7 @@ class GenerationBatcher:
         memory: RowMemory | None = None,
     ) -> None:
         self._name = name
-        self._engine = engine
+        self.engine = engine
         self._lane = lane
         self._pool = pool
         self._limits = limits
@@ -112,7 +112,7 @@ class GenerationBatcher:
     @property
     def rows(self) -> int:
         """Return the number of rows in the engine."""
-        return self._engine.rows
+        return self.engine.rows
 
     @property
     def tickets(self) -> int:
@@ -122,7 +122,7 @@ class GenerationBatcher:
     @property
     def prefix_names(self) -> abc.Sequence[bytes]:
         """Return a router's names of the prefixes that are kept."""
-        return self._engine.prefix_names()
+        return self.engine.prefix_names()
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -132,7 +132,7 @@ class GenerationBatcher:
     @property
     def is_batched(self) -> bool:
         """Return True while rows run together, False once they run one at a time."""
-        return self._engine.is_batched
+        return self.engine.is_batched
 
     def _cap_batch(self, limits: GenerationLimits) -> GenerationLimits:
         return limits if self.is_batched else replace(limits, max_batch_size=1)
@@ -173,8 +173,8 @@ class GenerationBatcher:
         ContextLengthExceeded, and PromptTooLarge if its KV can never fit; iterating raises
         DeadlineExceeded and EngineFailed.
         """
-        timings = job.caller.timings
-        timings.model, timings.stage = self._name, Stage.TOKENISE
+        timings, name = job.caller.timings, self._name_for(job)
+        timings.model, timings.stage = name, Stage.TOKENISE
         rows = await self._plan(job)
         async with self._queue.place(job.caller, rows, on_full):
             # Of all: a check takes 0.1 ms of the loop, and labels may have thousands of steps.
@@ -198,10 +198,8 @@ class GenerationBatcher:
             counted = [each.params for each in sequences if each.counts_prompt]
             usage = Usage(prompt_tokens=sum(len(row.prompt) for row in counted))
             timings.tokens_in = usage.prompt_tokens
-            metrics.count_prompt(self._name, usage.prompt_tokens)
-            checker = AnswerChecker(
-                self._name, self._engine, self._pool, job, _find_unenforced(rows[0])
-            )
+            metrics.count_prompt(name, usage.prompt_tokens)
+            checker = AnswerChecker(name, self.engine, self._pool, job, _find_unenforced(rows[0]))
             deltas = self._deltas(job, inbox, len(sequences), checker)
             self._warn_of_text_calls(rows[0])
             calls_are_text = rows[0].calls_are_text
@@ -294,7 +292,7 @@ class GenerationBatcher:
 
         Raises BadRequest for a prompt that cannot be rendered.
         """
-        job.caller.timings.model, job.caller.timings.stage = self._name, Stage.TOKENISE
+        job.caller.timings.model, job.caller.timings.stage = self._name_for(job), Stage.TOKENISE
         try:
             return len((await self._plan(job))[0].prompt)
         except ContextLengthExceeded as error:
@@ -303,9 +301,13 @@ class GenerationBatcher:
     async def _plan(self, job: GenerateJob) -> abc.Sequence[SequenceParams]:
         started = clock.now()
         async with until_deadline(job.caller):
-            rows = await self._pool.run(self._engine.prepare, job, kind=prompt_kind(job))
+            rows = await self._pool.run(self.engine.prepare, job, kind=prompt_kind(job))
         job.caller.timings.add(Stage.TOKENISE, started)
         return rows
+
+    def _name_for(self, job: GenerateJob) -> str:
+        """Return the model that a job is for: an adapter of this one has a name of its own."""
+        return job.adapter.model if job.adapter is not None else self._name
 
     def _warn_of_text_calls(self, row: SequenceParams) -> None:
         """Log, once, that calls will be text."""
@@ -331,7 +333,8 @@ class GenerationBatcher:
         choices: int,
         checker: AnswerChecker,
     ) -> AsyncGenerator[Delta, None]:
-        tokens_out, timings = metrics.of(metrics.TOKENS_OUT, self._name), job.caller.timings
+        name, timings = self._name_for(job), job.caller.timings
+        tokens_out = metrics.of(metrics.TOKENS_OUT, name)
         while choices:
             async with until_deadline(job.caller):
                 delta = await inbox.get()
@@ -344,7 +347,7 @@ class GenerationBatcher:
                 timings.finish_reasons.append(delta.finish_reason)
             if delta.cached_tokens:
                 timings.cached_tokens += delta.cached_tokens
-                metrics.of(metrics.CACHED_TOKENS, self._name).inc(delta.cached_tokens)
+                metrics.of(metrics.CACHED_TOKENS, name).inc(delta.cached_tokens)
             checker.add(delta)
             yield delta
 
@@ -369,7 +372,7 @@ class GenerationBatcher:
 
     async def _prefill(self) -> None:
         """Admit rows and prefill a chunk in each turn, for ever."""
-        engine, scheduler = self._engine, self._scheduler
+        engine, scheduler = self.engine, self._scheduler
         while True:
             try:
                 async with asyncio.timeout_at(scheduler.next_poll_at()):
@@ -389,7 +392,7 @@ class GenerationBatcher:
         while True:
             await self._wake_events["decode"].wait()
             self._wake_events["decode"].clear()
-            while self._engine.is_decoding or self._scheduler.must_move:
+            while self.engine.is_decoding or self._scheduler.must_move:
                 if self._prefill_goes_first():
                     break  # until its turn has ended
                 if not await self._turn("decode", self._steps.decode):
@@ -399,7 +402,7 @@ class GenerationBatcher:
     def _prefill_goes_first(self) -> bool:
         """Return True if decoding rows wait for those in prefill, and record since when."""
         scheduler, now = self._scheduler, clock.now()
-        if scheduler.must_move or not self._engine.is_prefilling:
+        if scheduler.must_move or not self.engine.is_prefilling:
             return False
         self._decode_waits_since = self._decode_waits_since or now
         waited_s = now - self._decode_waits_since

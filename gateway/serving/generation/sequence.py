@@ -111,7 +111,9 @@ class Sequence:
         self.since = now
 
     def deliver(self, delta: SequenceDelta, model: str) -> None:
-        """Put a step's output in the inbox; `model` is for the message of an error."""
+        """Put a step's output in the inbox, as that of a `model` or of an adapter of it."""
+        if self.params.adapter is not None:
+            model = self.params.adapter.model
         if delta.error is not None:
             self.end(EngineFailed(model, delta.error))
             return

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from gateway import clock, logs, metrics
 from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, Unavailable
 from gateway.jobs import Caller
-from gateway.registry import Catalog, ModelSpec, load_alike
+from gateway.registry import Catalog, ChatSpec, ModelSpec, load_alike
 from gateway.serving.admission import NO_BOUND, Admission, Noun, time_load
 from gateway.serving.budget import Budget
 from gateway.serving.models.entry import Entry, Failures, State
@@ -48,8 +48,8 @@ class Prepared(Generic[M]):
 class Loader(Protocol[M]):
     """Loads models; app has the one implementation, tests have scripted ones."""
 
-    async def prepare(self, spec: ModelSpec) -> Prepared[M]:
-        """Find or download a model's files, and read its size."""
+    async def prepare(self, spec: ModelSpec, base: M | None = None) -> Prepared[M]:
+        """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Return how much of a model's download is done; None if none is under way."""
@@ -112,14 +112,17 @@ class ModelCache(Generic[M]):
         queue is full, and DeadlineExceeded at the caller's deadline. The caller has a place in the
         queue as long as the lease lasts.
         """
+        base_spec = spec.base_spec if isinstance(spec, ChatSpec) else None
         with self._admit(spec, caller):
-            entry = await self._enter(spec, caller)
-            try:
+            async with contextlib.AsyncExitStack() as held:
+                base = None
+                if base_spec is not None:
+                    base = await self._enter(base_spec, caller)
+                    held.callback(self._leave, base)
+                entry = await self._enter(spec, caller, base)
+                held.callback(self._leave, entry)
                 assert entry.model is not None
                 yield entry.model
-            finally:
-                entry.leave()
-                self._retire_if_unused(entry)
 
     async def load(self, spec: ModelSpec) -> None:
         """Load a model even if it failed a moment ago. Raises as `lease` does."""
@@ -207,8 +210,14 @@ class ModelCache(Generic[M]):
         return [entry for entry in self._entries if entry.state is not State.LEAVING]
 
     def _is_pinned(self, entry: Entry[M]) -> bool:
+        """Return True if an entry is pinned, or holds what is: a base goes with its adapters."""
         current = self._catalog().current(entry.spec)
-        return current is not None and self.is_pinned(current) and entry.is_open
+        is_kept = current is not None and self.is_pinned(current) and entry.is_open
+        return is_kept or any(self._is_pinned(each) for each in self._adapters(entry))
+
+    def _adapters(self, base: Entry[M]) -> list[Entry[M]]:
+        """Return the adapters that are parts of a model."""
+        return [entry for entry in self._entries if entry.base is base]
 
     def _is_current(self, entry: Entry[M]) -> bool:
         return self._catalog().current(entry.spec) is not None
@@ -233,27 +242,31 @@ class ModelCache(Generic[M]):
         is_loaded = self.states().get(spec.id) == "loaded"
         return self._admission(spec).admit(retry_after_s=None if is_loaded else LOAD_RETRY_S)
 
-    def _entry(self, spec: ModelSpec) -> Entry[M]:
+    def _entry(self, spec: ModelSpec, base: Entry[M] | None = None) -> Entry[M]:
         """Return the copy of the model that is open to new callers, or begin to load one."""
         if self._is_closed:
             raise _shutting_down()
         for entry in self._entries:
-            if entry.is_open and load_alike(entry.spec, spec):
+            if entry.is_open and entry.base is base and load_alike(entry.spec, spec):
                 return entry
         self._failures.check(spec.id)
         for counter in (metrics.REJECTED, metrics.EVICTIONS):
             metrics.of(counter, spec.id)  # at 0, so that a rate sees the first
-        entry = Entry[M](spec)
-        entry.is_successor = any(each.spec.id == spec.id for each in self._entries)
+        entry = Entry[M](spec, base)
+        if base is not None:
+            base.enter()  # until it is loaded
+        self._note_successor(entry)
         self._entries.append(entry)
         entry.task = asyncio.create_task(self._run(entry), name=f"model {spec.id}")
         return entry
 
-    async def _enter(self, spec: ModelSpec, caller: Caller | None) -> Entry[M]:
-        """Begin a lease as soon as the model is ready."""
+    async def _enter(
+        self, spec: ModelSpec, caller: Caller | None, base: Entry[M] | None = None
+    ) -> Entry[M]:
+        """Begin a lease as soon as the model is ready. An adapter's `base` is leased already."""
         while True:
             began = clock.now()
-            entry = self._entry(spec)
+            entry = self._entry(spec, base)
             if entry.state is State.READY:
                 entry.enter()
                 return entry
@@ -268,8 +281,21 @@ class ModelCache(Generic[M]):
             if has_entered:
                 return entry
             # It was evicted or unloaded. Its successor may be of a newer catalog.
-            spec = self._catalog().by_id(spec.id) or spec
-            self._entry(spec).is_successor = True
+            if base is None:
+                spec = self._catalog().by_id(spec.id) or spec
+            self._note_successor(self._entry(spec, base), was_evicted=True)
+
+    def _note_successor(self, entry: Entry[M], *, was_evicted: bool = False) -> None:
+        """Record that callers of an older copy wait for this one. Those of an adapter do not wait
+        without end: they hold its base, which others may wait for.
+        """
+        is_second = was_evicted or any(each.spec.id == entry.spec.id for each in self._entries)
+        entry.is_successor = is_second and entry.base is None
+
+    def _leave(self, entry: Entry[M]) -> None:
+        """End a lease."""
+        entry.leave()
+        self._retire_if_unused(entry)
 
     async def _wait(self, entry: Entry[M], waiting: asyncio.Future[bool], began: float) -> bool:
         """Wait for a load, at most `load_wait_s` not counting its wait for other models."""
@@ -296,7 +322,7 @@ class ModelCache(Generic[M]):
                 entry.move_to(State.LEAVING)
             elif entry.is_loaded:
                 ttl_s = self._ttl_s if current.ttl_s is None else current.ttl_s
-                entry.start_ttl(None if self.is_pinned(current) else ttl_s)
+                entry.start_ttl(None if self._is_pinned(entry) else ttl_s)
         self.room.notify()
 
     def _stage(self, entry: Entry[M]) -> str:
@@ -305,9 +331,12 @@ class ModelCache(Generic[M]):
 
     async def _run(self, entry: Entry[M]) -> None:
         """Fetch a model, wait for room, load it, serve it and free it."""
-        started, spec = clock.now(), entry.spec
+        started, spec, base = clock.now(), entry.spec, entry.base
+        holding = contextlib.ExitStack()
+        if base is not None:
+            holding.callback(self._leave, base)
         try:
-            prepared = await self._loader.prepare(spec)
+            prepared = await self._loader.prepare(spec, base.model if base is not None else None)
             if entry.state is State.LEAVING:
                 return  # it was unloaded while it was fetched
             log.info("model_loading", model=spec.id)
@@ -318,8 +347,10 @@ class ModelCache(Generic[M]):
                 share.resize(loaded.nbytes)
                 if entry.spec is not spec:  # the catalog was reloaded meanwhile
                     loaded.adopt(entry.spec)
+                holding.close()
                 with self._serve(entry, loaded, clock.now() - started):
                     await entry.leaving.wait()
+                await self._free_adapters(entry)
             log.info("model_evicted", model=spec.id)
         except Abandoned:
             log.info("model_not_wanted", model=spec.id)
@@ -332,9 +363,20 @@ class ModelCache(Generic[M]):
             reason = f"{type(error).__name__}: {error}"
             self._fail(entry, ModelLoadFailed(spec.id, reason), unforeseen=error)
         finally:
+            holding.close()
             entry.move_to(State.GONE)
             self._entries.remove(entry)
             self.room.notify()
+
+    async def _free_adapters(self, base: Entry[M]) -> None:
+        """Free the adapters of a model that is about to be freed itself. None has callers, who
+        would have leased the base too.
+        """
+        for entry in self._adapters(base):
+            if entry.may_move_to(State.LEAVING):
+                entry.move_to(State.LEAVING)
+        if tasks := [entry.task for entry in self._adapters(base) if entry.task is not None]:
+            await asyncio.wait(tasks)
 
     @contextlib.contextmanager
     def _serve(self, entry: Entry[M], loaded: Loaded[M], seconds: float) -> Iterator[None]:

@@ -97,10 +97,12 @@ class Entry(Generic[M]):
 
     `state` decides what its callers do. Its load has got as far as the fields show:
     `needed_bytes` once its files are there, `share` once it has room, `model` once it is loaded.
+    An adapter is a part of `base`: it is freed before that is, and its callers lease both.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, base: "Entry[M] | None" = None) -> None:
         self.spec = spec
+        self.base = base
         self.state = State.LOADING
         self.model: M | None = None
         self.adopt: Callable[[ModelSpec], None] = lambda _: None

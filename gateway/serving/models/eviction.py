@@ -25,7 +25,8 @@ class Phase(Enum):
 class Resident:
     """What the plan depends on of a model; `nbytes` is what it holds or, while it waits, needs.
 
-    `is_requested`: callers wait for it. `may_yield`: its own callers may be made to wait.
+    `is_requested`: callers wait for it. `may_yield`: its own callers may be made to wait. Adapters
+    take none of the `places`.
     """
 
     phase: Phase
@@ -35,6 +36,7 @@ class Resident:
     is_requested: bool = True
     is_yielding: bool = False
     may_yield: bool = True
+    places: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,9 @@ class _Room:
 
     def with_these(self, residents: Iterable[Resident], nbytes: int = 0) -> "_Room":
         """Add the places and bytes of these models, and so many bytes more."""
-        sizes = [each.nbytes for each in residents]
-        return _Room(self.places + len(sizes), self.nbytes + sum(sizes) + nbytes)
+        sizes = [(each.places, each.nbytes) for each in residents]
+        places, held = (sum(some) for some in zip(*sizes, strict=True)) if sizes else (0, 0)
+        return _Room(self.places + places, self.nbytes + held + nbytes)
 
 
 def make_plan(
@@ -88,7 +91,7 @@ def make_plan(
     5. There would not be even then: nothing is done.
     """
     held = {key: each for key, each in residents.items() if each.phase is not Phase.WAITING}
-    free = _Room(max_models - len(held), free_bytes)
+    free = _Room(max_models - sum(each.places for each in held.values()), free_bytes)
     leaving = [each for each in held.values() if each.phase is Phase.LEAVING]
     retiring = [each for each in held.values() if each.phase is Phase.RETIRING]
     idle = _movable(held, Phase.IDLE)
@@ -100,7 +103,7 @@ def make_plan(
     yielding: set[K] = set()
     recalls, claimed, promised = False, 0, _Room(0, 0)
     for key, mine in _in_order(residents):
-        promised = _Room(promised.places + 1, promised.nbytes + mine.nbytes)
+        promised = promised.with_these([mine])
         now = _Room(free.places - promised.places, free.nbytes - promised.nbytes)
         if now.is_enough:
             admitted.append(key)
@@ -134,8 +137,10 @@ def pick(held: Mapping[K, Resident], *, places: int, nbytes: int) -> list[K]:
     for each in sorted(held, key=lambda each: (not held[each].is_yielding, held[each].last_used)):
         if places <= 0 and nbytes <= 0:
             break
+        if nbytes <= 0 and not held[each].places:
+            continue
         chosen.append(each)
-        places -= 1
+        places -= held[each].places
         nbytes -= held[each].nbytes
     return chosen
 

@@ -171,7 +171,9 @@ class Room(Generic[M]):
             is_pinned=self._is_pinned(each),
             is_requested=each.waiting_callers > 0,
             is_yielding=each.state is State.YIELDING,
-            may_yield=each.spared_until <= clock.now(),
+            # An adapter's callers hold its base: they wait for that, and before they have it.
+            may_yield=each.spared_until <= clock.now() and each.base is None,
+            places=1 if each.base is None else 0,
         )
 
     def _phase(self, each: Entry[M]) -> Phase:
@@ -248,14 +250,22 @@ class Room(Generic[M]):
 
     def _find_obstacle(self, entry: Entry[M]) -> GatewayError | None:
         """Return why a model can never be loaded while the pinned ones are, or None if it can."""
-        pinned = [each for each in self._queue if not each.is_waiting and self._is_pinned(each)]
+        pinned = [
+            each
+            for each in self._queue
+            if not each.is_waiting and (self._is_pinned(each) or each is entry.base)
+        ]
         allowed = self._budget.limit_bytes - sum(each.nbytes for each in pinned)
         if (nbytes := entry.needed_bytes or 0) > allowed:
-            suffix = " beside those that are pinned" if pinned else ""
+            beside = (
+                "those that are pinned" if entry.base is None else "its base and what is pinned"
+            )
+            suffix = f" beside {beside}" if pinned else ""
             return InsufficientMemory(
                 entry.spec.id, f"it needs {nbytes:,} bytes, and {allowed:,} are allowed{suffix}."
             )
-        if len(pinned) >= self._max_models:
+        places = sum(each.base is None for each in pinned)
+        if entry.base is None and places >= self._max_models:
             return InsufficientMemory(
                 entry.spec.id, f"all {self._max_models} places are held by models that are pinned."
             )

@@ -11,8 +11,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
+from gateway.engine.device import Device
 from gateway.engine.generation.adapter_files import read_adapter
 from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.loading import load_generation
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Adapter, GenerateJob, Question, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, merge_adapter, write_adapter, write_chat
@@ -88,9 +90,13 @@ class Adapted(Batch):
         return self.join(text, {**given, "adapter": adapter})
 
 
-def add(engine: GenerationEngine, name: str, folder: Path) -> int:
+def load(engine: GenerationEngine, name: str, folder: Path) -> Adapter:
     steps = engine.adapters.add_in_steps(read_adapter(name, folder))
-    return next(number for number in steps if number is not None)
+    return next(adapter for adapter in steps if adapter is not None)
+
+
+def add(engine: GenerationEngine, name: str, folder: Path) -> int:
+    return load(engine, name, folder).number
 
 
 def run(batch: Adapted, jobs: Sequence[Asked], chance: random.Random) -> list[Answer]:
@@ -321,18 +327,17 @@ def test_a_quantised_base_is_adapted_too(plain: World) -> None:
         reference.close()
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_half_precision_is_adapted_by_row_too(plain: World, dtype: mx.Dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_adapted_by_row_too(plain: World, dtype: str) -> None:
     """On a CPU MLX gathers only float32 factors by itself."""
-    engine = open_engine(plain.base)
-    engine._model.set_dtype(dtype)
+    engine = load_generation(plain.base, name="chat", device=Device.CPU, dtype=dtype)
     try:
         numbers = [add(engine, name, folder) for name, folder in plain.folders.items()]
         tokens = mx.array([[5, 6, 7, 8]] * 4)
         rows = [*numbers, 0]
         with engine.adapters.applied(rows):
             mixed = engine._model(tokens)
-        assert mixed.dtype == dtype
+        assert mixed.dtype == engine.adapters.dtype == getattr(mx, dtype)
         for row, number in enumerate(rows):
             with engine.adapters.applied([number]):
                 alone = engine._model(tokens[:1])
@@ -380,7 +385,7 @@ def set_rank(rank: Any, scale: Any = 2.0) -> Any:
 HOSTILE: dict[str, tuple[Any, str]] = {
     "another width": (
         set_factor(f"{Q_PROJ}.lora_a", mx.zeros((48, 4))),
-        rf"{Q_PROJ}.lora_a is \(48, 4\), not \(64, 4\) as its base's",
+        rf"{Q_PROJ}.lora_a is \(48, 4\), not \(64, 4\), which fits its base",
     ),
     "another rank than the config's": (
         set_factor(f"{Q_PROJ}.lora_b", mx.zeros((5, 64))),
@@ -506,9 +511,9 @@ def test_an_adapters_bytes_are_its_own_factors(plain: World) -> None:
     try:
         before = engine.nbytes()
         files = read_adapter("small", plain.folders["small"])
-        number = add(engine, "small", plain.folders["small"])
-        assert engine.adapters.nbytes(number) == engine.nbytes() - before == 4 * files.weights
-        other = add(engine, "small again", plain.folders["small"])
-        assert engine.adapters.nbytes(other) == 4 * files.weights
+        adapter = load(engine, "small", plain.folders["small"])
+        assert adapter.nbytes == engine.nbytes() - before == 4 * files.weights
+        other = load(engine, "small again", plain.folders["small"])
+        assert other.nbytes == 4 * files.weights
     finally:
         engine.close()

@@ -64,7 +64,9 @@ class Shelf:
             for name in WEIGHTS
         )
 
-    async def prepare(self, spec: ModelSpec) -> Prepared[GenerationBatcher]:
+    async def prepare(
+        self, spec: ModelSpec, base: GenerationBatcher | None = None
+    ) -> Prepared[GenerationBatcher]:
         await asyncio.sleep(self._chance.choice([0, 0.005]))
         return Prepared(WEIGHTS[spec.id], lambda: self._opened(spec))
 

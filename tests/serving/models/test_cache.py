@@ -52,7 +52,7 @@ class Shelf:
         self.measured: dict[str, int] = {}
         self.catalog = Catalog(spec(name) for name in "abcd")
 
-    async def prepare(self, spec: ModelSpec) -> Prepared[str]:
+    async def prepare(self, spec: ModelSpec, base: str | None = None) -> Prepared[str]:
         await self.fetch.wait()
         return Prepared(self.sizes.get(spec.id, 10), lambda: self.opened(spec))
 

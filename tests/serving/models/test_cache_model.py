@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,14 +19,16 @@ from gateway.errors import (
     ModelLoadFailed,
     Overloaded,
 )
-from gateway.registry import Catalog, ModelSpec
+from gateway.registry import Catalog, ChatSpec, ModelSpec
 from gateway.serving.budget import Budget, Share
 from gateway.serving.models.cache import Loaded, ModelCache, Prepared
 from gateway.serving.models.entry import MOVES, Entry, State
 from tests.fakes import caller
+from tests.serving.models.test_adapters import adapter
 from tests.serving.models.test_cache import spec
 
 SIZES = {"a": 30, "b": 40, "c": 50, "d": 90}
+ADAPTERS = {"a1": ("a", 3), "a2": ("a", 8), "b1": ("b", 15), "d1": ("d", 9)}  # base and size
 LIMIT = 100
 WAIT_S = 20.0
 LONGEST_S = 90.0  # of a lease: longer than a newcomer waits
@@ -56,8 +58,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class World:
     """A cache of models that take their time, and those who act on it."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, adapters: Mapping[str, tuple[str, int]]) -> None:
         self.chance = chance
+        self.adapters = adapters
+        self.sizes = {**SIZES, **{name: size for name, (_, size) in adapters.items()}}
         self.budget = Budget(LIMIT)
         self.catalog = self.drawn()
         self.places = chance.choice([1, 2, 3])
@@ -77,19 +81,25 @@ class World:
     def drawn(self) -> Catalog:
         """Draw how models are kept, and whether they load otherwise than before."""
         given = [name for name in SIZES if self.chance.random() < 0.95] or ["a"]
-        return Catalog(
-            spec(
+        whole = {
+            name: spec(
                 name,
                 pinned=self.chance.random() < 0.08,
                 max_context=self.chance.choice([100, 100, 100, 101]),
                 queue_limit=self.chance.choice([None, None, 9]),
             )
             for name in given
-        )
+        }
+        adapted = [
+            adapter(name, base, self.chance.choice(["x", "x", "x", "y"]))
+            for name, (base_name, _) in self.adapters.items()
+            if isinstance(base := whole.get(base_name), ChatSpec)
+        ]
+        return Catalog([*whole.values(), *adapted])
 
-    async def prepare(self, spec: ModelSpec) -> Prepared[str]:
+    async def prepare(self, spec: ModelSpec, base: str | None = None) -> Prepared[str]:
         await asyncio.sleep(self.chance.choice([0, 0, 2.0]))
-        return Prepared(SIZES[spec.id], lambda: self.opened(spec))
+        return Prepared(self.sizes[spec.id], lambda: self.opened(spec))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         return None
@@ -99,18 +109,20 @@ class World:
         await asyncio.sleep(self.chance.uniform(0, 5))
         if self.chance.random() < 0.03:
             raise ModelLoadFailed(spec.id, "bad luck")
-        self.held += SIZES[spec.id]
+        self.held += self.sizes[spec.id]
         assert self.held <= LIMIT
         try:
-            yield Loaded(spec.id, SIZES[spec.id])
+            yield Loaded(spec.id, self.sizes[spec.id])
         finally:
             await asyncio.sleep(self.chance.choice([0, 0, 0.5]))
-            self.held -= SIZES[spec.id]
+            self.held -= self.sizes[spec.id]
 
     def is_healthy(self, wanted: ModelSpec) -> bool:
-        """Tell whether a model is loaded, and takes callers."""
+        """Tell whether a model is loaded, with its base if it is an adapter, and takes callers."""
         return any(
-            entry.spec is wanted and entry.state in (State.READY, State.YIELDING)
+            entry.spec is wanted
+            and entry.state in (State.READY, State.YIELDING)
+            and (entry.base is None or self.is_healthy(entry.base.spec))
             for entry in self.models.entries
         )
 
@@ -124,7 +136,8 @@ class World:
         except FAIR:
             pass
         except GatewayError as error:
-            if is_healthy:
+            # An adapter whose base yields to another model may find no room when that is back.
+            if is_healthy and wanted.id not in self.adapters:
                 self.refused_healthy.append(error)
 
     async def rows(self) -> None:
@@ -176,14 +189,15 @@ class World:
         assert self.held == 0
 
 
+@pytest.mark.parametrize("adapters", [{}, ADAPTERS], ids=["whole", "adapted"])
 @pytest.mark.parametrize("seed", range(40))
 def test_nobody_is_refused_a_loaded_model_for_another_s_sake(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, adapters: dict[str, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever else asks, hangs up or is refused; every waiter ends, and bytes balance to zero."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         monkeypatch.setattr(clock, "now", runner.get_loop().time)
-        world = World(random.Random(seed))
+        world = World(random.Random(seed), adapters)
         runner.run(world.live())
     assert world.refused_healthy == []
     assert world.served > 50
@@ -217,7 +231,7 @@ class StateMachine(RuleBasedStateMachine):
             self, lambda: self.catalog, self.budget, max_models=2, load_wait_s=WAIT_S, ttl_s=60.0
         )
 
-    async def prepare(self, spec: ModelSpec) -> Prepared[str]:
+    async def prepare(self, spec: ModelSpec, base: str | None = None) -> Prepared[str]:
         await asyncio.sleep(1)
         return Prepared(SIZES[spec.id], lambda: self.opened(spec))
 

@@ -1,0 +1,305 @@
+"""Adapters in the model cache: parts of a base, which is loaded once and freed after them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.errors import InsufficientMemory, ModelLoadFailed, NoRoom
+from gateway.registry import Catalog
+from gateway.registry.specs import ChatSpec
+from gateway.serving.budget import Budget
+from gateway.serving.models.cache import Loaded, ModelCache, Prepared
+
+pytestmark = pytest.mark.anyio
+
+CONTEXT = {"folder": Path()}
+
+
+def model(name: str, **keys: Any) -> ChatSpec:
+    entry = {"id": name, "kind": "chat", "source": "path:.", **keys}
+    return ChatSpec.model_validate(entry, context=CONTEXT)
+
+
+def adapter(name: str, base: ChatSpec, folder: str = ".", **keys: Any) -> ChatSpec:
+    entry = {"id": name, "kind": "chat", "base": base.id, "adapter": f"path:{folder}", **keys}
+    return ChatSpec.model_validate(entry, context=CONTEXT).with_base(base)
+
+
+BASE, OTHER = model("base"), model("other")
+ONE, TWO = adapter("one", BASE), adapter("two", BASE)
+
+
+class Shelf:
+    """Opens models, noting what happens. A model has 100 bytes, an adapter 10."""
+
+    def __init__(self, *specs: ChatSpec) -> None:
+        self.catalog = Catalog(specs or (BASE, OTHER, ONE, TWO))
+        self.events: list[str] = []
+        self.open: list[str] = []
+        self.failures: dict[str, Exception] = {}
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def prepare(self, spec: Any, base: str | None = None) -> Prepared[str]:
+        assert (base is None) == (spec.base is None)
+        assert base is None or base in self.open
+        return Prepared(100 if base is None else 10, lambda: self.opened(spec, base))
+
+    def fetched_percent(self, spec: Any) -> int | None:
+        return None
+
+    @asynccontextmanager
+    async def opened(self, spec: ChatSpec, base: str | None) -> AsyncIterator[Loaded[str]]:
+        await self.hold.wait()
+        if spec.id in self.failures:
+            raise self.failures[spec.id]
+        name = spec.id if base is None else f"{base}+{spec.id}"
+        self.events.append(f"load {spec.id}")
+        self.open.append(name)
+        try:
+            yield Loaded(name, 100 if base is None else 10)
+        finally:
+            await asyncio.sleep(0)
+            assert base is None or base in self.open, "an adapter is freed before its base"
+            self.open.remove(name)
+            self.events.append(f"free {spec.id}")
+
+
+def cache(shelf: Shelf, *, nbytes: int = 1000, **given: Any) -> ModelCache[str]:
+    given = {"max_models": 4, "load_wait_s": 5, "ttl_s": None, **given}
+    return ModelCache(shelf, lambda: shelf.catalog, Budget(nbytes), **given)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_ten_adapters_load_their_base_once() -> None:
+    """Also when all are asked for at once; an adapter takes none of the places."""
+    many = [adapter(f"a{i}", BASE) for i in range(10)]
+    shelf = Shelf(BASE, *many)
+    async with cache(shelf, max_models=1) as models:
+
+        async def use(spec: ChatSpec) -> str:
+            async with models.lease(spec) as found:
+                return found
+
+        found = await asyncio.gather(*(use(spec) for spec in [*many, *many, BASE]))
+        assert found == [
+            *(f"base+a{i}" for i in range(10)),
+            *(f"base+a{i}" for i in range(10)),
+            "base",
+        ]
+        assert sorted(shelf.events) == sorted(["load base", *(f"load a{i}" for i in range(10))])
+        assert models.status(BASE).nbytes == 100
+        assert models.status(many[0]).nbytes == 10
+    assert not shelf.open
+    assert shelf.events[-1] == "free base"
+
+
+async def test_a_base_in_use_by_an_adapter_is_not_evicted() -> None:
+    shelf = Shelf()
+    async with cache(shelf, nbytes=120, load_wait_s=0.05) as models:
+        async with models.lease(ONE):
+            with pytest.raises(NoRoom):
+                await models.load(OTHER)
+            assert shelf.open == ["base", "base+one"]
+        await models.load(OTHER)
+        assert shelf.open == ["other"]
+
+
+async def test_an_idle_base_leaves_after_its_adapters() -> None:
+    """And comes back with the first that is asked for."""
+    shelf = Shelf()
+    async with cache(shelf, nbytes=125) as models:
+        await models.load(ONE)
+        await models.load(TWO)
+        await models.load(OTHER)
+        assert shelf.open == ["other"]
+        assert shelf.events.index("free base") > shelf.events.index("free one")
+        assert models.states() == {"other": "loaded"}
+        async with models.lease(TWO) as found:
+            assert found == "base+two"
+        assert shelf.open == ["base", "base+two"]
+
+
+async def test_an_idle_adapter_makes_room_for_another_and_the_base_stays() -> None:
+    shelf = Shelf()
+    async with cache(shelf, nbytes=110) as models:
+        async with models.lease(BASE):
+            await models.load(ONE)
+            await models.load(TWO)
+        assert shelf.events == ["load base", "load one", "free one", "load two"]
+
+
+async def test_an_adapter_without_room_beside_its_base_is_refused_at_once() -> None:
+    shelf = Shelf()
+    async with cache(shelf, nbytes=105) as models:
+        with pytest.raises(InsufficientMemory, match="5 are allowed beside its base"):
+            await models.load(ONE)
+        async with models.lease(BASE) as found:
+            assert found == "base"
+
+
+async def test_places_are_made_by_models_alone() -> None:
+    """An adapter that leaves would make none."""
+    third = model("third")
+    shelf = Shelf(BASE, OTHER, third, ONE)
+    async with cache(shelf, max_models=2) as models:
+        await models.load(ONE)
+        await models.load(OTHER)
+        async with models.lease(BASE):
+            await models.load(third)
+        assert shelf.open == ["base", "base+one", "third"]
+
+
+async def test_unloading_a_base_frees_its_adapters_too() -> None:
+    """After the last request to any of them."""
+    shelf = Shelf()
+    async with cache(shelf) as models:
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(models.lease(ONE))
+            unloading = asyncio.create_task(models.unload(BASE))
+            await asyncio.sleep(0.02)
+            assert shelf.open == ["base", "base+one"]
+            async with models.lease(ONE) as found:  # by another copy of both
+                assert found == "base+one"
+            assert shelf.events.count("load base") == shelf.events.count("load one") == 2
+        assert await unloading
+        await until(lambda: shelf.open == ["base", "base+one"])
+        assert await models.unload(BASE)
+        assert not shelf.open
+
+
+async def test_unloading_an_adapter_leaves_its_base() -> None:
+    shelf = Shelf()
+    async with cache(shelf) as models:
+        await models.load(ONE)
+        assert await models.unload(ONE)
+        assert shelf.open == ["base"]
+        assert models.states() == {"base": "loaded"}
+
+
+async def test_a_pinned_adapter_keeps_its_base() -> None:
+    """Until it is unpinned."""
+    shelf = Shelf()
+    async with cache(shelf, nbytes=120, ttl_s=0.02) as models:
+        models.pin(ONE, is_pinned=True)
+        await models.load(ONE)
+        with pytest.raises(InsufficientMemory):
+            await models.load(OTHER)
+        await asyncio.sleep(0.05)
+        assert shelf.open == ["base", "base+one"]
+        models.pin(ONE, is_pinned=False)
+        await until(lambda: not shelf.open)
+
+
+async def test_an_idle_base_ends_its_time_with_its_adapters() -> None:
+    shelf = Shelf(BASE, adapter("long", BASE, ttl_s=60))
+    async with cache(shelf, ttl_s=0.02) as models:
+        await models.load(shelf.catalog.specs[1])
+        await until(lambda: not shelf.open)
+        assert shelf.events[-2:] == ["free long", "free base"]
+
+
+async def test_an_adapter_that_fails_leaves_its_base_and_the_others() -> None:
+    shelf = Shelf()
+    shelf.failures["one"] = ModelLoadFailed("one", "it is broken.")
+    async with cache(shelf, ttl_s=0.05) as models:
+        async with models.lease(TWO):
+            with pytest.raises(ModelLoadFailed, match="it is broken"):
+                await models.load(ONE)
+        assert models.status(ONE).state == "failed"
+        assert shelf.open == ["base", "base+two"]
+        await until(lambda: not shelf.open)  # nothing holds the base
+
+
+async def test_a_base_that_fails_fails_its_adapters_by_its_own_name() -> None:
+    shelf = Shelf()
+    shelf.failures["base"] = ModelLoadFailed("base", "it is broken.")
+    async with cache(shelf) as models:
+        with pytest.raises(ModelLoadFailed, match="`base`"):
+            await models.load(ONE)
+        assert not shelf.open
+
+
+async def test_a_caller_who_leaves_during_the_load_leaves_no_lease() -> None:
+    """The load goes on, and holds the base only until then."""
+    shelf = Shelf()
+    async with cache(shelf, ttl_s=0.05) as models:
+        await models.load(BASE)
+        shelf.hold.clear()
+        caller = asyncio.create_task(models.load(ONE))
+        await asyncio.sleep(0.02)
+        caller.cancel()
+        await asyncio.wait([caller])
+        await asyncio.sleep(0.1)
+        assert shelf.open == ["base"]
+        shelf.hold.set()
+        await until(lambda: "load one" in shelf.events)
+        await until(lambda: not shelf.open)
+
+
+async def test_a_new_catalog_moves_an_adapter_to_its_new_base() -> None:
+    """Requests under way end with what they have; other adapters of an unchanged base stay."""
+    shelf = Shelf()
+    async with cache(shelf) as models:
+        await models.load(TWO)
+        async with models.lease(ONE):
+            moved = adapter("one", OTHER)
+            shelf.catalog = Catalog((BASE, OTHER, moved, TWO))
+            models.reconsider()
+            async with models.lease(moved) as found:
+                assert found == "other+one"
+            assert "base+one" in shelf.open
+        await until(lambda: "base+one" not in shelf.open)
+        assert "base+two" in shelf.open
+
+
+async def test_a_base_that_changes_is_loaded_anew_with_its_adapters() -> None:
+    shelf = Shelf()
+    async with cache(shelf) as models:
+        await models.load(ONE)
+        changed = model("base", max_context=8)
+        shelf.catalog = Catalog((changed, adapter("one", changed)))
+        models.reconsider()
+        await until(lambda: not shelf.open)
+        await models.load(shelf.catalog.specs[1])
+        assert shelf.open == ["base", "base+one"]
+
+
+async def test_an_adapter_that_is_asked_for_while_its_base_yields_waits() -> None:
+    """It holds nothing until then, so that the base becomes idle."""
+    shelf = Shelf()
+    async with cache(shelf, nbytes=120, load_wait_s=2) as models:
+        async with models.lease(ONE):
+            loading = asyncio.create_task(models.load(OTHER))
+            await asyncio.sleep(0.05)
+            late = asyncio.create_task(models.load(ONE))
+            await asyncio.sleep(0.05)
+            assert not late.done()
+        await loading
+        await late
+        assert shelf.events == [
+            *("load base", "load one", "free one", "free base"),
+            *("load other", "free other", "load base", "load one"),
+        ]
+
+
+async def test_leaving_the_cache_frees_adapters_before_their_base() -> None:
+    """Also one that is being loaded."""
+    shelf = Shelf()
+    async with cache(shelf) as models:
+        await models.load(ONE)
+        shelf.hold.clear()
+        loading = asyncio.create_task(models.load(TWO))
+        await asyncio.sleep(0.02)
+    await asyncio.wait([loading])
+    assert loading.exception() is not None
+    assert shelf.events == ["load base", "load one", "free one", "free base"]
