@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -40,6 +41,15 @@ REQUEST_ERRORS: Errors = (
     DeadlineExceeded,
 )
 STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)  # if a stored response is named
+
+
+class _Number(IntegerConvertor):
+    """A number that Python reads: of thousands of digits it would raise ValueError."""
+
+    regex = "[0-9]{1,18}"
+
+
+register_url_convertor("number", _Number())
 
 
 class Form(NamedTuple):

@@ -381,7 +381,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST",
-        "/admin/requests/{number:int}/cancel",
+        "/admin/requests/{number:number}/cancel",
         dashboard.cancel,
         summary="Cancel a request in flight",
         details="By its `number` in the samples. What it held is freed as if its client had left; "

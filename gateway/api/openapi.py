@@ -15,7 +15,7 @@ from gateway.wire.validation import Request as WireRequest
 SERVERS = [{"url": "/v1"}, {"url": "/", "description": "The same, for base URLs without /v1."}]
 ROOT = [{"url": "/"}]
 PATH_PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
-PATH_TYPES = {":int": "integer"}  # by Starlette's converter; others are texts
+PATH_TYPES = {":number": "integer"}  # by Starlette's converter; others are texts
 TIMEOUT = {
     "name": "x-gateway-timeout-s",
     "in": "header",

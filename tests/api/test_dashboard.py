@@ -429,6 +429,14 @@ async def test_requests_in_flight_are_told_without_what_they_say(
     assert PROMPT not in json.dumps(sample)
 
 
+@pytest.mark.parametrize("digits", [18, 19, 5000])
+async def test_a_number_of_any_length_is_no_request_s(
+    admin: httpx2.AsyncClient, digits: int
+) -> None:
+    answer = await admin.post(f"/admin/requests/{'9' * digits}/cancel", headers=ADMIN)
+    assert answer.status_code == 404
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_request_that_is_cancelled_ends_with_an_error_that_says_so(
     admin: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool

@@ -247,7 +247,10 @@ const laneLines = new Map();
 function showLane(now) {
   const known = read.labelValues(now, "gateway_lane_seconds_total", "kind");
   const kinds = [...KINDS.filter((each) => known.includes(each)), ...known.filter((each) => !KINDS.includes(each))];
-  const shares = kinds.map((kind) => Math.min(1, history.rate("gateway_lane_seconds_total", { kind })));
+  const rates = kinds.map((kind) => history.rate("gateway_lane_seconds_total", { kind }));
+  // A turn counts as a whole in the second that it ends in.
+  const total = Math.max(1, rates.reduce((sum, rate) => sum + rate, 0));
+  const shares = rates.map((rate) => rate / total);
   const style = (kind) => `k-${KINDS.includes(kind) ? kind : "other"}`;
   const items = kinds.map((kind, index) => ({ kind, share: shares[index] }));
   list(find("#lane-bar"), items, (each) => each.kind, ({ kind }) => make("i", { class: style(kind), title: kind }), (part, { share }) => {
