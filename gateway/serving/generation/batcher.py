@@ -155,9 +155,7 @@ class GenerationBatcher:
         self._limits = limits
         self._scheduler.limits = self._cap_batch(limits)
         self._queue.adopt(limits)
-        self._steps.adopt(
-            chunk_tokens=limits.prefill_chunk_tokens, pass_limit_s=limits.pass_limit_s
-        )
+        self._steps.adopt(limits.prefill_chunk_tokens, limits.pass_limit_s)
         self._memory.adopt(longest_chunk(limits.prefill_chunk_tokens))
         self._wake()
 

@@ -57,7 +57,7 @@ class Steps:
         self._on_fault = on_fault
         self._failed_leaves: dict[int, int] = {}  # by row: how often leaving has failed
 
-    def adopt(self, *, chunk_tokens: int, pass_limit_s: float) -> None:
+    def adopt(self, chunk_tokens: int, pass_limit_s: float) -> None:
         """Apply new limits of a pass."""
         self._chunk_tokens = chunk_tokens
         self._pace.limit_s = pass_limit_s
