@@ -71,6 +71,15 @@ def test_langchains_standard_suites_pass(
     assert int(passed[1]) >= PASSED[model], printed
 
 
+def test_litellms_router_goes_on_without_a_gateway_that_is_gone(url: str) -> None:
+    """By deploy/balancer/litellm.yaml; the other address answers nothing."""
+    config = ROOT / "deploy" / "balancer" / "litellm.yaml"
+    code, printed = run("litellm_router.py", str(config), "demo-chat", url, "http://127.0.0.1:9")
+    assert code == 0, printed
+    answers = [line for line in printed.splitlines() if line.startswith("[")]
+    assert len(answers) == 6, printed
+
+
 QUESTIONS: list[dict[str, Any]] = [
     {"question": "The capital of France is", "choices": ["Paris", "Berlin", "a fish"], "answer": 0},
     {"question": "Two and two are", "choices": ["four", "five", "日本 🙂"], "answer": 0},

@@ -19,7 +19,6 @@ from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Size
-from gateway.app.ranks import Ranks, Setup, describe
 from gateway.engine import device, sandboxed
 from gateway.engine.device import (
     Device,
@@ -34,11 +33,11 @@ from gateway.errors import ModelUnavailable
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
-from gateway.serving.ranks.leading import lead_in_steps
 from gateway.serving.sandbox import Sandbox
 from gateway.settings import Settings
 
 if TYPE_CHECKING:
+    from gateway.app.ranks import Ranks
     from gateway.engine.checkpoint import Checkpoint, Listing
     from gateway.engine.generation.loading import ChatSetup, DraftSetup
     from gateway.engine.gguf.checkpoint import GgufCheckpoint
@@ -68,7 +67,7 @@ class MlxEngines:
         prefix_cache_bytes: int = 0,
         speculate_rows: int = 0,
         budget_bytes: int | None = None,
-        ranks: Ranks | None = None,
+        ranks: "Ranks | None" = None,
     ) -> None:
         self._budget_bytes = budget_bytes
         self._ranks = ranks
@@ -336,6 +335,9 @@ class MlxEngines:
         if self._ranks is None or self._ranks.leader is None:
             log.warning("parallel_alone", model=spec.id, hint="start all ranks by mlx.launch")
             return steps
+        from gateway.app.ranks import Setup, describe
+        from gateway.serving.ranks.leading import lead_in_steps
+
         digest = await self.digest(spec, files)
         setup = Setup(describe(spec), digest, prefix_cache_bytes, rows)
         return lead_in_steps(self._ranks.leader, spec.id, setup.arguments, steps)
@@ -430,7 +432,7 @@ def log_costs(
         )
 
 
-def mlx_engines(settings: Settings, ranks: Ranks | None = None) -> MlxEngines:
+def mlx_engines(settings: Settings, ranks: "Ranks | None" = None) -> MlxEngines:
     """Return the engines for these settings, of one rank if there are several."""
     return MlxEngines(
         settings.device,

@@ -254,6 +254,26 @@ def test_a_draft_that_cannot_be_one_is_refused_by_name(
     assert f"models.yaml:3: large: `draft`: {problem}" in found
 
 
+@pytest.mark.parametrize("divided", ["hub:a/large", "hub:a/small"])
+def test_a_divided_model_neither_has_a_draft_nor_is_one(file: Path, divided: str) -> None:
+    text = (DRAFTED % "small").replace(f'"{divided}"', f'"{divided}", parallel: tensor')
+    found, *_ = read(file, text).problems
+    assert "large: `draft`: a model with `parallel` neither has a draft nor is one" in found
+
+
+def test_parallel_is_tensor_or_pipeline_of_a_chat_model_that_is_not_fused(file: Path) -> None:
+    spec = one(file, "kind: chat\nsource: hub:a/b\nparallel: pipeline")
+    assert isinstance(spec, ChatSpec)
+    assert spec.parallel == "pipeline"
+    for entry in (
+        "kind: chat\nsource: hub:a/b\nparallel: data",
+        "kind: embedding\nsource: hub:a/b\nparallel: tensor",
+        "kind: chat\nsource: hub:a/b\nparallel: tensor\nfuse_projections: true",
+    ):
+        with pytest.raises(Exception, match="parallel"):
+            one(file, entry)
+
+
 def test_a_draft_whose_entry_is_wrong_is_one_problem(file: Path) -> None:
     text = (DRAFTED % "small").replace('"hub:a/small"', "nothing")
     assert all("small: `source`" in each for each in read(file, text).problems)
