@@ -1,7 +1,7 @@
 """structlog, configured once: an event name and keys, to stderr.
 
 A line of JSON has every key. A line of the console is for a person: the most important keys come
-first, it is cut to COLUMNS, and no text of a caller can begin a line or move the cursor.
+first, and it is cut to COLUMNS. No text of a caller can begin a line of either or move the cursor.
 """
 
 import json
@@ -47,12 +47,17 @@ def configure(level: str = "info", style: Format = "auto") -> None:
 def _json(event: Any, **options: Any) -> str:
     """Return an event as JSON.
 
-    orjson refuses some values (a lone surrogate, a huge number), which json accepts.
+    orjson refuses some values (a lone surrogate, a huge number), which json accepts. It leaves as
+    they are some characters that end a line for many readers or move a terminal's cursor: U+0085,
+    U+009B, U+2028.
     """
     try:
-        return orjson.dumps(event, default=options["default"]).decode()
+        line = orjson.dumps(event, default=options["default"]).decode()
     except (TypeError, ValueError):
         return json.dumps(event, default=repr, skipkeys=True)
+    if line.isprintable():
+        return line
+    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in line)
 
 
 def get(name: str) -> structlog.typing.FilteringBoundLogger:

@@ -6,12 +6,15 @@ import re
 import sys
 import unicodedata
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import structlog
 
 from gateway import logs
+from tests.fakes import ScriptedEngines
+from tests.serving_app import catalog, served
 
 
 @pytest.mark.parametrize("style", ["json", "console"])
@@ -127,6 +130,44 @@ def test_nobody_writes_a_line_or_moves_the_cursor_of_a_console(
     assert all(line.isprintable() for line in lines)
     assert not any(line.startswith("GET /forged") for line in lines)
     assert sum(not line.startswith("    ") for line in lines if line) == 3
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("style", ["json", "console"])
+@pytest.mark.parametrize(
+    "end", ["\r\n", "\n", "\r", "\x0b", "\x7f", "\x85", "\x9b2K", "\u2028", "\u202e", "\x1b[1A"]
+)
+async def test_no_request_writes_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, style: Literal["json", "console"], end: str
+) -> None:
+    """By no path, name of a field or prompt, wherever a reader or a terminal ends lines."""
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    forged = f'{end}{{"event":"forged"}}'
+    entry = {"kind": "chat", "source": "path:.", "preload": False}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {"messages": [{"role": "user", "content": f"p{forged}"}]}),
+        ("responses", {"input": f"p{forged}"}),
+        ("completions", {"prompt": f"p{forged}", f"field{forged}": 1}),
+        ("messages", {"max_tokens": 3, "messages": [{"role": "user", "content": f"p{forged}"}]}),
+    ]
+    try:
+        logs.configure("debug", style)
+        async with served(
+            catalog(tmp_path, {"writer": entry}), ScriptedEngines(), log_prompts=True
+        ) as client:
+            escaped = "".join(f"%{byte:02X}" for byte in forged.encode())
+            await client.delete(f"/v1/stream{escaped}?conv_id={escaped}")
+            for path, body in bodies:
+                await client.post(f"/v1/{path}", json={"model": "writer", **body})
+    finally:
+        structlog.reset_defaults()
+    lines = written.getvalue().removesuffix("\n").split("\n")
+    assert sum("forged" in line for line in lines) >= 5
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.lstrip().startswith('{"event":"forged"') for line in lines)
+    if style == "json":
+        assert all("part" in json.loads(line) for line in lines)
 
 
 def test_a_path_cannot_pass_for_what_comes_after_it(console: io.StringIO) -> None:

@@ -156,6 +156,25 @@ async def test_what_nobody_knows_is_named(client: httpx2.AsyncClient, path: str)
 
 
 @pytest.mark.parametrize(
+    "field",
+    [
+        "cache_prompt", "grammar", "id_slot", "json_schema", "lora", "mirostat", "n_cache_reuse",
+        "n_predict", "n_probs", "post_sampling_probs", "repeat_penalty", "response_fields",
+        "return_progress", "return_tokens", "samplers", "thinking_budget_tokens",
+        "timings_per_token",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_what_only_llama_cpp_knows_is_named(
+    client: httpx2.AsyncClient, path: str, field: str
+) -> None:
+    """Nobody is left to believe that it was followed."""
+    answer = await client.post(path, json={**MINIMAL[path], field: 1})
+    assert answer.status_code == 200
+    assert answer.headers["x-gateway-ignored"] == field
+
+
+@pytest.mark.parametrize(
     ("path", "meant"),
     [
         ("/v1/models/", "/v1/models"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx2
@@ -247,3 +248,70 @@ async def test_a_client_that_does_not_read_holds_no_place(
             while (await client.post("/v1/chat/completions", json=CHAT)).status_code != 200:
                 await asyncio.sleep(0.05)
         writer.close()
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"), ("text", "messages"), ([123], "messages[0]"),
+        ([{}], "messages[0].role"), ([{"role": 123}], "messages[0].role"),
+        ([{"content": "hi"}], "messages[0].role"),
+        ([{"role": "system", "content": 123}], "messages[0].content"),
+        ([{"role": "system", "content": "hi"}, {}], "messages[1].role"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_no_conversation_is_refused_where_it_is_wrong(
+    client: httpx2.AsyncClient, messages: Any, param: str, stream: bool
+) -> None:
+    """As a status, for a stream too."""
+    body = {**CHAT, "messages": messages, "stream": stream}
+    answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_a_stream_of_an_unknown_model_is_a_404(client: httpx2.AsyncClient) -> None:
+    """Before any event."""
+    for path in ("chat/completions", "completions", "responses"):
+        body = {**PATHS[path], "model": "non-existent/model", "stream": True}
+        answer = await client.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("scheme", ["http", "file", "data"])
+async def test_an_image_is_refused_and_nobody_looks_where_it_is(
+    client: httpx2.AsyncClient, tmp_path: Path, scheme: str
+) -> None:
+    """Neither in the network nor among the files of this machine."""
+    visits: list[object] = []
+    (tmp_path / "image.png").write_text("a secret", encoding="utf-8")
+    async with await asyncio.start_server(lambda *_: visits.append(_), "127.0.0.1", 0) as there:
+        port = there.sockets[0].getsockname()[1]
+        url = {
+            "http": f"http://127.0.0.1:{port}/image.png",
+            "file": f"file://{tmp_path}/image.png",
+            "data": "data:image/png;base64,AAAA",
+        }[scheme]
+        parts: dict[str, dict[str, Any]] = {
+            "chat/completions": {"type": "image_url", "image_url": {"url": url}},
+            "responses": {"type": "input_image", "image_url": url},
+            "messages": {"type": "image", "source": {"type": "url", "url": url}},
+        }
+        for path, part in parts.items():
+            said = [{"role": "user", "content": [part]}]
+            body = {"model": "writer", "max_tokens": 3, "messages": said}
+            if path == "responses":
+                body = {"model": "writer", "input": said}
+            answer = await client.post(f"/v1/{path}", json=body)
+            assert answer.status_code == 400
+            assert part["type"] in answer.json()["error"]["message"]
+            assert "secret" not in answer.text
+        for given in (
+            {"content": [{"type": "image_url", "image_url": {"url": url}}]},
+            [{"a": url}],
+        ):
+            answer = await client.post("/v1/embeddings", json={"model": "embed", "input": given})
+            assert answer.status_code == 400
+    assert not visits

@@ -75,6 +75,26 @@ async def test_wrong_paths_and_methods_are_told_in_the_envelope(
 
 
 @pytest.mark.parametrize(
+    "path",
+    [
+        "/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/embedding",
+        "/props", "/slots", "/slots/0?action=save", "/lora-adapters", "/predict", "/tools",
+        "/cors-proxy?url=http://127.0.0.1/", "/v1/stream?conv_id=%0D%0Aforged&from=0",
+        "/v1/audio/transcriptions",
+    ],
+)  # fmt: skip
+async def test_what_llama_cpp_serves_of_its_own_is_not_there(
+    client: httpx2.AsyncClient, path: str
+) -> None:
+    """No tools are run, no address is fetched, no state is written to a file."""
+    for method in ("GET", "POST", "DELETE"):
+        answer = await client.request(method, path)
+        assert answer.status_code == 404
+        assert error(answer)["code"] == "unknown_url"
+        assert "\n" not in error(answer)["message"]
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"7", b'"x"', b"null", b"\xff\xfe", b'{"a":NaN}', b"{}{}"]
 )
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
@@ -228,6 +248,27 @@ async def test_hosts_and_origins_can_be_allowed(models: Catalog, engines: Script
         assert preflight.status_code == 200
         other = await client.get("/v1/models", headers={"origin": "https://other.example"})
         assert other.status_code == 403
+
+
+async def test_an_allowed_page_may_send_its_key(models: Catalog, engines: ScriptedEngines) -> None:
+    """A browser asks first, without it; another's page is told nothing that lets it go on."""
+    async with served(
+        models, engines, api_keys="first", cors_origins="https://app.example"
+    ) as client:
+        asked = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type, x-api-key",
+        }
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            ours = await client.options(path, headers={"origin": "https://app.example", **asked})
+            assert ours.status_code == 200
+            assert ours.headers["access-control-allow-origin"] == "https://app.example"
+            assert "POST" in ours.headers["access-control-allow-methods"]
+            allowed = ours.headers["access-control-allow-headers"].split(", ")
+            assert {"authorization", "content-type", "x-api-key"} <= set(allowed)
+            other = await client.options(path, headers={"origin": "https://evil.example", **asked})
+            assert other.status_code >= 400
+            assert "access-control-allow-origin" not in other.headers
 
 
 def test_loopback_is_told_from_names_that_look_like_it() -> None:

@@ -182,3 +182,24 @@ async def test_a_model_that_makes_room_is_counted(tmp_path: Path) -> None:
         await client.post("/admin/models/two/unload", headers=headers)
         assert counts == [0, 1]
         assert await values(client, 'gateway_model_evictions_total{model="two"}') == [0]
+
+
+async def test_who_only_looks_wakes_no_model(tmp_path: Path) -> None:
+    """One that left after its time is as it was until somebody asks it; its counts stay."""
+    engines = ScriptedEngines()
+    entry = {"kind": "chat", "source": "path:.", "preload": False, "ttl_s": 0.02}
+    body = {"model": "sleeper", "messages": [{"role": "user", "content": "hello"}]}
+    told = 'gateway_completion_tokens_total{model="sleeper"} '
+    async with served(catalog(tmp_path, {"sleeper": entry}), engines) as client:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        async with asyncio.timeout(10):
+            while (await client.get("/v1/models/sleeper")).json()["state"] != "unloaded":
+                await asyncio.sleep(0.01)
+        for path in ("/health", "/ready", "/metrics", "/v1/models", "/v1/models/sleeper"):
+            answer = await client.get(path)
+            assert answer.status_code == 200
+            assert told in answer.text or path != "/metrics"
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "sleeper"
+        assert engines.loads == ["sleeper"]
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        assert engines.loads == ["sleeper", "sleeper"]

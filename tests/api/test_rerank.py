@@ -72,6 +72,16 @@ async def test_the_best_documents_are_returned_as_sent(client: httpx2.AsyncClien
     assert [each["document"] for each in answer.json()["results"]] == [{"text": "abc"}]
 
 
+@pytest.mark.parametrize(("top_n", "count"), [(None, 3), (1, 1), (2, 2), (3, 3), (99, 3)])
+async def test_as_many_documents_are_returned_as_asked_for_and_sent(
+    client: httpx2.AsyncClient, top_n: int | None, count: int
+) -> None:
+    """The best of them; all were read, and are counted."""
+    answer = (await post(client, **COMMON, documents=DOCUMENTS, top_n=top_n)).json()
+    assert [each["index"] for each in answer["results"]] == [1, 2, 0][:count]
+    assert answer["usage"] == {"prompt_tokens": 21, "total_tokens": 21}
+
+
 @pytest.mark.parametrize("fields", [{"raw_scores": True}, {"use_activation": False}])
 async def test_raw_scores_are_the_models_own(
     client: httpx2.AsyncClient, fields: dict[str, Any]

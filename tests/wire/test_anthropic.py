@@ -130,6 +130,14 @@ def test_calls_thinking_and_results_become_turns() -> None:
     assert turns[4]["content"] == "And?"
 
 
+def test_a_result_that_is_an_error_is_shown_and_words_before_it_stay_before() -> None:
+    """A model reads why a call failed; what the user said first is said first."""
+    words = {"role": "user", "content": [*text("See:"), {**RESULT, "is_error": True}]}
+    turns = job([*HI, {"role": "assistant", "content": [CALL]}, words]).messages
+    said = [(turn["role"], turn["content"]) for turn in turns[2:]]
+    assert said == [("user", "See:"), ("tool", "rain")]
+
+
 def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
     """As Anthropic joins them: many templates refuse anything else."""
     said = {"role": "assistant", "content": "so"}

@@ -151,6 +151,7 @@ def test_formats_are_flat() -> None:
     assert job().grammar is None
     wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     assert refused(text={"format": wrapped}).param == "text.format"
+    assert refused(text={"format": {"type": "json_schema", "name": "n"}}).param == "text.format"
 
 
 def test_tools_are_flat() -> None:

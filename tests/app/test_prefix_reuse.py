@@ -1,0 +1,71 @@
+"""Conversations that take turns with others go on from what was kept of them, over HTTP."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.app.engines import MlxEngines
+from gateway.engine.hub import Hub
+from tests.checkpoints import SLIDING, STATEFUL, write_chat
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
+SEA = "tell me of the sea and of the old man and his boat " * 30
+WISH = SEA + "who caught a silver fish that could speak " * 20
+STORM = SEA + "when the wind rose and the gulls were afraid " * 20
+CITY = "a clockmaker lived among brass gears and springs " * 40
+
+
+class Asked:
+    """What a model answered, and what it had at hand."""
+
+    def __init__(self, client: httpx2.AsyncClient, model: str) -> None:
+        self._client = client
+        self._model = model
+        self.cached: list[int] = []
+
+    async def say(self, prompt: str) -> tuple[str, int, int]:
+        """Return the answer, the prompt's tokens and those of them that were at hand."""
+        body = {"model": self._model, "prompt": prompt, "max_tokens": 6}
+        answer = (await self._client.post("/v1/completions", json=body)).json()
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        self.cached.append(cached)
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens"], cached
+
+    async def counted(self) -> float:
+        series = rf'gateway_cached_prompt_tokens_total{{model="{self._model}"}} (\S+)'
+        found = re.search(series, (await self._client.get("/metrics")).text)
+        return 0.0 if found is None else float(found[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_conversation_is_at_hand_after_others_that_begin_like_it_and_do_not(
+    tmp_path: Path, kind: str
+) -> None:
+    """As much of it as if it had been alone, with the answers of a gateway that keeps nothing."""
+    name = f"{kind}-reused"  # a series of its own
+    write_chat(tmp_path / name, **KINDS[kind])
+    entry = {"kind": "chat", "source": f"path:{name}", "sampling": {"temperature": 0}}
+    told = {}
+    turns = (WISH, CITY, STORM, WISH + "and then?", CITY + "and then?")
+    for case, others, room in (("kept", turns, 1 << 26), ("alone", turns[::3], 1 << 26),
+                               ("cold", turns, 0)):  # fmt: skip
+        engines = MlxEngines("cpu", None, Hub(), prefix_cache_bytes=room)
+        async with served(catalog(tmp_path, {name: entry}), engines) as client:
+            asked = Asked(client, name)
+            before = await asked.counted()
+            told[case] = {prompt: await asked.say(prompt) for prompt in others}
+            assert await asked.counted() - before == sum(asked.cached)
+    again = told["kept"][WISH + "and then?"]
+    assert again == told["alone"][WISH + "and then?"]
+    assert again[2] > told["kept"][STORM][2] > 0
+    assert told["kept"][CITY][2] == 0
+    assert told["kept"][CITY + "and then?"][2] > 0
+    for prompt, (text, read, _) in told["cold"].items():
+        assert told["kept"][prompt][:2] == (text, read)
+        assert told["cold"][prompt][2] == 0
