@@ -4,6 +4,7 @@ targets            ratios to the engine alone and to mlx-lm's server: `make benc
 architectures      each of mlx-lm's architectures, batched, beside mlx-lm alone
 simulation         scale on paper, from measured stage costs: `make simulate`
 structured_output  how a file of JSON Schemas fares
+adapters           LoRA adapters of one base beside merged models
 sampling           one sampler for all rows beside mlx-lm's of each row
 servers            servers for the length of a block, each a process of its own
 checkpoints        models with random weights, as much work as trained ones
