@@ -271,6 +271,23 @@ async def test_what_is_no_conversation_is_refused_where_it_is_wrong(
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("arguments", ["{", '{"a":1}{', "so", "[" * 5000])
+async def test_an_earlier_call_whose_arguments_are_no_json_is_refused_where_it_stands(
+    client: httpx2.AsyncClient, arguments: str
+) -> None:
+    """A model's broken call comes back with the history: no template has to bear it."""
+    call = {"name": "f", "arguments": arguments}
+    calls = [{"id": "c1", "type": "function", "function": call}]
+    said = [*USER, {"role": "assistant", "content": None, "tool_calls": calls}, *USER]
+    chat = await client.post("/v1/chat/completions", json={**CHAT, "messages": said})
+    items = [*USER, {"type": "function_call", "call_id": "c1", **call}]
+    responses = await client.post("/v1/responses", json={"model": "writer", "input": items})
+    for answer, param in ((chat, "messages[1].tool_calls"), (responses, "input[1].arguments")):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert param in answer.json()["error"]["message"]
+
+
 async def test_a_stream_of_an_unknown_model_is_a_404(client: httpx2.AsyncClient) -> None:
     """Before any event."""
     for path in ("chat/completions", "completions", "responses"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from openai import AsyncOpenAI, AuthenticationError
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.access import is_loopback
@@ -191,6 +192,19 @@ async def test_with_keys_only_their_holders_come_in(
         for key in ("first", "second"):
             answer = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == 200
+
+
+async def test_the_sdk_comes_in_with_its_key_alone(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Its own class of error says that the key is wrong."""
+    async with served(models, engines, api_keys="first") as client:
+        url = f"{client.base_url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="first", max_retries=0) as ours:
+            assert (await ours.models.retrieve("writer")).id == "writer"
+        async with AsyncOpenAI(base_url=url, api_key="other", max_retries=0) as other:
+            with pytest.raises(AuthenticationError):
+                await other.models.retrieve("writer")
 
 
 async def test_of_a_header_sent_twice_the_first_counts(

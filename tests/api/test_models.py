@@ -24,6 +24,9 @@ async def test_ids_and_aliases_are_listed(client: httpx2.AsyncClient) -> None:
     assert roots["gpt"] == "writer"
     assert all(isinstance(entry["created"], int) for entry in listing["data"])
     assert all(entry["object"] == "model" for entry in listing["data"])
+    kinds = {entry["id"]: entry["kind"] for entry in listing["data"]}
+    told = [kinds[name] for name in ("writer", "gpt", "embed", "judge")]
+    assert told == ["chat", "chat", "embedding", "rerank"]
 
 
 @pytest.mark.parametrize("path", ["/v1/models/org%2Fembed", "/v1/models/org/embed", "/models/gpt"])
