@@ -195,12 +195,14 @@ def _template_args(resolved: Resolved) -> dict[str, object]:
 async def open_reference(
     settings: Settings, catalog: Catalog, wording: Wording, workload: Workload
 ) -> AsyncIterator[Reference]:
-    """Load the model that the requests name, on this thread, and close it at exit.
+    """Load the model that the requests name, or its base, on this thread, and close it at exit.
 
     Raises ModelNotFound for a name that is not in models.yaml, and what loading raises.
     """
     resolved = catalog.resolve(wording.model)
     spec = resolved.spec
+    if isinstance(spec, ChatSpec) and spec.base_spec is not None:
+        spec = spec.base_spec
     engines = mlx_engines(settings)
     files = await engines.files(spec)
     with ExitStack() as stack:

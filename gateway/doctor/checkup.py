@@ -157,6 +157,11 @@ def _is_on_board(spec: ModelSpec) -> bool:
 
 def check_files(spec: ModelSpec, settings: Settings) -> Finding | None:
     """Return why a model cannot be checked, with what adds it; None if its files are on disk."""
+    if isinstance(spec, ChatSpec) and spec.base is not None:
+        reason = (
+            f"an adapter is run by its base. Run: mlx-gateway doctor --engine --model {spec.base}"
+        )
+        return Finding("files", "skip", reason)
     try:
         if on_disk(spec, hub_of(settings, may_download=False)) is not None:
             return None

@@ -44,6 +44,19 @@ def test_of_the_shipped_models_those_on_board_are() -> None:
     assert all(isinstance(each.source, PackageSource) for each in found)
 
 
+def test_an_adapter_is_skipped_for_its_base(tmp_path: Path) -> None:
+    """Alone it is no model, and was said to lack its weights."""
+    (tmp_path / "models.yaml").write_text(
+        "version: 1\nmodels:\n  base: {kind: chat, source: 'path:.'}\n"
+        "  small: {kind: chat, base: base, adapter: 'path:.'}\n"
+    )
+    spec = load_catalog(tmp_path / "models.yaml", {}).by_id("small")
+    assert spec is not None
+    found = checkup.check_files(spec, Settings(hub_cache=tmp_path))
+    assert found is not None
+    assert (found.state, found.said[-12:]) == ("skip", "--model base")
+
+
 @pytest.mark.parametrize(
     ("spec", "command"),
     [
