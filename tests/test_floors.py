@@ -46,9 +46,12 @@ OUTSIDE: dict[str, set[str]] = {
 }
 INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
-        "generation": {"grammar", "gguf", "decoders", "sharding", "checkpoint", "device"},
+        "generation": {
+            *("grammar", "gguf", "context", "decoders", "sharding", "checkpoint", "device"),
+        },
         "embedding": {"decoders", "exponential", "checkpoint", "device"},
         "grammar": {"sandboxed"},
+        "context": {"gguf"},
         "decoders": {
             *("gguf", "decoder_kernels", "fused_projections", "sharding", "checkpoint", "device"),
         },

@@ -11,8 +11,9 @@ from typing_extensions import TypedDict
 
 from gateway.api.requests import Service, reply
 from gateway.api.streams import while_connected
-from gateway.registry import ChatSpec, Resolved
+from gateway.registry import ChatSpec, ModelSpec, Resolved
 from gateway.serving.generation.adapted import ChatBatcher
+from gateway.serving.generation.batcher import GenerationBatcher
 
 STATES = ["unloaded", "loading", "loaded", "failed"]
 
@@ -40,6 +41,9 @@ class Model(TypedDict):
     bytes: Annotated[int | None, Field(description="What it holds of the memory budget.")]
     last_used: Annotated[float | None, Field(description="Unix time.")]
     error: Annotated[str | None, Field(description="Why it failed.")]
+    max_context: Annotated[
+        int | None, Field(description="Tokens that a loaded chat model may be given and write.")
+    ]
     batching: Annotated[Batching | None, Field(description="Of a chat model that is loaded.")]
 
 
@@ -66,7 +70,7 @@ async def show(service: Service, request: Request) -> Response:
 def describe_model(service: Service, resolved: Resolved) -> Model:
     """Return a model under one of its names, with OpenAI's fields and our own.
 
-    `bytes`, `last_used`, `error` and `batching` are None if unknown.
+    `bytes`, `last_used`, `error`, `max_context` and `batching` are None if unknown.
     """
     spec = resolved.spec
     status = service.models.status(spec)
@@ -83,8 +87,16 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
         "bytes": status.nbytes,
         "last_used": status.last_used,
         "error": status.failure,
+        "max_context": _max_context(service, spec),
         "batching": _batching(service.models.model(spec)),
     }
+
+
+def _max_context(service: Service, spec: ModelSpec) -> int | None:
+    """Return the context of a chat model that is loaded; an adapter has its base's."""
+    whole = spec.base_spec or spec if isinstance(spec, ChatSpec) else spec
+    model = service.models.model(whole)
+    return model.engine.max_context if isinstance(model, GenerationBatcher) else None
 
 
 def _batching(batcher: object) -> Batching | None:

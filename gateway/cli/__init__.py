@@ -8,12 +8,16 @@ pull          downloads models
 schema        the JSON Schema of models.yaml
 doctor        checks the machine or, with --engine, the models
 bench         measures a server
+launch        runs a tool, Claude Code for instance, on a gateway
+connect       prints what makes a tool use a gateway
 _checks       doctor's checks, one function each
 _probe        a process for doctor's facts that need mlx
 _connections  fixes to hypercorn's connections
 _http2        fixes to its HTTP/2
 _bodies       its request bodies, which wait until the app reads them
 _greeting     what a terminal shows once the gateway is ready
+_tools        the tools of launch and connect, and what each needs
+_gateways     finds the gateway for them, or starts one
 _table        a table on a terminal, tab-separated lines elsewhere
 
 Commands import what they need when they run: only `serve` and `bench --engine` import mlx. Exit

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.settings import Settings
 
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 _EMBEDDING = {"input": "Hello"}
 
@@ -47,7 +47,7 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
         url, where = f"{scheme}://localhost", f"unix:{place.host}"
         options = ["--unix-socket", shlex.quote(place.host)]
     else:
-        host = _ANYWHERE.get(place.host, place.host)
+        host = ANYWHERE.get(place.host, place.host)
         url = where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{place.port}"
         options = _host_header(host, settings)
     ready = f"mlx-gateway is ready on {where}"

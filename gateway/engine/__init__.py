@@ -13,6 +13,7 @@ decoder_kernels    what replaces mlx-lm's SwiGLU and attention on a CPU
 gguf               a chat model in one file, as llama.cpp keeps them
 fused_projections  q, k and v as one product, and gate and up
 checkpoint, hub    a model's folder, read and sized; where it comes from
+context            the tokens that a chat model may be given, without mlx
 exponential        2 to the x in vectors, for CPUs
 device             which device, its dtype and memory limits; how fast it multiplies
 blas               which BLAS mlx multiplies with, loaded before mlx is imported

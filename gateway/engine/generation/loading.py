@@ -11,6 +11,7 @@ from typing import Any
 from mlx_lm.utils import load_config
 
 from gateway.engine.checkpoint import Checkpoint, Listing, measure_kv
+from gateway.engine.context import lower_context, text_config
 from gateway.engine.decoders import read_decoder
 from gateway.engine.device import Device
 from gateway.engine.generation.chat import (
@@ -87,7 +88,7 @@ def read_chat_setup(
             config = load_config(files)
         chat = load_chat_tokenizer(files, eos_ids=config.get("eos_token_id"), **formats)
         own = generation_config(files)
-    vocab_size = int(_text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
+    vocab_size = int(text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
     return ChatSetup(
         checkpoint,
         chat,
@@ -139,7 +140,7 @@ def read_draft_setup(
             f"its draft {name!r} has another vocabulary: {len(differing):,} tokens differ, as "
             f"{min(differing)!r}. A draft must have the same tokenizer: see `draft:` in models.yaml"
         )
-    vocab_size = int(_text_config(config).get("vocab_size") or backend.get_vocab_size())
+    vocab_size = int(text_config(config).get("vocab_size") or backend.get_vocab_size())
     max_context = _context(checkpoint, config, target.max_context)
     return DraftSetup(checkpoint, vocab_size, max_context, dtype, is_packed, is_fused)
 
@@ -335,17 +336,10 @@ def complete_shape(shape: Shape, own: Mapping[str, Any]) -> Shape:
     )
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's part of the config: multimodal models nest it."""
-    text: Mapping[str, Any] = config.get("text_config") or config
-    return text
-
-
 def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None) -> int:
-    own = _text_config(config).get("max_position_embeddings")
-    limits = [int(limit) for limit in (own, lowered) if limit]
-    if not limits:
+    limit = lower_context(config, lowered)
+    if limit is None:
         raise checkpoint.failed(
             "its config has no max_position_embeddings; set `max_context:` in models.yaml"
         )
-    return min(limits)
+    return limit

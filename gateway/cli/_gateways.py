@@ -1,0 +1,199 @@
+"""The gateway that a tool is to use: the one that answers where the settings say, or a new one."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from gateway.app.hub import hub_of
+from gateway.cli._greeting import ANYWHERE
+from gateway.cli._tools import Offer
+from gateway.errors import GatewayError
+from gateway.registry import Catalog, ChatSpec, ModelSpec
+from gateway.settings import Settings
+
+ASK_S = 5  # for an answer that needs no model
+POLL_S = 0.1
+STOP_S = 15  # beyond the drain, until a gateway that does not end is killed
+LAST_LINES = 5  # of a log, when its gateway has ended
+
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class NoGateway(Exception):
+    """No gateway can be used; the text says why and what to do."""
+
+
+def first_key(settings: Settings) -> str | None:
+    """Return the first of the keys that a gateway with these settings accepts, if it has any."""
+    return settings.api_keys[0].get_secret_value() if settings.api_keys else None
+
+
+def address(settings: Settings) -> str | None:
+    """Return the URL of a gateway with these settings; None if it has no port that is known."""
+    scheme = "https" if settings.tls_cert else "http"
+    for bind in settings.binds:
+        host, _, port = bind.rpartition(":")
+        host = host.strip("[]")
+        if "://" in bind or bind.startswith("unix:") or port == "0":
+            continue
+        host = ANYWHERE.get(host, host)
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return None
+
+
+def find(settings: Settings) -> str | None:
+    """Return the URL at which a gateway answers, ready or not; None if there is none."""
+    if (url := address(settings)) is None:
+        return None
+    _, answer = _ask(url, "/")
+    return url if isinstance(answer, dict) and answer.get("name") == "mlx-gateway" else None
+
+
+def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
+    """Return what a gateway that runs offers, as it says; raises NoGateway.
+
+    Of models that are not loaded it says no context: then it is that of the catalog's model of this
+    id.
+    """
+    status, answer = _ask(url, "/v1/models", first_key(settings))
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        raise NoGateway(f"{url} refuses us ({status}). Set GATEWAY_API_KEYS to one of its keys.")
+    if not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
+        raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
+    return [
+        Offer(
+            model["id"],
+            model["root"],
+            model["kind"],
+            model.get("max_context") or _context(catalog.by_id(model["root"]), settings),
+        )
+        for model in answer["data"]
+    ]
+
+
+def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
+    """Return what a gateway with this catalog offers."""
+    contexts = {spec.id: _context(spec, settings) for spec in catalog.specs}
+    return [
+        Offer(each.name, each.spec.id, each.spec.kind, contexts[each.spec.id]) for each in catalog
+    ]
+
+
+def _context(spec: ModelSpec | None, settings: Settings) -> int | None:
+    from gateway.engine.context import read_context
+    from gateway.engine.hub import on_disk
+
+    if not isinstance(spec, ChatSpec):
+        return None
+    try:
+        whole = spec.base_spec or spec  # an adapter has its base's context
+        files = on_disk(whole, hub_of(settings, may_download=False))
+    except GatewayError:
+        return None
+    return None if files is None else read_context(files, whole.max_context)
+
+
+def wait_ready(url: str) -> None:
+    """Wait until a gateway that was found is ready; raises NoGateway if it goes away."""
+    while (status := _ask(url, "/ready")[0]) != HTTPStatus.OK:
+        if status is None:
+            raise NoGateway(f"The gateway at {url} answers no more.")
+        time.sleep(POLL_S)
+
+
+class Started:
+    """A gateway in a process of its own, which logs into a file of a folder."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.url = ""
+        self._drain_s = settings.drain_s
+        self._log = folder / "gateway.log"
+        command = [sys.executable, "-m", "gateway", "serve", "--models", str(settings.models)]
+        with self._log.open("wb") as output:
+            # Ctrl-C in the terminal is for the tool, so the gateway is in a session of its own.
+            self._process = subprocess.Popen(
+                command,
+                env=os.environ | _ALONE,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Wait until its preloaded models are loaded; raises NoGateway if it ends before."""
+        while not self.url or _ask(self.url, "/ready")[0] != HTTPStatus.OK:
+            self.require_alive()
+            if found := re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace")):
+                self.url = found[1]
+            time.sleep(POLL_S)
+
+    def require_alive(self) -> None:
+        """Raise NoGateway, with the last lines of its log, if the gateway has ended."""
+        if (status := self._process.poll()) is not None:
+            lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            raise NoGateway("\n".join((f"The gateway ended with status {status}.", *lines)))
+
+    def stop(self) -> None:
+        """Drain and end it; kill it if that takes too long."""
+        self._process.terminate()
+        try:
+            self._process.wait(self._drain_s + STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+
+
+_ALONE: Mapping[str, str] = {
+    "GATEWAY_BIND": "127.0.0.1:0",
+    "GATEWAY_LOG_FORMAT": "json",  # in which its address is found
+    "GATEWAY_LOG_LEVEL": "info",
+}
+
+
+@contextlib.contextmanager
+def started(settings: Settings) -> Iterator[Started]:
+    """Start a gateway on a free port of this machine, for as long as the context lasts."""
+    if settings.tls_cert:
+        raise NoGateway(
+            f"No gateway answers at {address(settings)}, and clients would not trust a new one "
+            "with this certificate. Run `mlx-gateway serve` at the address that it is for."
+        )
+    with tempfile.TemporaryDirectory(prefix="mlx-gateway-") as folder:
+        gateway = Started(settings, Path(folder))
+        try:
+            gateway.wait_ready()
+            yield gateway
+        finally:
+            gateway.stop()
+
+
+def _ask(url: str, path: str, key: str | None = None) -> tuple[int | None, Any]:
+    """Return status and JSON of an answer; None for either that there is not."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url + path, headers=headers)
+    try:
+        with _DIRECTLY.open(request, timeout=ASK_S) as response:
+            status, body = response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, None
+    except (OSError, HTTPException, ValueError):
+        return None, None
+    try:
+        return status, json.loads(body)
+    except ValueError:
+        return status, None

@@ -1,0 +1,140 @@
+"""`mlx-gateway launch`: a tool, with all that makes it use this gateway."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from gateway.cli._gateways import NoGateway, find, first_key, started, wait_ready
+from gateway.cli._tools import TOOLS, NoModel, Service, Tool
+from gateway.cli.connect import choose_both, offered, read_tool
+from gateway.registry import load_catalog
+from gateway.settings import Settings, load_settings, variables
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)  # a terminal sends them to all that run in it
+
+
+def launch(
+    tool: Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The tool's own arguments, after `--`.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A chat model.", show_default="the first that suits")
+    ] = None,
+    small_model: Annotated[
+        str | None, typer.Option(help="Another for small jobs.", show_default="the same")
+    ] = None,
+    models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
+) -> None:
+    """Run a tool on the gateway that is there, or on one that lasts as long as the tool.
+
+    Ends with the tool's status.
+    """
+    chosen, settings = read_tool(tool), load_settings({"models": models})
+    if (program := shutil.which(chosen.command)) is None:
+        _quit(f"{chosen.command} is not installed. Install it: `{chosen.install}`.")
+    catalog = load_catalog(settings.models, variables())
+    signals = _Signals()
+    with signals.handled():
+        try:
+            url = find(settings)
+            large, small = choose_both(offered(url, settings, catalog), model, small_model, chosen)
+            with _gateway(url, settings) as ready:
+                service = Service(ready, large.name, small.name, large.context)
+                status = _run(chosen, (program, *(arguments or ())), service, settings, signals)
+        except (NoGateway, NoModel) as error:
+            _quit(str(error))
+    raise SystemExit(status)
+
+
+def _quit(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(1)
+
+
+class _Signals:
+    """What signals do: end this process in order or, once a tool runs, go to that."""
+
+    def __init__(self) -> None:
+        self.tool: subprocess.Popen[bytes] | None = None
+        self._has_ended = False
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle those that are not ignored."""
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+        for number in handled:
+            signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number in handled:
+                signal.signal(number, before[number])
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.tool is not None:
+            if not (number in FROM_KEYS and _is_in_foreground()):
+                self.tool.send_signal(number)  # nothing, if it has ended
+        elif not self._has_ended:
+            self._has_ended = True
+            raise SystemExit(128 + number)
+
+
+def _is_in_foreground() -> bool:
+    """Return True if this process has a terminal, whose keys send signals to it."""
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _gateway(found: str | None, settings: Settings) -> Iterator[str]:
+    """Yield the URL of a gateway that is ready: the one that was found, or else a new one.
+
+    If the new one ends before its time, say so at the end.
+    """
+    if found is not None:
+        wait_ready(found)
+        yield found
+        return
+    print("Starting a gateway…", file=sys.stderr)
+    with started(settings) as gateway:
+        yield gateway.url
+        try:
+            gateway.require_alive()
+        except NoGateway as error:
+            print(error, file=sys.stderr)
+
+
+def _run(
+    tool: Tool,
+    command: Sequence[str],
+    service: Service,
+    settings: Settings,
+    signals: _Signals,
+) -> int:
+    """Run a tool until it ends, and return its status as shells have it."""
+    setup = tool.setup(service)
+    with tempfile.TemporaryDirectory(prefix="mlx-gateway-") as folder:
+        for name, text in setup.files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        environment = tool.environment(setup, first_key(settings), os.environ, folder)
+        signals.tool = subprocess.Popen(
+            [command[0], *setup.arguments, *command[1:]], env=environment
+        )
+        status = signals.tool.wait()
+    return status if status >= 0 else 128 - status

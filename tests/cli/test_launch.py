@@ -1,0 +1,401 @@
+"""launch and connect: which gateway and model a tool gets, by what, and how it ends."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.cli._gateways import NoGateway, started
+from gateway.cli._tools import AGENT_CONTEXT, TOOLS, NoModel, Offer, Service, choose
+from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.processes import ROOT, command, environment
+from tests.serving_app import catalog, served, settings
+
+pytestmark = pytest.mark.anyio
+CLAUDE = TOOLS["claude"]
+NOBODY = "1"  # a port at which nothing answers
+LARGE: dict[str, Any] = {"kind": "chat", "source": "path:large"}
+SMALL = {"kind": "chat", "source": "path:small"}
+EMBEDDER = {"kind": "embedding", "source": "path:embedder"}
+MODELS: dict[str, dict[str, Any]] = {
+    "embedder": EMBEDDER,
+    "small": SMALL,
+    "large": {**LARGE, "aliases": ["big"]},
+}
+FAKE = f"""#!{sys.executable}
+import json, os, signal, sys, time, urllib.request
+if "--wait" in sys.argv:
+    def end(number, _):
+        print("got", number, flush=True)
+        sys.exit(number)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    print("waiting", flush=True)
+    time.sleep(600)
+if "--die" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+files, there = {{}}, None
+if folder := os.environ.get("LLM_USER_PATH"):
+    files = {{each: open(os.path.join(folder, each)).read() for each in os.listdir(folder)}}
+if "--ask" in sys.argv:
+    there = json.load(urllib.request.urlopen(os.environ["ANTHROPIC_BASE_URL"] + "/ready"))
+if "--kill" in sys.argv:
+    launch = os.getppid()
+    siblings = open(f"/proc/{{launch}}/task/{{launch}}/children").read().split()
+    (pid,) = {{int(each) for each in siblings}} - {{os.getpid()}}
+    os.kill(pid, signal.SIGKILL)
+    state = lambda: open(f"/proc/{{pid}}/stat").read().rpartition(")")[2].split()[0]
+    while state() != "Z" or len(os.listdir(f"/proc/{{pid}}/task")) > 1:
+        time.sleep(0.01)
+print(json.dumps({{"arguments": sys.argv[1:], "variables": dict(os.environ), "files": files,
+                  "there": there}}))
+sys.exit(int(sys.argv[-1]) if sys.argv[-1].isdigit() else 0)
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended, and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def seen(self) -> dict[str, Any]:
+        """What the tool was given."""
+        seen: dict[str, Any] = json.loads(self.out)
+        return seen
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder with models of two contexts, and fake tools in `bin`."""
+    for name, context in (("small", 8192), ("large", 40_960), ("embedder", 50_000)):
+        (tmp_path / name).mkdir()
+        config = {"max_position_embeddings": context, "model_type": "llama"}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    catalog(tmp_path, MODELS)
+    (tmp_path / "bin").mkdir()
+    for name in TOOLS:
+        (tmp_path / "bin" / name).write_text(FAKE)
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+def around(home: Path, port: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables of a user, with the fake tools first in PATH."""
+    path = f"{home / 'bin'}:{os.environ['PATH']}"
+    names = {"PATH": path, "TMPDIR": str(home), "GATEWAY_PORT": port, "ANTHROPIC_API_KEY": "theirs"}
+    return environment(**{**names, **given})
+
+
+async def ran(home: Path, *arguments: str, port: str = NOBODY, **given: str) -> Outcome:
+    """Run a command of mlx-gateway until it ends."""
+    process = await asyncio.create_subprocess_exec(
+        *command(*arguments),
+        cwd=home,
+        env=around(home, port, given),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    return Outcome(process.returncode, out.decode(), err.decode())
+
+
+@asynccontextmanager
+async def found(home: Path, **given: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    """Serve the models in this process, where launch finds them."""
+    engines = ScriptedEngines(chat=ScriptedChat(max_context=50_000))
+    async with served(catalog(home, MODELS), engines, **given) as client:
+        yield client
+
+
+def port_of(client: httpx2.AsyncClient) -> str:
+    return str(client.base_url.port)
+
+
+def left(home: Path) -> list[Path]:
+    """List the private folders that are still there."""
+    return list(home.glob("mlx-gateway-*"))
+
+
+async def test_a_gateway_that_answers_is_used(home: Path) -> None:
+    """The tool has its address, the first model that suits, and no key of ours or theirs."""
+    async with found(home) as client:
+        outcome = await ran(home, "launch", "claude", "--", "-p", "Hi", port=port_of(client))
+        url = str(client.base_url).rstrip("/")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.seen["arguments"] == ["-p", "Hi"]
+    variables = outcome.seen["variables"]
+    assert variables["ANTHROPIC_BASE_URL"] == url
+    assert variables["ANTHROPIC_MODEL"] == variables["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "large"
+    assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "40960"
+    assert variables["ANTHROPIC_AUTH_TOKEN"] == "unused"
+    assert "ANTHROPIC_API_KEY" not in variables
+
+
+async def test_the_first_key_is_the_tools(home: Path) -> None:
+    """The gateway's own variables, the admin key among them, are not."""
+    keys = {"GATEWAY_API_KEYS": "first,second", "GATEWAY_ADMIN_KEY": "admin"}
+    async with found(home, api_keys="first,second") as client:
+        outcome = await ran(home, "launch", "claude", port=port_of(client), **keys)
+        refused = await ran(
+            home, "launch", "claude", port=port_of(client), GATEWAY_API_KEYS="wrong"
+        )
+    variables = outcome.seen["variables"]
+    assert variables["ANTHROPIC_AUTH_TOKEN"] == "first"
+    assert not {"GATEWAY_API_KEYS", "GATEWAY_ADMIN_KEY"} & variables.keys()
+    assert (refused.status, refused.out) == (1, "")
+    assert "refuses us (401). Set GATEWAY_API_KEYS" in refused.err
+
+
+async def test_a_gateway_that_was_found_says_what_it_serves(home: Path) -> None:
+    """Its loaded models' contexts are its own; what it does not have is refused."""
+    async with found(home) as client:
+        port = port_of(client)
+        question = {"model": "small", "messages": [{"role": "user", "content": "Hi"}]}
+        await client.post("/v1/chat/completions", json=question)
+        loaded = await ran(home, "launch", "claude", "--model", "small", port=port)
+        catalog(home, {**MODELS, "unheard": LARGE})
+        unheard = await ran(home, "launch", "claude", "--model", "unheard", port=port)
+    assert loaded.seen["variables"]["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "50000"
+    assert unheard.status == 1
+    assert unheard.err == (
+        "unheard: there is no such model. The chat models are: large, big, small.\n"
+    )
+
+
+async def test_without_one_a_gateway_lasts_as_long_as_the_tool(home: Path) -> None:
+    """It is ready when the tool starts, and its port is closed when that has ended."""
+    outcome = await ran(home, "launch", "claude", "--model", "big", "--", "--ask", "7")
+    assert outcome.status == 7
+    assert outcome.err == "Starting a gateway…\n"
+    assert outcome.seen["there"]["status"] == "ready"
+    assert outcome.seen["variables"]["ANTHROPIC_MODEL"] == "big"
+    url = outcome.seen["variables"]["ANTHROPIC_BASE_URL"]
+    async with httpx2.AsyncClient() as client:
+        with pytest.raises(httpx2.ConnectError):
+            await client.get(f"{url}/ready")
+    assert not left(home)
+
+
+async def test_a_stranger_on_the_port_is_no_gateway(home: Path) -> None:
+    """It gets neither a key nor the tool: a gateway is started."""
+    asked = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"name": "else"')
+        writer.close()
+
+    stranger = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with stranger:
+        port = str(stranger.sockets[0].getsockname()[1])
+        outcome = await ran(home, "launch", "claude", port=port, GATEWAY_API_KEYS="secret")
+    assert outcome.status == 0
+    assert f":{port}" not in outcome.seen["variables"]["ANTHROPIC_BASE_URL"]
+    assert asked
+    assert b"secret" not in b"".join(asked)
+
+
+def test_a_gateway_that_cannot_start_says_why(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the last lines of its log."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(NoGateway) as refused, started(settings(models=home / "none.yaml")):
+        raise AssertionError("it is ready")
+    first, *log = str(refused.value).splitlines()
+    assert first == "The gateway ended with status 1."
+    assert log[-1] == f"{home / 'none.yaml'}: No such file or directory"
+
+
+def test_a_gateway_with_a_certificate_is_not_started(home: Path) -> None:
+    """Nobody would trust it at another address."""
+    (home / "file.pem").touch()
+    given = settings(tls_cert=home / "file.pem", tls_key=home / "file.pem")
+    with pytest.raises(NoGateway, match=r"https://127\.0\.0\.1:8000"), started(given):
+        raise AssertionError("it is ready")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the process in /proc")
+async def test_a_gateway_that_dies_is_reported_when_the_tool_ends(home: Path) -> None:
+    """The status is the tool's all the same."""
+    outcome = await ran(home, "launch", "claude", "--", "--kill", "3")
+    assert outcome.status == 3
+    assert "The gateway ended with status -9." in outcome.err
+    assert not left(home)
+
+
+async def test_a_tool_that_is_not_installed_is_named(home: Path) -> None:
+    """With how to install it, before a gateway is looked for."""
+    (home / "bin" / "codex").unlink()
+    outcome = await ran(home, "launch", "codex", PATH=str(home / "bin"))
+    assert (outcome.status, outcome.out) == (1, "")
+    assert outcome.err == ("codex is not installed. Install it: `npm install -g @openai/codex`.\n")
+
+
+async def test_a_tool_that_nobody_knows_is_wrong_usage(home: Path) -> None:
+    outcome = await ran(home, "launch", "cluade")
+    assert outcome.status == 2
+    assert "claude, codex, opencode, llm" in re.sub(r"[│\s]+", " ", outcome.err)
+
+
+async def test_a_context_that_is_too_small_is_refused_by_name(home: Path) -> None:
+    """With what to do, before a gateway is started; llm takes any."""
+    outcome = await ran(home, "launch", "claude", "--model", "small")
+    assert (outcome.status, outcome.out) == (1, "")
+    assert outcome.err == (
+        "small: its context is 8,192 tokens, and claude needs 32,000 (its `max_context` in "
+        "models.yaml may be what lowers it). Or choose another by --model: large, big.\n"
+    )
+    catalog(home, {"large": {**LARGE, "max_context": 31_999}})
+    outcome = await ran(home, "launch", "claude")
+    assert outcome.status == 1
+    assert "large: its context is 31,999 tokens" in outcome.err
+    outcome = await ran(home, "connect", "llm")
+    assert (outcome.status, outcome.err) == (0, "")
+
+
+async def test_files_of_a_tool_are_private_and_removed(home: Path) -> None:
+    """llm's models, in a folder that nobody else may read."""
+    async with found(home) as client:
+        outcome = await ran(
+            home, "launch", "llm", "--model", "small", "--small-model", "big", port=port_of(client)
+        )
+        url = str(client.base_url).rstrip("/")
+    models = json.loads(outcome.seen["files"]["extra-openai-models.yaml"])
+    assert [model["model_id"] for model in models] == ["small", "big"]
+    assert {model["api_base"] for model in models} == {f"{url}/v1"}
+    assert outcome.seen["variables"]["LLM_MODEL"] == "small"
+    assert not left(home)
+
+
+async def test_a_tool_that_a_signal_ended_has_the_status_of_shells(home: Path) -> None:
+    async with found(home) as client:
+        outcome = await ran(home, "launch", "claude", "--", "--die", port=port_of(client))
+    assert outcome.status == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_signals_are_the_tools(home: Path, number: signal.Signals) -> None:
+    """launch waits for what it does, and then stops its gateway."""
+    process = await asyncio.create_subprocess_exec(
+        *command("launch", "claude", "--", "--wait"),
+        cwd=home,
+        env=around(home, NOBODY, {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"waiting\n"
+    process.send_signal(number)
+    assert await process.stdout.read() == f"got {number.value}\n".encode()
+    assert await process.wait() == number
+    assert not left(home)
+
+
+async def test_a_signal_while_the_gateway_starts_stops_it(home: Path) -> None:
+    """Nothing of it stays."""
+    process = await asyncio.create_subprocess_exec(
+        *command("launch", "claude"),
+        cwd=home,
+        env=around(home, NOBODY, {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    assert await process.stderr.readline() == "Starting a gateway…\n".encode()
+    process.terminate()
+    out, _ = await process.communicate()
+    assert (process.returncode, out) == (128 + signal.SIGTERM, b"")
+    assert not left(home)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+async def test_what_connect_prints_does_in_a_shell_what_launch_does(home: Path, name: str) -> None:
+    """The tool gets the same arguments, variables and files."""
+    async with found(home, api_keys="a'key") as client:
+        port, keys = port_of(client), {"GATEWAY_API_KEYS": "a'key"}
+        launched = await ran(home, "launch", name, "--model", "large", port=port, **keys)
+        printed = await ran(home, "connect", name, "--model", "large", port=port, **keys)
+    assert "a'key" not in printed.out
+    shell = await asyncio.create_subprocess_exec(
+        *("sh", "-c", f'eval "$PRINTED"\n{name}'),
+        env=around(home, port, {**keys, "PRINTED": printed.out}),
+        cwd=home,
+        stdout=subprocess.PIPE,
+    )
+    one, other = launched.seen, json.loads((await shell.communicate())[0])
+    assert one["arguments"] == other["arguments"]
+    assert {key: text.strip() for key, text in other["files"].items()} == one["files"]
+    ours = [each for each in one["variables"] if each.startswith(("ANTHROPIC", "OPENCODE", "MLX"))]
+    assert ours or name == "llm"
+    assert [one["variables"][each] for each in ours] == [other["variables"][each] for each in ours]
+
+
+async def test_connect_shows_a_key_only_when_asked(home: Path) -> None:
+    """Else the variable that has it; one in .env has to be exported."""
+    (home / ".env").write_text("GATEWAY_API_KEYS=hidden,other\n")
+    outcome = await ran(home, "connect", "claude")
+    assert 'ANTHROPIC_AUTH_TOKEN="${GATEWAY_API_KEYS%%,*}"' in outcome.out
+    assert "hidden" not in outcome.out + outcome.err
+    assert "GATEWAY_API_KEYS is in .env" in outcome.err
+    outcome = await ran(home, "connect", "claude", "--show-key")
+    assert "export ANTHROPIC_AUTH_TOKEN=hidden\n" in outcome.out
+
+
+async def test_connect_needs_a_port(home: Path) -> None:
+    """Where none is known, it says so instead of printing half an address."""
+    outcome = await ran(home, "connect", "claude", GATEWAY_BIND="unix:/tmp/never.sock")
+    assert (outcome.status, outcome.out) == (1, "")
+    assert "GATEWAY_PORT" in outcome.err
+
+
+def test_a_model_is_chosen_by_its_context() -> None:
+    """The first that is known to suit; of those that do not, each is named once."""
+    offers = [
+        Offer("vectors", "vectors", "embedding"),
+        Offer("unknown", "unknown", "chat"),
+        Offer("short", "short", "chat", AGENT_CONTEXT - 1),
+        Offer("short-alias", "short", "chat", AGENT_CONTEXT - 1),
+        Offer("right", "right", "chat", AGENT_CONTEXT),
+    ]
+    assert choose(offers, None, CLAUDE).name == "right"
+    assert choose(offers, None, TOOLS["llm"]).name == "unknown"
+    with pytest.raises(NoModel) as refused:
+        choose(offers[:-1], None, CLAUDE)
+    assert str(refused.value).splitlines()[1:] == [
+        "  unknown: its context is not known before it is on disk (`mlx-gateway pull unknown`)",
+        "  short: its context is 31,999 tokens, and claude needs 32,000 (its `max_context` in "
+        "models.yaml may be what lowers it)",
+    ]
+    with pytest.raises(NoModel, match="vectors: it is a model for embedding"):
+        choose(offers, "vectors", CLAUDE)
+    with pytest.raises(NoModel, match="there are none"):
+        choose([], None, CLAUDE)
+
+
+def test_setups_quote_what_would_be_code() -> None:
+    """A name with quotes and signs of a shell stays a name."""
+    service = Service("http://x", "a'b\"$(c)`d`", "e", 40_000)
+    for tool in TOOLS.values():
+        lines = "\n".join(tool.shell_lines(tool.setup(service), "k"))
+        subprocess.run(["sh", "-n", "-c", lines], check=True)
+    (model,) = (
+        each for each in TOOLS["codex"].setup(service).arguments if each.startswith("model=")
+    )
+    assert json.loads(model.removeprefix("model=")) == service.model
