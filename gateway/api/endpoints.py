@@ -236,8 +236,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="List the models",
         details="Every id and alias; `root` is the id, `parent` the base of an adapter; `state`, "
         "`bytes`, `last_used` and `error` "
-        "describe the model's condition, and `batching` says whether its answers are "
-        "decoded together.",
+        "describe the model's condition; of a chat model that is loaded, `max_context` is its "
+        "context, and `batching` says whether its answers are decoded together.",
         answer=models.Models,
     ),
     Endpoint(
