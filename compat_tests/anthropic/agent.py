@@ -20,12 +20,14 @@ from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
 MODEL = "scripted"
+SHELLS = {"Bash": "command", "exec_command": "cmd"}
+"""The tools that run a command, of Claude Code and of Codex, and what each calls it."""
 COMMAND = re.compile(r"`(echo [^`]+)`")
 
 
 @dataclass
 class ScriptedAgent(ScriptedChat):
-    """Has the tool Bash run an `echo` in backquotes, and says what that printed.
+    """Has the agent's tool for commands run an `echo` in backquotes, and says what that printed.
 
     It thinks first, says it will, and titles a conversation if it is asked for JSON.
     """
@@ -42,11 +44,10 @@ class ScriptedAgent(ScriptedChat):
             "is_json": job.grammar is not None,
         }
         text = orjson.dumps(conversation).decode()
-        assert job.max_tokens is not None
         room = self.max_context - len(text)
         row = SequenceParams(
             prompt=[ord(character) for character in text],
-            max_tokens=min(job.max_tokens, room),
+            max_tokens=min(job.max_tokens or room, room),
             sampling=job.sampling,
         )
         return [row]
@@ -70,19 +71,21 @@ def _plan(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"text": '{"title": "A greeting"}', "finish_reason": "stop"}]
     # What the agent adds of its own accord may stand after either.
     last = next((turn for turn in reversed(turns) if _is_answerable(turn)), None)
-    if last is None or "Bash" not in conversation["tools"]:
+    shell = next((name for name in SHELLS if name in conversation["tools"]), None)
+    if last is None or shell is None:
         return [{"text": "There is nothing "}, {"text": "to run."}, {"finish_reason": "stop"}]
     if last["role"] == "tool":
         words = re.split(r"(?<= )", f"It printed: {last['content'].strip()}")
         return [*({"text": word} for word in words), {"finish_reason": "stop"}]
     command = COMMAND.findall(last["content"])[-1]
-    arguments = orjson.dumps({"command": command, "description": "Run it"}).decode()
+    given = {SHELLS[shell]: command, **({"description": "Run it"} if shell == "Bash" else {})}
+    arguments = orjson.dumps(given).decode()
     middle = len(arguments) // 2
     return [
         {"reasoning": "A command, ", "reasoning_tokens": 1},
         {"reasoning": "so run it.", "reasoning_tokens": 1},
         {"text": "I will run that."},
-        {"call": CallDelta(0, f"call_{len(turns)}", "Bash", arguments[:middle])},
+        {"call": CallDelta(0, f"call_{len(turns)}", shell, arguments[:middle])},
         {"call": CallDelta(0, arguments=arguments[middle:])},
         {"finish_reason": "tool_calls"},
     ]

@@ -1,7 +1,7 @@
 """The tools that `launch` runs and `connect` prints for: what each needs to ask this gateway.
 
 Setups hold no key: a tool reads it from the variable that its entry here names. To add a tool, add
-an entry to TOOLS, and a test that runs it (compat_tests/agents).
+an entry to TOOLS, and a test that runs it (compat_tests/anthropic/test_launch.py).
 """
 
 import json
