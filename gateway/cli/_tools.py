@@ -89,7 +89,7 @@ def _claude(service: Service) -> Setup:
     """Every name by which Claude Code asks for a model is one of ours.
 
     A token needs no approval, as a key does that it finds in the environment. It compacts a
-    conversation in time if it knows the context; it takes none below 100,000 tokens for true.
+    conversation in time if it knows the context, which it reads as 100,000 tokens at the least.
     """
     large = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL")
     small = ("ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
