@@ -45,6 +45,25 @@ STATEFUL: dict[str, Any] = {
     "block_auto_adjust_ff_dim": False,
     "full_attn_idxs": [0, 2],
 }
+# Three layers of four are linear attention.
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 32,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 32,
+}
 # No rotary positions: no logits depend on how much each row has read.
 ABSOLUTE: dict[str, Any] = {
     "model_type": "gpt2",

@@ -5,18 +5,23 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from gateway.engine.generation.kv_cache import RaggedKVCache, compact, filter_layers, rewind_layers
+from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache
 from gateway.engine.generation.sampling import Scores
 from gateway.engine.generation.sequence import Sequence, TokenScores
 from gateway.engine.generation.speculation import count_accepted
 from gateway.jobs import FinishReason, Pass, SequenceDelta
 
 _launch: Any = mx.async_eval  # untyped in mlx's stubs
+
+# How many of the blocks of an answer a next prompt can continue after, if states are to be kept
+# with each. The last tokens may be others there: a template may strip an answer, or end it anew.
+KEPT_ENDS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,32 @@ class DecodeBatch:
         if self.doubts and any(type(layer) is not RaggedKVCache for layer in self.cache):
             return False
         return not any(row.is_at_last or row.was_suspect for row in self.rows)
+
+    def keep_block_ends(self, prefixes: PrefixCache) -> None:
+        """Store each sequence that has come to the end of a block, if it can be kept only there.
+
+        To be called before the next pass is launched, while the KV has just what the contexts have.
+        The step under way is waited for.
+        """
+        if not prefixes.needs_block_ends:
+            return
+        for i, row in enumerate(self.rows):
+            end, ends = len(row.context), row.kept_ends
+            if end % BLOCK:
+                continue
+            oldest = ends[0] if len(ends) == KEPT_ENDS else 0
+            is_new = prefixes.store_next(row.context, self.cache, i, oldest, row.root)
+            if is_new and row.tokens:  # what ends the prompt stays
+                row.kept_ends = [*ends, end][-KEPT_ENDS:]
+
+    def keep_answers(self, prefixes: PrefixCache, ended: abc.Sequence[int]) -> None:
+        """Store the KV of ended answers: a conversation's next prompt begins with it."""
+        if not prefixes.is_on or prefixes.needs_block_ends:  # few answers end with a block
+            return
+        lengths = self.cache[0].lengths.counts  # forced tokens at the end were not read
+        for i in ended:
+            row = self.rows[i]
+            prefixes.store(row.context[: lengths[i]], self.cache, i, root=row.root)
 
     def take_back(self) -> None:
         """Undo the pass that has read these tokens."""

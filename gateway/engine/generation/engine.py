@@ -283,6 +283,7 @@ class GenerationEngine:
         if (most := self._drafting.most(running)) or any(running.drafts):
             return self._decode_ahead(running, most)
         try:
+            running.keep_block_ends(self._prefixes)
             logits = None
             if running.may_go_on:
                 logits = self._launch_pass(running.rows, running.tokens[:, None], running.cache)[
@@ -300,7 +301,9 @@ class GenerationEngine:
         self.last_pass = Pass(len(outputs), len(outputs), len(outputs))
         fault = None
         try:
-            self._remember(running, [i for i, end in enumerate(ends) if end is not None])
+            running.keep_answers(
+                self._prefixes, [i for i, end in enumerate(ends) if end is not None]
+            )
             self._keep(on)
             if logits is not None and 0 < len(on) < len(outputs):
                 logits = logits[mx.array(compact(on))]
@@ -338,7 +341,7 @@ class GenerationEngine:
             if drafts[i]:
                 self._drafting.note(outputs[i].row, len(outputs[i].tokens) - 1)
         try:
-            self._remember(running, [i for i in range(len(outputs)) if i not in on])
+            running.keep_answers(self._prefixes, [i for i in range(len(outputs)) if i not in on])
             self._keep(on)
             if self._running is not None:
                 self._running = self._read_ahead(self._running, most)
@@ -466,15 +469,6 @@ class GenerationEngine:
             logits: mx.array = self._model(tokens, cache=cache)
         _launch(logits, [layer.state for layer in cache])
         return logits
-
-    def _remember(self, running: DecodeBatch, ended: list[int]) -> None:
-        """Store the KV of ended answers: a conversation's next prompt begins with it."""
-        if self._prefixes.is_on and not self._prefixes.needs_block_ends:  # few answers end with one
-            lengths = running.cache[0].lengths.counts  # forced tokens at the end were not read
-            for i in ended:
-                row = running.rows[i]
-                context = row.context[: lengths[i]]
-                self._prefixes.store(context, running.cache, i, root=row.root)
 
     def _keep(self, indices: list[int]) -> None:
         if self._running is not None and indices:

@@ -17,6 +17,9 @@ from gateway.engine.generation.sequence import Sequence
 # The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass
 # of a few tokens costs nearly as much as a whole one.
 REST_SHARE: Final = 4
+# More tokens than a template puts after the last message, to open the answer. They may be others
+# in the conversation's next prompt: Qwen3's template drops what it thought before.
+OPENING: Final = 16
 
 
 def take_prompts(lengths: abc.Sequence[int], budget: int) -> int:
@@ -264,7 +267,9 @@ class Prefill:
         return PrefillBatch(rows, lm_batch, prompts, [row.cached_tokens for row in rows])
 
     def _chunk_end(self, batch: PrefillBatch, budget: int) -> int:
-        """Return how far to read now: to the end of a block where prefixes are kept only there."""
+        """Return how far to read now. Where prefixes are kept only at the end of a block, that is
+        one: of the last that is sure to end before the answer's opening, too.
+        """
         chunk = max(1, budget // len(batch.rows))
         end = min(batch.read + chunk, batch.length)
         is_scored = batch.rows[0].scores_prompt  # its logits have a bound that holds
@@ -274,6 +279,9 @@ class Prefill:
             return end
         start = batch.starts[0]
         aligned = (start + end) // BLOCK * BLOCK - start
+        before_opening = (start + batch.length - OPENING) // BLOCK * BLOCK - start
+        if batch.read < before_opening < aligned:
+            return before_opening
         return aligned if aligned > batch.read else end
 
 

@@ -132,6 +132,28 @@ class PrefixCache:
         self._name(path, named, root)
         return new
 
+    def store_next(
+        self, tokens: Sequence[int], layers: Sequence[Any], row: int, former: int, root: int = ROOT
+    ) -> bool:
+        """Keep the last block of tokens that row `row` of a batch has just read, all of them, and
+        the states after it, if the blocks before it are kept. Return True if these states are new.
+
+        They take the place of those after the first `former` tokens, if that is not 0: an answer
+        keeps a few sets of them, however long it becomes.
+        """
+        path = self._path(tokens, root)
+        if len(path) < len(tokens) // BLOCK - 1:
+            return False  # all was dropped to free memory: it is not filled again from here
+        was_there = self._has_states(path, tokens)
+        self.store(tokens, layers, row, root=root)
+        path = self._path(tokens, root)
+        if was_there or not self._has_states(path, tokens):
+            return False
+        replaced = self._state_key(path[: former // BLOCK])
+        if former and replaced in self._kept:
+            self._nbytes -= self._kept.pop(replaced).nbytes
+        return True
+
     def forget(self, root: int) -> None:
         """Drop all that is kept of an adapter."""
         gone = {root}
@@ -166,6 +188,10 @@ class PrefixCache:
                 break
             path.append(key)
         return path
+
+    def _has_states(self, path: Sequence[Key], tokens: Sequence[int]) -> bool:
+        """Return True if a path ends where the tokens do, and a prompt can continue from there."""
+        return BLOCK * len(path) == len(tokens) and self._state_key(path) in self._kept
 
     def _usable(self, tokens: Sequence[int], root: int) -> list[Key]:
         """List those blocks up to the last one after which a prompt can continue."""

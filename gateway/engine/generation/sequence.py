@@ -130,6 +130,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] = []  # of all the prompt's tokens but the first
         self.cached_tokens = 0  # of the prompt, from the prefix cache
         self.kept_tokens = 0  # of the prompt, new in it
+        self.kept_ends: list[int] = []  # so many first tokens have states kept while decoding
         self.is_suspect = False
         self.was_suspect = False
         self.is_broken = False

@@ -16,7 +16,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
 from gateway.jobs import GenerateJob, Sampling, SequenceParams
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts
-from tests.checkpoints import SLIDING, STATEFUL, write_chat
+from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.fakes import caller
 
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
@@ -41,24 +41,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "routed_scaling_factor": 1.0,
     },
-    "qwen3_next": {
-        "model_type": "qwen3_next",
-        "num_hidden_layers": 4,
-        "full_attention_interval": 4,
-        "head_dim": 16,
-        "partial_rotary_factor": 0.5,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "shared_expert_intermediate_size": 32,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 32,
-    },
+    "qwen3_next": HYBRID,
     "gpt_oss": {
         "model_type": "gpt_oss",
         "num_hidden_layers": 4,

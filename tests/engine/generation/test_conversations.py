@@ -1,0 +1,241 @@
+"""A conversation's next prompt reads only what is new in it, whatever the model keeps."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.engine.generation.decode_batch import KEPT_ENDS
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.prefix_cache import BLOCK
+from gateway.jobs import GenerateJob, Sampling
+from tests.checkpoints import HYBRID, SLIDING, STATEFUL, teach_thinking, write_chat
+from tests.engine.generation.test_engine import Passing, Run, answers, exchange, open_engine
+from tests.engine.generation.test_prefix_cache import (
+    KINDS,
+    PLENTY,
+    active_memory,
+    bare,
+    cached,
+    ids,
+    tokens,
+)
+from tests.fakes import caller
+
+FAMILIES: dict[str, dict[str, Any]] = {**KINDS, "hybrid": HYBRID}
+STATES: dict[str, dict[str, Any]] = {"sliding": SLIDING, "stateful": STATEFUL, "hybrid": HYBRID}
+WORDS = ["the", "of", "and", "to", "you", "is"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a checkpoint of each family."""
+    return write_chat(tmp_path_factory.mktemp(request.param), **FAMILIES[request.param])
+
+
+@pytest.fixture(scope="module")
+def cold(folder: Path) -> Iterator[GenerationEngine]:
+    """Load it without a prefix cache."""
+    engine = open_engine(folder)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def warm(folder: Path) -> Iterator[GenerationEngine]:
+    """Load it with room for every prompt."""
+    engine = open_engine(folder, prefix_cache_bytes=PLENTY)
+    yield engine
+    engine.close()
+
+
+def whole(length: int) -> int:
+    return length // BLOCK * BLOCK
+
+
+def count_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+@pytest.mark.parametrize("length", [20, 64, 129])
+def test_a_next_turn_reads_again_at_most_the_last_block_of_the_last(
+    cold: GenerationEngine, warm: GenerationEngine, length: int
+) -> None:
+    """Of its prompt and its answer. The greedy answers are those without a cache."""
+    prompt, before = tokens(length, length), 1
+    for turn, most in enumerate((150, 30, 70)):
+        (told,) = answers(warm, [bare(prompt, max_tokens=most)])
+        assert told.ids == answers(cold, [bare(prompt, max_tokens=most)])[0].ids
+        assert told.cached_tokens >= whole(before - 1)
+        before = len(prompt) + len(told.ids)
+        prompt = prompt + told.ids + tokens(50, turn)
+
+
+def test_conversations_that_decode_together_are_kept_each(
+    cold: GenerationEngine, warm: GenerationEngine
+) -> None:
+    """Their blocks end at different steps, and rows join and leave between these."""
+    prompts = [tokens(each, each) for each in (40, 61, 130, 200, 333)]
+    kept = [0] * len(prompts)
+    for turn in range(3):
+        jobs = [bare(each, max_tokens=70 + 25 * i) for i, each in enumerate(prompts)]
+        told = answers(warm, jobs, 100)
+        assert ids(told) == ids(answers(cold, jobs, 100))
+        assert all(one >= each for one, each in zip(cached(told), kept, strict=True))
+        both = [[*prompt, *each.ids] for prompt, each in zip(prompts, told, strict=True)]
+        kept = [whole(len(each) - 1) for each in both]
+        prompts = [each + tokens(30 + 11 * turn, i) for i, each in enumerate(both)]
+
+
+def spoken(engine: GenerationEngine) -> Sampling:
+    """Return what makes an answer of plain words, which are the same tokens in the next prompt."""
+    bias = {}
+    for word in WORDS:
+        (row,) = engine.prepare(replace(bare([1]), prompt=f" {word}"))
+        bias[row.prompt[-1]] = 100.0
+    return Sampling(temperature=0, logit_bias=bias)
+
+
+def chat(messages: list[dict[str, Any]], sampling: Sampling) -> GenerateJob:
+    return GenerateJob(caller=caller(), messages=messages, sampling=sampling, max_tokens=150)
+
+
+@pytest.mark.parametrize("filler", [0, 9, 18])
+def test_a_chats_next_turn_goes_on_from_its_last_through_the_template(
+    warm: GenerationEngine, filler: int
+) -> None:
+    """Wherever in a block the messages end."""
+    sampling = spoken(warm)
+    messages = [{"role": "user", "content": "tell me more " * 30 + "x " * filler}]
+    (first,) = answers(warm, [chat(messages, sampling)])
+    (asked,) = warm.prepare(chat(messages, sampling))
+    messages += [
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "and then?"},
+    ]
+    (again,) = warm.prepare(chat(messages, sampling))
+    alike = count_alike([*asked.prompt, *first.ids], again.prompt)
+    assert alike > len(asked.prompt) + 100
+    (second,) = answers(warm, [chat(messages, sampling)])
+    assert second.cached_tokens >= whole(alike - 1)
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_template_that_drops_earlier_thinking_costs_no_more_than_the_answer(
+    tmp_path: Path, kind: str, is_cut: bool
+) -> None:
+    """The next prompt differs from the last from where the thinking began: also where that `is_cut`
+    by the end of the prompt's last block.
+    """
+    folder = write_chat(tmp_path, **FAMILIES[kind], vocab_size=1028)
+    engine = open_engine(teach_thinking(folder, opens=True), prefix_cache_bytes=PLENTY)
+    for filler in range(BLOCK):
+        question = {"role": "user", "content": "tell me more " * 30 + "x " * filler}
+        answer = {"role": "assistant", "content": "Yes."}
+        first = bare([1], messages=[question], max_tokens=90)
+        first = replace(first, prompt=None)
+        second = replace(first, messages=[question, answer, {"role": "user", "content": "why?"}])
+        before, after = ([*engine.prepare(each)[0].prompt] for each in (first, second))
+        alike = count_alike(before, after)
+        assert alike < len(before)
+        if (alike < whole(len(before) - 1)) is is_cut:
+            break
+    answers(engine, [first])
+    (told,) = answers(engine, [second])
+    assert told.cached_tokens == whole(alike)
+    engine.close()
+    cold = open_engine(folder)
+    assert told.ids == answers(cold, [second])[0].ids
+    cold.close()
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
+    """However many blocks it has; they are counted, and nothing else is held."""
+    engine = open_engine(write_chat(tmp_path, **STATES[kind]), prefix_cache_bytes=PLENTY)
+    asked = bare(tokens(100, 1), Sampling(temperature=0, ignore_eos=True), max_tokens=300)
+    answers(engine, [asked])  # makes what passes leave behind: constants, masks
+    engine.clear_prefixes()
+    weights, before = engine.nbytes(), active_memory()
+    answers(engine, [asked])
+    kept = engine._prefixes._kept
+    assert sum(1 for key in kept if len(key) == 1) == KEPT_ENDS + 1  # and the prompt's
+    assert sum(1 for key in kept if len(key) > 1) == 399 // BLOCK
+    assert engine._prefixes.nbytes == engine.nbytes() - weights
+    assert engine._prefixes.nbytes == sum(each.nbytes for each in kept.values())
+    engine.clear_prefixes()
+    assert active_memory() == before
+    engine.close()
+
+
+def test_a_cancelled_answer_leaves_what_is_right(
+    cold: GenerationEngine, warm: GenerationEngine
+) -> None:
+    """Its conversation may be taken up again from there; its neighbour does not notice."""
+    prompt, other = tokens(100, 1), tokens(90, 2)
+    run = Run(warm)
+    (leaving,) = run.join(bare(prompt, max_tokens=400))
+    (staying,) = run.join(bare(other, max_tokens=300))
+    for _ in range(140):
+        run.step()
+    said = list(run.answers[leaving].ids)
+    warm.leave(leaving)
+    run.finish()
+    assert run.answers[staying].ids == answers(cold, [bare(other, max_tokens=300)])[0].ids
+    following = [*prompt, *said, *tokens(20, 3)]
+    (told,) = answers(warm, [bare(following)])
+    assert told.ids == answers(cold, [bare(following)])[0].ids
+    if warm._prefixes.needs_block_ends:  # of the others only whole answers are kept
+        assert told.cached_tokens >= whole(len(prompt) + len(said) - 1)
+
+
+def test_a_cache_dropped_under_an_answer_is_not_filled_again_by_it(warm: GenerationEngine) -> None:
+    """Memory that others need was freed: it stays so until another prompt is read."""
+    if not warm._prefixes.needs_block_ends:
+        return
+    run = Run(warm)
+    run.join(bare(tokens(200, 1), max_tokens=300))
+    for _ in range(20):
+        run.step()
+    assert warm._prefixes.nbytes > 0
+    warm.clear_prefixes()
+    run.finish()
+    assert warm._prefixes.nbytes == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 9])
+def test_a_small_cache_stays_within_its_bound_and_breaks_no_answer(
+    folder: Path, cold: GenerationEngine, blocks: int
+) -> None:
+    """Answers that end blocks together evict what others keep."""
+    limit = blocks * 20_000
+    engine = open_engine(folder, prefix_cache_bytes=limit)
+    run = Run(engine)
+    jobs = [bare(tokens(each, each), max_tokens=200) for each in (50, 64, 128, 200)]
+    for each in jobs:
+        run.join(each)
+    while engine.is_prefilling or engine.is_decoding:
+        run.step()
+        assert engine._prefixes.nbytes <= limit
+    assert ids(list(run.answers.values())) == ids(answers(cold, jobs))
+    engine.close()
+
+
+@pytest.mark.parametrize("at", [3, 60, 66, 130])
+def test_a_fault_while_decoding_leaves_right_answers(
+    folder: Path, cold: GenerationEngine, at: int
+) -> None:
+    """Sequences are read again, and keep what they had come to."""
+    engine = open_engine(folder, prefix_cache_bytes=PLENTY)
+    jobs = [bare(tokens(each, each), max_tokens=150) for each in (50, 100)]
+    model = engine._model
+    exchange(engine, Passing(model, at))
+    assert ids(answers(engine, jobs)) == ids(answers(cold, jobs))
+    exchange(engine, model)
+    assert ids(answers(engine, jobs)) == ids(answers(cold, jobs))
+    engine.close()
