@@ -152,6 +152,7 @@ class _Waiter:
     """A task that waits for the lane, and the future that is done once it holds it."""
 
     kind: str
+    owner: str
     gained: asyncio.Future[None]
 
 
@@ -173,7 +174,7 @@ class Lane:
         self._fair_queue = FairQueue(weights, {LOAD: MOST_LOAD_S})
         self._waiters: list[_Waiter] = []
         self._is_held = False
-        self._ended_at: dict[str, float] = {}  # by kind: the clock when its last turn ended
+        self._ended_at: dict[tuple[str, str], float] = {}  # the clock, by kind and owner
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_thread, name="lane", daemon=True)
         self._is_open = False
@@ -193,17 +194,19 @@ class Lane:
         return not self._is_held
 
     @contextlib.asynccontextmanager
-    async def turn(self, kind: str) -> AsyncIterator["Turn"]:
-        """Wait for the lane, then hold it; `kind` names the work for weights and metrics."""
+    async def turn(self, kind: str, owner: str = "") -> AsyncIterator["Turn"]:
+        """Wait for the lane, then hold it; `kind` names the work for weights and metrics, `owner`
+        who does it.
+        """
         self._check()
         requested = clock.now()
-        await self._acquire(kind)
+        await self._acquire(kind, owner)
         gained = clock.now()
         try:
             self._check()
-            yield Turn(self, kind, gained, gained - requested)
+            yield Turn(self, kind, owner, gained, gained - requested)
         finally:
-            ended = self._ended_at[kind] = clock.now()
+            ended = self._ended_at[kind, owner] = clock.now()
             seconds = ended - gained
             self._fair_queue.end(kind, seconds)
             self._release()
@@ -211,12 +214,12 @@ class Lane:
             metrics.of(metrics.LANE_HOLD, kind).observe(seconds)
             metrics.of(metrics.LANE_SECONDS, kind).inc(seconds)
 
-    async def _acquire(self, kind: str) -> None:
+    async def _acquire(self, kind: str, owner: str = "") -> None:
         if not self._is_held:
             self._is_held = True
             self._fair_queue.begin(kind)
             return
-        waiter = _Waiter(kind, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(kind, owner, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
             await waiter.gained
@@ -312,9 +315,10 @@ class Turn:
     `gained` is the clock when the turn began, `waited_s` the wait for it.
     """
 
-    def __init__(self, lane: Lane, kind: str, gained: float, waited_s: float) -> None:
+    def __init__(self, lane: Lane, kind: str, owner: str, gained: float, waited_s: float) -> None:
         self._lane = lane
         self._kind = kind
+        self._owner = owner
         self.gained = gained
         self.waited_s = waited_s
         self._shape: Hashable = None
@@ -344,15 +348,19 @@ class Turn:
         """Return True if another turn waits. Safe on any thread."""
         return bool(self._lane._waiters)
 
-    def seconds_without(self, kinds: Container[str]) -> float:
-        """Return for how long no other kind than these had or wanted a turn; inf if none ever did.
-        Safe on any thread.
+    def seconds_alone(self, beside: Container[str]) -> float:
+        """Return for how long no other owner had or wanted a turn, but of the kinds `beside`; inf
+        if none ever did. Safe on any thread.
         """
-        lane = self._lane
-        if any(each.kind not in kinds for each in tuple(lane._waiters)):
+        lane, owner = self._lane, self._owner
+        if any(each.owner != owner and each.kind not in beside for each in tuple(lane._waiters)):
             return 0.0
-        others = [at for kind, at in tuple(lane._ended_at.items()) if kind not in kinds]
-        return clock.now() - max(others, default=-math.inf)
+        ended = [
+            at
+            for (kind, other), at in tuple(lane._ended_at.items())
+            if other != owner and kind not in beside
+        ]
+        return clock.now() - max(ended, default=-math.inf)
 
     @property
     def is_up(self) -> bool:

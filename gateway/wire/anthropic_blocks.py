@@ -1,7 +1,7 @@
 """What a Messages request is made of: content blocks and tools → turns and tools for templates."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -70,15 +70,16 @@ class _Placed(NamedTuple):
 
 
 def is_continuation(messages: Sequence[InputMessage]) -> bool:
-    """Return True if the answer continues the last message: if that is the assistant's.
+    """Return True if the answer continues the last turn: if that is the assistant's.
 
     Raises BadRequest for one that ends with anything but text.
     """
-    last = messages[-1]
-    if last.role != "assistant":
+    said = [(i, each) for i, each in enumerate(messages) if _blocks(each.content)]
+    if not said or said[-1][1].role != "assistant":
         return False
-    place = f"messages[{len(messages) - 1}]"
-    blocks = _blocks(last.content)
+    last = takewhile(lambda each: each[1].role == "assistant", reversed(said))
+    blocks = [block for _, each in last for block in _blocks(each.content)]
+    place = f"messages[{said[-1][0]}]"
     if any(block.type == "tool_use" for block in blocks):
         raise BadRequest(
             f"Invalid '{place}': the results of its calls have to follow.", param=place

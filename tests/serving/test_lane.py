@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from gateway import clock
 from gateway.errors import Unavailable
 from gateway.serving.lane import Lane
 from tests.fakes import Gate
@@ -239,13 +238,33 @@ async def _one_turn(lane: Lane, kind: str = "test", hold_s: float = 0) -> None:
         await asyncio.sleep(hold_s)
 
 
-async def test_a_turn_knows_how_long_it_had_no_others_beside_it() -> None:
+async def test_a_turn_knows_how_long_nobody_else_had_one() -> None:
     async with Lane() as lane:
-        async with lane.turn("decode") as turn:
-            assert turn.seconds_without(("decode",)) == math.inf
+        async with lane.turn("decode", "mine") as turn:
+            assert turn.seconds_alone(()) == math.inf
         async with lane.turn("embedding"):
             pass
-        ended = clock.now()
-        async with lane.turn("decode") as turn:
-            assert 0 <= turn.seconds_without(("decode",)) <= clock.now() - ended + 1
-            assert turn.seconds_without(("decode", "embedding")) == math.inf
+        async with lane.turn("decode", "mine") as turn:
+            assert turn.seconds_alone(()) < math.inf
+            assert turn.seconds_alone(("embedding",)) == math.inf
+        async with lane.turn("decode", "another's"):
+            pass
+        async with lane.turn("decode", "mine") as turn:
+            assert turn.seconds_alone(("embedding",)) < math.inf
+
+
+async def test_a_turn_that_another_waits_for_is_not_alone() -> None:
+    async with Lane() as lane, lane.turn("decode", "mine") as turn:
+
+        async def want(owner: str) -> None:
+            async with lane.turn("decode", owner):
+                pass
+
+        own = asyncio.create_task(want("mine"))
+        await asyncio.sleep(0)
+        assert turn.seconds_alone(()) == math.inf
+        other = asyncio.create_task(want("another's"))
+        await asyncio.sleep(0)
+        assert turn.seconds_alone(()) == 0
+        for task in (own, other):
+            task.cancel()

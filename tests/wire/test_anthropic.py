@@ -151,6 +151,8 @@ def test_the_last_assistant_message_is_continued() -> None:
     """Its prefill, in Anthropic's words."""
     assert job([*HI, {"role": "assistant", "content": "The answer is"}]).continues
     assert not job().continues
+    silent = {"role": "user", "content": []}
+    assert job([*HI, {"role": "assistant", "content": "The answer is"}, silent]).continues
 
 
 @pytest.mark.parametrize(
@@ -171,6 +173,8 @@ def test_the_last_assistant_message_is_continued() -> None:
         ([*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}, *HI],
          "messages[1].content[0].name"),
         ([*HI, {"role": "assistant", "content": [CALL]}], "messages[1]"),
+        ([*HI, {"role": "assistant", "content": [CALL]}, {"role": "assistant", "content": "So"}],
+         "messages[2]"),
         ([*HI, {"role": "assistant", "content": ""}], "messages[1]"),
         ([{"role": "developer", "content": "x"}], "messages[0].role"),
         ([*HI, {"role": "assistant", "content": [CALL]},

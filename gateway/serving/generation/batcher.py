@@ -411,7 +411,7 @@ class GenerationBatcher:
     async def _turn(self, kind: str, work: Callable[[SchedulerOutput, Turn], None]) -> bool:
         """Take a turn. Return False if the lane is closed."""
         try:
-            async with self._lane.turn(kind) as turn:
+            async with self._lane.turn(kind, self._name) as turn:
                 self._interrupt.clear()
                 plan = self._scheduler.schedule(turn, may_join=kind == "prefill")
                 turn.set_shape((self._name, kind, *batch_shape(self._scheduler, plan.joining)))

@@ -15,11 +15,11 @@ from gateway.serving.ports import GenerationEngine
 log = logs.get("generation")
 
 LEAVE_TRIES = 3
-# While nobody but chats needs the device, several short prompts share a pass that takes longer: on
+# While no other model needs the device, several short prompts share a pass that takes longer: on
 # a CPU, one of 50 tokens takes a fourth of the time that eight take together.
-ALONE_S = 10.0  # without a turn of another kind, but for those that nobody waits for
+ALONE_S = 10.0  # without a turn of another's
 ALONE_LIMIT = 4  # times the limit of a pass
-ALONE_WITH = ("prefill", "decode", "load", "tidy")
+ALONE_WITH = ("load", "tidy")  # which nobody waits for as for an answer
 STEPS_PER_TURN = 16  # if no other turn waits: a hop to the lane's thread costs 0.1 ms
 
 Deliver = Callable[[Pass, str, abc.Sequence[SequenceDelta], float], None]
@@ -74,7 +74,7 @@ class Steps:
         Where answers are under way, it is longer for two prompts that it reads whole: a single one,
         or parts of longer ones, would only keep those answers waiting.
         """
-        if turn.seconds_without(ALONE_WITH) < ALONE_S:
+        if turn.seconds_alone(ALONE_WITH) < ALONE_S:
             return self._pace
         most = min(self._chunk_tokens, self._pace_alone.tokens) // 2
         is_burst = sum(length <= most for length in plan.reading) > 1
@@ -89,7 +89,9 @@ class Steps:
             started = clock.now()
             pace = self._choose_pace(plan, turn)
             deltas = engine.prefill(min(self._chunk_tokens, pace.tokens))
-            pace.note(engine.last_pass.padded_tokens, clock.now() - started)
+            tokens, seconds = engine.last_pass.padded_tokens, clock.now() - started
+            for each in (self._pace, self._pace_alone):
+                each.note(tokens, seconds)
             self._report(plan, turn, "prefill", deltas, started)
             if self._interrupt.is_set() or turn.is_up or not turn.is_contended:
                 break

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -41,9 +41,8 @@ async def batching(
     bound: int = 1,
     choices: int = NO_BOUND,
     pass_limit_s: float = 0.25,
-    beside: str | None = None,
+    lane: Lane | None = None,
 ) -> AsyncIterator[GenerationBatcher]:
-    """Run a batcher, on a lane that has just had a turn of kind `beside`."""
     limits = GenerationLimits(
         max_batch_size=rows,
         structured_rows=bound,
@@ -52,15 +51,13 @@ async def batching(
         queue_limit=choices,
         pass_limit_s=pass_limit_s,
     )
-    with ThreadPools() as pool:
+    async with AsyncExitStack() as stack:
+        own = await stack.enter_async_context(Lane()) if lane is None else lane
+        pool = stack.enter_context(ThreadPools())
         grammars = GrammarCache("m", engine.compile, pool.run)
-        async with Lane() as lane:
-            batcher = GenerationBatcher("m", engine, lane, pool, limits, grammars)
-            if beside is not None:
-                async with lane.turn(beside):
-                    pass
-            async with batcher.running():
-                yield batcher
+        batcher = GenerationBatcher("m", engine, own, pool, limits, grammars)
+        async with batcher.running():
+            yield batcher
 
 
 async def deltas(batcher: GenerationBatcher, job: GenerateJob) -> list[Delta]:

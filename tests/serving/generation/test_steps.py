@@ -2,11 +2,15 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
 from gateway.jobs import Pass, SequenceDelta
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.lane import Lane
 from gateway.serving.pace import START_TOKENS
 from tests.fakes import ScriptedChat, generate_job
 from tests.serving.generation.test_batcher import batching, text
@@ -33,10 +37,20 @@ class SlowReader(ScriptedChat):
         return []
 
 
+@asynccontextmanager
+async def batching_after(kind: str, engine: ScriptedChat) -> AsyncIterator[GenerationBatcher]:
+    """Run a batcher on a lane that has just had a turn of this kind."""
+    async with Lane() as lane:
+        async with lane.turn(kind):
+            pass
+        async with batching(engine, pass_limit_s=0.05, lane=lane) as batcher:
+            yield batcher
+
+
 async def test_chunks_of_a_prompt_are_as_long_as_their_time_allows() -> None:
     """By what was measured: on a device where the setting's tokens take longer, they are fewer."""
     engine = SlowReader()
-    async with batching(engine, pass_limit_s=0.05, beside="embedding") as batcher:
+    async with batching_after("embedding", engine) as batcher:
         assert await text(batcher, generate_job("hello", max_tokens=3)) == "hel"
     assert engine.budgets[0] == START_TOKENS
     assert max(engine.budgets[1:]) <= 110, "a hundred tokens take as long as a pass may"
@@ -54,7 +68,7 @@ async def test_chunks_are_never_longer_than_the_setting_says() -> None:
 async def test_prompts_that_have_the_device_to_themselves_are_read_in_longer_passes() -> None:
     """Loads and housekeeping are nobody's request."""
     engine = SlowReader()
-    async with batching(engine, pass_limit_s=0.05, beside="load") as batcher:
+    async with batching_after("load", engine) as batcher:
         await text(batcher, generate_job("hello", max_tokens=3))
     assert max(engine.budgets[1:]) <= 440
     assert len(engine.budgets) < 10
@@ -66,9 +80,9 @@ async def test_a_prompt_beside_an_answer_is_read_in_passes_of_the_usual_length()
     async with batching(engine, pass_limit_s=0.05) as batcher:
         async with batcher.generate(generate_job("x" * 9000)) as writing:
             await anext(writing.deltas)
-            engine.budgets, engine.unread = [], 2000
+            engine.budgets, engine.unread = [], 2000  # the answer's own prompt took no time
             await text(batcher, generate_job("hello", max_tokens=3))
-    assert max(engine.budgets[1:]) <= 110
+    assert max(engine.budgets[2:]) <= 110
 
 
 async def test_short_prompts_share_a_longer_pass_beside_an_answer() -> None:
@@ -82,3 +96,16 @@ async def test_short_prompts_share_a_longer_pass_beside_an_answer() -> None:
             await asyncio.gather(*(text(batcher, job) for job in jobs))
     assert all(110 < budget <= 440 for budget in engine.budgets[2:])
     assert len(engine.budgets) < 10
+
+
+async def test_what_a_pass_takes_is_known_before_others_need_the_device() -> None:
+    """The first chunk beside them is as long as a pass may be."""
+    engine = SlowReader()
+    async with Lane() as lane:
+        async with batching(engine, pass_limit_s=0.05, lane=lane) as batcher:
+            await text(batcher, generate_job("hello", max_tokens=3))
+            async with lane.turn("embedding"):
+                pass
+            engine.budgets, engine.unread = [], 1000
+            await text(batcher, generate_job("hello", max_tokens=3))
+    assert max(engine.budgets) <= 110
