@@ -1,7 +1,8 @@
 """Decides which models are admitted, leave or yield while some wait for room; no side effects."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
@@ -25,8 +26,8 @@ class Phase(Enum):
 class Resident:
     """What the plan depends on of a model; `nbytes` is what it holds or, while it waits, needs.
 
-    `is_requested`: callers wait for it. `may_yield`: its own callers may be made to wait. Adapters
-    take none of the `places`.
+    `is_requested`: callers wait for it. `may_yield`: its own callers may be made to wait. `base` is
+    the key of the model that it is an adapter of.
     """
 
     phase: Phase
@@ -36,7 +37,12 @@ class Resident:
     is_requested: bool = True
     is_yielding: bool = False
     may_yield: bool = True
-    places: int = 1
+    base: Hashable | None = None
+
+    @property
+    def places(self) -> int:
+        """Return the places it takes: none if it is an adapter."""
+        return 1 if self.base is None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +73,13 @@ class _Room:
 
     def with_these(self, residents: Iterable[Resident], nbytes: int = 0) -> "_Room":
         """Add the places and bytes of these models, and so many bytes more."""
-        sizes = [(each.places, each.nbytes) for each in residents]
-        places, held = (sum(some) for some in zip(*sizes, strict=True)) if sizes else (0, 0)
+        places, held = _sizes(residents)
         return _Room(self.places + places, self.nbytes + held + nbytes)
+
+    def without_these(self, residents: Iterable[Resident]) -> "_Room":
+        """Take the places and bytes of these models away."""
+        places, held = _sizes(residents)
+        return _Room(self.places - places, self.nbytes - held)
 
 
 def make_plan(
@@ -80,7 +90,10 @@ def make_plan(
     rows_bytes: int,
     may_hold_rows: bool = True,
 ) -> Plan[K]:
-    """Plan for waiting models in order of arrival, those without callers last.
+    """Plan for waiting models in order of arrival: adapters first, those without callers last.
+
+    Adapters hold their base while they wait, so a model that waits for the base waits for them too.
+    None can keep it out: new callers of an adapter wait for a base that yields.
 
     For each there are five cases:
     1. There is room: it is admitted.
@@ -96,15 +109,17 @@ def make_plan(
     retiring = [each for each in held.values() if each.phase is Phase.RETIRING]
     idle = _movable(held, Phase.IDLE)
     busy = {key: each for key, each in _movable(held, Phase.BUSY).items() if each.may_yield}
+    used = [each for each in held.values() if each.phase in (Phase.LOADING, Phase.BUSY)]
     rows_bytes = rows_bytes if may_hold_rows else 0
 
     admitted: list[K] = []
     evicted: list[K] = []
     yielding: set[K] = set()
-    recalls, claimed, promised = False, 0, _Room(0, 0)
+    promised: list[Resident] = []
+    recalls, claimed = False, 0
     for key, mine in _in_order(residents):
-        promised = promised.with_these([mine])
-        now = _Room(free.places - promised.places, free.nbytes - promised.nbytes)
+        promised.append(mine)
+        now = free.without_these(promised)
         if now.is_enough:
             admitted.append(key)
             continue
@@ -116,6 +131,7 @@ def make_plan(
             claimed = max(claimed, free.nbytes - now.with_these(leaving).nbytes)
             continue
         if not mine.is_requested:
+            promised.pop()
             continue
         without_rows = soon.with_these([*idle.values(), *retiring])
         recalls = recalls or without_rows.nbytes < 0
@@ -123,8 +139,11 @@ def make_plan(
         if later.is_enough:
             if without_rows.nbytes < 0:
                 claimed = max(claimed, free.nbytes - without_rows.nbytes)
-        elif later.with_these(busy.values()).is_enough:
-            yielding |= set(pick(busy, places=-later.places, nbytes=-later.nbytes))
+            continue
+        others = {key: each for key, each in busy.items() if key != mine.base}
+        givers = _with_adapters(others, [*used, *promised])
+        if later.with_these(givers.values()).is_enough:
+            yielding |= set(pick(givers, places=-later.places, nbytes=-later.nbytes))
     return Plan(tuple(admitted), tuple(evicted), frozenset(yielding), claimed, recalls)
 
 
@@ -160,4 +179,18 @@ def _movable(held: Mapping[K, Resident], phase: Phase) -> dict[K, Resident]:
 
 def _in_order(residents: Mapping[K, Resident]) -> list[tuple[K, Resident]]:
     waiting = [pair for pair in residents.items() if pair[1].phase is Phase.WAITING]
-    return sorted(waiting, key=lambda pair: not pair[1].is_requested)
+    return sorted(waiting, key=lambda pair: (pair[1].base is None, not pair[1].is_requested))
+
+
+def _with_adapters(bases: Mapping[K, Resident], adapters: Iterable[Resident]) -> dict[K, Resident]:
+    """Add to each model what its adapters hold: they are idle when it is."""
+    parts: Counter[Hashable] = Counter()
+    for each in adapters:
+        parts[each.base] += each.nbytes
+    return {key: replace(each, nbytes=each.nbytes + parts[key]) for key, each in bases.items()}
+
+
+def _sizes(residents: Iterable[Resident]) -> tuple[int, int]:
+    """Return the sum of these models' places and that of their bytes."""
+    sizes = [(each.places, each.nbytes) for each in residents]
+    return sum(places for places, _ in sizes), sum(nbytes for _, nbytes in sizes)

@@ -173,7 +173,7 @@ class Room(Generic[M]):
             is_yielding=each.state is State.YIELDING,
             # An adapter's callers hold its base: they wait for that, and before they have it.
             may_yield=each.spared_until <= clock.now() and each.base is None,
-            places=1 if each.base is None else 0,
+            base=each.base,
         )
 
     def _phase(self, each: Entry[M]) -> Phase:

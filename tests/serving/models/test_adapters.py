@@ -34,20 +34,28 @@ ONE, TWO = adapter("one", BASE), adapter("two", BASE)
 
 
 class Shelf:
-    """Opens models, noting what happens. A model has 100 bytes, an adapter 10."""
+    """Opens models, noting what happens. A model has 100 bytes, an adapter 10, unless said."""
 
     def __init__(self, *specs: ChatSpec) -> None:
         self.catalog = Catalog(specs or (BASE, OTHER, ONE, TWO))
         self.events: list[str] = []
         self.open: list[str] = []
         self.failures: dict[str, Exception] = {}
+        self.sizes: dict[str, int] = {}
+        self.fetch_adapter = asyncio.Event()
+        self.fetch_adapter.set()
         self.hold = asyncio.Event()
         self.hold.set()
 
     async def prepare(self, spec: Any, base: str | None = None) -> Prepared[str]:
         assert (base is None) == (spec.base is None)
         assert base is None or base in self.open
-        return Prepared(100 if base is None else 10, lambda: self.opened(spec, base))
+        if base is not None:
+            await self.fetch_adapter.wait()
+        return Prepared(self.size(spec), lambda: self.opened(spec, base))
+
+    def size(self, spec: ChatSpec) -> int:
+        return self.sizes.get(spec.id, 100 if spec.base is None else 10)
 
     def fetched_percent(self, spec: Any) -> int | None:
         return None
@@ -61,7 +69,7 @@ class Shelf:
         self.events.append(f"load {spec.id}")
         self.open.append(name)
         try:
-            yield Loaded(name, 100 if base is None else 10)
+            yield Loaded(name, self.size(spec))
         finally:
             await asyncio.sleep(0)
             assert base is None or base in self.open, "an adapter is freed before its base"
@@ -290,6 +298,72 @@ async def test_an_adapter_that_is_asked_for_while_its_base_yields_waits() -> Non
             *("load base", "load one", "free one", "free base"),
             *("load other", "free other", "load base", "load one"),
         ]
+
+
+@pytest.mark.parametrize("given", [{"max_models": 1}, {"nbytes": 120}], ids=["places", "bytes"])
+async def test_an_adapter_and_a_model_that_comes_before_its_base_is_there_are_both_served(
+    given: dict[str, int],
+) -> None:
+    """The adapter, which holds the base, does not wait for who waits for the base."""
+    shelf = Shelf()
+    async with cache(shelf, load_wait_s=2, **given) as models:
+        await asyncio.gather(models.load(ONE), models.load(OTHER))
+        assert shelf.events == [
+            *("load base", "load one", "free one", "free base", "load other"),
+        ]
+
+
+async def test_both_are_served_though_the_adapter_s_caller_hangs_up() -> None:
+    """Its load goes on, and holds the base until it has ended."""
+    shelf = Shelf()
+    shelf.fetch_adapter.clear()
+    async with cache(shelf, max_models=1, load_wait_s=2) as models:
+        hanging_up = asyncio.create_task(models.load(ONE))
+        newcomer = asyncio.create_task(models.load(OTHER))
+        await until(lambda: "one" in models.states())
+        hanging_up.cancel()
+        await asyncio.wait([hanging_up])
+        shelf.fetch_adapter.set()
+        await newcomer
+        assert shelf.open == ["other"]
+
+
+async def test_an_adapter_does_not_wait_for_a_place_that_another_model_waits_for() -> None:
+    """It takes none, and its base is there."""
+    third, fourth = model("third"), model("fourth")
+    shelf = Shelf(BASE, OTHER, third, fourth, ONE)
+    async with cache(shelf, max_models=2, load_wait_s=2) as models:
+        await models.load(third)
+        async with models.lease(OTHER):
+            adapted = asyncio.create_task(models.load(ONE))
+            newcomer = asyncio.create_task(models.load(fourth))
+            await adapted
+        await newcomer
+        assert "fourth" in shelf.open
+
+
+async def test_adapters_that_are_always_in_use_keep_no_model_out() -> None:
+    """Though it needs their bytes too, and one of them always waits for another's."""
+    shelf = Shelf()
+    shelf.sizes["other"] = 105
+    stop = asyncio.Event()
+    served: list[str] = []
+
+    async def keep_busy(spec: ChatSpec) -> None:
+        while not stop.is_set():
+            async with models.lease(spec):
+                await asyncio.sleep(0.003)
+            served.append(spec.id)
+
+    async with cache(shelf, nbytes=112) as models:
+        busy = [asyncio.create_task(keep_busy(spec)) for spec in (ONE, TWO)]
+        for _ in range(3):
+            before = len(served)
+            await until(lambda before=before: {"one", "two"} <= set(served[before:]))
+            await models.load(OTHER)
+        stop.set()
+        await asyncio.gather(*busy)
+    assert shelf.events.count("load other") == 3
 
 
 async def test_leaving_the_cache_frees_adapters_before_their_base() -> None:

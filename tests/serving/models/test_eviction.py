@@ -135,6 +135,41 @@ def test_two_that_wait_are_counted_together() -> None:
     assert (given.leaving, given.yielding) == (("a",), frozenset({"b"}))
 
 
+def adapter(phase: Phase, nbytes: int, **given: Any) -> Resident:
+    return Resident(phase, nbytes, base="a", may_yield=False, **given)
+
+
+@pytest.mark.parametrize("is_requested", [True, False])
+def test_an_adapter_is_let_in_before_a_model_that_waits_for_its_base(is_requested: bool) -> None:
+    """It holds the base, whatever came first: neither could go on. The base yields all the same."""
+    one = adapter(WAITING, 10, is_requested=is_requested)
+    for free, places in ((50, 1), (10, 9)):
+        given = plan(free, places=places, a=(BUSY, 90), b=(WAITING, 90), one=one)
+        assert (given.admitted, given.yielding) == (("one",), frozenset({"a"}))
+
+
+@pytest.mark.parametrize("phase", [WAITING, LOADING, BUSY])
+def test_a_model_that_yields_gives_back_what_its_adapters_hold(phase: Phase) -> None:
+    """They are idle when it is, so that no adapter in use keeps a newcomer out."""
+    free = 10 if phase is WAITING else 0
+    given = plan(free, a=(BUSY, 90), one=adapter(phase, 10), b=(WAITING, 100))
+    assert given.yielding == {"a"}
+    assert not plan(free, a=(BUSY, 90), one=adapter(phase, 10), b=(WAITING, 101)).yielding
+
+
+def test_no_model_yields_to_an_adapter_of_its_own() -> None:
+    """Which holds it: it would yield in vain. Another does."""
+    given = plan(0, a=(BUSY, 90, 1.0), b=(BUSY, 90, 2.0), one=adapter(WAITING, 10))
+    assert given.yielding == {"b"}
+    assert plan(0, a=(BUSY, 90), one=adapter(WAITING, 10)) == Plan(recalls=True)
+
+
+def test_an_adapter_that_nobody_asks_for_keeps_no_room_that_it_lacks() -> None:
+    """Others have it, though adapters come first."""
+    one = adapter(WAITING, 30, is_requested=False)
+    assert plan(20, a=(BUSY, 90), b=(WAITING, 20), one=one).admitted == ("b",)
+
+
 def test_pick_takes_as_many_as_bytes_are_needed() -> None:
     """And none when nothing is lacking."""
     held = {
