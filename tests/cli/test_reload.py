@@ -83,7 +83,7 @@ def test_a_hangup_while_it_drains_changes_nothing(tmp_path: Path) -> None:
         with socket.create_connection((place.hostname, place.port or 0)) as slow:
             head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
             slow.sendall(f"{head}\r\n{{".encode())
-            time.sleep(0.2)
+            time.sleep(1)  # a request whose body has not come is seen from nowhere outside
             served.process.send_signal(signal.SIGTERM)
             wait_for(served.log, '"event":"draining"')
             served.process.send_signal(signal.SIGHUP)
