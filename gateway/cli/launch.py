@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -69,6 +69,7 @@ class _Signals:
     def __init__(self) -> None:
         self.tool: subprocess.Popen[bytes] | None = None
         self._has_ended = False
+        self._early: list[int] | None = None  # those that come while the tool is started
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
@@ -83,8 +84,21 @@ class _Signals:
             for number in handled:
                 signal.signal(number, before[number])
 
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Run the tool until it ends; return its status. A signal while it starts is its, too."""
+        self._early = []
+        try:
+            self.tool = subprocess.Popen(command, env=environment)
+        finally:
+            early, self._early = self._early, None
+        for number in early:
+            self._handle(number, None)
+        return self.tool.wait()
+
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.tool is not None:
+        if self._early is not None:
+            self._early.append(number)
+        elif self.tool is not None:
             if not (number in FROM_KEYS and _is_in_foreground()):
                 self.tool.send_signal(number)  # nothing, if it has ended
         elif not self._has_ended:
@@ -133,8 +147,5 @@ def _run(
         for name, text in setup.files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
         environment = tool.environment(setup, first_key(settings), os.environ, folder)
-        signals.tool = subprocess.Popen(
-            [command[0], *setup.arguments, *command[1:]], env=environment
-        )
-        status = signals.tool.wait()
+        status = signals.start([command[0], *setup.arguments, *command[1:]], environment)
     return status if status >= 0 else 128 - status
