@@ -170,6 +170,10 @@ class ModelLoader:
         self._pool = pool
         self._arrivals = arrivals
 
+    async def fetch(self, spec: ModelSpec) -> None:
+        """Find or download a model's files."""
+        await self._engines.files(spec)
+
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
         files = await self._engines.files(spec)

@@ -48,6 +48,9 @@ class Prepared(Generic[M]):
 class Loader(Protocol[M]):
     """Loads models; app has the one implementation, tests have scripted ones."""
 
+    async def fetch(self, spec: ModelSpec) -> None:
+        """Find or download a model's files."""
+
     async def prepare(self, spec: ModelSpec, base: M | None = None) -> Prepared[M]:
         """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
 
@@ -112,17 +115,13 @@ class ModelCache(Generic[M]):
         queue is full, and DeadlineExceeded at the caller's deadline. The caller has a place in the
         queue as long as the lease lasts.
         """
-        base_spec = spec.base_spec if isinstance(spec, ChatSpec) else None
         with self._admit(spec, caller):
-            async with contextlib.AsyncExitStack() as held:
-                base = None
-                if base_spec is not None:
-                    base = await self._enter(base_spec, caller)
-                    held.callback(self._leave, base)
-                entry = await self._enter(spec, caller, base)
-                held.callback(self._leave, entry)
+            entry = await self._enter(spec, caller)
+            try:
                 assert entry.model is not None
                 yield entry.model
+            finally:
+                self._leave(entry)
 
     async def load(self, spec: ModelSpec) -> None:
         """Load a model even if it failed a moment ago. Raises as `lease` does."""
@@ -260,30 +259,50 @@ class ModelCache(Generic[M]):
         entry.task = asyncio.create_task(self._run(entry), name=f"model {spec.id}")
         return entry
 
-    async def _enter(
-        self, spec: ModelSpec, caller: Caller | None, base: Entry[M] | None = None
-    ) -> Entry[M]:
-        """Begin a lease as soon as the model is ready. An adapter's `base` is leased already."""
+    async def _enter(self, spec: ModelSpec, caller: Caller | None) -> Entry[M]:
+        """Begin a lease as soon as the model is ready: of its base too, if it is an adapter."""
         while True:
-            began = clock.now()
-            entry = self._entry(spec, base)
-            if entry.state is State.READY:
-                entry.enter()
-                return entry
-            waiting = entry.wait()
+            base = None
+            if (base_spec := _base_spec(spec)) is not None:
+                await self._fetch(spec, caller)
+                base = await self._enter(base_spec, caller)
             try:
-                async with time_load(caller) if caller else contextlib.nullcontext():
-                    has_entered = await self._wait(entry, waiting, began)
+                entry = self._entry(spec, base)
+                if await self._has_entered(entry, caller):
+                    return entry
             except BaseException:
-                entry.give_up(waiting)
-                self._retire_if_unused(entry)
+                if base is not None:
+                    self._leave(base)
                 raise
-            if has_entered:
-                return entry
-            # It was evicted or unloaded. Its successor may be of a newer catalog.
-            if base is None:
-                spec = self._catalog().by_id(spec.id) or spec
-            self._note_successor(self._entry(spec, base), was_evicted=True)
+            # It was evicted or unloaded, or its base yields to another adapter. Its successor may
+            # be of a newer catalog.
+            if base is not None:
+                self._leave(base)
+            spec = self._catalog().by_id(spec.id) or spec
+            self._note_successor(self._entry(_base_spec(spec) or spec), was_evicted=True)
+
+    async def _fetch(self, spec: ModelSpec, caller: Caller | None) -> None:
+        """Find or download an adapter's files, unless it is open; its base is not held for that."""
+        if not any(
+            entry.is_open and entry.base is not None and load_alike(entry.spec, spec)
+            for entry in self._entries
+        ):
+            await self._has_entered(self._entry(spec), caller)
+
+    async def _has_entered(self, entry: Entry[M], caller: Caller | None) -> bool:
+        """Begin a lease as soon as the model is ready; return False if it leaves instead."""
+        began = clock.now()
+        if entry.state is State.READY:
+            entry.enter()
+            return True
+        waiting = entry.wait()
+        try:
+            async with time_load(caller) if caller else contextlib.nullcontext():
+                return await self._wait(entry, waiting, began)
+        except BaseException:
+            entry.give_up(waiting)
+            self._retire_if_unused(entry)
+            raise
 
     def _note_successor(self, entry: Entry[M], *, was_evicted: bool = False) -> None:
         """Record that callers of an older copy wait for this one. Those of an adapter do not wait
@@ -293,9 +312,11 @@ class ModelCache(Generic[M]):
         entry.is_successor = is_second and entry.base is None
 
     def _leave(self, entry: Entry[M]) -> None:
-        """End a lease."""
+        """End a lease, and that of its base."""
         entry.leave()
         self._retire_if_unused(entry)
+        if entry.base is not None:
+            self._leave(entry.base)
 
     async def _wait(self, entry: Entry[M], waiting: asyncio.Future[bool], began: float) -> bool:
         """Wait for a load, at most `load_wait_s` not counting its wait for other models."""
@@ -336,6 +357,11 @@ class ModelCache(Generic[M]):
         if base is not None:
             holding.callback(self._leave, base)
         try:
+            if base is None and _base_spec(spec) is not None:
+                await self._loader.fetch(spec)
+                if entry.may_move_to(State.LEAVING):
+                    entry.move_to(State.LEAVING)  # its callers lease the base
+                return
             prepared = await self._loader.prepare(spec, base.model if base is not None else None)
             if entry.state is State.LEAVING:
                 return  # it was unloaded while it was fetched
@@ -353,7 +379,7 @@ class ModelCache(Generic[M]):
                 await self._free_adapters(entry)
             log.info("model_evicted", model=spec.id)
         except Abandoned:
-            log.info("model_not_wanted", model=spec.id)
+            log.info("model_load_abandoned", model=spec.id)
         except asyncio.CancelledError:
             self._fail(entry, _shutting_down())
             raise
@@ -430,6 +456,11 @@ class ModelCache(Generic[M]):
 
 def _shutting_down() -> Unavailable:
     return Unavailable("The gateway is shutting down.", retry_after_s=1)
+
+
+def _base_spec(spec: ModelSpec) -> ModelSpec | None:
+    """Return the base of an adapter; None if it is a model by itself."""
+    return spec.base_spec if isinstance(spec, ChatSpec) else None
 
 
 def _state(entry: Entry[M]) -> str:

@@ -97,7 +97,8 @@ class Entry(Generic[M]):
 
     `state` decides what its callers do. Its load has got as far as the fields show:
     `needed_bytes` once its files are there, `share` once it has room, `model` once it is loaded.
-    An adapter is a part of `base`: it is freed before that is, and its callers lease both.
+    An adapter is a part of `base`: it is freed before that is, and its callers lease both. One that
+    has no `base` is being fetched, and leaves once its files are there.
     """
 
     def __init__(self, spec: ModelSpec, base: "Entry[M] | None" = None) -> None:

@@ -1,7 +1,7 @@
 """Decides which models are admitted, leave or yield while some wait for room; no side effects."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Generic, TypeVar
@@ -27,7 +27,7 @@ class Resident:
     """What the plan depends on of a model; `nbytes` is what it holds or, while it waits, needs.
 
     `is_requested`: callers wait for it. `may_yield`: its own callers may be made to wait. `base` is
-    the key of the model that it is an adapter of.
+    the key of the model that it is an adapter of; `is_base_open` is False if that was unloaded.
     """
 
     phase: Phase
@@ -38,6 +38,7 @@ class Resident:
     is_yielding: bool = False
     may_yield: bool = True
     base: Hashable | None = None
+    is_base_open: bool = True
 
     @property
     def places(self) -> int:
@@ -49,13 +50,15 @@ class Resident:
 class Plan(Generic[K]):
     """What to do now.
 
-    `yielding` are all models whose new callers wait until they are idle. `claimed_bytes` are kept
-    from new rows. `recalls`: cached prefixes have to be freed.
+    `yielding` are all models whose new callers wait until they are idle. `withdrawn` are waiting
+    adapters that give their base back, and are asked for again. `claimed_bytes` are kept from new
+    rows. `recalls`: cached prefixes have to be freed.
     """
 
     admitted: tuple[K, ...] = ()
     leaving: tuple[K, ...] = ()
     yielding: frozenset[K] = frozenset()
+    withdrawn: tuple[K, ...] = ()
     claimed_bytes: int = 0
     recalls: bool = False
 
@@ -93,7 +96,8 @@ def make_plan(
     """Plan for waiting models in order of arrival: adapters first, those without callers last.
 
     Adapters hold their base while they wait, so a model that waits for the base waits for them too.
-    None can keep it out: new callers of an adapter wait for a base that yields.
+    None can keep it out: new callers of an adapter wait for a base that yields, and an adapter that
+    lacks room itself is withdrawn from such a base, or two would wait for each other's.
 
     For each there are five cases:
     1. There is room: it is admitted.
@@ -106,7 +110,7 @@ def make_plan(
     held = {key: each for key, each in residents.items() if each.phase is not Phase.WAITING}
     free = _Room(max_models - sum(each.places for each in held.values()), free_bytes)
     leaving = [each for each in held.values() if each.phase is Phase.LEAVING]
-    retiring = [each for each in held.values() if each.phase is Phase.RETIRING]
+    retiring = {key: each for key, each in held.items() if each.phase is Phase.RETIRING}
     idle = _movable(held, Phase.IDLE)
     busy = {key: each for key, each in _movable(held, Phase.BUSY).items() if each.may_yield}
     used = [each for each in held.values() if each.phase in (Phase.LOADING, Phase.BUSY)]
@@ -114,10 +118,16 @@ def make_plan(
 
     admitted: list[K] = []
     evicted: list[K] = []
+    withdrawn: list[K] = []
     yielding: set[K] = set()
+    kept: set[Hashable] = set()  # bases of adapters that room is being made for
+    stuck: list[tuple[K, Resident]] = []
     promised: list[Resident] = []
     recalls, claimed = False, 0
     for key, mine in _in_order(residents):
+        if mine.base in yielding:
+            withdrawn.append(key)
+            continue
         promised.append(mine)
         now = free.without_these(promised)
         if now.is_enough:
@@ -130,21 +140,29 @@ def make_plan(
                 evicted.append(each)
             claimed = max(claimed, free.nbytes - now.with_these(leaving).nbytes)
             continue
-        if not mine.is_requested:
+        if not (mine.is_requested and mine.is_base_open):
             promised.pop()
+            withdrawn += [] if mine.base is None else [key]
             continue
-        without_rows = soon.with_these([*idle.values(), *retiring])
+        without_rows = soon.with_these([*idle.values(), *_without(retiring, {mine.base}).values()])
         recalls = recalls or without_rows.nbytes < 0
         later = without_rows.with_these([], rows_bytes)
         if later.is_enough:
             if without_rows.nbytes < 0:
                 claimed = max(claimed, free.nbytes - without_rows.nbytes)
+            kept.add(mine.base)
             continue
-        others = {key: each for key, each in busy.items() if key != mine.base}
+        others = busy if mine.base is None else _without(busy, {mine.base, *kept})
         givers = _with_adapters(others, [*used, *promised])
         if later.with_these(givers.values()).is_enough:
             yielding |= set(pick(givers, places=-later.places, nbytes=-later.nbytes))
-    return Plan(tuple(admitted), tuple(evicted), frozenset(yielding), claimed, recalls)
+            kept.add(mine.base)
+        else:
+            stuck.append((key, mine))
+    withdrawn += [key for key, mine in stuck if mine.base in yielding]
+    return Plan(
+        tuple(admitted), tuple(evicted), frozenset(yielding), tuple(withdrawn), claimed, recalls
+    )
 
 
 def pick(held: Mapping[K, Resident], *, places: int, nbytes: int) -> list[K]:
@@ -175,6 +193,10 @@ def patience_s(wait_s: float, refusals: int, since_s: float) -> float:
 
 def _movable(held: Mapping[K, Resident], phase: Phase) -> dict[K, Resident]:
     return {key: each for key, each in held.items() if each.phase is phase and not each.is_pinned}
+
+
+def _without(held: Mapping[K, Resident], left: Set[Hashable]) -> dict[K, Resident]:
+    return {key: each for key, each in held.items() if key not in left}
 
 
 def _in_order(residents: Mapping[K, Resident]) -> list[tuple[K, Resident]]:

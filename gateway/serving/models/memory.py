@@ -28,7 +28,7 @@ CLOCK_SLACK_S = 0.001  # the loop's clock may be behind
 
 
 class Abandoned(Exception):
-    """The model was unloaded, or lost its last caller, while it waited for room."""
+    """The model was unloaded, or an adapter gave its base back, while it waited for room."""
 
 
 class Room(Generic[M]):
@@ -64,8 +64,8 @@ class Room(Generic[M]):
         """Hold a place and `nbytes` while entered, evicting other models if need be.
 
         Raises InsufficientMemory if there can never be room, NoRoom if there is none in time, and
-        Abandoned if the model is unloaded meanwhile. The successor of an evicted model waits as
-        long as it has callers, who had been admitted before.
+        Abandoned if the model is unloaded or withdrawn meanwhile. The successor of an evicted model
+        waits as long as it has callers, who had been admitted before.
         """
         entry.needed_bytes = nbytes
         entry.admission = admission = asyncio.get_running_loop().create_future()
@@ -147,6 +147,9 @@ class Room(Generic[M]):
             rows_bytes=self._rows_bytes(),
             may_hold_rows=self._rows_spared_until <= now,
         )
+        for each in plan.withdrawn:
+            each.move_to(State.LEAVING)
+            _end_wait(each)
         for each in plan.leaving:
             _evict(each)
         for each in plan.admitted:
@@ -174,6 +177,7 @@ class Room(Generic[M]):
             # An adapter's callers hold its base: they wait for that, and before they have it.
             may_yield=each.spared_until <= clock.now() and each.base is None,
             base=each.base,
+            is_base_open=each.base is None or each.base.is_open,
         )
 
     def _phase(self, each: Entry[M]) -> Phase:

@@ -64,6 +64,9 @@ class Shelf:
             for name in WEIGHTS
         )
 
+    async def fetch(self, spec: ModelSpec) -> None:
+        return
+
     async def prepare(
         self, spec: ModelSpec, base: GenerationBatcher | None = None
     ) -> Prepared[GenerationBatcher]:

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import InsufficientMemory, ModelLoadFailed, NoRoom
+from gateway.errors import (
+    InsufficientMemory,
+    ModelLoadFailed,
+    ModelLoading,
+    ModelUnavailable,
+    NoRoom,
+)
 from gateway.registry import Catalog
 from gateway.registry.specs import ChatSpec
 from gateway.serving.budget import Budget
@@ -31,27 +37,41 @@ def adapter(name: str, base: ChatSpec, folder: str = ".", **keys: Any) -> ChatSp
 
 BASE, OTHER = model("base"), model("other")
 ONE, TWO = adapter("one", BASE), adapter("two", BASE)
+FOREIGN = adapter("foreign", OTHER)
 
 
 class Shelf:
     """Opens models, noting what happens. A model has 100 bytes, an adapter 10, unless said."""
 
     def __init__(self, *specs: ChatSpec) -> None:
-        self.catalog = Catalog(specs or (BASE, OTHER, ONE, TWO))
+        self.catalog = Catalog(specs or (BASE, OTHER, ONE, TWO, FOREIGN))
         self.events: list[str] = []
         self.open: list[str] = []
         self.failures: dict[str, Exception] = {}
         self.sizes: dict[str, int] = {}
-        self.fetch_adapter = asyncio.Event()
-        self.fetch_adapter.set()
+        self.fetches: list[str] = []
+        self.unfetched: dict[str, Exception] = {}
+        self.are_fetched = asyncio.Event()
+        self.are_fetched.set()
+        self.preparing: set[str] = set()  # adapters, whose bases are held
+        self.are_prepared = asyncio.Event()
+        self.are_prepared.set()
         self.hold = asyncio.Event()
         self.hold.set()
+
+    async def fetch(self, spec: Any) -> None:
+        assert spec.base is not None
+        self.fetches.append(spec.id)
+        await self.are_fetched.wait()
+        if spec.id in self.unfetched:
+            raise self.unfetched[spec.id]
 
     async def prepare(self, spec: Any, base: str | None = None) -> Prepared[str]:
         assert (base is None) == (spec.base is None)
         assert base is None or base in self.open
         if base is not None:
-            await self.fetch_adapter.wait()
+            self.preparing.add(spec.id)
+            await self.are_prepared.wait()
         return Prepared(self.size(spec), lambda: self.opened(spec, base))
 
     def size(self, spec: ChatSpec) -> int:
@@ -306,8 +326,14 @@ async def test_an_adapter_and_a_model_that_comes_before_its_base_is_there_are_bo
 ) -> None:
     """The adapter, which holds the base, does not wait for who waits for the base."""
     shelf = Shelf()
+    shelf.hold.clear()
     async with cache(shelf, load_wait_s=2, **given) as models:
-        await asyncio.gather(models.load(ONE), models.load(OTHER))
+        adapted = asyncio.create_task(models.load(ONE))
+        await until(lambda: "base" in models.states())
+        newcomer = asyncio.create_task(models.load(OTHER))
+        await until(lambda: "other" in models.states())
+        shelf.hold.set()
+        await asyncio.gather(adapted, newcomer)
         assert shelf.events == [
             *("load base", "load one", "free one", "free base", "load other"),
         ]
@@ -316,14 +342,15 @@ async def test_an_adapter_and_a_model_that_comes_before_its_base_is_there_are_bo
 async def test_both_are_served_though_the_adapter_s_caller_hangs_up() -> None:
     """Its load goes on, and holds the base until it has ended."""
     shelf = Shelf()
-    shelf.fetch_adapter.clear()
+    shelf.are_prepared.clear()
     async with cache(shelf, max_models=1, load_wait_s=2) as models:
         hanging_up = asyncio.create_task(models.load(ONE))
+        await until(lambda: "one" in shelf.preparing)
         newcomer = asyncio.create_task(models.load(OTHER))
-        await until(lambda: "one" in models.states())
+        await until(lambda: "other" in models.states())
         hanging_up.cancel()
         await asyncio.wait([hanging_up])
-        shelf.fetch_adapter.set()
+        shelf.are_prepared.set()
         await newcomer
         assert shelf.open == ["other"]
 
@@ -336,6 +363,7 @@ async def test_an_adapter_does_not_wait_for_a_place_that_another_model_waits_for
         await models.load(third)
         async with models.lease(OTHER):
             adapted = asyncio.create_task(models.load(ONE))
+            await until(lambda: "base" in models.states())
             newcomer = asyncio.create_task(models.load(fourth))
             await adapted
         await newcomer
@@ -364,6 +392,142 @@ async def test_adapters_that_are_always_in_use_keep_no_model_out() -> None:
         stop.set()
         await asyncio.gather(*busy)
     assert shelf.events.count("load other") == 3
+
+
+async def test_adapters_of_two_models_that_both_lack_bytes_are_both_served() -> None:
+    """Each waits for the other's base: the later one gives its own back, and asks for it again."""
+    shelf = Shelf()
+    async with cache(shelf, nbytes=205, load_wait_s=2) as models:
+        await asyncio.gather(models.load(ONE), models.load(FOREIGN))
+        assert {"load one", "load foreign"} <= set(shelf.events)
+        assert shelf.events.count("load base") == 1
+
+
+async def test_the_later_one_waits_for_the_first_one_s_answers_however_long_they_are() -> None:
+    """As callers of a model that yields do: they had been admitted."""
+    shelf = Shelf()
+    async with cache(shelf, nbytes=205, load_wait_s=0.1) as models:
+
+        async def use(spec: ChatSpec, seconds: float) -> None:
+            async with models.lease(spec):
+                await asyncio.sleep(seconds)
+
+        await asyncio.gather(use(ONE, 0.5), use(FOREIGN, 0))
+
+
+async def test_an_adapter_of_an_unloaded_base_goes_to_its_next_copy() -> None:
+    """Where it lacks bytes: it does not hold those that an adapter of another model waits for."""
+    shelf = Shelf()
+    shelf.are_prepared.clear()
+    async with cache(shelf, nbytes=205, load_wait_s=2) as models:
+        loading = [asyncio.create_task(models.load(spec)) for spec in (ONE, FOREIGN)]
+        await until(lambda: shelf.preparing == {"one", "foreign"})
+        unloading = asyncio.create_task(models.unload(OTHER))
+        await asyncio.sleep(0.02)
+        shelf.are_prepared.set()
+        await asyncio.gather(*loading, unloading)
+        assert unloading.result()
+        assert shelf.events.count("load other") == 2
+
+
+async def test_an_adapter_that_nobody_waits_for_holds_no_base_for_want_of_bytes() -> None:
+    """Its caller hung up: a newcomer has the base's room."""
+    newcomer = model("newcomer")
+    shelf = Shelf(BASE, OTHER, FOREIGN, newcomer)
+    shelf.are_prepared.clear()
+    async with cache(shelf, nbytes=205, load_wait_s=0.5) as models:
+        async with models.lease(BASE):
+            hanging_up = asyncio.create_task(models.load(FOREIGN))
+            await until(lambda: "foreign" in shelf.preparing)
+            hanging_up.cancel()
+            await asyncio.wait([hanging_up])
+            shelf.are_prepared.set()
+            await models.load(newcomer)
+            assert shelf.open == ["base", "newcomer"]
+
+
+async def test_no_base_is_held_while_an_adapter_is_downloaded() -> None:
+    """Others have its memory; it comes back when the adapter is there."""
+    shelf = Shelf()
+    shelf.are_fetched.clear()
+    async with cache(shelf, nbytes=120, load_wait_s=2) as models:
+        await models.load(BASE)
+        loading = asyncio.create_task(models.load(ONE))
+        await until(lambda: models.status(ONE).state == "loading")
+        await models.load(OTHER)
+        assert shelf.open == ["other"]
+        shelf.are_fetched.set()
+        await loading
+        assert shelf.open == ["base", "base+one"]
+
+
+async def test_an_adapter_is_downloaded_once_for_all_who_ask() -> None:
+    """And not again for those who ask when it is loaded."""
+    shelf = Shelf()
+    shelf.are_fetched.clear()
+    async with cache(shelf) as models:
+        loading = [asyncio.create_task(models.load(ONE)) for _ in range(5)]
+        await until(lambda: shelf.fetches)
+        shelf.are_fetched.set()
+        await asyncio.gather(*loading)
+        await models.load(ONE)
+        assert shelf.fetches == ["one"]
+        assert shelf.events == ["load base", "load one"]
+
+
+async def test_who_waits_too_long_for_a_download_is_told_so_and_it_goes_on() -> None:
+    shelf = Shelf()
+    shelf.are_fetched.clear()
+    async with cache(shelf, load_wait_s=0.05) as models:
+        with pytest.raises(ModelLoading, match="`one`"):
+            await models.load(ONE)
+        shelf.are_fetched.set()
+        await models.load(ONE)
+        assert shelf.fetches == ["one"]
+
+
+async def test_an_adapter_that_cannot_be_downloaded_costs_no_load_of_its_base() -> None:
+    shelf = Shelf()
+    shelf.unfetched["one"] = ModelUnavailable("one", "the hub does not answer.")
+    async with cache(shelf) as models:
+        for _ in range(2):
+            with pytest.raises(ModelUnavailable, match="the hub does not answer"):
+                async with models.lease(ONE):
+                    pass
+        assert shelf.fetches == ["one"]  # nor is it tried again at once
+        assert models.status(ONE).state == "failed"
+        assert not shelf.events
+
+
+async def test_an_adapter_that_is_unloaded_while_it_is_downloaded_is_loaded_for_who_waits() -> None:
+    """Nobody is left waiting; without callers nothing is loaded."""
+    shelf = Shelf()
+    shelf.are_fetched.clear()
+    async with cache(shelf, load_wait_s=0.05) as models:
+        hanging_up = asyncio.create_task(models.load(ONE))
+        await until(lambda: shelf.fetches)
+        hanging_up.cancel()
+        await asyncio.wait([hanging_up])
+        assert not await models.unload(ONE)  # a download is not cut off
+        waiting = asyncio.create_task(models.load(TWO))
+        await until(lambda: "two" in shelf.fetches)
+        unloading = asyncio.create_task(models.unload(TWO))
+        await asyncio.sleep(0)
+        shelf.are_fetched.set()
+        assert await unloading
+        await waiting
+        assert shelf.events == ["load base", "load two"]
+
+
+async def test_leaving_the_cache_ends_the_download_of_an_adapter() -> None:
+    shelf = Shelf()
+    shelf.are_fetched.clear()
+    async with cache(shelf) as models:
+        loading = asyncio.create_task(models.load(ONE))
+        await until(lambda: shelf.fetches)
+    await asyncio.wait([loading])
+    assert "shutting down" in str(loading.exception())
+    assert not shelf.events
 
 
 async def test_leaving_the_cache_frees_adapters_before_their_base() -> None:

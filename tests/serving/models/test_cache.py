@@ -43,8 +43,8 @@ class Shelf:
         self.loads: list[str] = []
         self.most = 0
         self.most_bytes = 0
-        self.fetch = asyncio.Event()
-        self.fetch.set()
+        self.are_fetched = asyncio.Event()
+        self.are_fetched.set()
         self.hold = asyncio.Event()
         self.hold.set()
         self.failure: Exception | None = None
@@ -52,12 +52,16 @@ class Shelf:
         self.measured: dict[str, int] = {}
         self.catalog = Catalog(spec(name) for name in "abcd")
 
+    async def fetch(self, spec: ModelSpec) -> None:
+        assert isinstance(spec, ChatSpec)
+        assert spec.base is not None
+
     async def prepare(self, spec: ModelSpec, base: str | None = None) -> Prepared[str]:
-        await self.fetch.wait()
+        await self.are_fetched.wait()
         return Prepared(self.sizes.get(spec.id, 10), lambda: self.opened(spec))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        return None if self.fetch.is_set() else 40
+        return None if self.are_fetched.is_set() else 40
 
     @asynccontextmanager
     async def opened(self, spec: ModelSpec) -> AsyncIterator[Loaded[str]]:
@@ -441,12 +445,12 @@ async def test_nobody_leaves_while_a_download_is_under_way() -> None:
     shelf = Shelf()
     async with cache(shelf, max_models=1) as models:
         await _use(models, "a")
-        shelf.fetch.clear()
+        shelf.are_fetched.clear()
         waiting = asyncio.create_task(_use(models, "b"))
         await asyncio.sleep(0.02)
         assert shelf.open == ["a"]
         assert await _use(models, "a") == "a"
-        shelf.fetch.set()
+        shelf.are_fetched.set()
         assert await waiting == "b"
 
 
@@ -541,11 +545,11 @@ async def test_a_model_let_go_of_while_it_is_fetched_is_not_loaded() -> None:
     """When nobody waits for it any more."""
     shelf = Shelf()
     async with cache(shelf, load_wait_s=0.02) as models:
-        shelf.fetch.clear()
+        shelf.are_fetched.clear()
         with pytest.raises(ModelLoading, match="40 %"):
             await _use(models, "a")
         assert not await models.unload(spec("a"))
-        shelf.fetch.set()
+        shelf.are_fetched.set()
         await asyncio.sleep(0.02)
         assert shelf.loads == []
         assert models.states() == {}

@@ -26,6 +26,7 @@ from gateway.serving.models.entry import MOVES, Entry, State
 from tests.fakes import caller
 from tests.serving.models.test_adapters import adapter
 from tests.serving.models.test_cache import spec
+from tests.virtual_time import VirtualLoop
 
 SIZES = {"a": 30, "b": 40, "c": 50, "d": 90}
 ADAPTERS = {"a1": ("a", 3), "a2": ("a", 8), "b1": ("b", 15), "d1": ("d", 9)}  # base and size
@@ -33,26 +34,6 @@ LIMIT = 100
 WAIT_S = 20.0
 LONGEST_S = 90.0  # of a lease: longer than a newcomer waits
 FAIR = (InsufficientMemory, ModelLoadFailed, Overloaded)  # whatever others ask for
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Nobody waits for a timer: when all wait, it is later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 0.0
-
-    def time(self) -> float:
-        return self._now
-
-    def _run_once(self) -> None:
-        ready: Any = self.__dict__["_ready"]
-        scheduled: Any = self.__dict__["_scheduled"]
-        coming = [each.when() for each in scheduled if not each.cancelled()]
-        assert ready or coming, "everything waits, and nothing will happen"
-        if not ready:
-            self._now = max(self._now, min(coming))
-        super()._run_once()  # type: ignore[misc]
 
 
 class World:
@@ -96,6 +77,9 @@ class World:
             if isinstance(base := whole.get(base_name), ChatSpec)
         ]
         return Catalog([*whole.values(), *adapted])
+
+    async def fetch(self, spec: ModelSpec) -> None:
+        await asyncio.sleep(self.chance.choice([0, 0, 2.0, 30.0]))
 
     async def prepare(self, spec: ModelSpec, base: str | None = None) -> Prepared[str]:
         await asyncio.sleep(self.chance.choice([0, 0, 2.0]))
@@ -230,6 +214,9 @@ class StateMachine(RuleBasedStateMachine):
         self.models: ModelCache[str] = ModelCache(
             self, lambda: self.catalog, self.budget, max_models=2, load_wait_s=WAIT_S, ttl_s=60.0
         )
+
+    async def fetch(self, spec: ModelSpec) -> None:
+        return
 
     async def prepare(self, spec: ModelSpec, base: str | None = None) -> Prepared[str]:
         await asyncio.sleep(1)

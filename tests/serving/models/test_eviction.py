@@ -164,6 +164,38 @@ def test_no_model_yields_to_an_adapter_of_its_own() -> None:
     assert plan(0, a=(BUSY, 90), one=adapter(WAITING, 10)) == Plan(recalls=True)
 
 
+def test_of_two_adapters_that_wait_for_each_other_s_base_the_later_gives_its_own_back() -> None:
+    """And the first keeps its own, which the later one would wait for."""
+    two = Resident(WAITING, 10, base="b", may_yield=False)
+    given = plan(5, a=(BUSY, 90, 1.0), b=(BUSY, 90, 2.0), one=adapter(WAITING, 10), two=two)
+    assert (given.yielding, given.withdrawn) == (frozenset({"b"}), ("two",))
+    given = plan(5, a=(BUSY, 90, 1.0), b=(BUSY, 90, 2.0), two=two, one=adapter(WAITING, 10))
+    assert (given.yielding, given.withdrawn) == (frozenset({"a"}), ("one",))
+
+
+def test_an_adapter_for_which_nothing_can_be_done_gives_its_base_back_to_others() -> None:
+    """To a later adapter, and to a model, as it keeps both waiting and is not served itself."""
+    for other in (Resident(WAITING, 10, base="b"), Resident(WAITING, 80)):
+        in_peace = Resident(BUSY, 90, may_yield=False)
+        given = plan(5, a=(BUSY, 90), b=in_peace, one=adapter(WAITING, 10), other=other)
+        assert (given.yielding, given.withdrawn) == (frozenset({"a"}), ("one",))
+
+
+def test_an_adapter_that_lacks_room_does_not_wait_for_its_own_base() -> None:
+    """Which leaves after it: another yields, or it goes to the base's next copy."""
+    given = plan(0, a=(RETIRING, 90), b=(BUSY, 90), one=adapter(WAITING, 10))
+    assert (given.yielding, given.withdrawn) == (frozenset({"b"}), ())
+    unloaded = adapter(WAITING, 10, is_base_open=False)
+    assert plan(0, a=(RETIRING, 90), b=(BUSY, 90), one=unloaded) == Plan(withdrawn=("one",))
+
+
+def test_an_adapter_without_callers_holds_no_base_that_others_wait_for() -> None:
+    """It takes idle models' room, or gives its base back."""
+    one = adapter(WAITING, 10, is_requested=False)
+    assert plan(0, a=(BUSY, 90), b=(IDLE, 90), one=one).leaving == ("b",)
+    assert plan(0, a=(BUSY, 90), b=(BUSY, 90), one=one) == Plan(withdrawn=("one",))
+
+
 def test_an_adapter_that_nobody_asks_for_keeps_no_room_that_it_lacks() -> None:
     """Others have it, though adapters come first."""
     one = adapter(WAITING, 30, is_requested=False)
