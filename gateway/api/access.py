@@ -151,11 +151,8 @@ class Guard:
             if any(matches):
                 return f"key-{matches.index(True) + 1}"
         has_any = b"authorization" in headers or sent
-        raise Unauthorized(
-            "Incorrect API key provided. Send it as `Authorization: Bearer <key>`."
-            if has_any
-            else "You didn't provide an API key. Send it as `Authorization: Bearer <key>`."
-        )
+        what = "Incorrect API key provided." if has_any else "You didn't provide an API key."
+        raise Unauthorized(f"{what} Send it as `Authorization: Bearer <key>` or `x-api-key`.")
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         # Starlette's TrustedHostMiddleware knows no loopback network and no host with its port,

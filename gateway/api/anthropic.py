@@ -1,8 +1,7 @@
 """/v1/messages: Anthropic's Messages API, on the same models as chat completions."""
 
 import contextlib
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,6 +26,7 @@ from gateway.api.streams import ACCEPTED, EventStream, frame, while_connected
 from gateway.errors import GatewayError
 from gateway.jobs import GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
+from gateway.serving.generation.batcher import Generation
 from gateway.wire import anthropic as wire
 from gateway.wire.anthropic_errors import AnthropicErrorBody, error_body
 from gateway.wire.anthropic_stream import PING, MessageEvent, MessageWriter
@@ -51,6 +51,17 @@ class _Exchange:
         return MessageWriter(
             request.model, max_tokens=request.max_tokens, thoughts=request.thoughts
         )
+
+    @contextlib.asynccontextmanager
+    async def generating(self) -> AsyncIterator[Generation]:
+        """Begin the answer, and set the headers that are known by then."""
+        async with (
+            self.service.lease_chat(self.spec, self.job.caller, self.request) as batcher,
+            batcher.generate(self.job) as generation,
+            contextlib.aclosing(generation.deltas),
+        ):
+            self.headers.update(answer_headers(generation))
+            yield generation
 
 
 async def answer(service: Service, request: Request) -> ASGIApp:
@@ -116,16 +127,9 @@ async def _answer_whole(exchange: _Exchange) -> bytes:
 async def _generate(exchange: _Exchange) -> tuple[MessageWriter, Usage]:
     """Generate the answer once, and check it if its schema was enforced only in part."""
     writer = exchange.writer()
-    async with (
-        exchange.service.lease_chat(
-            exchange.spec, exchange.job.caller, exchange.request
-        ) as batcher,
-        batcher.generate(exchange.job) as generation,
-        aclosing(generation.deltas) as deltas,
-    ):
-        exchange.headers.update(answer_headers(generation))
+    async with exchange.generating() as generation:
         usage = generation.usage
-        async for delta in deltas:
+        async for delta in generation.deltas:
             usage = count_delta(usage, delta)
             writer.add(delta)
     if (verdict := await verdict_json(generation.checker, 0)) is not None:
@@ -140,18 +144,11 @@ async def _events(exchange: _Exchange) -> AsyncGenerator[bytes, None]:
     known how much of the prompt was in the cache.
     """
     writer = exchange.writer()
-    async with (
-        exchange.service.lease_chat(
-            exchange.spec, exchange.job.caller, exchange.request
-        ) as batcher,
-        batcher.generate(exchange.job) as generation,
-        aclosing(generation.deltas) as deltas,
-    ):
-        exchange.headers.update(answer_headers(generation))  # before they are sent
+    async with exchange.generating() as generation:
         yield ACCEPTED
         usage = generation.usage
         is_first = True
-        async for delta in deltas:
+        async for delta in generation.deltas:
             usage = count_delta(usage, delta)
             events = writer.begin(usage) if is_first else []
             is_first = False

@@ -40,7 +40,10 @@ def document(
         for kind in ("chat", "embedding", "rerank")
     }
     names["rerank"] += names["embedding"]  # which score by cosine
-    schemes = {"key": {"type": "http", "scheme": "bearer"}}
+    schemes = {
+        "key": {"type": "http", "scheme": "bearer"},
+        "anthropic_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
     if has_admin:
         schemes["admin_key"] = {"type": "http", "scheme": "bearer"}
     paths: dict[str, Schema] = {}
@@ -65,7 +68,7 @@ def document(
             "description": "The OpenAI-compatible gateway for MLX models.",
         },
         "servers": SERVERS,
-        "security": [{"key": []}] if has_keys else [{}, {"key": []}],
+        "security": [*([] if has_keys else [{}]), {"key": []}, {"anthropic_key": []}],
         "paths": paths,
         "components": {
             "schemas": schemas(requests, [ErrorBody, *shapes], names, strict=strict),

@@ -86,7 +86,9 @@ class Settings(BaseSettings):
     )
 
     # Who may ask
-    api_keys: Secrets = Field(default=(), description="Bearer keys; none leaves the gateway open.")
+    api_keys: Secrets = Field(
+        default=(), description="Keys, as a bearer token or in x-api-key; none leaves it open."
+    )
     admin_key: SecretStr | None = Field(
         default=None, description="Bearer key of the /admin routes; without one there are none."
     )

@@ -296,6 +296,37 @@ async def test_questions_count_as_choices(models: Catalog, engines: ScriptedEngi
         assert (await post(client, [PREDICATE])).status_code == 200
 
 
+async def test_what_is_wrong_is_told_though_the_queue_is_full(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """A 429 would have it sent again."""
+    engines.chat.gate.close()
+    async with served(models, engines, queue_limit=4) as client:
+        first = asyncio.create_task(post(client, [PREDICATE] * 4))
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
+        assert (await post(client, [PREDICATE])).status_code == 429
+        assert (await post(client, [{**PREDICATE, "type": "essay"}])).status_code == 400
+        assert (await client.post("/v1/decisions", content=b'{"model": ')).status_code == 400
+        unknown = await client.post("/v1/decisions", json={**ask([PREDICATE]), "model": "nobody"})
+        assert unknown.status_code == 404
+        engines.chat.gate.open()
+        assert (await first).status_code == 200
+
+
+async def test_a_question_too_long_refuses_all_of_them_and_holds_no_place(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Wherever it stands among those that are not."""
+    too_long = {**PREDICATE, "instructions": "x" * 20_000}
+    async with served(models, engines, queue_limit=4) as client:
+        for questions in ([too_long, PREDICATE, PREDICATE], [PREDICATE, PREDICATE, too_long]) * 2:
+            refused = await post(client, questions)
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert (error["param"], error["code"]) == ("questions", "context_length_exceeded")
+        assert (await post(client, [PREDICATE] * 4)).status_code == 200
+
+
 async def test_a_client_that_leaves_takes_its_questions_along(
     models: Catalog, engines: ScriptedEngines
 ) -> None:

@@ -14,7 +14,10 @@ from openai.types import (
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from tests.fakes import ScriptedEngines
+
 pytestmark = pytest.mark.anyio
+ROOMY = 1000  # tokens: a question takes more than the scripted model has room for
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 USER = [{"role": "user", "content": "hi"}]
 MINIMAL: dict[str, dict[str, Any]] = {
@@ -128,9 +131,10 @@ def test_every_field_of_openais_is_in_the_table(path: str) -> None:
 
 @pytest.mark.parametrize(("path", "field"), cases(0) + cases(1))
 async def test_what_is_honoured_or_harmless_is_accepted(
-    client: httpx2.AsyncClient, path: str, field: str
+    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str, field: str
 ) -> None:
     """And never called ignored."""
+    engines.chat.max_context = ROOMY
     answer = await client.post(path, json=body(path, field))
     assert answer.status_code == 200, answer.text
     assert "x-gateway-ignored" not in answer.headers
@@ -148,8 +152,11 @@ async def test_what_is_refused_is_a_400_that_names_it(
 
 
 @pytest.mark.parametrize("path", MINIMAL)
-async def test_what_nobody_knows_is_named(client: httpx2.AsyncClient, path: str) -> None:
+async def test_what_nobody_knows_is_named(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str
+) -> None:
     """In a header, as it changes nothing."""
+    engines.chat.max_context = ROOMY
     answer = await client.post(path, json={**MINIMAL[path], "colour": "red"})
     assert answer.status_code == 200
     assert answer.headers["x-gateway-ignored"] == "colour"

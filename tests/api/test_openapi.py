@@ -69,6 +69,23 @@ async def test_it_is_a_valid_document(
     assert not [name for name in found["components"]["schemas"] if "__" in name], "two share a name"
 
 
+async def test_a_key_is_sent_by_any_scheme_of_the_document(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    """Anthropic's SDKs know only theirs."""
+    async with served(models, engines, api_keys="k") as client:
+        found = await fetched(client, authorization="Bearer k")
+        schemes = [found["components"]["securitySchemes"][name] for [name] in found["security"]]
+        sent = {
+            each.get("name", "authorization"): "k" if "name" in each else "Bearer k"
+            for each in schemes
+        }
+        assert list(sent) == ["authorization", "x-api-key"]
+        for name, value in sent.items():
+            answer = await client.get("/v1/openapi.json", headers={name: value})
+            assert answer.status_code == 200
+
+
 async def test_with_keys_it_is_for_their_holders(models: Catalog, engines: ScriptedEngines) -> None:
     """It names the models."""
     async with served(models, engines, api_keys="k") as client:

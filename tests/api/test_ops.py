@@ -121,8 +121,11 @@ async def test_metrics_tell_how_long_prompts_and_answers_are_and_why_those_ended
     assert counted == [1, 2, 3, 3 + 3 + 6, 5 + 5, 1, 3]
 
 
-async def test_decisions_are_no_answers_that_finished(client: httpx2.AsyncClient) -> None:
+async def test_decisions_are_no_answers_that_finished(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
     """Nothing is generated for them."""
+    engines.chat.max_context = 1000
     asked = {
         "model": "writer",
         "input": "hello",

@@ -21,7 +21,7 @@ from gateway.api.traces import Tracer
 from gateway.app import gateway as app
 from gateway.registry import Catalog
 from tests.collector import Taken, collecting
-from tests.fakes import ScriptedEngines
+from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.processes import environment
 from tests.serving_app import served
 
@@ -358,7 +358,8 @@ async def test_no_span_has_content(models: Catalog, taken: Taken) -> None:
             "questions": [{"id": "q", "type": "predicate", "instructions": SECRET}],
         },
     }
-    async with served(models, ScriptedEngines()) as client:
+    engines = ScriptedEngines(chat=ScriptedChat(max_context=1000))
+    async with served(models, engines) as client:
         for path, body in bodies.items():
             answer = await client.post(path, json=body)
             assert answer.status_code == 200, answer.text
