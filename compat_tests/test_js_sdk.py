@@ -1,19 +1,15 @@
 """JavaScript clients through node, of the versions locked in compat_tests/js."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent / "js"
-MISSING = [name for name in ("node", "npm") if shutil.which(name) is None]
+from compat_tests.node import NEEDS_NODE, install
 
-pytestmark = [
-    pytest.mark.compat,
-    pytest.mark.skipif(bool(MISSING), reason=f"there is no {' and no '.join(MISSING)} here"),
-]
+HERE = Path(__file__).parent / "js"
+pytestmark = [pytest.mark.compat, NEEDS_NODE]
 
 
 def run(*command: str, **environment: str) -> str:
@@ -41,7 +37,7 @@ def run(*command: str, **environment: str) -> str:
 )
 def test_javascript_clients_pass_unchanged(url: str, file: str, passing: int) -> None:
     """The OpenAI SDK on every endpoint; Vercel's AI SDK over two turns of the Responses API."""
-    run("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund")
+    install(HERE)
     printed = run("node", "--test", "--test-reporter=tap", file, OPENAI_BASE_URL=f"{url}/v1")
     assert "# fail 0" in printed
     assert f"# pass {passing}" in printed

@@ -1,1 +1,1 @@
-"""Anthropic's SDKs and its terminal agent, unchanged, against /v1/messages."""
+"""Anthropic's SDKs, unchanged, against /v1/messages."""

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from compat_tests.anthropic.conftest import HERE, NEEDS_NODE
 from compat_tests.conftest import ROOT
+from compat_tests.node import NEEDS_NODE, install
 
+HERE = Path(__file__).parent
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
-SCRIPT = Path(__file__).parents[1] / "clients" / "anthropic_messages.py"
+SCRIPT = HERE.parent / "clients" / "anthropic_messages.py"
 
 pytestmark = pytest.mark.compat
 
@@ -37,9 +38,9 @@ def test_the_python_sdk_works_unchanged(url: str) -> None:
 
 
 @NEEDS_NODE
-@pytest.mark.usefixtures("installed")
 def test_the_javascript_sdk_works_unchanged(url: str) -> None:
     """The same, of the version locked here."""
+    install(HERE)
     command = ("node", "--test", "--test-reporter=tap", "sdk.test.mjs")
     printed = run(*command, ANTHROPIC_BASE_URL=url)
     assert "# fail 0" in printed

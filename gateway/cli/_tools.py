@@ -1,7 +1,7 @@
 """The tools that `launch` runs and `connect` prints for: what each needs to ask this gateway.
 
 Setups hold no key: a tool reads it from the variable that its entry here names. To add a tool, add
-an entry to TOOLS, and a test that runs it (compat_tests/anthropic/test_launch.py).
+an entry to TOOLS, and a test that runs it (compat_tests/agents/test_launch.py).
 """
 
 import json
@@ -127,11 +127,8 @@ def _codex(service: Service) -> Setup:
 
 def _opencode(service: Service) -> Setup:
     """This JSON is merged into the user's own configuration."""
-    limit = (
-        {"limit": {"context": service.context, "output": service.context // 4}}
-        if (service.context)
-        else {}
-    )
+    context = service.context
+    limit = {"limit": {"context": context, "output": context // 4}} if context else {}
     config = {
         "model": f"{_PROVIDER}/{service.model}",
         "small_model": f"{_PROVIDER}/{service.small_model}",

@@ -45,7 +45,7 @@ def launch(
     if (program := shutil.which(chosen.command)) is None:
         _quit(f"{chosen.command} is not installed. Install it: `{chosen.install}`.")
     catalog = load_catalog(settings.models, variables())
-    signals = _Signals()
+    signals = Signals()
     with signals.handled():
         try:
             url = find(settings)
@@ -63,7 +63,7 @@ def _quit(message: str) -> NoReturn:
     raise SystemExit(1)
 
 
-class _Signals:
+class Signals:
     """What signals do: end this process in order or, once a tool runs, go to that."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ def _run(
     command: Sequence[str],
     service: Service,
     settings: Settings,
-    signals: _Signals,
+    signals: Signals,
 ) -> int:
     """Run a tool until it ends, and return its status as shells have it."""
     setup = tool.setup(service)

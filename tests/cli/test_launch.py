@@ -18,6 +18,7 @@ import pytest
 
 from gateway.cli._gateways import NoGateway, started
 from gateway.cli._tools import AGENT_CONTEXT, TOOLS, NoModel, Offer, Service, choose
+from gateway.cli.launch import Signals
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.processes import ROOT, command, environment
 from tests.serving_app import catalog, served, settings
@@ -286,6 +287,21 @@ async def test_a_tool_that_a_signal_ended_has_the_status_of_shells(home: Path) -
     async with found(home) as client:
         outcome = await ran(home, "launch", "claude", "--", "--die", port=port_of(client))
     assert outcome.status == 128 + signal.SIGKILL
+
+
+class Interrupted(dict[str, str]):
+    """Variables whose reader, about to start a process, gets a signal."""
+
+    def items(self) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return super().items()
+
+
+def test_a_signal_that_comes_while_the_tool_starts_is_the_tools() -> None:
+    """It ended launch alone, and the tool ran on."""
+    signals, sleeps = Signals(), [sys.executable, "-c", "import time; time.sleep(600)"]
+    with signals.handled():
+        assert signals.start(sleeps, Interrupted(os.environ)) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,6 +1,6 @@
 """A scripted chat model that an agent can work with: it has the agent run a command, once.
 
-`python -m compat_tests.anthropic.agent` serves it until it is interrupted.
+`python -m compat_tests.agents.model` serves it until it is interrupted.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
 MODEL = "scripted"
-SHELLS = {"Bash": "command", "exec_command": "cmd"}
-"""The tools that run a command, of Claude Code and of Codex, and what each calls it."""
+SHELLS = {"Bash": "command", "exec_command": "cmd", "bash": "command"}
+"""The tools that run a command, of Claude Code, Codex and opencode, and what each calls it."""
 COMMAND = re.compile(r"`(echo [^`]+)`")
 
 
@@ -78,7 +78,10 @@ def _plan(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:
         words = re.split(r"(?<= )", f"It printed: {last['content'].strip()}")
         return [*({"text": word} for word in words), {"finish_reason": "stop"}]
     command = COMMAND.findall(last["content"])[-1]
-    given = {SHELLS[shell]: command, **({"description": "Run it"} if shell == "Bash" else {})}
+    given = {
+        SHELLS[shell]: command,
+        **({} if shell == "exec_command" else {"description": "Run it"}),
+    }
     arguments = orjson.dumps(given).decode()
     middle = len(arguments) // 2
     return [

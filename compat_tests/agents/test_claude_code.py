@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 import pytest
 
-from compat_tests.anthropic.agent import MODEL, serving
-from compat_tests.anthropic.conftest import NEEDS_NODE
+from compat_tests.agents.model import MODEL, serving
+from compat_tests.node import NEEDS_NODE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.compat, NEEDS_NODE]
 ASKED = "Run `echo hello from $((40 + 2))` and say what it prints."
@@ -20,7 +20,7 @@ class Terminal:
     """An empty home and an empty folder, in which the agent is started."""
 
     def __init__(self, programs: Path, folder: Path, **environment: str) -> None:
-        self._claude = ("node", str(programs / "claude-code" / "cli-wrapper.cjs"))
+        self._claude = ("node", str(programs / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"))
         self._folder = folder / "project"
         self._folder.mkdir()
         self._environment = {

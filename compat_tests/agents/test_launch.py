@@ -1,0 +1,131 @@
+"""`mlx-gateway launch` and `connect` with their tools, the real ones, on a scripted model."""
+
+import asyncio
+import os
+import platform
+import signal
+import sys
+from pathlib import Path
+
+import httpx2
+import orjson
+import pytest
+
+from compat_tests.agents.model import MODEL, serving
+from compat_tests.conftest import ROOT
+from compat_tests.node import NEEDS_NODE
+from tests.processes import environment
+
+pytestmark = [pytest.mark.anyio, pytest.mark.compat]
+LLM = ROOT / ".venv-clients" / "bin" / "llm"
+ASKED = "Run `echo hello from $((40 + 2))` and say what it prints."
+CLAUDE = ("-p", ASKED, "--allowedTools", "Bash", "--output-format", "json")
+# The tests' own folder is the sandbox.
+CODEX = ("exec", "--json", "--skip-git-repo-check", "-s", "danger-full-access", ASKED)
+OPENCODE = ("run", "--format", "json", ASKED)
+SHELL = """
+import subprocess
+
+def bash(command: str, description: str) -> str:
+    "Run a command."
+    return subprocess.check_output(["sh", "-c", command], text=True)
+"""
+LAUNCH = 'exec "$PYTHON" -m gateway launch "$1" -- "${@:2}"'
+CONNECT = 'settings=$("$PYTHON" -m gateway connect "$1") && eval "$settings" && "$@"'
+BOTH = pytest.mark.parametrize("by", [LAUNCH, CONNECT], ids=["launch", "connect"])
+ALONE = {  # nothing is asked of any other host
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
+}
+
+
+async def run(
+    program: Path, home: Path, client: httpx2.AsyncClient, *arguments: str, by: str = LAUNCH
+) -> bytes:
+    """Run a tool on the gateway of a client, from an empty home; return what it printed."""
+    port = client.base_url.port
+    assert port is not None
+    process = await asyncio.create_subprocess_exec(
+        *("bash", "-c", by, "bash", program.name, *arguments),
+        cwd=home,
+        env=environment(
+            PATH=f"{program.parent}:{os.environ['PATH']}",
+            PYTHON=sys.executable,
+            HOME=str(home),
+            GATEWAY_PORT=str(port),
+            GATEWAY_API_KEYS="k",
+            **ALONE,
+        ),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(120):
+            printed, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, (printed + errors).decode()
+    return printed
+
+
+@NEEDS_NODE
+async def test_claude_code_runs_a_command(installed: Path, tmp_path: Path) -> None:
+    """With a key, by the model that launch chose."""
+    claude = tmp_path / "claude"
+    wrapper = installed / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"
+    claude.write_text(f'#!/bin/sh\nexec node "{wrapper}" "$@"\n')
+    claude.chmod(0o755)
+    async with serving(tmp_path, api_keys="k") as (client, _):
+        outcome = orjson.loads(await run(claude, tmp_path, client, *CLAUDE))
+    assert outcome["result"] == "It printed: hello from 42", outcome
+    assert set(outcome["modelUsage"]) == {MODEL}
+
+
+@NEEDS_NODE
+async def test_codex_runs_a_command(installed: Path, tmp_path: Path) -> None:
+    """By /v1/responses: its call, the call's result, and the answer to that."""
+    async with serving(tmp_path, api_keys="k") as (client, chat):
+        printed = await run(installed / ".bin" / "codex", tmp_path, client, *CODEX)
+    items = [line["item"] for line in map(orjson.loads, printed.splitlines()) if "item" in line]
+    assert [item["text"] for item in items if item["type"] == "agent_message"][-1].endswith(
+        "hello from 42"
+    ), items
+    (ran,) = (i for i in items if i["type"] == "command_execution" and i["status"] == "completed")
+    assert (ran["exit_code"], ran["aggregated_output"]) == (0, "hello from 42\n")
+    assert [turn["role"] for turn in chat.jobs[-1].messages][-2:] == ["assistant", "tool"]
+
+
+@NEEDS_NODE
+@BOTH
+async def test_opencode_runs_a_command(installed: Path, tmp_path: Path, by: str) -> None:
+    """By /v1/chat/completions, with its own tool and by our model alone."""
+    machine = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    program = installed / f"opencode-{sys.platform}-{machine}" / "bin" / "opencode"
+    if not program.exists():
+        pytest.skip(f"package-lock.json has no opencode for {sys.platform} on {machine}")
+    async with serving(tmp_path, api_keys="k") as (client, chat):
+        printed = await run(program, tmp_path, client, *OPENCODE, by=by)
+    parts = [line["part"] for line in map(orjson.loads, printed.splitlines()) if "part" in line]
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    assert texts[-1].strip() == "It printed: hello from 42", printed
+    (ran,) = (part for part in parts if part["type"] == "tool")
+    assert (ran["tool"], ran["state"]["output"].strip()) == ("bash", "hello from 42")
+    assert [turn["role"] for turn in chat.jobs[-1].messages][-2:] == ["assistant", "tool"]
+
+
+@pytest.mark.skipif(not LLM.exists(), reason="`make setup-clients` installs it")
+@BOTH
+async def test_llm_calls_a_function(tmp_path: Path, by: str) -> None:
+    """One of its user's own, streamed; its folder in the user's home stays as it was."""
+    arguments = ("--functions", SHELL, "--tools-debug", ASKED)
+    async with serving(tmp_path, api_keys="k") as (client, chat):
+        printed = (await run(LLM, tmp_path, client, *arguments, by=by)).decode()
+    assert printed.strip().endswith("It printed: hello from 42"), printed
+    first, second = chat.jobs
+    assert [tool["function"]["name"] for tool in first.tools] == ["bash"]
+    assert [turn["role"] for turn in second.messages] == ["user", "assistant", "tool"]
+    assert not (tmp_path / ".config" / "io.datasette.llm").exists()
