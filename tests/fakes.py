@@ -213,6 +213,11 @@ class ScriptedChat:
         if room < (job.max_tokens != 0):
             raise ContextLengthExceeded(self.max_context, len(text), noun=noun)
         wanted = room if job.max_tokens is None else min(job.max_tokens, room)
+        for question in job.questions:
+            if (tokens := len(text) + len(question.text)) >= self.max_context:
+                raise ContextLengthExceeded(
+                    self.max_context, tokens, noun="questions", part="questions"
+                )
         if job.questions:
             return [_judged_row(job, text, question) for question in job.questions]
         row = SequenceParams(

@@ -176,6 +176,7 @@ class MlxEngines:
             dtype,
             is_packed=is_packed,
             is_fused=spec.fuse_projections,
+            kv_bits=spec.kv_bits,
         )
         if (share := self._share(spec)) is None:
             return digest
@@ -229,7 +230,7 @@ class MlxEngines:
         size = Size(
             weights_bytes(checkpoint, self._device, dtype, is_packed=is_packed),
             self._first_kv_bytes(checkpoint, spec),
-            kv_bytes(checkpoint, self._device, dtype, 1),
+            kv_bytes(checkpoint, self._device, dtype, 1, spec.kv_bits),
         )
         return size, is_packed
 
@@ -264,7 +265,7 @@ class MlxEngines:
         from gateway.engine.checkpoint import kv_bytes
 
         tokens = min(self._kv_allowance_tokens, spec.max_context or self._kv_allowance_tokens)
-        return kv_bytes(checkpoint, self._device, _dtype(spec), tokens)
+        return kv_bytes(checkpoint, self._device, _dtype(spec), tokens, spec.kv_bits)
 
     def _must_stay_packed(self, checkpoint: "Listing", spec: ChatSpec, beside: int = 0) -> bool:
         """Return True if the memory budget has no room for the weights dequantized, with so many
@@ -375,6 +376,7 @@ class MlxEngines:
             dtype=_dtype(spec),
             is_packed=is_packed,
             is_fused=spec.fuse_projections,
+            kv_bits=spec.kv_bits,
             prefix_cache_bytes=prefix_cache_bytes,
             speculate_rows=rows,
             draft=draft,
@@ -408,6 +410,7 @@ class MlxEngines:
             dtype=_dtype(draft),
             is_packed=is_packed,
             is_fused=draft.fuse_projections,
+            kv_bits=draft.kv_bits,
         )
         log_costs(read.checkpoint, self._device, is_packed=is_packed)
         return read

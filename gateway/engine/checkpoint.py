@@ -28,6 +28,7 @@ _INDEX = "model.safetensors.index.json"
 SLICE_BYTES: Final = 256 << 20
 # The format's own bound: whatever a broken file's first bytes say, no more is read for a header.
 HEADER_BYTES: Final = 100_000_000
+KV_GROUP_SIZES: Final = (64, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +314,18 @@ def must_stay_packed(
     )
 
 
-def kv_bytes(checkpoint: Listing, device: Device, dtype: str | None, tokens: int) -> int:
+def kv_bytes(
+    checkpoint: Listing,
+    device: Device,
+    dtype: str | None,
+    tokens: int,
+    kv_bits: int | None = None,
+) -> int:
     """Count the bytes of KV of so many tokens, at most the model's context, from its config.
 
     One layer more is counted than there is: the one that is copied while a sequence joins or
-    leaves. 0 if the config lacks the usual keys.
+    leaves. 0 if the config lacks the usual keys. `kv_bits` counts unless some layers may have
+    sliding windows or states, which stay floating.
     """
     whole = checkpoint.config()
     config = whole.get("text_config") or whole
@@ -330,23 +338,37 @@ def kv_bytes(checkpoint: Listing, device: Device, dtype: str | None, tokens: int
     except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError):
         return 0
     itemsize = pick_dtype(device, dtype, _checkpoint_dtype(checkpoint.tensors())).size
-    return 2 * (layers + 1) * kv_heads * head * itemsize * min(tokens, longest)
+    floating = packed = head * itemsize
+    group = kv_group_size(head)
+    is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
+    if kv_bits is not None and group and is_plain and not config.get("sliding_window"):
+        packed = head * kv_bits // 8 + 2 * itemsize * head // group
+    return 2 * (layers * packed + floating) * kv_heads * min(tokens, longest)
+
+
+def kv_group_size(head: int) -> int | None:
+    """Return how many of a head's numbers share a scale and a bias once its KV is quantised; None
+    if they can't be divided. mlx-lm's default is 64.
+    """
+    return next((size for size in KV_GROUP_SIZES if head % size == 0), None)
 
 
 def measure_kv(model: Any) -> KvCost:
     """Return the cost of a sequence's KV, from the shapes that one token and two leave in the
     model's caches. The passes are never evaluated.
 
-    One layer more is counted than there is, as by `kv_bytes`.
+    One layer more is counted than there is, as by `kv_bytes`: floating, if its KV is quantised,
+    since long passes attend to it so.
     """
-    one, two = _read(model, 1), _read(model, 2)
-    layers = [_layer_cost(*both) for both in zip(_plain(one), _plain(two), strict=True)]
+    one, two = list(_plain(_read(model, 1))), list(_plain(_read(model, 2)))
+    layers = [_layer_cost(*both) for both in zip(one, two, strict=True)]
     windows = list(chain.from_iterable(each.windows for each in layers))
     by_most: dict[int, int] = {}
     for token, most in [*windows, *([max(windows)] if windows else [])]:
         by_most[most] = by_most.get(most, 0) + token
     return KvCost(
-        token=_and_one_more([each.token for each in layers]),
+        token=sum(each.token for each in layers)
+        + max((_working_bytes(*both) for both in zip(one, layers, strict=True)), default=0),
         windows=tuple((token, most) for most, token in by_most.items()),
         constant=_and_one_more([each.constant for each in layers]),
     )
@@ -380,13 +402,19 @@ def _layer_cost(one: Any, two: Any) -> KvCost:
     2. Arrays that are larger after two tokens than after one grow with each.
     3. All others are states.
     """
-    keys, values = getattr(one, "keys", None), getattr(one, "values", None)
-    if isinstance(keys, mx.array) and isinstance(values, mx.array) and keys.ndim == 4:
-        token = keys.nbytes // keys.shape[2] + values.nbytes // max(1, values.shape[2])
+    both = getattr(one, "keys", None), getattr(one, "values", None)
+    planes: Sequence[Any] = getattr(one, "planes", both)
+    if all(isinstance(plane, mx.array) and plane.ndim == 4 for plane in planes):
+        token = sum(plane.nbytes // max(1, plane.shape[2]) for plane in planes)
         most = getattr(one, "max_size", None) or getattr(one, "chunk_size", None)
         return KvCost(token) if most is None else KvCost(windows=((token, int(most)),))
     token = max(0, int(two.nbytes) - int(one.nbytes))
     return KvCost(token, constant=max(0, int(one.nbytes) - token))
+
+
+def _working_bytes(cache: Any, cost: KvCost) -> int:
+    """Return what a pass holds of each token of the layer that it computes, besides the caches."""
+    return max(cost.token, getattr(cache, "unpacked_token_bytes", 0))
 
 
 def _and_one_more(layers: Sequence[int]) -> int:

@@ -1,11 +1,13 @@
-"""What decoders compute in place of mlx-lm's functions on a CPU: mlx's exp goes one by one there.
+"""What decoders compute in place of mlx-lm's functions on a CPU: mlx's exp goes one by one there,
+and so do its products with quantised keys.
 
 SwiGLU and softmax take a third to a half of a prefill so. Metal and CUDA have fast kernels of
 their own, and keep mlx-lm's functions.
 """
 
 import sys
-from typing import Any, Final
+from functools import reduce
+from typing import Any, Final, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models import activations, base
@@ -21,6 +23,7 @@ _ROWS: Final = 64
 # the keys after them are left out. Below the second number mlx's own attention is as fast.
 _QUERIES: Final = 64
 _FEWEST_QUERIES: Final = 16
+_Packed: TypeAlias = tuple[mx.array, mx.array, mx.array]  # codes, scales and biases of mx.quantize
 # The score of what is masked: the lowest, but for -inf, which would make NaN of a row that is all
 # padding.
 _MASKED: Final = mx.finfo(mx.float32).min
@@ -50,21 +53,25 @@ def _gated(gate: mx.array, x: mx.array) -> mx.array:
 
 def attend(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: Any,
+    values: Any,
     cache: Any,
     scale: float,
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return attention as mlx-lm's `scaled_dot_product_attention` does, of long float32 passes.
+    """Return attention as mlx-lm's `scaled_dot_product_attention` does: of long float32 passes, and
+    of quantised keys. Few queries, sinks and masks that are added are left to mlx-lm's own.
 
     Queries are (rows, heads, tokens, size), keys and values (rows, heads of their own, places,
-    size). Few queries, quantised keys, sinks and masks that are added are left to mlx-lm's own.
+    size), or what `attend_packed` takes.
     """
+    is_ours = sinks is None and _is_plain(mask)
+    if is_ours and hasattr(cache, "bits"):
+        return attend_packed(queries, keys, values, scale, mask, cache.bits, cache.group_size)
     tokens = queries.shape[2]
     is_long = tokens >= _FEWEST_QUERIES and queries.dtype == mx.float32
-    if not is_long or sinks is not None or hasattr(cache, "bits") or not _is_plain(mask):
+    if not is_long or not is_ours or hasattr(cache, "bits"):
         own: mx.array = _own_attention(queries, keys, values, cache, scale, mask, sinks)
         return own
     queries = queries * (scale * LOG2_E)
@@ -105,6 +112,60 @@ def _attend_block(
     weights = exp2(scores - mx.max(scores, axis=-1, keepdims=True))
     attended = (weights @ values) / mx.sum(weights, axis=-1, keepdims=True)
     return attended.reshape(rows, heads, tokens, -1)
+
+
+def attend_packed(
+    queries: mx.array,
+    keys: _Packed,
+    values: _Packed,
+    scale: float,
+    mask: mx.array | str | None,
+    bits: int,
+    group_size: int,
+) -> mx.array:
+    """Attend to keys and values of 8 or 4 bits. mlx's products with those go number by number on a
+    CPU; here codes are multiplied as floats, and scales and biases are applied to the products.
+
+    Queries are (rows, heads, tokens, size). Keys and values have codes, (rows, heads of their own,
+    places, size * bits / 32) uint32, then scales and biases, (rows, …, places, size / group_size).
+    """
+    rows, heads, tokens, size = queries.shape
+    shared, places = keys[0].shape[1:3]
+    scaled = (queries.astype(mx.float32) * scale).reshape(rows, shared, -1, size)
+    terms = []
+    for group in range(size // group_size):
+        part = scaled[..., group * group_size : (group + 1) * group_size]
+        products = [
+            part[..., first :: 8 // bits] @ codes.swapaxes(-1, -2)
+            for first, codes in enumerate(_codes(keys[0], group, bits, group_size))
+        ]
+        terms.append(reduce(mx.add, products) * keys[1][..., None, :, group])
+        terms.append(part.sum(axis=-1, keepdims=True) * keys[2][..., None, :, group])
+    scores = reduce(mx.add, terms)
+    if mask is not None:
+        if isinstance(mask, str):
+            mask = mx.arange(places) <= mx.arange(places - tokens, places)[:, None]
+        by_head = scores.reshape(rows, heads, tokens, places)
+        scores = mx.where(mask, by_head, _MASKED).reshape(scores.shape)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    found = []
+    for group in range(size // group_size):
+        scaled = weights * values[1][..., None, :, group]
+        parts = [scaled @ codes for codes in _codes(values[0], group, bits, group_size)]
+        sums = parts[0] if bits == 8 else mx.stack(parts, axis=-1).flatten(-2)
+        found.append(sums + weights @ values[2][..., group : group + 1])
+    attended = found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
+    return attended.reshape(rows, heads, tokens, size).astype(queries.dtype)
+
+
+def _codes(packed: mx.array, group: int, bits: int, group_size: int) -> list[mx.array]:
+    """Return a group's codes as floats, (rows, heads, places, n) each: of 4 bits those of even
+    places, then those of odd ones. The first code is in the lowest bits, of a little-endian word.
+    """
+    words = group_size * bits // 32
+    codes = mx.view(packed[..., group * words : (group + 1) * words], mx.uint8)
+    halves = [codes] if bits == 8 else [codes & 15, codes >> 4]
+    return [half.astype(mx.float32) for half in halves]
 
 
 def use_cpu_kernels(model: Any) -> None:

@@ -116,7 +116,9 @@ def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
     if base is not None and other_base is not None and not load_alike(base, other_base):
         return False
     drafts = [
-        None if draft is None else (draft.source, draft.dtype, draft.fuse_projections)
+        None
+        if draft is None
+        else (draft.source, draft.dtype, draft.fuse_projections, draft.kv_bits)
         for each in (one, other)
         for draft in [each.draft_spec if isinstance(each, ChatSpec) else None]
     ]

@@ -399,6 +399,9 @@ class ChatSpec(_Spec):
         description="Compute q, k and v as one product, and gate and up, which a GPU may be "
         "faster with: `mlx-gateway doctor --engine` measures it.",
     )
+    kv_bits: Literal[8, 4] | None = Field(
+        default=None, description="Bits of what is kept of each token read; absent, all of them."
+    )
     parallel: Literal["tensor", "pipeline"] | None = Field(
         default=None,
         description="Under mlx.launch: the model is divided among all Macs, each layer or by "
@@ -474,9 +477,9 @@ class ChatSpec(_Spec):
 
     @model_validator(mode="after")
     def _divided_as_it_is(self) -> "ChatSpec":
-        if self.parallel and self.fuse_projections:
-            message = "a model with 'parallel' has no 'fuse_projections'"
-            raise _misplaced("parallel", message)
+        for key in ("fuse_projections", "kv_bits"):
+            if self.parallel and getattr(self, key):
+                raise _misplaced("parallel", f"a model with 'parallel' has no '{key}'")
         return self
 
 

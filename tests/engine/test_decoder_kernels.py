@@ -1,5 +1,6 @@
 """SwiGLU and attention on a CPU: mlx's own numbers, of fewer instructions."""
 
+import itertools
 import math
 import threading
 from pathlib import Path
@@ -25,6 +26,7 @@ own_swiglu: Any = mlx_lm.models.activations.swiglu
 own_attention: Any = mlx_lm.models.base.scaled_dot_product_attention
 BOTH: Any = attend, own_attention
 SCALE = 0.125
+ATOL = {mx.float32: 1e-5, mx.bfloat16: 1e-2}
 
 
 def normal(*shape: int, seed: int = 0) -> mx.array:
@@ -144,19 +146,45 @@ def test_a_row_that_is_not_a_number_stays_so_and_alone() -> None:
     assert mx.isnan(got[1]).all()
 
 
-def test_masks_that_are_added_sinks_and_quantised_keys_are_mlx_lms() -> None:
+def test_masks_that_are_added_and_sinks_are_mlx_lms() -> None:
     queries, keys, values = heads(1, 32, 32)
     slopes = normal(1, 6, 32, 32, seed=9)
     asked: dict[str, Any] = {"cache": None, "scale": SCALE}
     for special in ({"mask": slopes}, {"mask": "causal", "sinks": normal(6)}):
         got, own = (f(queries, keys, values, **asked, **special) for f in (attend, own_attention))
         assert mx.array_equal(got, own)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_keys_give_what_mlx_lms_attention_gives(
+    bits: int, size: int, dtype: mx.Dtype
+) -> None:
+    """Of one query and of several, with heads that share keys, and rows of other lengths."""
+    cache: Any = QuantizedKVCache(group_size=min(size, 64), bits=bits)
+    keys, values = (normal(3, 2, 40, size, seed=seed).astype(dtype) for seed in (1, 2))
+    stored = cache.update_and_fetch(keys, values)
+    exact = [(codes, *(each.astype(mx.float32) for each in more)) for codes, *more in stored]
+    masks: list[Any] = [None, "causal", mx.arange(40) < mx.array([7, 40, 33])[:, None, None, None]]
+    for tokens, mask in itertools.product((1, 5), masks):
+        queries = normal(3, 6, tokens, size, seed=3).astype(dtype)
+        asked = {"cache": cache, "scale": size**-0.5, "mask": mask}
+        got = attend(queries, *stored, **asked)
+        assert got.dtype == dtype
+        own = own_attention(queries.astype(mx.float32) + 0, *exact, **asked)  # it scales in place
+        assert np.allclose(got.astype(mx.float32), own, atol=ATOL[dtype])
+
+
+def test_a_masked_place_of_quantised_keys_counts_for_nothing() -> None:
     cache: Any = QuantizedKVCache(group_size=32, bits=8)
-    wide = [normal(1, 2, 32, 32, seed=seed) for seed in (1, 2)]
-    stored = cache.update_and_fetch(*wide)
-    asked = {"cache": cache, "scale": SCALE, "mask": None}
-    got, own = (f(normal(1, 6, 32, 32), *stored, **asked) for f in (attend, own_attention))
-    assert mx.array_equal(got, own)
+    keys, values = normal(1, 2, 9, 32, seed=1), normal(1, 2, 9, 32, seed=2)
+    keys[:, :, 5:], values[:, :, 5:] = 1e3, 1e3
+    stored = cache.update_and_fetch(keys, values)
+    queries = normal(1, 6, 1, 32)
+    got = attend(queries, stored[0], stored[1], cache, SCALE, mx.arange(9)[None] < 5)
+    exact = own_attention(queries, keys[:, :, :5], values[:, :, :5], None, SCALE, None)
+    assert np.allclose(got, exact, atol=0.05)
 
 
 def test_several_threads_may_compute_at_their_first_call() -> None:

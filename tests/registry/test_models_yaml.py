@@ -274,6 +274,19 @@ def test_parallel_is_tensor_or_pipeline_of_a_chat_model_that_is_not_fused(file: 
             one(file, entry)
 
 
+def test_kv_bits_are_8_or_4_of_a_chat_model(file: Path) -> None:
+    spec = one(file, "kind: chat\nsource: hub:a/b\nkv_bits: 4")
+    assert isinstance(spec, ChatSpec)
+    assert spec.kv_bits == 4
+    for entry in (
+        "kind: chat\nsource: hub:a/b\nkv_bits: 3",
+        "kind: embedding\nsource: hub:a/b\nkv_bits: 8",
+        "kind: chat\nsource: hub:a/b\nkv_bits: 8\nparallel: tensor",
+    ):
+        with pytest.raises(Exception, match="kv_bits"):
+            one(file, entry)
+
+
 def test_a_draft_whose_entry_is_wrong_is_one_problem(file: Path) -> None:
     text = (DRAFTED % "small").replace('"hub:a/small"', "nothing")
     assert all("small: `source`" in each for each in read(file, text).problems)
@@ -286,6 +299,9 @@ def test_a_model_is_loaded_anew_if_its_draft_is_another(file: Path) -> None:
     small = '"hub:a/small", fuse_projections: true'
     fused = read(file, (DRAFTED % "small").replace('"hub:a/small"', small)).catalog
     assert fused.changes_since(before).changed == ("large", "small", "middle")
+    small = '"hub:a/small", kv_bits: 8'
+    fewer = read(file, (DRAFTED % "small").replace('"hub:a/small"', small)).catalog
+    assert fewer.changes_since(before).changed == ("large", "small", "middle")
     moved = read(file, (DRAFTED % "small").replace("hub:a/small", "hub:b/small")).catalog
     assert moved.changes_since(before).changed == ("large", "small", "middle")
     assert read(file, DRAFTED % "null").catalog.changes_since(before).changed == ("large",)
@@ -347,6 +363,7 @@ def test_a_base_that_cannot_be_one_is_refused_by_name(file: Path, base: str, pro
         ),
         ('base: b, adapter: "hub:a/x", dtype: float16', "`dtype` is the base's to set"),
         ('base: b, adapter: "hub:a/x", batching: off', "`batching` is the base's to set"),
+        ('base: b, adapter: "hub:a/x", kv_bits: 8', "`kv_bits` is the base's to set"),
         ('base: b, adapter: "hub:a/x", draft: b', "`draft` is the base's to set"),
         (
             'base: b, adapter: "hub:a/x", adaptor: 1',

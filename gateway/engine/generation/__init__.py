@@ -15,6 +15,7 @@ scoring          logprobs of a prompt
 adapter_files    a LoRA adapter's folder, read and checked
 adapters         LoRA adapters of one model, many in one pass
 kv_cache         the KV of sequences of different lengths, side by side
+quantized_kv     the same in 8 or 4 bits
 prefix_cache     KV that later prompts may begin with
 prefill          which prompts are read together, and in what chunks
 decode_batch     sequences between two decode steps

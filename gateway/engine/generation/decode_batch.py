@@ -20,8 +20,9 @@ from gateway.jobs import FinishReason, Pass, SequenceDelta
 _launch: Any = mx.async_eval  # untyped in mlx's stubs
 
 # How many of the blocks of an answer a next prompt can continue after, if states are to be kept
-# with each. The last tokens may be others there: a template may strip an answer, or end it anew.
-KEPT_ENDS: Final = 2
+# with each: the last two, and two further back, the oldest four to seven. The last tokens may be
+# others there: a template may strip an answer, end it anew, or write its calls another way.
+KEPT_ENDS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,17 @@ def plan_reading(
     return Reading(padded, list(drafts), padding, places)
 
 
+def spread(ends: abc.Sequence[int]) -> list[int]:
+    """Return which ends of an answer's blocks stay when the last of these is new: that one, the one
+    before, and ever fewer further back, as each of them was returned here before.
+
+    The nth block's stays for twice as many blocks as the greatest power of two that divides n.
+    """
+    newest = ends[-1] // BLOCK
+    numbers = ((end, end // BLOCK) for end in ends)
+    return [end for end, n in numbers if newest - n < 2 * (n & -n)][-KEPT_ENDS:]
+
+
 @dataclass(slots=True)
 class DecodeBatch:
     """Sequences between two steps: their KV, and their next tokens, (tokens,), perhaps not
@@ -97,7 +109,7 @@ class DecodeBatch:
         fault, which must show in a pass of its own; a token that turns out to be wrong can be taken
         back.
         """
-        if self.doubts and any(type(layer) is not RaggedKVCache for layer in self.cache):
+        if self.doubts and not all(isinstance(layer, RaggedKVCache) for layer in self.cache):
             return False
         return not any(row.is_at_last or row.was_suspect for row in self.rows)
 
@@ -110,13 +122,14 @@ class DecodeBatch:
         if not prefixes.needs_block_ends:
             return
         for i, row in enumerate(self.rows):
-            end, ends = len(row.context), row.kept_ends
-            if end % BLOCK:
+            if (end := len(row.context)) % BLOCK:
                 continue
-            oldest = ends[0] if len(ends) == KEPT_ENDS else 0
-            is_new = prefixes.store_next(row.context, self.cache, i, oldest, row.root)
+            ends = [*row.kept_ends, end]
+            staying = spread(ends)
+            dropped = [each for each in ends if each not in staying]
+            is_new = prefixes.store_next(row.context, self.cache, i, dropped, row.root)
             if is_new and row.tokens:  # what ends the prompt stays
-                row.kept_ends = [*ends, end][-KEPT_ENDS:]
+                row.kept_ends = staying
 
     def keep_answers(self, prefixes: PrefixCache, ended: abc.Sequence[int]) -> None:
         """Store the KV of ended answers: a conversation's next prompt begins with it."""

@@ -235,4 +235,4 @@ class DraftModel:
 
 def can_go_back(model: Any) -> bool:
     """Return True if all of a model's caches can drop tokens that were not chosen."""
-    return all(type(layer) is RaggedKVCache for layer in make_batch_caches(model))
+    return all(isinstance(layer, RaggedKVCache) for layer in make_batch_caches(model))

@@ -28,7 +28,7 @@ class Drafting:
         """Return how many tokens a sequence may read ahead in the next pass; 0 if none does."""
         if not 0 < len(running.rows) <= self._rows:
             return 0
-        if any(type(layer) is not RaggedKVCache for layer in running.cache):
+        if not all(isinstance(layer, RaggedKVCache) for layer in running.cache):
             return 0
         if any(row.was_suspect for row in running.rows):
             return 0

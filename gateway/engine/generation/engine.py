@@ -71,8 +71,10 @@ class GenerationEngine:
         self._max_context = max_context
         self._sampling_defaults = sampling_defaults or {}
         self._prefixes = PrefixCache(make_prompt_cache(self._model), prefix_cache_bytes)
-        self._prefill = Prefill(self._model, self._prefixes, max_scored_tokens(vocab_size))
         self.adapters = Adapters(model)
+        self._prefill = Prefill(
+            self._model, self._prefixes, max_scored_tokens(vocab_size), self.adapters.applied
+        )
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
         self._faults = Faults()
@@ -216,6 +218,7 @@ class GenerationEngine:
             parked.is_held = False
             self._prefill.readmit([parked])
         elif parked is not None:
+            parked.rows[0].is_held = False  # or it would stop again once it is read anew
             self._extend(parked)
 
     def cap_tokens(self, sequence_id: int, max_tokens: int) -> list[SequenceDelta]:
@@ -258,14 +261,10 @@ class GenerationEngine:
         """Read one chunk of the next prompts in line; those read whole start to decode."""
         if (batch := self._prefill.next_batch(token_budget)) is None:
             return []
-        begun, there = batch.read, sum(batch.positions)
         # mlx-lm's batch gives freed buffers back after each chunk: the step under way must be over.
         self.synchronize()
         try:
-            with self.adapters.applied([row.adapter for row in batch.rows]):
-                self._prefill.read(batch, token_budget)
-            rows, tokens = len(batch.rows), sum(batch.positions) - there
-            self.last_pass = Pass(rows, tokens, rows * (batch.read - begun))
+            self.last_pass = self._prefill.read(batch, token_budget)
             return self._start(batch) if batch.is_read else []
         except Exception as error:
             return self._blame(batch.rows, error)

@@ -18,7 +18,7 @@ STEP: Final = 256  # tokens by which a buffer grows, as mlx-lm's do
 SPARE: Final = 8  # one slot for so many rows may be kept free; memory is counted so
 _FEW: Final = 8  # tokens a row that are written by one kernel; more, by one a row
 
-Mover: TypeAlias = tuple[int, mx.array, mx.array]  # a place, and the keys and values to put there
+Mover: TypeAlias = tuple[int, list[mx.array]]  # a place, and what each plane is to have there
 
 _Base: Any = _BaseCache  # untyped in mlx-lm
 
@@ -100,61 +100,92 @@ def share_lengths(counts: tuple[int, ...]) -> RowLengths:
 
 
 class RaggedKVCache(_Base):  # type: ignore[misc]
-    """The keys and values of one layer, (slots, heads, places, size) each, with the interface of
-    mlx-lm's batched caches. The first slots are the rows'.
+    """The keys and values of one layer, with the interface of mlx-lm's batched caches.
+
+    They are in `planes`, (slots, heads, places, size) each: here the keys, then the values. What a
+    subclass makes of them has other planes. The first slots are the rows'.
 
     New: `rewind`, and that `filter` moves no row which keeps its place.
     """
 
     def __init__(self, counts: Sequence[int] = (0,)) -> None:
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.planes: list[mx.array] = []
         self.lengths = share_lengths(tuple(counts))
         self._padding: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> "RaggedKVCache":
         """Return a cache of these keys and values, (rows, heads, tokens, size), all in use."""
-        cache = cls([keys.shape[2]] * keys.shape[0])
-        cache.keys, cache.values = keys, values
+        return cls().holding([keys, values])
+
+    def holding(self, planes: Sequence[mx.array]) -> "RaggedKVCache":
+        """Return a cache of this kind with these planes, (rows, heads, tokens, n), all in use."""
+        rows, _, tokens, _ = planes[0].shape
+        cache = self.with_rows([tokens] * rows)
+        cache.planes = list(planes)
         return cache
+
+    def with_rows(self, counts: Sequence[int]) -> "RaggedKVCache":
+        """Return a cache of this kind, of rows of these lengths, without planes."""
+        return RaggedKVCache(counts)
+
+    def pack(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        """Return the planes of new tokens' keys and values."""
+        return [keys, values]
+
+    def unpack(self, planes: Sequence[mx.array]) -> tuple[Any, Any]:
+        """Return keys and values as the model attends to them."""
+        keys, values = planes
+        return keys, values
+
+    @property
+    def keys(self) -> mx.array | None:
+        """Return the first plane. mlx-lm's models that are divided by layers put one in its place
+        that depends on what they have sent: mlx_lm/models/qwen2.py, pipeline_rank.
+        """
+        return self.planes[0] if self.planes else None
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.planes = [keys, *self.planes[1:]]
 
     @property
     def offset(self) -> int | mx.array:
         return self.lengths.offset
 
     @property
-    def state(self) -> tuple[mx.array | None, mx.array | None]:
-        return self.keys, self.values
+    def state(self) -> Sequence[mx.array]:
+        return self.planes
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.state if each is not None)
+        return sum(plane.nbytes for plane in self.planes)
 
     def size(self) -> int:
         """Return the length of the longest row."""
         return self.lengths.longest
 
     def empty(self) -> bool:
-        return self.keys is None
+        return not self.planes
 
     def is_trimmable(self) -> bool:
         return True
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append tokens to each row; return all keys and values up to the longest row's end."""
         lengths, after = self.lengths, self.lengths.plus(keys.shape[2])
-        rows, places = len(after.counts), after.longest
-        self.keys = _write(_reserve(self.keys, keys, rows, places), keys, lengths)
-        self.values = _write(_reserve(self.values, values, rows, places), values, lengths)
+        new = self.pack(keys, values)
+        self.planes = [
+            _write(buffer, tokens, lengths)
+            for buffer, tokens in zip(
+                self._reserve(new, len(after.counts), after.longest), new, strict=True
+            )
+        ]
         self.lengths = after
         return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        assert self.keys is not None
-        assert self.values is not None
-        at = slice(len(self.lengths.counts)), slice(None), slice(self.lengths.longest)
-        return self.keys[at], self.values[at]
+    def keys_and_values(self) -> tuple[Any, Any]:
+        return self.unpack(self._used())
 
     def make_mask(
         self,
@@ -201,65 +232,60 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
 
         Return None if all are to be copied: for another order, or if too much becomes free.
         """
-        if self.keys is None or self.values is None:
+        if self.empty():
             return []
         moves = [(place, row) for place, row in enumerate(rows) if row != place]
-        slots, _, places, _ = self.keys.shape
+        slots, _, places, _ = self.planes[0].shape
         longest = max((self.lengths.counts[row] for row in rows), default=0)
         is_roomy = slots > len(rows) + len(rows) // SPARE or places > _round_up(longest)
         if is_roomy or any(row < len(rows) for _, row in moves):
             return None
         return [
-            (place, copy_rows(self.keys[row : row + 1]), copy_rows(self.values[row : row + 1]))
+            (place, [copy_rows(plane[row : row + 1]) for plane in self.planes])
             for place, row in moves
         ]
 
     def keep(self, rows: Sequence[int], movers: list[Mover] | None) -> None:
         """Keep these rows, with what `take_movers` returned for them."""
         self.lengths = self.lengths.at(tuple(rows))
-        if movers is None and self.keys is not None and self.values is not None:
+        if movers is None:
             at = mx.array(list(rows)), slice(None), slice(_round_up(self.lengths.longest))
-            self.keys, self.values = self.keys[at], self.values[at]
-        for place, keys, values in movers or ():
-            assert self.keys is not None
-            assert self.values is not None
-            self.keys = _place(self.keys, keys, place)
-            self.values = _place(self.values, values, place)
+            self.planes = [plane[at] for plane in self.planes]
+        for place, moved in movers or ():
+            self._place(moved, place)
 
     def extend(self, other: "RaggedKVCache") -> None:
         """Add the rows of another cache of the same layer."""
         first, more = len(self.lengths.counts), len(other.lengths.counts)
         self.lengths = self.lengths.join(other.lengths.counts)
-        rows, places = first + more, self.lengths.longest
-        if other.keys is not None and other.values is not None:
-            keys, values = other.keys_and_values()
-        elif self.keys is not None and self.values is not None:
-            keys, values = (each[:1, :, :0] for each in (self.keys, self.values))
-            keys, values = (mx.repeat(each, more, axis=0) for each in (keys, values))
+        if not other.empty():
+            joining = other._used()
+        elif not self.empty():
+            joining = [mx.repeat(plane[:1, :, :0], more, axis=0) for plane in self.planes]
         else:
             return
-        self.keys = _place(_reserve(self.keys, keys, rows, places), keys, first)
-        self.values = _place(_reserve(self.values, values, rows, places), values, first)
+        self.planes = self._reserve(joining, first + more, self.lengths.longest)
+        self._place(joining, first)
 
     def extract(self, idx: int) -> "RaggedKVCache":
         """Return a copy of one row."""
-        assert self.keys is not None
-        assert self.values is not None
-        at = slice(idx, idx + 1), slice(None), slice(self.lengths.counts[idx])
-        return RaggedKVCache.of(copy_rows(self.keys[at]), copy_rows(self.values[at]))
+        return self.holding(self.copy_tokens(idx, 0, self.lengths.counts[idx]))
+
+    def copy_tokens(self, row: int, start: int, stop: int) -> list[mx.array]:
+        """Copy the planes of some of a row's tokens."""
+        at = slice(row, row + 1), slice(None), slice(start, stop)
+        return [copy_rows(plane[at]) for plane in self.planes]
 
     @classmethod
     def merge(cls, caches: Sequence["RaggedKVCache"]) -> "RaggedKVCache":
         """Return the rows of several caches as one."""
         if len(caches) == 1:
             return copy.copy(caches[0])
-        merged = cls(())
+        merged = caches[0].with_rows(())
         if filled := [cache for cache in caches if not cache.empty()]:
             rows = sum(len(cache.lengths.counts) for cache in caches)
             places = max(cache.lengths.longest for cache in caches)
-            merged.keys, merged.values = (
-                _reserve(None, each, rows, places) for each in filled[0].keys_and_values()
-            )
+            merged.planes = merged._reserve(filled[0].planes, rows, places)
         for cache in caches:
             merged.extend(cache)
         return merged
@@ -268,18 +294,38 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         """Return a cache that is written independently: writing changes what all holders of an
         mx.array see, and a reshaped one is another.
         """
-        twin = type(self)(self.lengths.counts)
+        twin = self.with_rows(self.lengths.counts)
         twin.lengths = self.lengths
-        if self.keys is not None and self.values is not None:
-            twin.keys = self.keys.reshape(self.keys.shape)
-            twin.values = self.values.reshape(self.values.shape)
+        twin.planes = [plane.reshape(plane.shape) for plane in self.planes]
         return twin
+
+    def _used(self) -> list[mx.array]:
+        """Return the planes of the rows, up to the longest row's end."""
+        assert self.planes
+        at = slice(len(self.lengths.counts)), slice(None), slice(self.lengths.longest)
+        return [plane[at] for plane in self.planes]
+
+    def _reserve(self, like: Sequence[mx.array], rows: int, places: int) -> list[mx.array]:
+        """Return the planes, like these, with room for so many rows of so many tokens."""
+        buffers: Sequence[mx.array | None] = self.planes or [None] * len(like)
+        return [
+            _reserve(buffer, each, rows, places) for buffer, each in zip(buffers, like, strict=True)
+        ]
+
+    def _place(self, planes: Sequence[mx.array], first: int) -> None:
+        """Put whole rows into slots from the first on."""
+        pairs = zip(self.planes, planes, strict=True)
+        self.planes = [_place(buffer, rows, first) for buffer, rows in pairs]
 
 
 def make_batch_caches(model: Any) -> list[Any]:
     """Return the empty caches of one sequence, to be merged with others'."""
-    layers = make_prompt_cache(model)
-    return [RaggedKVCache() if type(layer) is KVCache else layer for layer in layers]
+    return [as_ragged(layer) for layer in make_prompt_cache(model)]
+
+
+def as_ragged(layer: Any) -> Any:
+    """Return the cache, an empty one, that takes the place of mlx-lm's in a batch."""
+    return RaggedKVCache() if type(layer) is KVCache else layer
 
 
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
@@ -292,7 +338,7 @@ def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
     ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
     movers = [layer.take_movers(rows) for layer in ragged]
     if any(movers):
-        mx.eval([keys_and_values for some in movers for _, *keys_and_values in some or ()])
+        mx.eval([planes for some in movers for _, planes in some or ()])
     for layer, some in zip(ragged, movers, strict=True):
         layer.keep(rows, some)
     for layer in layers:

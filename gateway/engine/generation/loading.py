@@ -22,6 +22,7 @@ from gateway.engine.generation.chat import (
 )
 from gateway.engine.generation.draft_model import DraftModel, can_go_back
 from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.quantized_kv import quantize_kv
 from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.gguf.tokenizer import read_sampling, wrap_tokenizer
 from gateway.engine.grammar.shaping import Shape
@@ -109,6 +110,7 @@ class DraftSetup:
     dtype: str | None = None
     is_packed: bool = False
     is_fused: bool = False
+    kv_bits: int | None = None
 
 
 def read_draft_setup(
@@ -119,6 +121,7 @@ def read_draft_setup(
     dtype: str | None = None,
     is_packed: bool = False,
     is_fused: bool = False,
+    kv_bits: int | None = None,
 ) -> DraftSetup:
     """Read the config and the tokenizer of a model that is to draft for `target`.
 
@@ -142,7 +145,7 @@ def read_draft_setup(
         )
     vocab_size = int(text_config(config).get("vocab_size") or backend.get_vocab_size())
     max_context = _context(checkpoint, config, target.max_context)
-    return DraftSetup(checkpoint, vocab_size, max_context, dtype, is_packed, is_fused)
+    return DraftSetup(checkpoint, vocab_size, max_context, dtype, is_packed, is_fused, kv_bits)
 
 
 def load_generation_in_steps(
@@ -152,6 +155,7 @@ def load_generation_in_steps(
     dtype: str | None,
     is_packed: bool = False,
     is_fused: bool = False,
+    kv_bits: int | None = None,
     prefix_cache_bytes: int = 0,
     speculate_rows: int = 0,
     draft: DraftSetup | None = None,
@@ -163,7 +167,7 @@ def load_generation_in_steps(
     engine; a caller that stops before it must close the generator, on the lane too.
 
     `is_packed` leaves weights quantised on a CPU too, as `must_stay_packed` decides. If the model
-    `is_fused`, projections of one input are one product.
+    `is_fused`, projections of one input are one product. KV is kept in `kv_bits`, if given.
     `prefix_cache_bytes` bounds the KV kept of prompts, for others that begin alike; 0 keeps none.
     In batches of up to `speculate_rows`, tokens may be read ahead of their choice, also by the
     model of `draft`, whose prompts' KV has its part of `prefix_cache_bytes`.
@@ -178,6 +182,8 @@ def load_generation_in_steps(
         is_fused=is_fused,
         share=share,
     )
+    if kv_bits is not None:
+        quantize_kv(setup.checkpoint, model, kv_bits)
     if share is not None and share.parallel == "pipeline":
         prefix_cache_bytes = 0  # ranks have other layers, so they would keep other prompts
     draft_model = None
@@ -189,6 +195,8 @@ def load_generation_in_steps(
             is_packed=draft.is_packed,
             is_fused=draft.is_fused,
         )
+        if draft.kv_bits is not None:
+            quantize_kv(draft.checkpoint, other, draft.kv_bits)
         for each, checkpoint in ((model, setup.checkpoint), (other, draft.checkpoint)):
             if not can_go_back(each):
                 raise setup.checkpoint.failed(
@@ -226,6 +234,7 @@ def load_generation(
     dtype: str | None = None,
     is_packed: bool = False,
     is_fused: bool = False,
+    kv_bits: int | None = None,
     prefix_cache_bytes: int = 0,
     speculate_rows: int = 0,
     max_context: int | None = None,
@@ -259,6 +268,7 @@ def load_generation(
         dtype=dtype,
         is_packed=is_packed,
         is_fused=is_fused,
+        kv_bits=kv_bits,
         prefix_cache_bytes=prefix_cache_bytes,
         speculate_rows=speculate_rows,
         draft=(

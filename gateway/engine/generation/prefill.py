@@ -1,8 +1,11 @@
 """Prefill: which prompts are read together, and which of them the next chunk is for."""
 
 from collections import abc, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from operator import mul
 from typing import Any, Final
 
 import mlx.core as mx
@@ -13,6 +16,7 @@ from gateway.engine.generation.kv_cache import make_batch_caches
 from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.generation.scoring import Scorer
 from gateway.engine.generation.sequence import Sequence
+from gateway.jobs import Pass
 
 # The rest of a prompt is read with its last chunk if it is at most a chunk divided by this: a pass
 # of a few tokens costs nearly as much as a whole one.
@@ -22,18 +26,45 @@ REST_SHARE: Final = 4
 OPENING: Final = 16
 
 
-def take_prompts(lengths: abc.Sequence[int], budget: int) -> int:
-    """Count how many of the oldest prompts are read together.
+def cut_prompt(start: int, end: int, *branches: int) -> list[int]:
+    """Return the sizes of the pieces in which the tokens from `start` to `end` are read, if states
+    are kept after each: up to the `branches` where other prompts go on with other tokens, up to the
+    last block that is sure to end before the answer's opening, up to the last of all, and the rest.
+    """
+    stops = {*branches, (end - OPENING) // BLOCK * BLOCK, end // BLOCK * BLOCK}
+    ends = [start, *sorted(stop for stop in stops if start < stop < end), end]
+    return [after - before for before, after in pairwise(ends)]
 
-    A padded chunk costs its longest row times its rows. The first prompt is always taken; one
+
+def plan_passes(prompts: abc.Sequence[abc.Sequence[int]]) -> list[list[int]]:
+    """Return how much each pass reads of prompts that are cut in pieces, the most pieces first.
+
+    All read their last piece in the last pass, all that have two the one before in the pass before,
+    and so on: so a pass is of the first prompts, and none of them has nothing to read in it.
+    """
+    most = max(map(len, prompts))
+    return [[each[-n] for each in prompts if len(each) >= n] for n in range(most, 0, -1)]
+
+
+def take_prompts(prompts: Iterable[abc.Sequence[int]], budget: int) -> int:
+    """Count how many of the oldest prompts are read together, each given by its pieces' sizes.
+
+    A padded pass costs its longest piece times its rows. The first prompt is always taken; one
     beyond the budget is read alone, in chunks.
     """
-    longest = 0
-    for rows, length in enumerate(lengths):
-        longest = max(longest, length)
-        if rows and longest * (rows + 1) > budget:
-            return rows
-    return len(lengths)
+    rows: list[int] = []  # of each pass, the last one first
+    widest: list[int] = []
+    taken = 0
+    for pieces in prompts:
+        rows += [0] * (len(pieces) - len(rows))
+        widest += [0] * (len(pieces) - len(widest))
+        for i, size in enumerate(reversed(pieces)):
+            rows[i] += 1
+            widest[i] = max(widest[i], size)
+        if taken and sum(map(mul, rows, widest)) > budget:
+            return taken
+        taken += 1
+    return taken
 
 
 def _padding(lengths: abc.Sequence[int]) -> int:
@@ -56,36 +87,44 @@ class Alone:
 
 @dataclass(slots=True, eq=False)
 class PrefillBatch:
-    """Sequences that are read together. Several are read in one chunk; only a single one takes
-    more.
+    """Sequences that are read together. Several are read in one turn; only a single one takes more.
 
-    `prompts` are the tokens to read, all but the last of each context; `starts` counts the tokens
-    that were in KV before; `read` counts the tokens of `prompts` that have been read.
+    `prompts` are the tokens to read, all but the last of each context, and `pieces` the sizes of
+    what they are cut in; `starts` counts the tokens that were in KV before; `read` counts the
+    tokens of each prompt that have been read. `later` are those that join for a later pass,
+    because they have fewer pieces.
     """
 
     rows: list[Sequence]
     lm_batch: PromptProcessingBatch | Alone
     prompts: list[list[int]]
+    pieces: list[list[int]]
     starts: list[int]
-    read: int = 0
+    later: deque[PromptProcessingBatch | Alone]
+    read: list[int] = field(init=False)
 
-    @property
-    def length(self) -> int:
-        """Return the length of the longest prompt."""
-        return max(len(prompt) for prompt in self.prompts)
+    def __post_init__(self) -> None:
+        self.read = [0] * len(self.rows)
 
     @property
     def is_read(self) -> bool:
         """Return True if nothing is left to read."""
-        return self.read >= self.length
+        return self.read == [len(prompt) for prompt in self.prompts]
 
     @property
     def positions(self) -> list[int]:
         """Count the tokens of each sequence that are in KV."""
-        return [
-            start + min(self.read, len(prompt))
-            for start, prompt in zip(self.starts, self.prompts, strict=True)
-        ]
+        return [start + read for start, read in zip(self.starts, self.read, strict=True)]
+
+    def read_on(self, sizes: abc.Sequence[int]) -> None:
+        """Read so many tokens of each of the first sequences, in one pass."""
+        batch: Any = self.lm_batch  # mlx-lm's is untyped
+        if self.later and len(sizes) > len(batch):
+            batch.extend(self.later.popleft())
+        reading = zip(self.prompts, self.read, sizes, strict=False)
+        batch.prompt([prompt[at : at + size] for prompt, at, size in reading])
+        for i, size in enumerate(sizes):
+            self.read[i] += size
 
 
 class Prefill:
@@ -97,10 +136,17 @@ class Prefill:
     continues from there: what a burst of requests shares is read once.
     """
 
-    def __init__(self, model: Any, prefixes: PrefixCache, most_scored: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prefixes: PrefixCache,
+        most_scored: int,
+        applied: Callable[[abc.Sequence[int]], AbstractContextManager[None]],
+    ) -> None:
         self._model = model
         self._prefixes = prefixes
         self._most_scored = most_scored  # tokens in one pass, if prompt logprobs are wanted
+        self._applied = applied  # what a pass of rows with these adapters runs in
         self._line: deque[Sequence | PrefillBatch] = deque()
         self._has_judged = False  # the last chunk was of sequences that only judge
         self.is_batched = True  # sequences are read together
@@ -163,22 +209,31 @@ class Prefill:
             self._line.append(first)
         return None
 
-    def read(self, batch: PrefillBatch, budget: int) -> None:
-        """Read a chunk; a batch with more to read joins the queue again."""
-        end = self._chunk_end(batch, self._bound_budget(batch.rows[0], budget))
-        if end > batch.read:
-            batch.lm_batch.prompt([prompt[batch.read : end] for prompt in batch.prompts])
-            batch.read = end
-            for i, (row, position) in enumerate(zip(batch.rows, batch.positions, strict=True)):
-                row.kept_tokens += self._prefixes.store(
-                    row.context[:position],
-                    batch.lm_batch.prompt_cache,
-                    i,
-                    row.job.beginning,
-                    row.root,
-                )
+    def read(self, batch: PrefillBatch, budget: int) -> Pass:
+        """Read several prompts, or a chunk of one; one with more to read joins the queue again."""
+        begun, padded = sum(batch.positions), 0
+        for sizes in self._plan(batch, budget):
+            with self._applied([row.adapter for row in batch.rows[: len(sizes)]]):
+                batch.read_on(sizes)
+            self._store(batch, len(sizes))
+            padded += len(sizes) * max(sizes)
         if not batch.is_read:
             self._line.append(batch)
+        return Pass(len(batch.rows), sum(batch.positions) - begun, padded)
+
+    def _plan(self, batch: PrefillBatch, budget: int) -> list[list[int]]:
+        """Return how much the next passes read of each prompt."""
+        if len(batch.rows) > 1:
+            return plan_passes(batch.pieces)
+        size = self._chunk_size(batch, self._bound_budget(batch.rows[0], budget))
+        return [[size]] if size else []
+
+    def _store(self, batch: PrefillBatch, count: int) -> None:
+        """Keep what the first sequences of a batch have read, as far as it can be kept."""
+        for i, (row, position) in enumerate(zip(batch.rows[:count], batch.positions, strict=False)):
+            row.kept_tokens += self._prefixes.store(
+                row.context[:position], batch.lm_batch.prompt_cache, i, row.job.beginning, row.root
+            )
 
     def _batches(self) -> list[PrefillBatch]:
         return [each for each in self._line if isinstance(each, PrefillBatch)]
@@ -205,26 +260,49 @@ class Prefill:
         self, row: Sequence, known: int, others: Iterable[tuple[Sequence, int]]
     ) -> bool:
         """Return True if another sequence will soon have read more of this prompt than is known."""
-        if row.is_suspect or row.scores_prompt or not self._prefixes.is_on:
-            return False
         return any(
-            count_shared(row.context[:-1], other.context[:-1]) > max(known, position)
-            for other, position in others
-            if other.root == row.root
+            self._count_common(row, other) > max(known, position) for other, position in others
         )
+
+    def _count_common(self, row: Sequence, other: Sequence) -> int:
+        """Count the first tokens that a sequence need not read once another has read them."""
+        is_whole = row.is_suspect or row.scores_prompt
+        if is_whole or other.root != row.root or not self._prefixes.is_on:
+            return 0
+        return count_shared(row.context[:-1], other.context[:-1])
+
+    def _awaited(self, row: Sequence, position: int) -> Iterator[int]:
+        """Yield how far sequences in the queue wait for this one to be read, from here on."""
+        at = slice(position // BLOCK * BLOCK, position // BLOCK * BLOCK + BLOCK)
+        ahead = row.context[at]  # most others part from it before, and need no longer comparison
+        for other in self._line:
+            if isinstance(other, Sequence) and other is not row and other.context[at] == ahead:
+                common = self._count_common(other, row)
+                if common > position and common > self._count_known(other):
+                    yield common
 
     def _is_alone(self, row: Sequence, rest: int) -> bool:
         """Return True if a sequence with so many tokens to read cannot share a batch."""
-        # mlx-lm cannot pad a row that has nothing to read. Where a prefix is kept only as it is
-        # at the end of a block, rows would have to end their blocks together.
-        is_stopping = self._prefixes.needs_block_ends and rest >= BLOCK
+        # mlx-lm cannot pad a row that has nothing to read. A scorer reads all rows from the
+        # beginning on, and they could not stop at ends of their blocks.
+        is_stopping = self._prefixes.needs_block_ends and row.scores_prompt and rest >= BLOCK
         return not self.is_batched or row.is_suspect or rest == 0 or is_stopping
+
+    def _cut(self, row: Sequence, known: int) -> list[int]:
+        """Return the sizes of the pieces in which a sequence is read beside others."""
+        end = len(row.context) - 1
+        if not self._prefixes.needs_block_ends or row.scores_prompt:
+            return [end - known]
+        kept = self._prefixes.count_kept(row.context[:-1], row.root)
+        return cut_prompt(known, end, kept, min(self._awaited(row, known), default=kept))
 
     def _choose_companions(self, first: Sequence, known: int, budget: int) -> list[Sequence]:
         """Choose the sequences to read along with the first, and take them out of the queue."""
-        rows, rests = [first], [len(first.context) - 1 - known]
-        if self._is_alone(first, rests[0]):
+        rows, pieces = [first], [self._cut(first, known)]
+        if self._is_alone(first, sum(pieces[0])):
             return rows
+        if self._prefixes.needs_block_ends and any(self._awaited(first, known)):
+            return rows  # alone it can stop where others go on from it
         others = [*self._being_read(), (first, known)]
         lengths = [len(first.context)]
         for row in [each for each in self._line if isinstance(each, Sequence)]:
@@ -234,55 +312,68 @@ class Prefill:
                 continue
             if not _alike(row, first):
                 continue
-            if take_prompts([*rests, rest], budget) == len(rows):
+            cut = self._cut(row, known)
+            if take_prompts([*pieces, cut], budget) == len(rows):
                 break
             if _padding([*lengths, len(row.context)]) > budget:
                 continue  # what is in KV is padded too, and rows are counted by their own length
             rows.append(row)
-            rests.append(rest)
+            pieces.append(cut)
             lengths.append(len(row.context))
             others.append((row, known))
             self._line.remove(row)
         return rows
 
-    def _form_batch(self, rows: list[Sequence], budget: int) -> PrefillBatch:
-        make_caches = make_prompt_cache if self.is_plain else make_batch_caches
-        caches, prompts = [], []
-        for row in rows:
-            prompt = row.context[:-1]
-            # A suspect reads its whole prompt: a kept prefix may be what broke it.
-            is_whole = row.is_suspect or row.scores_prompt
-            known, cache = (0, None) if is_whole else self._prefixes.take(prompt, row.root)
-            row.cached_tokens = known
-            caches.append(cache or make_caches(self._model))
-            prompts.append(prompt[known:])
-        model = Scorer(self._model, rows) if rows[0].scores_prompt else self._model
-        lm_batch = (
-            Alone(model, caches[0])
-            if self.is_plain
-            else PromptProcessingBatch(
-                model, [row.id for row in rows], caches, prefill_step_size=max(budget, 1)
-            )
-        )
-        return PrefillBatch(rows, lm_batch, prompts, [row.cached_tokens for row in rows])
+    def _take_known(self, row: Sequence) -> list[Any]:
+        """Return the caches into which a prompt is read; note how much of it they have already."""
+        # A suspect reads its whole prompt: a kept prefix may be what broke it.
+        is_whole = row.is_suspect or row.scores_prompt
+        known, caches = (0, None) if is_whole else self._prefixes.take(row.context[:-1], row.root)
+        row.cached_tokens = known
+        return caches or (make_prompt_cache if self.is_plain else make_batch_caches)(self._model)
 
-    def _chunk_end(self, batch: PrefillBatch, budget: int) -> int:
-        """Return how far to read now. Where prefixes are kept only at the end of a block, that is
-        one: of the last that is sure to end before the answer's opening, too.
+    def _form_batch(self, rows: list[Sequence], budget: int) -> PrefillBatch:
+        read = [(row, self._take_known(row), self._cut(row, row.cached_tokens)) for row in rows]
+        read.sort(key=lambda each: len(each[2]), reverse=True)
+        rows = [row for row, _, _ in read]
+        model = Scorer(self._model, rows) if rows[0].scores_prompt else self._model
+        lm_batches = deque(
+            self._open([(row, caches) for row, caches, _ in group], model, budget)
+            for _, group in groupby(read, key=lambda each: len(each[2]))
+        )
+        return PrefillBatch(
+            rows,
+            lm_batches.popleft(),
+            [row.context[row.cached_tokens : -1] for row in rows],
+            [pieces for _, _, pieces in read],
+            [row.cached_tokens for row in rows],
+            lm_batches,
+        )
+
+    def _open(
+        self, rows: abc.Sequence[tuple[Sequence, list[Any]]], model: Any, budget: int
+    ) -> PromptProcessingBatch | Alone:
+        """Return what reads prompts into these caches."""
+        if self.is_plain:
+            return Alone(model, rows[0][1])
+        ids, caches = [row.id for row, _ in rows], [each for _, each in rows]
+        return PromptProcessingBatch(model, ids, caches, prefill_step_size=max(budget, 1))
+
+    def _chunk_size(self, batch: PrefillBatch, budget: int) -> int:
+        """Return how much to read now of a single prompt. Where states are kept, that ends a block,
+        and goes no further than where they are of use: to this sequence's next turn, to others.
         """
-        chunk = max(1, budget // len(batch.rows))
-        end = min(batch.read + chunk, batch.length)
-        is_scored = batch.rows[0].scores_prompt  # its logits have a bound that holds
-        if batch.length - end <= chunk // REST_SHARE and not is_scored:
-            end = batch.length
-        if not self._prefixes.needs_block_ends or len(batch.rows) > 1:
-            return end
-        start = batch.starts[0]
-        aligned = (start + end) // BLOCK * BLOCK - start
-        before_opening = (start + batch.length - OPENING) // BLOCK * BLOCK - start
-        if batch.read < before_opening < aligned:
-            return before_opening
-        return aligned if aligned > batch.read else end
+        row, position = batch.rows[0], batch.positions[0]
+        rest = len(batch.prompts[0]) - batch.read[0]
+        size = min(max(1, budget), rest)
+        # The logits of a scored one have a bound that holds.
+        if rest - size <= budget // REST_SHARE and not row.scores_prompt:
+            size = rest
+        aligned = (position + size) // BLOCK * BLOCK
+        if not self._prefixes.needs_block_ends or aligned <= position:
+            return size
+        stop = position + self._cut(row, position)[0]
+        return min(aligned, stop, *self._awaited(row, position)) - position
 
 
 def _judges(entry: Sequence | PrefillBatch) -> bool:

@@ -15,9 +15,8 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import KVCache
 
-from gateway.engine.generation.kv_cache import RaggedKVCache, copy_rows
+from gateway.engine.generation.kv_cache import RaggedKVCache, as_ragged, copy_rows
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
 # than the one pass that a prompt needs anyway. At most this many are read again after a hit.
@@ -30,7 +29,7 @@ Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The plain layers' (keys, values) of one block, or the other layers' caches after a block."""
+    """The plain layers' planes of one block, or the other layers' caches after a block."""
 
     number: int
     layers: Sequence[Any]
@@ -45,7 +44,8 @@ class PrefixCache:
 
     def __init__(self, empty: Sequence[Any], limit: int) -> None:
         self._limit = limit
-        self._is_plain = [type(layer) is KVCache for layer in empty]
+        self._empty = [as_ragged(layer) for layer in empty]
+        self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
         self._numbers = count(ROOT + 1)
         # Least recently used first. A block counts as used just before the one that it follows,
         # so the first of all has no block that follows it, and can be evicted.
@@ -71,6 +71,12 @@ class PrefixCache:
         """Count the first tokens that need not be read."""
         return BLOCK * len(self._usable(tokens, root))
 
+    def count_kept(self, tokens: Sequence[int], root: int = ROOT) -> int:
+        """Count the first tokens that are those of another prompt, whose blocks are kept. More than
+        are known if no states are kept where the prompts part.
+        """
+        return BLOCK * len(self._path(tokens, root))
+
     def take(self, tokens: Sequence[int], root: int = ROOT) -> tuple[int, list[Any] | None]:
         """Return how many first tokens are known, and their prompt cache; 0 and None if none are.
 
@@ -87,7 +93,8 @@ class PrefixCache:
         self._use(path)
         length = BLOCK * len(blocks)
         pages = zip(*(block.layers for block in blocks), strict=True)
-        plain = iter([_join(each) for each in pages])
+        empty, _ = self._split(self._empty)
+        plain = iter([_join(*each) for each in zip(empty, pages, strict=True)])
         others = iter(states)
         return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
 
@@ -120,7 +127,7 @@ class PrefixCache:
         known = len(path)
         self._use(path)
         for start in range(BLOCK * len(path), whole, BLOCK):
-            pages = [_page(layer, row, start) for layer in plain]
+            pages = [layer.copy_tokens(row, start, start + BLOCK) for layer in plain]
             key = (self._after(path, root), *tokens[start : start + BLOCK])
             if not self._put(key, pages, path):
                 break
@@ -133,13 +140,18 @@ class PrefixCache:
         return new
 
     def store_next(
-        self, tokens: Sequence[int], layers: Sequence[Any], row: int, former: int, root: int = ROOT
+        self,
+        tokens: Sequence[int],
+        layers: Sequence[Any],
+        row: int,
+        dropped: Sequence[int],
+        root: int = ROOT,
     ) -> bool:
         """Keep the last block of tokens that row `row` of a batch has just read, all of them, and
         the states after it, if the blocks before it are kept. Return True if these states are new.
 
-        They take the place of those after the first `former` tokens, if that is not 0: an answer
-        keeps a few sets of them, however long it becomes.
+        Then those after the first `dropped` tokens, of which there are several counts, are dropped:
+        an answer keeps a few sets of them, however long it becomes.
         """
         path = self._path(tokens, root)
         if len(path) < len(tokens) // BLOCK - 1:
@@ -149,9 +161,9 @@ class PrefixCache:
         path = self._path(tokens, root)
         if was_there or not self._has_states(path, tokens):
             return False
-        replaced = self._state_key(path[: former // BLOCK])
-        if former and replaced in self._kept:
-            self._nbytes -= self._kept.pop(replaced).nbytes
+        for end in dropped:
+            if (key := self._state_key(path[: end // BLOCK])) in self._kept:
+                self._nbytes -= self._kept.pop(key).nbytes
         return True
 
     def forget(self, root: int) -> None:
@@ -246,12 +258,6 @@ def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
     return BLOCK * sum(1 for _ in alike)
 
 
-def _page(layer: Any, row: int, start: int) -> tuple[mx.array, mx.array]:
-    """Copy one block of a row's KV out of a batch: two arrays of (1, heads, BLOCK, size)."""
-    at = slice(row, row + 1), slice(None), slice(start, start + BLOCK)
-    return copy_rows(layer.keys[at]), copy_rows(layer.values[at])
-
-
 def _extract(layer: Any, row: int) -> Any:
     """Copy a row's cache of another kind out of a batch."""
     cache = layer.extract(row)  # of some kinds, views of the whole batch's buffers
@@ -261,14 +267,13 @@ def _extract(layer: Any, row: int) -> Any:
     return cache
 
 
-def _join(pages: Sequence[tuple[mx.array, mx.array]]) -> RaggedKVCache:
-    """Make one layer's cache from its blocks."""
-    keys = mx.concatenate([keys for keys, _ in pages], axis=2)
-    values = mx.concatenate([values for _, values in pages], axis=2)
-    return RaggedKVCache.of(keys, values)
+def _join(empty: RaggedKVCache, pages: Sequence[Sequence[mx.array]]) -> RaggedKVCache:
+    """Make one layer's cache from the planes of its blocks."""
+    planes = zip(*pages, strict=True)
+    return empty.holding([mx.concatenate(list(plane), axis=2) for plane in planes])
 
 
 def _arrays(layer: Any) -> list[mx.array]:
     """List the arrays of a block's page or of a cache."""
-    leaves: Any = tree_flatten(layer if isinstance(layer, tuple) else layer.state)
+    leaves: Any = tree_flatten(layer if isinstance(layer, list) else layer.state)
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]

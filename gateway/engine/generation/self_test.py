@@ -106,7 +106,15 @@ class SelfTest:
         else:
             long = self._draw_tokens(BLOCK + LENGTHS[0])
             yield from self._alone(long)
-            yield from self._try("prefixes", [long], self._from_a_prefix(long))
+            prefixes = PrefixCache(make_prompt_cache(self._model), 1 << 40)
+            tested, trial = [long], self._from_a_prefix(long, prefixes)
+            has_room = 2 * BLOCK + LENGTHS[0] + ANSWER_TOKENS <= self._longest
+            if prefixes.needs_block_ends and self.verdict.rows and has_room:
+                longer, again = self._draw_tokens(2 * BLOCK + LENGTHS[0]), replace(long)
+                yield from self._alone(longer)
+                tested = [longer, long, rows[2], again]
+                trial = self._in_pieces(tested, prefixes)
+            yield from self._try("prefixes", tested, trial)
         window = window_of(self._model, self._longest)
         if window is None or not self.verdict.rows:
             self._note(window=True)
@@ -216,12 +224,40 @@ class SelfTest:
         while batch.rows:
             yield from self._decode(batch)
 
-    def _from_a_prefix(self, row: _Row) -> Steps:
+    def _from_a_prefix(self, row: _Row, prefixes: PrefixCache) -> Steps:
         """Read a block, keep it, and continue from what is kept."""
-        prefixes = PrefixCache(make_prompt_cache(self._model), 1 << 40)
         block = _Row([*row.prompt[:BLOCK], 0], [])
         read = yield from self._read([block])
         prefixes.store(row.prompt[:BLOCK], read.cache, 0)
+        yield from self._continue(row, prefixes)
+
+    def _in_pieces(self, rows: Sequence[_Row], prefixes: PrefixCache) -> Steps:
+        """Read two up to where states are kept, padded, then the rest of them beside a third; then
+        one again, from what was kept.
+        """
+        longer, long, short, again = rows
+        first: Any  # untyped in mlx-lm, as the other
+        first, second = (
+            PromptProcessingBatch(
+                self._model,
+                ids,
+                [make_batch_caches(self._model) for _ in ids],
+                prefill_step_size=1 << 30,
+            )
+            for ids in ([0, 1], [2])
+        )
+        first.prompt([longer.prompt[: 2 * BLOCK], long.prompt[:BLOCK]])
+        yield
+        prefixes.store(long.prompt[:BLOCK], first.prompt_cache, 1)
+        first.extend(second)
+        first.prompt([longer.prompt[2 * BLOCK : -1], long.prompt[BLOCK:-1], short.prompt[:-1]])
+        yield
+        batch = _Batch([longer, long, short], first.prompt_cache)
+        while batch.rows:
+            yield from self._decode(batch)
+        yield from self._continue(again, prefixes)
+
+    def _continue(self, row: _Row, prefixes: PrefixCache) -> Steps:
         known, cache = prefixes.take(row.prompt[:-1])
         batch = yield from self._read([row], [cache] if cache else None, known)
         while batch.rows:
@@ -275,7 +311,7 @@ def window_of(model: Any, longest: int) -> int | None:
 
 def count_tokens(model: Any, longest: int) -> int:
     """Return the most tokens that a row of the self-test has."""
-    return (window_of(model, longest) or BLOCK) + LENGTHS[0] + ANSWER_TOKENS
+    return max(window_of(model, longest) or 0, 2 * BLOCK) + LENGTHS[0] + ANSWER_TOKENS
 
 
 def self_test_digest(
@@ -285,6 +321,7 @@ def self_test_digest(
     *,
     is_packed: bool = False,
     is_fused: bool = False,
+    kv_bits: int | None = None,
 ) -> str:
     """Hash everything that a verdict depends on: architecture, number formats, versions, device and
     BLAS.
@@ -304,7 +341,8 @@ def self_test_digest(
         "blas": BLAS.config if device is Device.CPU else None,
         "dtype": [dtype, is_packed],
         "fused": is_fused,
-        "test": [LENGTHS, ANSWER_TOKENS, sorted(BOUNDS.values())],
+        "kv_bits": kv_bits,
+        "test": [LENGTHS, ANSWER_TOKENS, sorted(BOUNDS.values()), BLOCK],
     }
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 

@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
-from importlib import import_module
 from typing import Any, Final
 
 _YEAR: Final = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -62,7 +61,7 @@ def widths(pattern: str) -> tuple[int, int | None]:
 
     None for no bound; (0, None) too for what Python's parser doesn't read.
     """
-    parser: Any = import_module("re._parser")  # private, so that its types are not known
+    parser: Any = re._parser
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,8 +1,8 @@
-"""An engine on rank 0, whose calls the other ranks make too, each told just before it is made here.
+"""An engine on rank 0. The other ranks make its calls too, each sent just before it is made here.
 
 An engine decides by its calls alone: no clock, no measured memory. So the same calls in the same
 order leave the same batches everywhere, and every pass finds all ranks in it. What is random is
-drawn here and told.
+drawn here and sent.
 """
 
 import contextlib
@@ -81,8 +81,8 @@ class LeadingEngine:
         if params.sampling.seed is None:
             sampling = replace(params.sampling, seed=secrets.randbits(64))
             params = replace(params, sampling=sampling)
-        told = replace(params, compiled=None)  # each rank compiles the grammar
-        return self._make("join", lambda: self._engine.join(params), told)
+        sent = replace(params, compiled=None)  # each rank compiles the grammar
+        return self._make("join", lambda: self._engine.join(params), sent)
 
     def leave(self, row: int) -> None:
         self._make("leave", lambda: self._engine.leave(row), row)

@@ -61,7 +61,7 @@ class Leader:
         self._replies: dict[int, str] = {}
         self._is_over = False
         self.lost: str | None = None  # which rank is gone, in words; None while all are there
-        self.on_stop: Callable[[], object] = lambda: None  # when a rank was told to stop
+        self.on_stop: Callable[[], object] = lambda: None  # when a rank gets a signal to stop
         self._threads = [
             threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True)
             for rank in links

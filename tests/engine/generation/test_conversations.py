@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.engine.generation.decode_batch import KEPT_ENDS
+from gateway.engine.generation.decode_batch import KEPT_ENDS, spread
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.prefix_cache import BLOCK
 from gateway.jobs import GenerateJob, Sampling
@@ -154,6 +156,40 @@ def test_a_template_that_drops_earlier_thinking_costs_no_more_than_the_answer(
     cold.close()
 
 
+@given(st.integers(1, 20), st.integers(1, 200))
+def test_the_ends_that_stay_of_an_answer_are_the_denser_the_later(first: int, blocks: int) -> None:
+    """At most so many; between where a next prompt differs and its state lie few blocks."""
+    ends: list[int] = []
+    for n in range(first, first + blocks):
+        ends = spread([*ends, n * BLOCK])
+        back = [n - end // BLOCK for end in reversed(ends)]
+        assert back[:2] == [0, 1][: len(back)]
+        assert len(back) == min(KEPT_ENDS, len(back)) == len(set(back))
+        assert all(far <= 2 * near + 2 for near, far in pairwise(back))
+        assert back[-1] >= min(n - first - 1, 2)
+        assert back[-1] >= 4 or n - first < 16
+
+
+@pytest.mark.parametrize("differs", [10, 100, 200])
+def test_a_next_turn_that_writes_the_answers_end_anew_goes_on_within_it(
+    tmp_path: Path, differs: int
+) -> None:
+    """A template may write calls of tools another way than the model did."""
+    folder = write_chat(tmp_path, **HYBRID)
+    engine, cold = open_engine(folder, prefix_cache_bytes=PLENTY), open_engine(folder)
+    forever = Sampling(temperature=0, ignore_eos=True)
+    prompt = tokens(100, 1)
+    (told,) = answers(engine, [bare(prompt, forever, max_tokens=600)])
+    following = [*prompt, *told.ids[:-differs], *tokens(60, 2)]
+    (again,) = answers(engine, [bare(following)])
+    assert again.ids == answers(cold, [bare(following)])[0].ids
+    alike = len(prompt) + len(told.ids) - differs
+    assert alike - again.cached_tokens <= differs + 3 * BLOCK
+    assert again.cached_tokens > len(prompt)
+    engine.close()
+    cold.close()
+
+
 @pytest.mark.parametrize("kind", STATES)
 def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
     """However many blocks it has; they are counted, and nothing else is held."""
@@ -164,7 +200,7 @@ def test_a_long_answer_keeps_few_states(tmp_path: Path, kind: str) -> None:
     weights, before = engine.nbytes(), active_memory()
     answers(engine, [asked])
     kept = engine._prefixes._kept
-    assert sum(1 for key in kept if len(key) == 1) == KEPT_ENDS + 1  # and the prompt's
+    assert sum(1 for key in kept if len(key) == 1) <= KEPT_ENDS + 1  # and the prompt's
     assert sum(1 for key in kept if len(key) > 1) == 399 // BLOCK
     assert engine._prefixes.nbytes == engine.nbytes() - weights
     assert engine._prefixes.nbytes == sum(each.nbytes for each in kept.values())

@@ -658,18 +658,18 @@ class TestTakePrompts:
 
     def test_prompts_are_read_together_while_their_padded_sum_fits(self) -> None:
         """Five of a hundred are five hundred."""
-        assert take_prompts([100] * 9, 512) == 5
+        assert take_prompts([[100]] * 9, 512) == 5
 
     def test_a_long_prompt_is_read_alone(self) -> None:
         """In chunks, rather than never."""
-        assert take_prompts([5000, 10], 512) == 1
-        assert take_prompts([10, 5000], 512) == 1
+        assert take_prompts([[5000], [10]], 512) == 1
+        assert take_prompts([[10], [5000]], 512) == 1
 
     @given(st.lists(st.integers(1, 2000), min_size=1, max_size=50), st.integers(1, 5000))
     def test_at_least_one_is_read_and_the_budget_is_kept(
         self, lengths: list[int], budget: int
     ) -> None:
         """Unless one alone is beyond it."""
-        taken = take_prompts(lengths, budget)
+        taken = take_prompts([[length] for length in lengths], budget)
         assert 1 <= taken <= len(lengths)
         assert taken == 1 or max(lengths[:taken]) * taken <= budget

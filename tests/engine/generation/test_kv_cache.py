@@ -276,3 +276,15 @@ def test_no_more_is_held_than_is_counted(done: list[tuple[str, Any]]) -> None:
         getattr(both, name)(argument)
         if name == "keep":
             assert both.cache.nbytes <= Layout(both.cache.lengths.counts).nbytes(counted)
+
+
+def test_keys_may_be_made_to_depend_on_what_a_model_sends() -> None:
+    """As a model divided by layers does on every rank but the first; a copy is not changed."""
+    cache = RaggedKVCache()
+    append(cache, [[1, 2, 3]])
+    twin = copy.copy(cache)
+    layer: Any = cache  # what mlx-lm calls is untyped
+    layer.keys = mx.depends(layer.keys, mx.zeros(1))
+    append(cache, [[4]])
+    assert rows_of(cache) == [[1, 2, 3, 4]]
+    assert rows_of(twin) == [[1, 2, 3]]

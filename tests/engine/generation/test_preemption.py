@@ -15,6 +15,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
 from gateway.jobs import Calling, Compiled, Function, GenerateJob, Grammar, Sampling, SequenceDelta
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
+from tests.engine.generation.test_engine import Passing, exchange
 from tests.fakes import caller
 
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
@@ -232,6 +233,21 @@ def test_a_row_parked_while_it_is_read_does_not_run(folder: Path) -> None:
     while batch.is_busy:
         batch.step(512)
     assert batch.answers[row].tokens == 40 or batch.answers[row].ends == ["stop"]
+
+
+def test_a_fault_after_a_row_is_resumed_does_not_stop_it_again(folder: Path) -> None:
+    """It was parked while it was read; the fault has it read again, and nobody resumes it twice."""
+    engine = open_engine(folder)
+    batch = Batch(engine)
+    row = batch.join("Hello", {"sampling": Sampling(temperature=0), "max_tokens": 12})
+    engine.park(row)
+    batch.step(512)
+    engine.resume(row)
+    exchange(engine, Passing(engine._model, 2))
+    while batch.is_busy:
+        batch.step(512)
+    assert batch.answers[row].ends
+    assert not engine._parked
 
 
 @pytest.mark.parametrize("act", ["park", "preempt", None])

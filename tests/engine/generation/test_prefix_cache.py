@@ -12,9 +12,10 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import KVCache
 
 from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.kv_cache import RaggedKVCache
 from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.jobs import Beginning, GenerateJob, Grammar, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
@@ -289,7 +290,7 @@ def test_nobody_waits_longer_than_for_what_is_shared(plain: Path, limit: int) ->
 
 
 def test_prompts_that_come_together_are_kept_wherever_a_state_is(tmp_path: Path) -> None:
-    """Each is read on its own there, to stand at the end of its own blocks."""
+    """Each stops at the end of its own blocks there, in a pass with others."""
     engine = open_engine(write_chat(tmp_path, **SLIDING), prefix_cache_bytes=PLENTY)
     jobs = [bare(tokens(150, 1)), bare(tokens(200, 2)), bare(tokens(20, 3))]
     assert cached(answers(engine, jobs)) == [0, 0, 0]
@@ -415,12 +416,10 @@ def test_what_is_no_number_is_not_kept(tmp_path: Path) -> None:
     assert engine._prefixes.nbytes == 0
 
 
-def batch(length: int) -> BatchKVCache:
+def batch(length: int) -> RaggedKVCache:
     """Make one layer's cache of a row that has read so many tokens; each has its place as KV."""
-    cache: Any = BatchKVCache([0])
     places = mx.arange(length, dtype=mx.float32).reshape(1, 1, length, 1)
-    cache.update_and_fetch(places, -places)
-    return cache  # type: ignore[no-any-return]
+    return RaggedKVCache.of(places, -places)
 
 
 prompts = st.lists(
