@@ -1,29 +1,46 @@
-"""mlx-lm's own batch generator in-process: the chat reference of the targets. Imports mlx."""
+"""mlx-lm's own batch generator: the chat reference of the targets.
 
+    python -m benchmarks.batch_generator FOLDER
+
+reads lines {"prompts": [...], "tokens": N} and answers each with {"rate": R}, on the BLAS that mlx
+comes with.
+"""
+
+import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.engine.device import Device, choose_device, configure, prepare_malloc
-
-import mlx_lm  # isort: skip  (after OpenBLAS, which the line above loads)
-from mlx_lm.generate import BatchGenerator
-
 
 class BatchReference:
-    """A model and its tokenizer, as mlx-lm loads them, on the thread that opens it."""
+    """A model and its tokenizer, as mlx-lm loads them, on the thread that opens it.
+
+    What multiplies is whatever BLAS was loaded before mlx.
+    """
 
     def __init__(self, folder: Path) -> None:
+        import mlx_lm
+
+        loaded: Any = mlx_lm.load(str(folder))
+        self._model, self._tokenizer = loaded[:2]
+
+    @classmethod
+    def tuned(cls, folder: Path) -> "BatchReference":
+        """Load it behind the gateway's BLAS, threads and allocator."""
+        from gateway.engine.device import Device, choose_device, configure, prepare_malloc
+
         device = choose_device("auto")
         if device is Device.CPU:
             prepare_malloc()
         configure(device)
-        loaded: Any = mlx_lm.load(str(folder))
-        self._model, self._tokenizer = loaded[:2]
+        return cls(folder)
 
     def rate(self, prompts: Sequence[str], max_tokens: int) -> float:
         """Answer every prompt in one batch; give tokens a second, from the texts on."""
+        from mlx_lm.generate import BatchGenerator
+
         started = time.perf_counter()
         encoded = [
             self._tokenizer.apply_chat_template(
@@ -43,3 +60,16 @@ class BatchReference:
         finally:
             generator.close()
         return tokens / (time.perf_counter() - started)
+
+
+def main() -> None:
+    """Answer each line of the standard input."""
+    reference = BatchReference(Path(sys.argv[1]))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        rate = reference.rate(asked["prompts"], asked["tokens"])
+        print(json.dumps({"rate": rate}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Servers for the length of a block: each a process of its own, stopped by its own id."""
+"""Servers and workers for the length of a block: each a process of its own, stopped by its id."""
 
 import asyncio
 import json
@@ -6,13 +6,13 @@ import os
 import socket
 import sys
 import time
-from asyncio.subprocess import Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import MappingProxyType
-from typing import IO
+from typing import IO, Any
 
 import aiohttp
 
@@ -62,6 +62,42 @@ async def echo() -> AsyncIterator[str]:
     command = ("-m", "benchmarks.echo", port)
     async with _running(command, lambda _: url, folder=CHECKOUT) as running:
         yield running
+
+
+class Worker:
+    """A process that answers each line of JSON with another, and may write other lines between."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    async def ask(self, body: Any) -> Any:
+        """Write a line, unless it is None, and read one; raise DidNotStart if it ended instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if body is not None:
+            self._process.stdin.write(json.dumps(body).encode() + b"\n")
+        while line := await self._process.stdout.readline():
+            if line.startswith(b"{"):
+                return json.loads(line)
+        assert self._process.stderr is not None
+        raise DidNotStart((await self._process.stderr.read()).decode(errors="replace"))
+
+
+@asynccontextmanager
+async def worker(*command: str | Path, folder: Path | None = None) -> AsyncIterator[Worker]:
+    """Start a program that answers lines. Raises DidNotStart if it is not installed."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=folder, stdin=PIPE, stdout=PIPE, stderr=PIPE
+        )
+    except FileNotFoundError as error:
+        raise DidNotStart(f"{command[0]} is not installed") from error
+    try:
+        yield Worker(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 @asynccontextmanager

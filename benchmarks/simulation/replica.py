@@ -297,7 +297,7 @@ class Replica:
         most, line = self._pass_tokens, self._line
         is_whole = [each.left == each.tokens for each in line]
         whole = is_whole.index(False) if False in is_whole else len(line)
-        rows = max(1, take_prompts([each.left for each in islice(line, whole)], most))
+        rows = max(1, take_prompts(([each.left] for each in islice(line, whole)), most))
         batch = [line.popleft() for _ in range(rows)]
         longest = max(each.left for each in batch)
         chunk = longest if longest <= most + most // REST_SHARE else most

@@ -42,6 +42,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "burst": embedding.together,
     "start": starting.start,
     "chat": chatting.chat,
+    "chat-as-it-comes": chatting.as_it_comes,
     "smollm2": onboard.onboard,
     "long-request": embedding.long,
     "rerank": reranking.reranking,

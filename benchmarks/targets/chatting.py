@@ -1,16 +1,18 @@
 """Chat tokens a second: the gateway, mlx-lm's batch generator in-process, mlx-lm's server."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.batch_generator import BatchReference
+from benchmarks.servers import CHECKOUT, worker
 from benchmarks.targets.rig import CHAT, Rig, errors, rate, rest
 from benchmarks.targets.verdicts import Target, Verdict, ratio
-from gateway.bench.figures import Answer
+from gateway.bench.figures import Answer, median
 from gateway.bench.kinds import Kind
 from gateway.bench.load import burst
 
-TOKENS = 96
+TOKENS, FEW_TOKENS = 96, 32
 INSIDE = {
     streams: Target(f"chat tokens/s, streams: {streams}; HTTP / BatchGenerator in-process", least)
     for streams, least in ((1, 1.1), (8, 1.25), (32, 1.25))
@@ -18,6 +20,10 @@ INSIDE = {
 SERVER = {
     streams: Target(f"chat tokens/s, streams: {streams}; HTTP / mlx-lm's own server", least)
     for streams, least in ((1, 1.2), (8, 1.3), (32, 1.5))
+}
+AS_IT_COMES = {
+    streams: Target(f"chat tokens/s, streams: {streams}; HTTP / BatchGenerator on mlx's own BLAS")
+    for streams in INSIDE
 }
 MLX_LM_NAME = "default_model"  # what its server calls the one it was started with
 
@@ -39,7 +45,7 @@ async def chat(rig: Rig) -> list[Verdict]:
     """
     tokens = max(16, round(rig.seconds(TOKENS)))
     verdicts = []
-    inside = BatchReference(rig.folder / CHAT)
+    inside = BatchReference.tuned(rig.folder / CHAT)
     async with rig.gateway() as ours, rig.mlx_lm() as theirs:
         for streams in INSIDE:
             rounds = []
@@ -54,6 +60,32 @@ async def chat(rig: Rig) -> list[Verdict]:
                 await rest()
                 rounds.append(Round(own, reference, other))
             verdicts += judged(streams, rounds)
+    return verdicts
+
+
+async def as_it_comes(rig: Rig) -> list[Verdict]:
+    """The same beside mlx-lm's generator in a process that was given no BLAS: fewer tokens, as it
+    would take minutes on a CPU of Linux. On macOS it is the same as in `chat`.
+    """
+    tokens = max(8, round(rig.seconds(FEW_TOKENS)))
+    verdicts = []
+    generator = (sys.executable, "-m", "benchmarks.batch_generator", rig.folder / CHAT)
+    async with rig.gateway() as ours, worker(*generator, folder=CHECKOUT) as theirs:
+        for streams, target in AS_IT_COMES.items():
+            own, other, wrong = [], [], 0
+            for _ in range(rig.rounds + 1):
+                wording = rig.wording(CHAT, max_tokens=tokens)
+                answers = await burst(ours, wording.workload(Kind.CHAT), streams)
+                await rest()
+                prompts = [wording.prompts[n] for n in range(streams)]
+                asked = await theirs.ask({"prompts": prompts, "tokens": tokens})
+                await rest()
+                own.append(rate(answers))
+                other.append(float(asked["rate"]))
+                wrong += errors(answers)
+            note = f"{median(own[1:]):.0f} / {median(other[1:]):.0f} tokens/s; {tokens} tokens each"
+            ratios = list(map(ratio, own[1:], other[1:]))
+            verdicts.append(target.judge(ratios, errors=wrong, note=note))
     return verdicts
 
 

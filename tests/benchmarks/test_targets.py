@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,8 +223,23 @@ async def test_engines_count_what_they_make(folder: Path) -> None:
 
 def test_mlx_lms_generator_makes_every_token(folder: Path) -> None:
     """None of its rows ends before the others."""
-    reference = BatchReference(folder / "chat")
+    reference = BatchReference.tuned(folder / "chat")
     assert reference.rate(["hello", "and good bye"], 10) > 0
+
+
+@pytest.mark.anyio
+async def test_mlx_lms_generator_answers_lines_on_the_blas_that_mlx_comes_with(
+    folder: Path,
+) -> None:
+    """What imports the gateway's engine has loaded another."""
+    told = "import atexit, json, runpy, sys; sys.argv = [None, *sys.argv[1:]]\n" + (
+        "atexit.register(lambda: print(json.dumps({'gateway': 'gateway.engine' in sys.modules})))\n"
+        "runpy.run_module('benchmarks.batch_generator', run_name='__main__')"
+    )
+    command = (sys.executable, "-c", told, folder / "chat")
+    async with servers.worker(*command, folder=servers.CHECKOUT) as generator:
+        assert (await generator.ask({"prompts": ["hello", "bye"], "tokens": 3}))["rate"] > 0
+        assert await generator.ask({"prompts": "of none"}) == {"gateway": False}
 
 
 def test_a_random_model_is_a_whole_folder(folder: Path) -> None:
