@@ -4,7 +4,6 @@ and the alerts ask.
 
 import asyncio
 import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -18,6 +17,7 @@ import yaml
 from gateway.errors import ModelLoadFailed
 from tests.deploy.promql import ALERTS, EXPRESSIONS, FOLDER, wanted
 from tests.fakes import ScriptedEngines
+from tests.processes import free_port
 from tests.serving_app import catalog, served
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
@@ -92,8 +92,7 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
     config["scrape_configs"][0]["scrape_timeout"] = "250ms"
     config["rule_files"] = [str(FOLDER / name) for name in config["rule_files"]]
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         str(PROMETHEUS),
         f"--config.file={folder / 'prometheus.yaml'}",

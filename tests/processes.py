@@ -2,17 +2,21 @@
 
 import os
 import re
+import secrets
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "demo" / "models.yaml"
 """Models that are quick, and on every machine."""
+UNDRAWN = range(20_000, 32_000)
+"""Ports that no kernel gives by itself: Linux draws from 32768 on, macOS from 49152."""
 
 
 def command(*arguments: str) -> list[str]:
@@ -24,6 +28,22 @@ def environment(**given: str) -> dict[str, str]:
     """Give this process's environment, with these of the gateway's variables and no others."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
     return {**clean, "PYTHONPATH": str(ROOT), **given}
+
+
+def free_ports(count: int) -> list[int]:
+    """Choose consecutive ports for servers that must be told theirs; nobody else draws them."""
+    while True:
+        first = UNDRAWN.start + secrets.randbelow(len(UNDRAWN) - count)
+        ports = list(range(first, first + count))
+        with suppress(OSError), ExitStack() as stack:
+            for port in ports:
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return ports
+
+
+def free_port() -> int:
+    [port] = free_ports(1)
+    return port
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 from gateway.cli._greeting import Place, write_greeting
 from gateway.registry import ModelSpec, load_catalog
 from tests.checkpoints import write_chat
-from tests.processes import ROOT, command, environment
+from tests.processes import ROOT, command, environment, free_port
 from tests.serving_app import settings
 
 MODELS = """
@@ -198,11 +197,6 @@ def test_the_readme_shows_what_the_terminal_shows() -> None:
     with in_a_terminal(command("serve"), ROOT, GATEWAY_PORT=str(free_port())) as lines:
         assert of_any_machine(lines) == of_any_machine(shown[1:])
         assert "Paris" in json.dumps(answered(lines[-1]))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def of_any_machine(lines: list[str]) -> list[str]:

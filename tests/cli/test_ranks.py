@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import httpx2
 import pytest
 
 from tests.checkpoints import write_chat
-from tests.processes import command, environment, started
+from tests.processes import command, environment, free_ports, started
 
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
 SCALING = Path(__file__).parents[2] / "docs" / "scaling.md"
@@ -66,14 +65,6 @@ class Group:
     def events(self, rank: int) -> list[str]:
         """List the events in a rank's log; the ring writes to it too, also into lines of ours."""
         return re.findall(r'"event":"(\w+)"', self.logs[rank].read_text())
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [each.getsockname()[1] for each in sockets]
 
 
 @contextmanager
@@ -161,7 +152,7 @@ def texts(url: str) -> list[str]:
 def launched(folder: Path, logs: Path) -> Iterator[str]:
     """Start two ranks as docs/scaling.md does; yield where they serve."""
     log = logs / "log"
-    [port] = free_ports(1)
+    port = free_ports(2)[0]  # a rank each, from the first on
     [line] = re.findall(r"^mlx\.launch -n .*$", SCALING.read_text(), re.MULTILINE)
     ours, _, theirs = line.partition(" -- ")
     assert theirs == "mlx-gateway serve"

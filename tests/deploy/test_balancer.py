@@ -17,7 +17,7 @@ import pytest
 
 from gateway.settings import load_settings
 from tests.checkpoints import write_chat
-from tests.processes import ROOT, Served, command, environment, started
+from tests.processes import ROOT, Served, command, environment, free_port, started
 
 CONFIG = ROOT / "deploy" / "balancer" / "haproxy.cfg"
 SCALING = ROOT / "docs" / "scaling.md"
@@ -37,8 +37,7 @@ def section(title: str) -> str:
 def balancing(folder: Path, gateways: list[Served]) -> Iterator[str]:
     """Run the page's command, with the test's ports in the file; yield the address."""
     assert "haproxy -f deploy/balancer/haproxy.cfg\n" in section("Several gateways, a balancer")
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
+    port = free_port()
     text = CONFIG.read_text()
     for old, new in (
         ("127.0.0.1:8000", f"127.0.0.1:{port}"),

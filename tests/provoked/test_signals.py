@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import socket
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.processes import Served, started
+from tests.processes import Served, free_port, started
 from tests.provoked.conftest import chat, embed
 from tests.provoked.engines import FAR_AWAY, HANG
 from tests.provoked.readings import reading
@@ -102,8 +101,7 @@ async def test_a_drain_cut_short_tells_those_who_are_in_no_queue_too(tmp_path: P
 
 async def test_killed_in_mid_stream_is_a_broken_stream_and_a_clean_start(tmp_path: Path) -> None:
     """Never a [DONE]; and the port is free for the next one."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     with serving(tmp_path, GATEWAY_PORT=port) as served:
         lines: list[str] = []
 
