@@ -11,7 +11,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
@@ -165,20 +166,26 @@ _ALONE: Mapping[str, str] = {
 
 
 @contextlib.contextmanager
-def started(settings: Settings) -> Iterator[Started]:
-    """Start a gateway on a free port of this machine, for as long as the context lasts."""
+def started(
+    settings: Settings,
+    deferred: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[Started]:
+    """Start a gateway on a free port of this machine, for as long as the context lasts.
+
+    In `deferred`, no signal is to raise: neither process nor folder is left behind then.
+    """
     if settings.tls_cert:
         raise NoGateway(
             f"No gateway answers at {address(settings)}, and clients would not trust a new one "
             "with this certificate. Run `mlx-gateway serve` at the address that it is for."
         )
-    with tempfile.TemporaryDirectory(prefix="mlx-gateway-") as folder:
-        gateway = Started(settings, Path(folder))
-        try:
-            gateway.wait_ready()
-            yield gateway
-        finally:
-            gateway.stop()
+    with contextlib.ExitStack() as stack:
+        with deferred():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
+            gateway = Started(settings, Path(folder))
+            stack.callback(gateway.stop)
+        gateway.wait_ready()
+        yield gateway
 
 
 def _ask(url: str, path: str, key: str | None = None) -> tuple[int | None, Any]:

@@ -50,7 +50,7 @@ def launch(
         try:
             url = find(settings)
             large, small = choose_both(offered(url, settings, catalog), model, small_model, chosen)
-            with _gateway(url, settings) as ready:
+            with _gateway(url, settings, signals) as ready:
                 service = Service(ready, large.name, small.name, large.context)
                 status = _run(chosen, (program, *(arguments or ())), service, settings, signals)
         except (NoGateway, NoModel) as error:
@@ -69,7 +69,7 @@ class Signals:
     def __init__(self) -> None:
         self.tool: subprocess.Popen[bytes] | None = None
         self._has_ended = False
-        self._early: list[int] | None = None  # those that come while the tool is started
+        self._early: list[int] | None = None  # those that are deferred
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
@@ -84,15 +84,21 @@ class Signals:
             for number in handled:
                 signal.signal(number, before[number])
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run the tool until it ends; return its status. A signal while it starts is its, too."""
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Handle those that come meanwhile at the end, so that nothing is left half begun."""
         self._early = []
         try:
-            self.tool = subprocess.Popen(command, env=environment)
+            yield
         finally:
             early, self._early = self._early, None
-        for number in early:
-            self._handle(number, None)
+            for number in early:
+                self._handle(number, None)
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Run the tool until it ends; return its status. A signal while it starts is its, too."""
+        with self.deferred():
+            self.tool = subprocess.Popen(command, env=environment)
         return self.tool.wait()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -116,7 +122,7 @@ def _is_in_foreground() -> bool:
 
 
 @contextlib.contextmanager
-def _gateway(found: str | None, settings: Settings) -> Iterator[str]:
+def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterator[str]:
     """Yield the URL of a gateway that is ready: the one that was found, or else a new one.
 
     If the new one ends before its time, say so at the end.
@@ -126,7 +132,7 @@ def _gateway(found: str | None, settings: Settings) -> Iterator[str]:
         yield found
         return
     print("Starting a gateway…", file=sys.stderr)
-    with started(settings) as gateway:
+    with started(settings, signals.deferred) as gateway:
         yield gateway.url
         try:
             gateway.require_alive()
@@ -143,7 +149,9 @@ def _run(
 ) -> int:
     """Run a tool until it ends, and return its status as shells have it."""
     setup = tool.setup(service)
-    with tempfile.TemporaryDirectory(prefix="mlx-gateway-") as folder:
+    with contextlib.ExitStack() as stack:
+        with signals.deferred():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
         for name, text in setup.files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
         environment = tool.environment(setup, first_key(settings), os.environ, folder)

@@ -1,24 +1,29 @@
 """launch and connect: which gateway and model a tool gets, by what, and how it ends."""
 
 import asyncio
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import httpx2
 import pytest
 
+from gateway.cli import _gateways
 from gateway.cli._gateways import NoGateway, started
 from gateway.cli._tools import AGENT_CONTEXT, TOOLS, NoModel, Offer, Service, choose
 from gateway.cli.launch import Signals
+from gateway.settings import Settings
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.processes import ROOT, command, environment
 from tests.serving_app import catalog, served, settings
@@ -321,6 +326,54 @@ async def test_signals_are_the_tools(home: Path, number: signal.Signals) -> None
     assert await process.stdout.read() == f"got {number.value}\n".encode()
     assert await process.wait() == number
     assert not left(home)
+
+
+def children() -> set[str]:
+    """List the processes that this one has started."""
+    asked = ["pgrep", "-P", str(os.getpid())]
+    own = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
+    out, _ = own.communicate()
+    return set(out.split()) - {str(own.pid)}
+
+
+@contextmanager
+def interrupted(line: int) -> Iterator[None]:
+    """Get a signal at this line of all that is executed to start a process that serves."""
+    files = {module.__file__ for module in (_gateways, tempfile, subprocess)}
+    lines = itertools.count()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in files or frame.f_code.co_name == "wait_ready":
+            return None
+        if event == "line" and next(lines) == line:
+            signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("line", range(0, 400, 3))
+def test_a_signal_at_any_line_of_its_start_leaves_no_gateway(
+    home: Path, monkeypatch: pytest.MonkeyPatch, line: int
+) -> None:
+    """Its folder was left, or it ran on."""
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    monkeypatch.chdir(home)
+    signals, chosen, before = Signals(), settings(models=home / "models.yaml"), children()
+    with signals.handled(), pytest.raises(SystemExit), interrupted(line):
+        start(chosen, signals)
+    assert not left(home)
+    assert children() <= before
+
+
+def start(chosen: Settings, signals: Signals) -> None:
+    with started(chosen, signals.deferred):
+        pytest.fail("no signal came")
 
 
 async def test_a_signal_while_the_gateway_starts_stops_it(home: Path) -> None:
