@@ -25,7 +25,7 @@ from gateway.jobs import (
 )
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import Call, digest, encode
-from gateway.serving.ranks.links import Leader
+from gateway.serving.ranks.links import Leader, Sent
 
 T = TypeVar("T")
 WAIT_S: Final = 0.02  # of a step of loading, for the other ranks; others may have the lane between
@@ -42,7 +42,7 @@ def lead_in_steps(
     `setup` is what the other ranks need to load the same. Raises ModelLoadFailed, naming the rank.
     """
     call = Call(model, "load", setup)
-    number = leader.tell(encode(call))
+    sent = leader.send(encode(call))
     engine: GenerationEngine | None = None
     is_led = False
     try:
@@ -51,7 +51,7 @@ def lead_in_steps(
                 yield None
             else:
                 break
-        while (replies := leader.replies(number, WAIT_S)) is None:
+        while (replies := leader.replies(sent, WAIT_S)) is None:
             yield None
         for rank, problem in replies.items():
             if problem:
@@ -65,7 +65,7 @@ def lead_in_steps(
             if engine is not None:
                 engine.close()
             with contextlib.suppress(Unavailable):
-                leader.tell(encode(Call(model, "drop")))
+                leader.send(encode(Call(model, "drop")))
 
 
 class LeadingEngine:
@@ -125,7 +125,7 @@ class LeadingEngine:
     def close(self) -> None:
         try:
             with contextlib.suppress(Unavailable):
-                self._tell("drop")
+                self._send("drop")
         finally:
             self._engine.close()
 
@@ -133,18 +133,18 @@ class LeadingEngine:
         faults, self._faults = self._faults, []
         return faults
 
-    def _tell(self, method: str, *arguments: object) -> int:
-        return self._leader.tell(encode(Call(self._model, method, arguments)))
+    def _send(self, method: str, *arguments: object) -> Sent:
+        return self._leader.send(encode(Call(self._model, method, arguments)))
 
     def _make(self, method: str, act: Callable[[], T], *arguments: object) -> T:
         """Make a call on every rank. Raises Unavailable unless it comes to the same on all."""
-        number = self._tell(method, *arguments)
+        sent = self._send(method, *arguments)
         try:
             result = act()
         except Exception as error:
-            self._leader.agree(number, type(error).__name__)
+            self._leader.agree(sent, type(error).__name__)
             raise
-        self._leader.agree(number, "")
+        self._leader.agree(sent, "")
         return result
 
     def _step(
@@ -153,12 +153,12 @@ class LeadingEngine:
         """Make a pass on every rank. Its deltas are returned once all have the same: what comes of
         a pass in which a rank is lost is not to be trusted.
         """
-        number = self._tell(method, *arguments)
+        sent = self._send(method, *arguments)
         deltas = step()
         faults = self._engine.take_faults()
         self._faults += faults
         outcome = digest(self._engine.rows, self._engine.last_pass, deltas, len(faults))
-        self._leader.agree(number, outcome)
+        self._leader.agree(sent, outcome)
         return deltas
 
     # What changes nothing, and needs no other rank:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from gateway import clock, logs
 from gateway.errors import Unavailable
@@ -49,16 +50,23 @@ class Invitation:
         return cls(host, port, word)
 
 
+class Sent:
+    """A frame that every rank was sent, and what each has replied by now."""
+
+    def __init__(self) -> None:
+        self.replies: dict[int, str] = {}
+
+
 class Leader:
     """Rank 0's connections. All methods but `close` are for the lane's thread."""
 
     def __init__(self, links: Mapping[int, socket.socket]) -> None:
         self._links = links
-        self._words: dict[int, queue.SimpleQueue[tuple[int, str]]] = {
-            rank: queue.SimpleQueue() for rank in links
-        }
-        self._told = 0
-        self._replies: dict[int, str] = {}
+        self._words: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
+        self._count = 0
+        # Replies may come while those to another frame are waited for. Weak, so that what comes of
+        # a frame that nobody waits for any more is forgotten.
+        self._sent: WeakValueDictionary[int, Sent] = WeakValueDictionary()
         self._is_over = False
         self.lost: str | None = None  # which rank is gone, in words; None while all are there
         self.on_stop: Callable[[], object] = lambda: None  # when a rank gets a signal to stop
@@ -69,40 +77,39 @@ class Leader:
         for thread in self._threads:
             thread.start()
 
-    def tell(self, frame: bytes) -> int:
-        """Send a frame to every rank; return its number. Raises Unavailable if one is gone."""
-        self._told += 1
+    def send(self, frame: bytes) -> Sent:
+        """Send a frame to every rank. Raises Unavailable if one is gone."""
+        self._count += 1
+        sent = self._sent[self._count] = Sent()
         for rank, link in self._links.items():
             try:
                 _send(link, frame)
             except OSError:
                 self._lose(f"rank {rank} is gone")
         self._check()
-        return self._told
+        return sent
 
-    def replies(self, number: int, wait_s: float | None = None) -> Mapping[int, str] | None:
-        """Return what each rank replied to a frame; None if one has not by then. Replies to earlier
-        frames are dropped. Raises Unavailable if a rank is gone.
+    def replies(self, sent: Sent, wait_s: float | None = None) -> Mapping[int, str] | None:
+        """Return what each rank replied to a frame; None if one has not by then. Raises Unavailable
+        if a rank is gone.
         """
         until = None if wait_s is None else clock.now() + wait_s
-        for rank, words in self._words.items():
-            while rank not in self._replies:
-                try:
-                    left_s = None if until is None else max(0.0, until - clock.now())
-                    of, reply = words.get(timeout=left_s)
-                except queue.Empty:
-                    return None
-                self._check()
-                if of == number:
-                    self._replies[rank] = reply
-        replies, self._replies = self._replies, {}
-        return replies
+        while len(sent.replies) < len(self._links):
+            self._check()
+            try:
+                left_s = None if until is None else max(0.0, until - clock.now())
+                rank, number, reply = self._words.get(timeout=left_s)
+            except queue.Empty:
+                return None
+            if (found := self._sent.get(number)) is not None:
+                found.replies[rank] = reply
+        return sent.replies
 
-    def agree(self, number: int, outcome: str) -> None:
+    def agree(self, sent: Sent, outcome: str) -> None:
         """Wait until every rank has come to this outcome of a frame. Raises Unavailable if one
         does not, or is gone: what was computed with it is not to be used.
         """
-        for rank, reply in (self.replies(number) or {}).items():
+        for rank, reply in (self.replies(sent) or {}).items():
             if reply != outcome:
                 self._lose(f"rank {rank} came to another outcome")
         self._check()
@@ -131,15 +138,14 @@ class Leader:
                     log.info("rank_stops", rank=rank)
                     self.on_stop()
                 else:
-                    self._words[rank].put((word["of"], word["reply"]))
+                    self._words.put((rank, word["of"], word["reply"]))
         self._lose(f"rank {rank} is gone")
 
     def _lose(self, what: str) -> None:
         is_news = self.lost is None and not self._is_over
         if is_news:
             self.lost = what
-        for words in self._words.values():
-            words.put((0, ""))  # for the lane, if it waits for a word
+        self._words.put((0, 0, ""))  # for the lane, if it waits for a word
         if is_news:
             log.critical("rank_lost", lost=what, hint="its log says more; the group ends")
 

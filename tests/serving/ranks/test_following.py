@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ class Ranks:
         """Follow on a thread of its own, with engines made so."""
 
         def load(model: str, setup: Sequence[Any]) -> ScriptedChat:
-            assert (model, list(setup)) == ("m", ["same", 1])
+            assert list(setup) == ["same", 1], model
             self.engines.append(make())
             return self.engines[-1]
 
@@ -138,6 +139,33 @@ def test_a_call_that_fails_everywhere_fails_for_its_caller_alone(ranks: Ranks) -
         engine.join(params("!"))
     assert engine.join(params("a")) == 1
     assert ranks.leader.lost is None
+
+
+def test_a_model_answers_while_others_load(ranks: Ranks) -> None:
+    """What the other rank said of the loads was lost, and they waited for ever."""
+    ranks.follow()
+    engine = ranks.lead(ScriptedChat())
+    loads = [
+        lead_in_steps(ranks.leader, model, ["same", 1], iter_engine(ScriptedChat()))
+        for model in ("n", "o")
+    ]
+    assert [next(each) for each in loads] == [None, None]
+    engine.join(params("ab"))
+    engine.prefill(64)
+    assert [delta.text for delta in engine.decode()] == ["a"]
+    for load in loads:
+        loaded = next(each for each in islice(load, 500) if each is not None)
+        assert loaded.join(params("xyz")) == 1
+
+
+def test_what_an_abandoned_load_comes_to_is_forgotten(ranks: Ranks) -> None:
+    ranks.follow()
+    load = lead_in_steps(ranks.leader, "n", ["same", 1], iter_engine(ScriptedChat()))
+    assert next(load) is None
+    load.close()
+    engine = ranks.lead(ScriptedChat())
+    engine.join(params("ab"))
+    assert not ranks.leader._sent
 
 
 def test_another_outcome_ends_the_group_before_anything_is_answered(ranks: Ranks) -> None:
