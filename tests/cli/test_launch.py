@@ -309,6 +309,15 @@ def test_a_signal_that_comes_while_the_tool_starts_is_the_tools() -> None:
         assert signals.start(sleeps, Interrupted(os.environ)) == -signal.SIGTERM
 
 
+@pytest.fixture
+def not_ignored() -> Iterator[None]:
+    """Let children have Ctrl-C, which shells have jobs in the background ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("not_ignored")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_signals_are_the_tools(home: Path, number: signal.Signals) -> None:
     """launch waits for what it does, and then stops its gateway."""
