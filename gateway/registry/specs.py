@@ -477,9 +477,9 @@ class ChatSpec(_Spec):
 
     @model_validator(mode="after")
     def _divided_as_it_is(self) -> "ChatSpec":
-        for key in ("fuse_projections", "kv_bits"):
-            if self.parallel and getattr(self, key):
-                raise _misplaced("parallel", f"a model with 'parallel' has no '{key}'")
+        if self.parallel and self.fuse_projections:
+            message = "a model with 'parallel' has no 'fuse_projections'"
+            raise _misplaced("parallel", message)
         return self
 
 

@@ -27,6 +27,8 @@ version: 1
 models:
   tensor: {kind: chat, source: "path:llama", parallel: tensor, preload: true}
   pipeline: {kind: chat, source: "path:qwen2", parallel: pipeline, preload: true}
+  packed-tensor: {kind: chat, source: "path:wide", parallel: tensor, kv_bits: 8}
+  packed-pipeline: {kind: chat, source: "path:wider", parallel: pipeline, kv_bits: 4}
   odd: {kind: chat, source: "path:odd", parallel: tensor}
   llama: {kind: chat, source: "path:llama", parallel: pipeline}
 """
@@ -45,6 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     write_chat(folder / "llama")
     write_chat(folder / "qwen2", model_type="qwen2", num_hidden_layers=3)
+    write_chat(folder / "wide", head_dim=32)
+    write_chat(folder / "wider", model_type="qwen2", hidden_size=128, num_hidden_layers=3)
     write_chat(folder / "odd", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     (folder / "models.yaml").write_text(MODELS)
     return folder
@@ -113,7 +117,7 @@ def chat(model: str, words: str, **fields: Any) -> dict[str, Any]:
 
 QUESTIONS = [
     chat(model, words, logit_bias=NO_END)
-    for model in ("tensor", "pipeline")
+    for model in ("tensor", "pipeline", "packed-tensor", "packed-pipeline")
     for words in ("Hello", "Where is the library? " * 20, "How are you")
 ] + [
     chat("tensor", "Hello", temperature=1, seed=7),
@@ -134,6 +138,7 @@ def texts(url: str) -> list[str]:
 
     def ask(body: dict[str, Any]) -> str:
         answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert "choices" in answer, answer
         return str(answer["choices"][0]["message"]["content"])
 
     def leave(model: str) -> str:
@@ -161,7 +166,9 @@ def launched(folder: Path, logs: Path) -> Iterator[str]:
         process = subprocess.Popen(
             [str(LAUNCH), *options, *command("serve")],
             cwd=folder,
-            env=environment(GATEWAY_PORT="0", GATEWAY_LOG_FORMAT="json"),
+            env=environment(
+                GATEWAY_PORT="0", GATEWAY_LOG_FORMAT="json", GATEWAY_CACHE_MAX_MODELS="8"
+            ),
             stdin=subprocess.PIPE,  # it reads on without end where there is nothing to read
             stdout=output,
             stderr=output,
@@ -189,10 +196,13 @@ def launched(folder: Path, logs: Path) -> Iterator[str]:
 
 
 def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path) -> None:
-    """Tensor and pipeline, many at once: greedy, sampled, scored and held to a schema."""
-    with started(command("serve", "--models", str(folder / "models.yaml")), tmp_path) as alone:
+    """Tensor and pipeline, many at once: greedy, sampled, scored, held to a schema, of KV in fewer
+    bits. Two of the models are loaded while the others answer.
+    """
+    serve = command("serve", "--models", str(folder / "models.yaml"))
+    with started(serve, tmp_path, GATEWAY_CACHE_MAX_MODELS="8") as alone:
         expected = texts(alone.url)
-        assert alone.log.read_text().count('"event":"parallel_alone"') == 2
+        assert alone.log.read_text().count('"event":"parallel_alone"') == 4
     with launched(folder, tmp_path) as url:
         assert texts(url) == expected
         refused = [
@@ -201,7 +211,7 @@ def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path) -> None:
         ]
         assert texts(url) == expected
     assert set(json.loads(expected[-1])) == {"on", "size"}
-    assert len(set(expected[:6])) == 6
+    assert len(set(expected[:12])) == 12
     messages = [each.json()["error"]["message"] for each in refused]
     assert [each.status_code for each in refused] == [500, 500], messages
     assert "num_attention_heads, 3, cannot be divided among 2 ranks" in messages[0]

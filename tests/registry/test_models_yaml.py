@@ -281,7 +281,6 @@ def test_kv_bits_are_8_or_4_of_a_chat_model(file: Path) -> None:
     for entry in (
         "kind: chat\nsource: hub:a/b\nkv_bits: 3",
         "kind: embedding\nsource: hub:a/b\nkv_bits: 8",
-        "kind: chat\nsource: hub:a/b\nkv_bits: 8\nparallel: tensor",
     ):
         with pytest.raises(Exception, match="kv_bits"):
             one(file, entry)
