@@ -98,7 +98,7 @@ async def test_rows_of_two_models_that_wait_for_each_other_do_not_for_ever(tmp_p
     engines = SizedEngines()
     budget = 2 * MODEL + SMALL
     async with served(
-        catalog(tmp_path, CHATS), engines, cache_max_bytes=budget, load_wait_s=1
+        catalog(tmp_path, CHATS), engines, cache_max_bytes=budget, load_wait_s=3
     ) as client:
         for name in CHATS:
             assert (await ask(client, name)).status_code == 200
