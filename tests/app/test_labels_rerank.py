@@ -56,11 +56,11 @@ async def test_scores_are_the_models_own(folder: Path, tmp_path: Path) -> None:
             results = sorted(answer.json()["results"], key=lambda each: int(each["index"]))
             return [each["relevance_score"] for each in results]
 
-        assert await scores(DOCUMENTS) == pytest.approx(expected, abs=2e-5)
+        assert await scores(DOCUMENTS) == pytest.approx(expected, abs=1e-4)
         alone = await asyncio.gather(*(scores([each]) for each in DOCUMENTS))
-        assert [one for [one] in alone] == pytest.approx(expected, abs=2e-5)
+        assert [one for [one] in alone] == pytest.approx(expected, abs=1e-4)
         shares = [1 / (1 + math.exp(-each)) for each in expected]
-        assert await scores(DOCUMENTS, raw_scores=False) == pytest.approx(shares, abs=1e-5)
+        assert await scores(DOCUMENTS, raw_scores=False) == pytest.approx(shares, abs=1e-4)
         long = await _post(client, {**body, "documents": ["word " * 9999]})
         assert long.headers["x-gateway-truncated"] == "1"
         too_long = await _post(client, {**body, "query": "word " * 9999, "documents": ["x"]})

@@ -32,6 +32,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "sliding": SLIDING,
     "states": STATEFUL,
 }
+# Logits of up to 13 that are read in other passes differ by up to 2.1e-5: of OpenBLAS's kernels,
+# Haswell's do. Keys of a shared beginning that are 0.1 % too large change scores by 1e-2.
+ROUNDING = 1e-4
 
 
 def load(folder: Path, **more: Any) -> LabelScorer:
@@ -75,9 +78,9 @@ def test_a_score_is_the_difference_of_the_labels_logits(scorer: LabelScorer) -> 
     together = scorer.score(pairs)
     assert together.shape == (len(pairs), 1)
     assert together.dtype == np.float32
-    assert together[:, 0] == pytest.approx(right, abs=2e-5)
+    assert together[:, 0] == pytest.approx(right, abs=ROUNDING)
     alone = [scorer.score([pair])[0, 0] for pair in pairs]
-    assert alone == pytest.approx(right, abs=2e-5)
+    assert alone == pytest.approx(right, abs=ROUNDING)
 
 
 def test_a_prompt_is_encoded_as_one_text(scorer: LabelScorer) -> None:
@@ -117,11 +120,11 @@ def test_a_shared_beginning_is_read_once(folder: Path, monkeypatch: Any) -> None
     pairs = scorer.encode_pairs(QUERY, ["a", "b", "c"])
     right = [expected(scorer, pair) for pair in pairs]
     read = watch(scorer, monkeypatch)
-    assert scorer.score(pairs)[:, 0] == pytest.approx(right, abs=1e-4)
+    assert scorer.score(pairs)[:, 0] == pytest.approx(right, abs=ROUNDING)
     shared = pairs[0].second
     own = max(map(len, pairs)) - shared
     assert read == [(1, shared), (3, own)]
-    assert scorer.score(pairs)[:, 0] == pytest.approx(right, abs=1e-4)
+    assert scorer.score(pairs)[:, 0] == pytest.approx(right, abs=ROUNDING)
     assert read[2:] == [(3, own)]
 
 
@@ -135,7 +138,7 @@ def test_a_beginning_is_kept_from_pass_to_pass(folder: Path, monkeypatch: Any) -
     right = [expected(scorer, pair) for pair in pairs]
     read = watch(scorer, monkeypatch)
     scores = [scorer.score([pair]).item() for pair in pairs]
-    assert scores == pytest.approx(right, abs=1e-4)
+    assert scores == pytest.approx(right, abs=ROUNDING)
     whole = [0, 3]
     assert read == [
         (1, len(pair) - (0 if place in whole else pair.second)) for place, pair in enumerate(pairs)
@@ -182,7 +185,7 @@ def test_one_label_scores_by_its_logit(folder: Path) -> None:
     [pair] = scorer.encode_pairs(QUERY, ["Paris."])
     [[token]] = scorer._tokenizer.encode(["y"], with_specials=False)
     right = scorer._model(mx.array([list(pair.ids)]))[0, -1, token].item()
-    assert scorer.score([pair])[0, 0] == pytest.approx(right, abs=2e-5)
+    assert scorer.score([pair])[0, 0] == pytest.approx(right, abs=ROUNDING)
 
 
 def test_qwen3s_recipe_is_that_of_its_card() -> None:
