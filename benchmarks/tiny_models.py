@@ -5,10 +5,12 @@ import importlib
 import pkgutil
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 WINDOW: Final = 24  # shorter than the prompts that are tried
+ZEROS: Final = 0.5  # how wide weights are drawn that a class begins with zeros
 
 VALUES: Final[dict[str, Any]] = {
     **dict.fromkeys(("vocab_size", "num_vocab"), 320),
@@ -310,6 +312,33 @@ def tiny_config(name: str) -> dict[str, Any]:
     module = importlib.import_module(f"mlx_lm.models.{name}")
     config = _filled(module, module.ModelArgs, name)
     return {**config, "model_type": name}
+
+
+def tiny_model(config: Mapping[str, Any], width: float = 3) -> Any:
+    """Make a model with random weights, the same each time.
+
+    They are wide, so that the likeliest token is likeliest by far and depends on its past. What a
+    class begins with zeros is random too: with zeros for a convolution, a shift or a norm, nothing
+    that a state holds would reach the logits.
+    """
+    import mlx.core as mx  # not when configurations alone are wanted
+    from mlx.utils import tree_flatten, tree_unflatten
+    from mlx_lm.utils import _get_classes
+
+    mx.random.seed(0)
+    classes: Any = _get_classes(dict(config))
+    model = classes[0](classes[1].from_dict(dict(config)))
+    weights: list[tuple[str, mx.array]] = []
+    named: Any = tree_flatten(model.parameters())
+    for key, array in named:
+        if not mx.any(array != 0).item():
+            array = ZEROS * mx.random.normal(array.shape, array.dtype)
+        elif array.ndim > 1:
+            array = width * array
+        weights.append((key, array))
+    model.update(tree_unflatten(weights))
+    mx.eval(model.parameters())
+    return model
 
 
 def _filled(module: types.ModuleType, arguments: Any, name: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from gateway.jobs import Verdict
 BOUNDS: Final = {mx.float32: 1e-2, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 LENGTHS: Final = (5, 9, 16)  # tokens of the prompts: short ones, for they are read on the lane
 ANSWER_TOKENS: Final = 3  # tokens after each, always the same: a tie decides nothing
+PADDED: Final = 4  # rows whose padding is exchanged
 CHUNK: Final = 256
 # What holds without a test of a model whose caches mlx-lm cannot put side by side.
 ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
@@ -47,6 +48,7 @@ class _Row:
 
     prompt: Tokens
     answer: Tokens
+    reference: str = "those alone"
     alone: list[mx.array] = field(default_factory=list)
     found: list[mx.array] = field(default_factory=list)
 
@@ -100,6 +102,9 @@ class SelfTest:
             yield from self._alone(row)
         yield from self._try("single", rows[1:2], self._single(rows[1]))
         yield from self._try("rows", rows, self._together(*rows))
+        if self.verdict.rows:
+            padded = _Row([], [], "those with other padding")
+            yield from self._try("rows", [padded], self._exchange_padding(padded))
         # No prompt may be long enough to be kept.
         if BLOCK + LENGTHS[0] + ANSWER_TOKENS > self._longest:
             self._note(prefixes=True)
@@ -112,8 +117,9 @@ class SelfTest:
             if prefixes.needs_block_ends and self.verdict.rows and has_room:
                 longer, again = self._draw_tokens(2 * BLOCK + LENGTHS[0]), replace(long)
                 yield from self._alone(longer)
-                tested = [longer, long, rows[2], again]
-                trial = self._in_pieces(tested, prefixes)
+                pieces = self._in_pieces(longer, long, rows[2], prefixes)
+                yield from self._try("rows", [longer, long, rows[2]], pieces)
+                tested, trial = [again], self._continue(again, prefixes)
             yield from self._try("prefixes", tested, trial)
         window = window_of(self._model, self._longest)
         if window is None or not self.verdict.rows:
@@ -155,7 +161,8 @@ class SelfTest:
         far = [gap for gap in gaps if not gap <= self._bound]
         if 2 * len(far) < len(gaps):
             return ""
-        return f"logits {max(gaps):.2g} apart from those alone, where {self._bound:g} is allowed"
+        apart = f"logits {max(gaps):.2g} apart from {row.reference}"
+        return f"{apart}, where {self._bound:g} is allowed"
 
     def _alone(self, row: _Row) -> Steps:
         cache = make_prompt_cache(self._model)
@@ -176,12 +183,16 @@ class SelfTest:
         return logits
 
     def _read(
-        self, rows: list[_Row], caches: list[list[Any]] | None = None, known: int = 0
+        self,
+        rows: list[_Row],
+        caches: list[list[Any]] | None = None,
+        known: int = 0,
+        model: Any = None,
     ) -> Generator[None, None, _Batch]:
         """Read prompts, the first from where a prefix ends: together, or one in chunks."""
         caches = caches or [make_batch_caches(self._model) for _ in rows]
         batch = PromptProcessingBatch(
-            self._model, list(range(len(rows))), caches, prefill_step_size=1 << 30
+            model or self._model, list(range(len(rows))), caches, prefill_step_size=1 << 30
         )
         prompts = [row.prompt[known if row is rows[0] else 0 : -1] for row in rows]
         chunk = CHUNK if len(rows) == 1 else max(map(len, prompts))
@@ -217,6 +228,26 @@ class SelfTest:
         yield from self._decode(joining)
         yield from self._join(batch, joining)
 
+    def _exchange_padding(self, padded: _Row) -> Steps:
+        """Read prompts beside a longer one twice, with other tokens for padding.
+
+        The first logits of each prompt show what has got in; later ones less and less. Passes of
+        the same shapes round the same, so the bound is for the padding alone, in every type.
+        """
+        rows = [self._draw_tokens(LENGTHS[0]) for _ in range(PADDED)]
+        rows.append(self._draw_tokens(LENGTHS[-1]))
+        others = mx.array(self._draw_tokens(LENGTHS[-1]).prompt[:-1])
+
+        def with_others(tokens: mx.array, cache: Any) -> Any:
+            """Read others for 0, which is no token of a prompt here and what mlx-lm pads with."""
+            return self._model(mx.where(tokens == 0, others, tokens), cache=cache)
+
+        for model, found in ((self._model, padded.alone), (with_others, padded.found)):
+            batch = yield from self._read(rows, model=model)
+            logits = self._launch_pass([row.prompt[-1] for row in rows], batch.cache)
+            found += list(logits[:PADDED])
+            yield
+
     def _join(self, batch: _Batch, joining: _Batch) -> Steps:
         for mine, theirs in zip(batch.cache, joining.cache, strict=True):
             mine.extend(theirs)
@@ -231,11 +262,8 @@ class SelfTest:
         prefixes.store(row.prompt[:BLOCK], read.cache, 0)
         yield from self._continue(row, prefixes)
 
-    def _in_pieces(self, rows: Sequence[_Row], prefixes: PrefixCache) -> Steps:
-        """Read two up to where states are kept, padded, then the rest of them beside a third; then
-        one again, from what was kept.
-        """
-        longer, long, short, again = rows
+    def _in_pieces(self, longer: _Row, long: _Row, short: _Row, prefixes: PrefixCache) -> Steps:
+        """Read two up to where states are kept, padded, then the rest of them beside a third."""
         first: Any  # untyped in mlx-lm, as the other
         first, second = (
             PromptProcessingBatch(
@@ -255,7 +283,6 @@ class SelfTest:
         batch = _Batch([longer, long, short], first.prompt_cache)
         while batch.rows:
             yield from self._decode(batch)
-        yield from self._continue(again, prefixes)
 
     def _continue(self, row: _Row, prefixes: PrefixCache) -> Steps:
         known, cache = prefixes.take(row.prompt[:-1])
@@ -342,7 +369,7 @@ def self_test_digest(
         "dtype": [dtype, is_packed],
         "fused": is_fused,
         "kv_bits": kv_bits,
-        "test": [LENGTHS, ANSWER_TOKENS, sorted(BOUNDS.values()), BLOCK],
+        "test": [LENGTHS, ANSWER_TOKENS, PADDED, sorted(BOUNDS.values()), BLOCK],
     }
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 

@@ -11,10 +11,12 @@ import pytest
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
+from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
-from gateway.engine.generation.self_test import FAULTS, Faults
+from gateway.engine.generation.prefix_cache import BLOCK
+from gateway.engine.generation.self_test import FAULTS, Faults, SelfTest
 from gateway.jobs import Sampling, SequenceParams, Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
 
@@ -336,4 +338,39 @@ def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path)
     while engine.is_decoding:
         ended |= {delta.sequence_id for delta in engine.decode() if delta.finish_reason}
     assert ended == {rows[1], rows[3]}
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["rwkv7", "recurrent_gemma", "baichuan_m1"])
+def test_padding_that_gets_into_states_is_found_in_every_type(name: str, dtype: mx.Dtype) -> None:
+    """The classes keep the last token of a pass, whatever it is. It fades from token to token, so
+    the logits after the first ones may be within bfloat16's bound.
+    """
+    config = tiny_config(name)
+    model = tiny_model(config, width=1)
+    model.set_dtype(dtype)
+    *_, verdict = SelfTest(model, config["vocab_size"], 4096, dtype).verdicts()
+    assert verdict.is_whole
+    assert verdict.rows is False
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "falcon_h1", "plamo2"])
+def test_padding_that_states_leave_out_is_no_mismatch(name: str) -> None:
+    """In the coarsest type."""
+    config = tiny_config(name)
+    model = tiny_model(config, width=1)
+    model.set_dtype(mx.bfloat16)
+    *_, verdict = SelfTest(model, config["vocab_size"], 4096, mx.bfloat16).verdicts()
+    assert verdict == Verdict(single=True, rows=True, prefixes=True, window=True)
+
+
+def test_batches_that_fail_only_where_states_are_kept_are_forbidden(tmp_path: Path) -> None:
+    """It is no fault of the prefix cache's alone: so prompts are read together."""
+    engine = broken(
+        write_chat(tmp_path / "m", **STATEFUL), lambda tokens: tokens.shape == (2, 2 * BLOCK)
+    )
+    verdict = verdict_of(engine)
+    assert verdict.rows is False
+    assert "no such shapes" in verdict.problem
     engine.close()

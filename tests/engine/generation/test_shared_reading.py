@@ -13,12 +13,10 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
-from mlx_lm.utils import _get_classes
 
-from benchmarks.tiny_models import tiny_config
+from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.kv_cache import RaggedKVCache, make_batch_caches
 from gateway.engine.generation.prefill import (
@@ -65,8 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
 STATES = [kind for kind in KINDS if kind != "plain"]
 # Each kind of cache that mlx-lm's models have beside plain KV: windows, with sinks and without;
 # convolutions; gated delta rules; SSMs, beside KV too; states and KV of one layer in a list. Not
-# those whose states take padding in, which the self-test is for: mlx_lm/models/rwkv7.py,
-# recurrent_gemma.py and baichuan_m1.py keep the last token of a pass, whatever it is.
+# those whose states take padding in: test_self_test.py.
 ARCHITECTURES = [
     "gemma3_text",
     "gpt_oss",
@@ -132,13 +129,7 @@ class TestTheDecisions:
 def made(name: str) -> tuple[Any, int]:
     """Make a tiny model with random weights; return it and its vocabulary's size."""
     config = tiny_config(name)
-    mx.random.seed(0)
-    classes: Any = _get_classes(config)
-    model = classes[0](classes[1].from_dict(dict(config)))
-    named: Any = tree_flatten(model.parameters())
-    # Wide weights, so that states depend on their past.
-    model.update(tree_unflatten([(key, x * (1 if x.ndim == 1 else 3)) for key, x in named]))
-    mx.eval(model.parameters())
+    model = tiny_model(config)
     return model, (config.get("text_config") or config)["vocab_size"]
 
 
