@@ -42,6 +42,7 @@ from tests.engine.generation.test_kv_count import ARCHITECTURES, held
 from tests.engine.generation.test_preemption import TEXTS, Answer, Batch
 from tests.engine.generation.test_prefix_cache import PLENTY, bare, cached, ids, tokens
 from tests.engine.generation.test_speculation import ECHO
+from tests.engine.generation.ties import assert_alike
 from tests.gguf_files import write_model
 
 import mlx.core as mx  # isort: skip  (after OpenBLAS, which the lines above load)
@@ -232,6 +233,12 @@ def test_rows_that_join_leave_wait_and_go_on_say_what_they_say_alone(
         each.close()
 
 
+# A number that is read in another pass may round to the next code, of 28,416 one; in the layers
+# after it more do. In 8 bits that moved logits by up to 0.022 here; in 4 bits a code is 17 times as
+# wide, and as much rarer to change.
+CODE = {8: 0.05, 4: 0.5}
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_kept_prefix_gives_the_tokens_that_reading_it_gives(folder: Path, bits: int) -> None:
     """Prompts that go on from it, several at once; and what is kept is as small as KV is."""
@@ -239,11 +246,11 @@ def test_a_kept_prefix_gives_the_tokens_that_reading_it_gives(folder: Path, bits
     base = tokens(3 * BLOCK, 7)
     prompts = [base + tokens(30, seed) for seed in range(4)]
     for sampling in (GREEDY, SEEDED):
-        expected = answers(cold, [bare(prompt, sampling) for prompt in prompts])
-        first = answers(warm, [bare(prompts[0], sampling)])
-        others = answers(warm, [bare(prompt, sampling) for prompt in prompts])
-        assert ids(first) == ids(expected)[:1]
-        assert ids(others) == ids(expected)
+        jobs = [bare(prompt, sampling) for prompt in prompts]
+        expected = ids(answers(cold, jobs))
+        first, others = (answers(warm, some) for some in (jobs[:1], jobs))
+        found = ids([*first, *others])
+        assert_alike(cold, [jobs[0], *jobs], found, [expected[0], *expected], CODE[bits])
         assert min(cached(others)) >= 2 * BLOCK
     for each in (cold, warm):
         each.close()

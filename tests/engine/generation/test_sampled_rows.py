@@ -10,6 +10,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.test_engine import TEXTS, Run, answers, job, newest, open_engine
+from tests.engine.generation.ties import assert_alike
 
 # Random weights say anything: half of what top_p keeps is beyond the first window.
 WIDE = Sampling(temperature=50.0, top_p=0.97, seed=11)
@@ -75,8 +76,9 @@ def test_neighbours_are_not_touched_by_a_row_whose_window_was_too_small(
     jobs = [job(text, each) for text, each in zip(TEXTS, others, strict=True)]
     alone = [answers(engine, [each])[0].ids for each in jobs]
     expected = whole(engine, TEXTS[1], max_tokens=30).ids
-    together = answers(engine, [*jobs[:2], job(TEXTS[1], WIDE, max_tokens=30), *jobs[2:]])
-    assert [each.ids for each in together] == [*alone[:2], expected, *alone[2:]]
+    jobs.insert(2, job(TEXTS[1], WIDE, max_tokens=30))
+    together = [each.ids for each in answers(engine, jobs)]
+    assert_alike(engine, jobs, together, [*alone[:2], expected, *alone[2:]])
 
 
 def test_a_row_that_joins_late_and_one_that_leaves_change_no_choice(
@@ -91,17 +93,18 @@ def test_a_row_that_joins_late_and_one_that_leaves_change_no_choice(
     run.step()
     engine.leave(leaving)
     run.finish()
-    assert run.answers[first].ids == whole(engine, TEXTS[0]).ids
-    assert run.answers[second].ids == whole(engine, TEXTS[1]).ids
+    jobs = [job(text, WIDE) for text in TEXTS[:2]]
+    found = [run.answers[row].ids for row in (first, second)]
+    assert_alike(engine, jobs, found, [whole(engine, text).ids for text in TEXTS[:2]])
 
 
 def test_an_answer_of_one_token_is_right_though_its_window_was_too_small(
     engine: GenerationEngine,
 ) -> None:
     """It ends before any decode step."""
-    for text in TEXTS:
-        (answer,) = answers(engine, [job(text, WIDE, max_tokens=1)])
-        assert answer.ids == whole(engine, text, max_tokens=1).ids
+    jobs = [job(text, WIDE, max_tokens=1) for text in TEXTS]
+    found = [answers(engine, [each])[0].ids for each in jobs]
+    assert_alike(engine, jobs, found, [whole(engine, text, max_tokens=1).ids for text in TEXTS])
 
 
 @pytest.mark.parametrize("stop", ["preempt", "park"])
@@ -124,4 +127,4 @@ def test_a_row_that_made_way_draws_what_it_would_have(
         run.step()
         engine.resume(row)
     run.finish()
-    assert [answer.ids for answer in run.answers.values()] == expected
+    assert_alike(engine, jobs, [answer.ids for answer in run.answers.values()], expected)
