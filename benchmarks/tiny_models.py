@@ -331,7 +331,8 @@ def tiny_model(config: Mapping[str, Any], width: float = 3) -> Any:
     weights: list[tuple[str, mx.array]] = []
     named: Any = tree_flatten(model.parameters())
     for key, array in named:
-        if not mx.any(array != 0).item():
+        is_floating = mx.issubdtype(array.dtype, mx.floating)
+        if is_floating and not mx.any(array != 0).item():
             array = ZEROS * mx.random.normal(array.shape, array.dtype)
         elif array.ndim > 1:
             array = width * array
