@@ -1,6 +1,6 @@
 """A conversation's next prompt reads only what is new in it, whatever the model keeps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -36,22 +36,6 @@ WORDS = ["the", "of", "and", "to", "you", "is"]
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a checkpoint of each family."""
     return write_chat(tmp_path_factory.mktemp(request.param), **FAMILIES[request.param])
-
-
-@pytest.fixture(scope="module")
-def cold(folder: Path) -> Iterator[GenerationEngine]:
-    """Load it without a prefix cache."""
-    engine = open_engine(folder)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def warm(folder: Path) -> Iterator[GenerationEngine]:
-    """Load it with room for every prompt."""
-    engine = open_engine(folder, prefix_cache_bytes=PLENTY)
-    yield engine
-    engine.close()
 
 
 def whole(length: int) -> int:

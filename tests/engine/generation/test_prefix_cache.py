@@ -3,7 +3,7 @@
 import gc
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,25 +62,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cold(folder: Path) -> Iterator[GenerationEngine]:
-    """Load it without a prefix cache."""
-    engine = open_engine(folder)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
 def expected(cold: GenerationEngine) -> "Expected":
     """Ask it for each answer once."""
     return Expected(cold)
-
-
-@pytest.fixture
-def warm(folder: Path) -> Iterator[GenerationEngine]:
-    """Load it with room for every prompt."""
-    engine = open_engine(folder, prefix_cache_bytes=PLENTY)
-    yield engine
-    engine.close()
 
 
 def ids(told: Sequence[Answer]) -> list[list[int]]:

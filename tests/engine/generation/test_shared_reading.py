@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, groupby
@@ -40,23 +40,13 @@ from tests.engine.generation.test_engine import (
     exchange,
     open_engine,
 )
+from tests.engine.generation.test_kv_count import ARCHITECTURES as CONFIGS
 from tests.engine.generation.test_prefix_cache import PLENTY, bare, cached, ids, tokens
 
-GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss",
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 32,
-    "intermediate_size": 32,
-    "rope_scaling": None,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sliding": SLIDING,
-    "sinks": GPT_OSS,
+    "sinks": CONFIGS["gpt_oss"],
     "stateful": STATEFUL,
     "hybrid": HYBRID,
 }
@@ -209,22 +199,6 @@ def test_a_state_taken_out_of_a_padded_pass_is_that_of_its_row_alone(name: str) 
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a checkpoint of each family."""
     return write_chat(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
-
-
-@pytest.fixture(scope="module")
-def cold(folder: Path) -> Iterator[GenerationEngine]:
-    """Load it without a prefix cache."""
-    engine = open_engine(folder)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def warm(folder: Path) -> Iterator[GenerationEngine]:
-    """Load it with room for every prompt."""
-    engine = open_engine(folder, prefix_cache_bytes=PLENTY)
-    yield engine
-    engine.close()
 
 
 def alone(
