@@ -4,6 +4,8 @@ Errors are raised where they are found, and become JSON in one place (api/middle
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from http import HTTPStatus
 from typing import ClassVar, Literal, Self
 
@@ -359,6 +361,30 @@ class EngineFailed(GatewayError):
         self.reason = reason
 
 
+class OutOfMemory(Unavailable):
+    """The device had no memory for this row, nor once others were shed: retry later."""
+
+    code = "out_of_memory"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"The device ran out of memory for the model `{model}`. Try again shortly, or with a "
+            "shorter prompt.",
+            retry_after_s=5,
+        )
+
+
+class DeviceLost(Unavailable):
+    """The device does not come back in this process, which ends: retry once it is restarted."""
+
+    code = "device_lost"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The device has failed, and the gateway is being started again.", retry_after_s=5
+        )
+
+
 class DeadlineExceeded(GatewayError):
     """The timeout of the caller, or of the settings, is over."""
 
@@ -387,3 +413,24 @@ class RegistryInvalid(Exception):
 
 class BlasUnusable(Exception):
     """The library that GATEWAY_BLAS names cannot serve as BLAS."""
+
+
+class Fault(StrEnum):
+    """What an error that MLX has raised says of the device."""
+
+    FATAL = "fatal"  # nothing that this process asks of it works any more
+    PRESSURE = "pressure"  # its memory has ended
+    ROW = "row"  # it is well: what was asked cannot be computed, now or later
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class PassFault:
+    """An error that a pass has raised, in words for the log."""
+
+    fault: Fault
+    message: str
+
+    @property
+    def is_pressure(self) -> bool:
+        return self.fault is Fault.PRESSURE

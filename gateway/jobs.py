@@ -484,6 +484,7 @@ class SequenceDelta:
     tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    is_out_of_memory: bool = False  # the error is that of a device without memory
     reasoning: str = ""
     call: CallDelta | None = None
     logprobs: Sequence[TokenLogprob] = ()

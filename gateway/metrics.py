@@ -75,6 +75,7 @@ BATCH_PADDING = Histogram(
 BATCH_FAULTS = Counter(
     "gateway_batch_faults", "Passes that failed, and whose rows were read again.", ["model"]
 )
+SHEDDINGS = Counter("gateway_sheddings", "Times that the device's memory ended in a pass.")
 FAST_PATH = Counter(
     "gateway_fast_path", "Embedding batches that began at once, on an idle lane.", ["model"]
 )

@@ -1,7 +1,7 @@
 """Scripted engines: no maths, but a seam to hold, fail and watch every call."""
 
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gateway.app.loading import Size
-from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.errors import BadRequest, ContextLengthExceeded, Fault, PassFault
 from gateway.jobs import (
     Adapter,
     Caller,
@@ -95,6 +95,9 @@ class ScriptedEmbedder:
             raise RuntimeError("poisoned")
         return np.array([[len(row), row[0], 0, 1] for row in rows], dtype=np.float32)
 
+    def probe(self) -> None:
+        """Do nothing: there is no device to fail."""
+
     def nbytes(self) -> int:
         return 1
 
@@ -152,6 +155,9 @@ class ScriptedReranker:
             logits.append([*self.others, float("nan") if is_unsure else logit])
         return np.array(logits, dtype=np.float32)
 
+    def probe(self) -> None:
+        """Do nothing: there is no device to fail."""
+
     def nbytes(self) -> int:
         return 1
 
@@ -191,7 +197,7 @@ class ScriptedChat:
     self_test_tokens: int = 0
     findings: list[Verdict] = field(default_factory=lambda: [PASSED])
     held: list[Verdict] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    faults: list[PassFault] = field(default_factory=list)
     _waiting: dict[int, SequenceParams] = field(default_factory=dict)
     _running: dict[int, list[int]] = field(default_factory=dict)
     _parked: dict[int, list[int]] = field(default_factory=dict)
@@ -253,7 +259,7 @@ class ScriptedChat:
         self.held.append(verdict)
         self.is_batched = self.is_batched and not verdict.forbids_batches
 
-    def take_faults(self) -> list[str]:
+    def take_faults(self) -> list[PassFault]:
         faults, self.faults = self.faults, []
         return faults
 
@@ -385,6 +391,9 @@ class ScriptedChat:
     def is_decoding(self) -> bool:
         return bool(self._running)
 
+    def probe(self) -> None:
+        """Do nothing: there is no device to fail."""
+
     def nbytes(self) -> int:
         return 1
 
@@ -442,6 +451,7 @@ class ScriptedEngines:
     load_gate: Gate = field(default_factory=Gate)
     sizes: dict[str, int] = field(default_factory=dict)
     device: str = "scripted"
+    classify: Callable[[BaseException], Fault] = lambda _: Fault.UNKNOWN
     memory_bytes: int = 1 << 30
     active_bytes: int = 12
     cached_bytes: int = 34

@@ -28,8 +28,9 @@ from gateway.engine.device import (
     memory_bytes,
     prepare_malloc,
 )
+from gateway.engine.device_faults import classify
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk
-from gateway.errors import ModelUnavailable
+from gateway.errors import Fault, ModelUnavailable
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
@@ -105,6 +106,10 @@ class MlxEngines:
     def cached_bytes(self) -> int:
         """Return the bytes that MLX has freed and keeps for reuse."""
         return cached_bytes()
+
+    def classify(self, error: BaseException) -> Fault:
+        """Return what an error that the device has raised says of it."""
+        return classify(error)
 
     def tidy(self) -> None:
         """Return freed memory to the system; runs on the lane's thread."""

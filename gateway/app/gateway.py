@@ -32,6 +32,7 @@ from gateway.errors import (
 from gateway.registry import Catalog, Changes, HubSource, ModelSpec, load_catalog
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
+from gateway.serving.faults import DeviceHealth
 from gateway.serving.generation.adapted import ChatBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import Lane
@@ -142,6 +143,7 @@ class Gateway:
                 "decode": settings.lane_weight_decode,
                 "load": settings.lane_weight_load,
             },
+            health=DeviceHealth(engines.classify),
         )
         self._watch = Watch(
             self._lane,

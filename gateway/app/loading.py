@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from gateway.app import self_tests
 from gateway.app.limits import embedding_limits, generation_limits
 from gateway.app.self_tests import SelfTest, VerdictStore
-from gateway.errors import EngineFailed, ModelLoadFailed
+from gateway.errors import EngineFailed, Fault, ModelLoadFailed
 from gateway.jobs import Adapter, Compiled, KvCost, Sampling, SequenceParams
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.admission import Arrivals
@@ -34,7 +34,7 @@ _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperatur
 def warm_embedder(name: str, engine: EmbeddingEngine) -> None:
     """Embed a word; raises ModelLoadFailed if the engine fails."""
     try:
-        engine.embed(engine.encode(["Hello"]))
+        engine.probe()
     except EngineFailed as error:
         raise ModelLoadFailed(name, error.reason) from error
 
@@ -42,7 +42,7 @@ def warm_embedder(name: str, engine: EmbeddingEngine) -> None:
 def warm_reranker(name: str, engine: RerankEngine) -> None:
     """Score a pair; raises ModelLoadFailed if the engine fails."""
     try:
-        engine.score(engine.encode_pairs("Hello", ["Hello"]))
+        engine.probe()
     except EngineFailed as error:
         raise ModelLoadFailed(name, error.reason) from error
 
@@ -96,6 +96,9 @@ class Engines(Protocol):
     @property
     def cached_bytes(self) -> int:
         """Return the bytes that were freed and are kept for reuse."""
+
+    def classify(self, error: BaseException) -> Fault:
+        """Return what an error that the device has raised says of it. Safe on any thread."""
 
     def tidy(self) -> None:
         """Return freed memory to the system; runs on the lane's thread."""
@@ -277,8 +280,9 @@ class ModelLoader:
             batcher = GenerationBatcher(
                 spec.id, engine, self._lane, self._pool, limits, grammars, memory
             )
-            async with batcher.running(), test.run_when_idle(batcher):
-                yield batcher, nbytes + included
+            with self._lane.health.shedding(engine.clear_prefixes):
+                async with batcher.running(), test.run_when_idle(batcher):
+                    yield batcher, nbytes + included
 
     @contextlib.asynccontextmanager
     async def _open_adapter(

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 import jsonschema  # type: ignore[import-untyped]
 
+from gateway.errors import PassFault
 from gateway.jobs import TokenLogprob, Verdict
 
 State = Literal["ok", "warn", "fail", "skip"]
@@ -197,12 +198,12 @@ def judge_cancelled(rows_before: int, rows_after: int, deltas_after: int) -> Fin
     return Finding("cancelled", "ok", "a row that leaves is gone at once.", measured)
 
 
-def judge_faults(faults: Sequence[str]) -> list[Finding]:
+def judge_faults(faults: Sequence[PassFault]) -> list[Finding]:
     """Return a failure if a pass has failed, even if its rows were run again and ended well."""
     if not faults:
         return []
-    measured = {"faults": list(faults)}
-    return [Finding("faults", "fail", f"passes have failed: {faults[0]}.", measured)]
+    messages = [fault.message for fault in faults]
+    return [Finding("faults", "fail", f"passes have failed: {messages[0]}.", {"faults": messages})]
 
 
 def judge_memory(before: int, loaded: int, idle: int, after: int) -> Finding:

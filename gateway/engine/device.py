@@ -207,6 +207,11 @@ def prepare_malloc() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
+def launch(*arrays: object) -> None:
+    """Begin to compute arrays, or trees of them, without waiting for them. On the lane only."""
+    mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
+
+
 class FreedBuffers(Protocol):
     """MLX's functions for freed buffers: the module itself, or a test's record of calls."""
 

@@ -2,6 +2,7 @@
 
 lane             the one global MLX lock, in fair turns, and the one thread that runs MLX
 watch            notices when that thread stalls or dies
+faults           what the device's errors mean for the process
 admission        bounds on waiting requests; deadlines; requests on their way
 rate_limit       requests and tokens per minute of each caller
 budget           the bytes of memory that models and their sequences share

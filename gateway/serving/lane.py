@@ -24,6 +24,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from gateway import clock, logs, metrics
 from gateway.errors import Unavailable
+from gateway.serving.faults import DeviceHealth
 
 
 class FairQueue:
@@ -114,14 +115,14 @@ class _Work:
         self.done: asyncio.Future[None] = self.loop.create_future()
         self.result: Any = None
 
-    def do(self) -> None:
+    def do(self, health: DeviceHealth) -> None:
         """Run on the lane's thread; settle the future on its own loop."""
         try:
             self.result = self.function(*self.args)
         except StopIteration as error:  # a future refuses it
             self.fail(RuntimeError(f"{self.function} raised {error!r}"))
         except Exception as error:  # the caller decides what it means
-            self.fail(error)
+            self.fail(health.see(error))
         else:
             self._settle(self.done.set_result, None)
 
@@ -161,7 +162,7 @@ class Lane:
 
     `weights` divide the lane's time between waiting kinds of work (default 1); within a kind,
     turns are first come, first served. `on_close` is the thread's last call: without it MLX on CPU
-    aborts the process.
+    aborts the process. `health` sees every error that a call raises.
     """
 
     def __init__(
@@ -169,8 +170,10 @@ class Lane:
         on_close: Callable[[], None] = lambda: None,
         *,
         weights: Mapping[str, float] = MappingProxyType({}),
+        health: DeviceHealth | None = None,
     ) -> None:
         self._on_close = on_close
+        self.health = health or DeviceHealth()
         self._fair_queue = FairQueue(weights, {LOAD: MOST_LOAD_S})
         self._waiters: list[_Waiter] = []
         self._is_held = False
@@ -278,7 +281,7 @@ class Lane:
         while (work := self._work.get()) is not None:
             self.beat = work.beat
             try:
-                work.do()
+                work.do(self.health)
             except BaseException:  # such as SystemExit, which ends a thread
                 self.has_died = True  # before the waiting caller can queue another call
                 log.critical("lane_died", kind=work.beat.kind, exc_info=True)

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
+from gateway.errors import PassFault
 from gateway.jobs import (
     Compiled,
     GenerateJob,
@@ -56,6 +57,9 @@ class EmbeddingEngine(Protocol):
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
         """Return (rows, dimensions) float32. On the lane only."""
 
+    def probe(self) -> None:
+        """Embed a word of the model's own; raise what the device does. On the lane only."""
+
     def nbytes(self) -> int:
         """Return the bytes held on the device."""
 
@@ -86,6 +90,9 @@ class RerankEngine(Protocol):
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
         """Return the logits, (rows, labels) float32. On the lane only."""
+
+    def probe(self) -> None:
+        """Score a pair of the model's own; raise what the device does. On the lane only."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device."""
@@ -144,7 +151,12 @@ class GenerationEngine(Protocol):
     def apply_verdict(self, verdict: Verdict) -> None:
         """Stop running rows in ways that a verdict found wrong. On the lane only."""
 
-    def take_faults(self) -> Sequence[str]:
+    def probe(self) -> None:
+        """Read a prompt of the model's own, apart from all rows; raise what the device does. On the
+        lane only.
+        """
+
+    def take_faults(self) -> Sequence[PassFault]:
         """Return the errors of passes since the last call. On the lane only."""
 
     def leave(self, row: int) -> None:

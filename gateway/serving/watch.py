@@ -67,10 +67,10 @@ class BeatAge:
 class Watch:
     """A context manager: it checks the lane from enter to exit.
 
-    When the lane stalls or dies, or `lost` names what it cannot work without, every thread's stack
-    is written to stderr. Then, if there is an `exit_process`, `on_stall` is called on the loop and,
-    GRACE_S later, `exit_process` on the watch's thread, with the exit status: a stuck call cannot
-    be ended in any other way.
+    When the lane stalls or dies, or the device is lost, or `lost` names what else it cannot work
+    without, every thread's stack is written to stderr. Then, if there is an `exit_process`,
+    `on_stall` is called on the loop and, GRACE_S later, `exit_process` on the watch's thread, with
+    the exit status: a stuck call cannot be ended in any other way.
     """
 
     def __init__(
@@ -101,7 +101,11 @@ class Watch:
 
     @property
     def _is_dead(self) -> bool:
-        return self._lane.has_died or self._lost() is not None
+        return self._lane.has_died or self._loss is not None
+
+    @property
+    def _loss(self) -> str | None:
+        return self._lane.health.lost or self._lost()
 
     @property
     def beat_age_s(self) -> float:
@@ -130,7 +134,7 @@ class Watch:
             return
         with contextlib.suppress(Exception):  # a stderr that cannot be written to
             kind = None if beat is None else beat.kind
-            why = {} if (lost := self._lost()) is None else {"lost": lost}
+            why = {} if (lost := self._loss) is None else {"lost": lost}
             log.critical(f"lane_{self._status}", kind=kind, seconds=round(age_s, 1), **why)
             faulthandler.dump_traceback()
         if self._exit_process is not None:

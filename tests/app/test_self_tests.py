@@ -20,6 +20,7 @@ from gateway.app.self_tests import VerdictStore
 from gateway.engine.checkpoint import Checkpoint
 from gateway.engine.device import Device
 from gateway.engine.generation.self_test import self_test_digest
+from gateway.errors import Fault, PassFault
 from gateway.jobs import KvCost, Verdict
 from tests.checkpoints import write_chat
 from tests.fakes import PASSED, ScriptedChat, ScriptedEngines
@@ -208,7 +209,7 @@ async def test_faults_of_batches_are_counted(tmp_path: Path) -> None:
     """The engine hands them up, for it counts nothing."""
     engines = Engines()
     before = metrics.of(metrics.BATCH_FAULTS, "chat")._value.get()
-    engines.chat.faults = ["2 rows: ValueError: no such shapes"]
+    engines.chat.faults = [PassFault(Fault.ROW, "2 rows: ValueError: no such shapes")]
     body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
     async with served(catalog(tmp_path, {"chat": CHAT}), engines) as client:
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200

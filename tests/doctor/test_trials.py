@@ -21,7 +21,7 @@ from gateway.doctor.trials import (
     read_golden,
     run_trial,
 )
-from gateway.errors import ModelLoadFailed
+from gateway.errors import Fault, ModelLoadFailed, PassFault
 from gateway.jobs import Pair, Vectors, Verdict
 from tests.doctor.engines import Embedder, Writer
 from tests.fakes import ScriptedReranker
@@ -165,7 +165,7 @@ def test_nonsense_from_a_model_that_knows_better_fails() -> None:
 
 def test_passes_that_failed_and_were_made_again_fail() -> None:
     """Every answer was right in the end, and a user waited twice as long."""
-    found = examined(writing(Writer(faults=["3 rows: RuntimeError: no"])))
+    found = examined(writing(Writer(faults=[PassFault(Fault.UNKNOWN, "3 rows: no")])))
     assert states(found) == {"faults": "fail"}
 
 

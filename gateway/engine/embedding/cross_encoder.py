@@ -152,6 +152,10 @@ class CrossEncoderEngine(EncoderEngine):
         starts = None if lead is None else [row.second - lead for row in rows]
         return self._run([row.ids for row in rows], self.labels, starts)
 
+    def probe(self) -> None:
+        """Score a pair of no caller's. Raises what the device does."""
+        self.score(self.encode_pairs("Hello", ["Hello"]))
+
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
         return self._head(hidden, counts, mask)
 

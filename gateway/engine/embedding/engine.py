@@ -71,6 +71,10 @@ class EmbeddingEngine(EncoderEngine):
         """
         return self._run(rows, self.dimensions)
 
+    def probe(self) -> None:
+        """Embed a word of no caller's. Raises what the device does."""
+        self.embed(self.encode(["Hello"]))
+
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
         vectors = pool(hidden, counts, mask, self._recipe.pooling)
         return unit(vectors) if self._recipe.normalize else vectors

@@ -138,6 +138,10 @@ class LabelScorer:
             scores[places, 0] = self._read(tokens, shared if self._shares_prefixes else 0)
         return scores
 
+    def probe(self) -> None:
+        """Score a pair of no caller's. Raises what the device does."""
+        self.score(self.encode_pairs("Hello", ["Hello"]))
+
     def nbytes(self) -> int:
         """Count the bytes of the weights, and of a kept beginning as long as one may be."""
         weights = sum(array.nbytes for array in parameters(self._model))

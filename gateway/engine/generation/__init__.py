@@ -26,6 +26,7 @@ chat             a model's template, formats and vocabulary together
 judging          questions → steps into their labels; the logprobs of those
 prepare          a job → the sequences it asks for, measured and begun
 self_test        sequences in batches compared with the same alone
+batch_faults     what passes have raised, and who is to blame
 engine           one model: join, prefill, decode, leave
 loading          a folder or GGUF file → an engine
 """

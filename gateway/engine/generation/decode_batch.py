@@ -10,14 +10,13 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
+from gateway.engine.device import launch
 from gateway.engine.generation.kv_cache import RaggedKVCache, compact, filter_layers, rewind_layers
 from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache
 from gateway.engine.generation.sampling import Scores
 from gateway.engine.generation.sequence import Sequence, TokenScores
 from gateway.engine.generation.speculation import count_accepted
 from gateway.jobs import FinishReason, Pass, SequenceDelta
-
-_launch: Any = mx.async_eval  # untyped in mlx's stubs
 
 # How many of the blocks of an answer a next prompt can continue after, if states are to be kept
 # with each: the last two, and two further back, the oldest four to seven. The last tokens may be
@@ -101,6 +100,7 @@ class DecodeBatch:
     scores: list[tuple[Scores, list[Sequence | None]]]
     doubts: list[Doubt]
     drafts: list[abc.Sequence[int]]
+    late_error: Exception | None = None  # of the step under way, to be raised when it is read
 
     @property
     def may_go_on(self) -> bool:
@@ -172,7 +172,7 @@ class DecodeBatch:
         self.rows = [self.rows[i] for i in indices]
         self.drafts = [self.drafts[i] for i in indices]
         filter_layers(self.cache, indices)
-        _launch([layer.state for layer in self.cache])
+        launch([layer.state for layer in self.cache])
 
     def take(self, index: int) -> "DecodeBatch":
         """Return a copy of one sequence with its next token; it stays here until dropped."""
@@ -191,6 +191,7 @@ class DecodeBatch:
         cache = [copy_layer(layer) for layer in self.cache]
         taken = DecodeBatch(self.rows, cache, self.tokens, self.finite, scores, doubts, self.drafts)
         taken.keep([index])
+        taken.late_error = self.late_error
         return taken
 
     def extend(self, other: "DecodeBatch") -> None:
@@ -201,8 +202,21 @@ class DecodeBatch:
         self.scores += other.scores
         self.doubts += other.doubts
         self.drafts = [*self.drafts, *other.drafts]
+        self.late_error = self.late_error or other.late_error
         for mine, theirs in zip(self.cache, other.cache, strict=True):
             mine.extend(theirs)
+
+    def wait(self) -> None:
+        """Wait for the step under way, and keep its error."""
+        try:
+            mx.eval(self.tokens, self.finite)
+        except Exception as error:
+            self.late_error = error
+
+    def check(self) -> None:
+        """Raise the error of the step under way if it has been waited for."""
+        if self.late_error is not None:
+            raise self.late_error
 
     def read(self) -> "list[SequenceOutput]":
         """Wait for the tokens under way; return one output per sequence. Tokens of drafts that were

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.checkpoint import measure_kv
 from gateway.engine.decoders import parameters
+from gateway.engine.device import launch
 from gateway.engine.generation.decode_batch import cache_nbytes
 from gateway.engine.generation.kv_cache import (
     SPARE,
@@ -30,8 +31,6 @@ from gateway.jobs import KvCost
 CHUNK: Final = 512  # tokens, padding included, that catch up in one step
 FEED: Final = MOST_AHEAD + 1  # tokens of a sequence that a draft's first pass reads
 _FIRST_LENGTH: Final = 4
-
-_launch: Any = mx.async_eval  # untyped in mlx's stubs
 
 
 @dataclass(slots=True)
@@ -108,7 +107,7 @@ class DraftModel:
             on = compact(on)
             self._rows = [self._rows[i] for i in on]
             filter_layers(self._cache, on)
-            _launch([layer.state for layer in self._cache])
+            launch([layer.state for layer in self._cache])
 
     def draft(
         self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
@@ -174,7 +173,7 @@ class DraftModel:
             end = min(row.read + budget, len(context) - 1)
             if row.read < end:
                 self._read(cache, [context[row.read : end]])
-                _launch([layer.state for layer in cache])
+                launch([layer.state for layer in cache])
                 budget, row.read = budget - (end - row.read), end
                 self._prefixes.store(context[:end], cache, 0)
             if end < len(context) - 1:
@@ -195,7 +194,7 @@ class DraftModel:
         width = min(behind - 1, CHUNK // len(self._rows))
         feeds = [contexts[row.id][row.read : -1][:width] for row in self._rows]
         self._read(self._cache, feeds)
-        _launch([layer.state for layer in self._cache])
+        launch([layer.state for layer in self._cache])
         for row, feed in zip(self._rows, feeds, strict=True):
             row.read += len(feed)
 

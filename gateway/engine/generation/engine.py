@@ -6,7 +6,6 @@ separate calls (mlx-lm's `next()` does both in one).
 
 from collections import abc, deque
 from collections.abc import Callable, Generator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.checkpoint import measure_kv
 from gateway.engine.decoders import floating_dtype, parameters
-from gateway.engine.device import clear_cache
+from gateway.engine.device import clear_cache, launch
 from gateway.engine.generation.adapters import Adapters
+from gateway.engine.generation.batch_faults import Faults
 from gateway.engine.generation.chat import ChatTokenizer
 from gateway.engine.generation.decode_batch import (
     DecodeBatch,
@@ -31,15 +31,15 @@ from gateway.engine.generation.prefill import Prefill, PrefillBatch
 from gateway.engine.generation.prefix_cache import PrefixCache
 from gateway.engine.generation.prepare import begin_sequence, prepare_sequences
 from gateway.engine.generation.scoring import max_scored_tokens
-from gateway.engine.generation.self_test import ALONE, Faults, SelfTest, can_batch, count_tokens
+from gateway.engine.generation.self_test import ALONE, SelfTest, can_batch, count_tokens, read_probe
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.generation.token_choice import choose_tokens, redraw_unsure
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.structured import Structured
+from gateway.errors import PassFault
 from gateway.jobs import GenerateJob, Grammar, Pass, SequenceDelta, SequenceParams, Verdict
 
 Model = Callable[..., mx.array]
-_launch: Any = mx.async_eval  # untyped in mlx's stubs
 
 
 class GenerationEngine:
@@ -132,7 +132,11 @@ class GenerationEngine:
         if False in (verdict.single, verdict.prefixes):
             self._prefixes.stop()
 
-    def take_faults(self) -> abc.Sequence[str]:
+    def probe(self) -> None:
+        """Read a prompt of the self-test's, apart from all sequences; raise what MLX does."""
+        read_probe(self._model, self._vocab_size)
+
+    def take_faults(self) -> abc.Sequence[PassFault]:
         """Return the errors raised by passes since the last call."""
         return self._faults.take()
 
@@ -282,6 +286,7 @@ class GenerationEngine:
         if (most := self._drafting.most(running)) or any(running.drafts):
             return self._decode_ahead(running, most)
         try:
+            running.check()
             running.keep_block_ends(self._prefixes)
             logits = None
             if running.may_go_on:
@@ -325,6 +330,7 @@ class GenerationEngine:
         """
         drafts = running.drafts
         try:
+            running.check()
             redraw_unsure(running)
             outputs = running.read()
         except Exception as error:
@@ -359,10 +365,9 @@ class GenerationEngine:
         return choose_tokens(self._structured, running.rows, running.cache, some, reading.drafts)
 
     def synchronize(self) -> None:
-        """Wait for the step under way. Its errors are raised when it is read."""
+        """Wait for the step under way. Its error is raised when it is read: MLX raises it once."""
         if self._running is not None:
-            with suppress(Exception):
-                mx.eval(self._running.tokens, self._running.finite)
+            self._running.wait()
 
     def nbytes(self) -> int:
         """Count the bytes on the device: weights, KV and prefixes."""
@@ -466,7 +471,7 @@ class GenerationEngine:
         """
         with self.adapters.applied([row.adapter for row in rows]):
             logits: mx.array = self._model(tokens, cache=cache)
-        _launch(logits, [layer.state for layer in cache])
+        launch(logits, [layer.state for layer in cache])
         return logits
 
     def _keep(self, indices: list[int]) -> None:
@@ -483,11 +488,7 @@ class GenerationEngine:
         """
         self._prefixes.clear()
         self._drafting.forget()
-        self._faults.record([row.id for row in rows], error)
-        if len(rows) == 1 and rows[0].is_suspect:
-            self._faults.dismiss(rows[0].id)
-            return [SequenceDelta(rows[0].id, error=f"{type(error).__name__}: {error}")]
-        for row in rows:
-            row.suspect()
+        if (end := self._faults.blame(rows, error)) is not None:
+            return [end]
         self._prefill.readmit(rows)
         return []

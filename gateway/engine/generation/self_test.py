@@ -1,4 +1,4 @@
-"""Whether a model's sequences may be batched: a test of each model, and the faults of its batches.
+"""Whether a model's sequences may be batched: a test of each model.
 
 Some of mlx-lm's architectures give other numbers in a batch than alone: padding gets into a state,
 or a mask meets scores of another shape. They raise no error; only comparing shows it.
@@ -20,8 +20,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.checkpoint import Listing
 from gateway.engine.device import BLAS, Device
+from gateway.engine.device_faults import classify
 from gateway.engine.generation.kv_cache import make_batch_caches
 from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache
+from gateway.errors import Fault
 from gateway.jobs import Verdict
 
 # How much logits may differ, root mean square, in standard deviations of the logits alone: what
@@ -36,7 +38,6 @@ CHUNK: Final = 256
 # What holds without a test of a model whose caches mlx-lm cannot put side by side.
 ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
 LONGEST_WINDOW: Final = 8192  # a longer one is not tested
-FAULTS: Final = 3
 
 Tokens: TypeAlias = list[int]
 Steps: TypeAlias = Generator[None]
@@ -129,6 +130,10 @@ class SelfTest:
         yield from self._alone(long)
         yield from self._try("window", [*rows[:2], long], self._together(rows[0], rows[1], long))
 
+    def read_alone(self, length: int) -> Steps:
+        """Read one prompt of so many tokens, and an answer, alone."""
+        yield from self._alone(self._draw_tokens(length))
+
     def _draw_tokens(self, length: int) -> _Row:
         end = length + ANSWER_TOKENS
         tokens = [self._random.randrange(1, self._vocab_size) for _ in range(end)]
@@ -146,7 +151,10 @@ class SelfTest:
             problem = next(filter(None, (self._gap(row) for row in rows)), "")
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error)[:200]}"
-            if _is_of_memory(error):
+            fault = classify(error)
+            if fault is Fault.FATAL:
+                raise
+            if fault is not Fault.ROW:
                 self._note(is_lasting=False)
         self._note(**{what: not problem})
         if problem:
@@ -291,14 +299,10 @@ class SelfTest:
             yield from self._decode(batch)
 
 
-def _is_of_memory(error: Exception) -> bool:
-    """Return True for what MLX raises where memory ends: it has no exception of its own for that.
-
-    "[malloc] Unable to allocate …" on a CPU, "[metal::malloc] Attempting to allocate …" and
-    "Insufficient Memory" on Metal, "out of memory" on CUDA: mlx/backend/*/allocator.cpp, eval.cpp.
-    """
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or "alloc" in text or "memory" in text
+def read_probe(model: Any, vocab_size: int) -> None:
+    """Read a short prompt of no caller's, and wait for its logits. Raises what the device does."""
+    for _ in SelfTest(model, vocab_size, LENGTHS[0], mx.float32).read_alone(LENGTHS[0]):
+        pass
 
 
 def bound_of(dtype: mx.Dtype) -> float:
@@ -372,47 +376,3 @@ def self_test_digest(
         "test": [LENGTHS, ANSWER_TOKENS, PADDED, sorted(BOUNDS.values()), BLOCK],
     }
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
-
-
-class Faults:
-    """Errors of passes over several sequences, and which of them caused each.
-
-    The sequences of such a pass are read again, alone. If one of them fails then, it was to blame;
-    if none does, batching was. After some of those the model is not batched.
-    """
-
-    def __init__(self) -> None:
-        self._suspects: list[set[int]] = []
-        self._untold: list[str] = []
-        self._count = 0
-
-    @property
-    def is_batching_to_blame(self) -> bool:
-        """Return True once enough passes have failed whose sequences all went well alone."""
-        return self._count >= FAULTS
-
-    def record(self, rows: Sequence[int], error: Exception) -> None:
-        """Record the error that a pass over several sequences has raised."""
-        self._untold.append(f"{len(rows)} rows: {type(error).__name__}: {str(error)[:500]}")
-        if len(rows) > 1:
-            self._suspects.append(set(rows))
-
-    def record_draft(self, error: Exception) -> None:
-        """Record the error of a draft model, not used any more. No sequence is to blame."""
-        self._untold.append(f"draft model, off now: {type(error).__name__}: {str(error)[:500]}")
-
-    def clear_of_blame(self, row: int) -> None:
-        """Record that a sequence went well alone."""
-        for suspects in self._suspects:
-            suspects.discard(row)
-        self._count += sum(1 for suspects in self._suspects if not suspects)
-        self._suspects = [suspects for suspects in self._suspects if suspects]
-
-    def dismiss(self, row: int) -> None:
-        """Record that a sequence failed alone, or left: its pass proves nothing about batching."""
-        self._suspects = [suspects for suspects in self._suspects if row not in suspects]
-
-    def take(self) -> list[str]:
-        """Return the errors recorded since the last call."""
-        untold, self._untold = self._untold, []
-        return untold

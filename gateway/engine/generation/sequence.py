@@ -234,9 +234,10 @@ class Sequence:
         """End the answer here with `length`; return what was held back."""
         return self._deltas(self._output.finish(), "length", reasoned=False, tokens=0)
 
-    def suspect(self) -> None:
-        """Prepare to be read again, alone, after a step that failed."""
-        self.is_suspect = self.was_suspect = True
+    def suspect(self, *, is_read_alone: bool) -> None:
+        """Prepare to be read again after a step that failed."""
+        self.is_suspect = is_read_alone
+        self.was_suspect = True
         self.preempt()
         if self._grammar is not None:
             matched = self.tokens[len(self.tokens) - self._matched :]

@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from gateway.engine.device import launch
 from gateway.engine.generation.decode_batch import DecodeBatch, Doubt
 from gateway.engine.generation.reasoning import keep_open
 from gateway.engine.generation.sampling import (
@@ -17,8 +18,6 @@ from gateway.engine.generation.sampling import (
 )
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.grammar.structured import Structured
-
-_launch: Any = mx.async_eval  # untyped in mlx's stubs
 
 
 def choose_tokens(
@@ -46,8 +45,8 @@ def choose_tokens(
     if bound := [it for i, row in enumerate(each) if (it := row.bound(i)) is not None]:
         logits = structured.mask(logits, bound)
     tokens, scores, doubts = _draw(each, ahead, logits)
-    _launch(tokens, finite, [(each.chosen, each.ids, each.logprobs) for each, _ in scores])
-    _launch([doubt.is_sure for doubt in doubts])
+    launch(tokens, finite, [(each.chosen, each.ids, each.logprobs) for each, _ in scores])
+    launch([doubt.is_sure for doubt in doubts])
     return DecodeBatch(rows, cache, tokens, finite, scores, doubts, list(drafts))
 
 

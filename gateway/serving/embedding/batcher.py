@@ -41,7 +41,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         limits: EmbeddingLimits,
         arrivals: Arrivals | None = None,
     ) -> None:
-        super().__init__(name, engine.embed, lane, limits, arrivals)
+        super().__init__(name, engine.embed, engine.probe, lane, limits, arrivals)
         self._engine = engine
         self._tokeniser = Tokeniser(engine.encode, pool)
         self._truncating = Tokeniser(engine.encode_start, pool)

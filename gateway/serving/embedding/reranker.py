@@ -34,7 +34,7 @@ class RerankBatcher(RowBatcher[Pair]):
         limits: EmbeddingLimits,
         arrivals: Arrivals | None = None,
     ) -> None:
-        super().__init__(name, self._score, lane, limits, arrivals)
+        super().__init__(name, self._score, engine.probe, lane, limits, arrivals)
         self._engine = engine
         self._pool = pool
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Generic, Self, TypeVar
 import numpy as np
 
 from gateway import clock, logs, metrics
-from gateway.errors import EngineFailed, GatewayError, Unavailable
+from gateway.errors import DeviceLost, Fault, GatewayError, Unavailable
 from gateway.jobs import Caller, Stage, Timings, Vectors
 from gateway.serving.admission import Admission, Arrival, Arrivals, Noun, until_deadline
 from gateway.serving.embedding.policy import EmbeddingLimits, patience, take_batch, window
@@ -117,7 +117,8 @@ class RowBatcher(Generic[R]):
     """One model's queue of requests, and the worker that computes their rows.
 
     `kind` names its turns of the lane. `compute` runs on the lane, with rows sorted by length; it
-    returns one result for each, as an array of (rows, width) float32.
+    returns one result for each, as an array of (rows, width) float32. `probe` computes a row of the
+    model's own there.
     """
 
     kind: ClassVar[str]
@@ -126,12 +127,14 @@ class RowBatcher(Generic[R]):
         self,
         name: str,
         compute: Callable[[Sequence[R]], Vectors],
+        probe: Callable[[], None],
         lane: Lane,
         limits: EmbeddingLimits,
         arrivals: Arrivals | None,
     ) -> None:
         self._name = name
         self._compute = compute
+        self._probe = probe
         self._lane = lane
         self._limits = limits
         self._arrivals = arrivals or Arrivals()
@@ -190,7 +193,10 @@ class RowBatcher(Generic[R]):
                         await self._pass(turn)
 
     def _end_failed(self, error: Exception) -> None:
-        self.end(_as_gateway_error(self._name, error))
+        self.end(self._as_error(error))
+
+    def _as_error(self, error: Exception) -> GatewayError:
+        return self._lane.health.as_error(self._name, error)
 
     def _has_work(self) -> bool:
         self._waiting = [request for request in self._waiting if request.is_waiting]
@@ -222,12 +228,17 @@ class RowBatcher(Generic[R]):
             return
         started = clock.now()
         try:
+            self._lane.health.check()
             await self._run(turn, batch)
         except asyncio.CancelledError:
             _refuse(batch, _unloaded_error(self._name))
             raise
+        except DeviceLost as error:
+            _refuse(batch, error)
+            self.end(error)
+            return
         except Exception as error:
-            _refuse(batch, _as_gateway_error(self._name, error))
+            _refuse(batch, self._as_error(error))
             raise
         self._record(batch, turn, started)
 
@@ -251,15 +262,28 @@ class RowBatcher(Generic[R]):
             await self._retry_alone(turn, batch, error)
 
     async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
-        """Compute each row alone, so that only those at fault fail."""
-        for each in batch:
-            if len(batch) > 1:
+        """Compute each row alone, so that only those at fault fail. A single one is tried again if
+        memory had ended, with what could be given back.
+        """
+        fault = await self._note(turn, error)
+        if fault is Fault.PRESSURE:
+            await turn(self._lane.health.shed)
+        for row in batch:
+            if len(batch) > 1 or fault is Fault.PRESSURE:
                 try:
-                    _answer([each], await turn(self._compute, [each.row]))
+                    _answer([row], await turn(self._compute, [row.row]))
                     continue
                 except Exception as alone:
                     error = alone
-            _refuse([each], _as_gateway_error(self._name, error))
+                    await self._note(turn, error)
+            _refuse([row], self._as_error(error))
+
+    async def _note(self, turn: Turn, error: Exception) -> Fault:
+        """Note a pass's error. Raises DeviceLost if the device is lost."""
+        health = self._lane.health
+        fault = health.classify(error)
+        await turn(health.note, fault, str(error), self._probe)
+        return fault
 
     def _record(self, batch: Sequence[Row[R]], turn: Turn, started: float) -> None:
         seconds = clock.now() - started
@@ -313,7 +337,3 @@ def _refuse(batch: Sequence[Row[R]], error: GatewayError) -> None:
 
 def _unloaded_error(model: str) -> GatewayError:
     return Unavailable(f"The model `{model}` was unloaded meanwhile.", retry_after_s=1)
-
-
-def _as_gateway_error(model: str, error: Exception) -> GatewayError:
-    return error if isinstance(error, GatewayError) else EngineFailed(model, str(error))

@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gateway import clock, logs, metrics
-from gateway.errors import (
-    ContextLengthExceeded,
-    EngineFailed,
-    GatewayError,
-    NoRoom,
-    Unavailable,
-)
+from gateway.errors import ContextLengthExceeded, GatewayError, NoRoom, PassFault, Unavailable
 from gateway.jobs import (
     Compiled,
     Delta,
@@ -99,6 +93,7 @@ class GenerationBatcher:
             name,
             engine,
             self._interrupt,
+            lane.health,
             chunk_tokens=limits.prefill_chunk_tokens,
             pass_limit_s=limits.pass_limit_s,
             on_join=self._on_join,
@@ -144,10 +139,12 @@ class GenerationBatcher:
             log.warning("batching_ended", model=self._name)
             self.adopt(self._limits)
 
-    def _on_fault(self, error: str) -> None:
-        """Log the exception of a pass; its rows are read again."""
+    def _on_fault(self, fault: PassFault) -> None:
+        """Log the exception of a pass; its rows are read again, fewer at once if memory ended."""
         metrics.of(metrics.BATCH_FAULTS, self._name).inc()
-        log.warning("batch_fault", model=self._name, error=error)
+        log.warning("batch_fault", model=self._name, fault=fault.fault.value, error=fault.message)
+        if fault.is_pressure:
+            self._scheduler.shed()
         self.note_batching()
 
     def adopt(self, limits: GenerationLimits) -> None:
@@ -425,7 +422,7 @@ class GenerationBatcher:
             return False
         except Exception as error:
             log.error("batch_failed", model=self._name, exc_info=True)
-            self._scheduler.end_running(EngineFailed(self._name, str(error)))
+            self._scheduler.end_running(self._lane.health.as_error(self._name, error))
             await asyncio.sleep(RETRY_PAUSE_S)
         self.note_batching()
         self._scheduler.hold()
@@ -471,14 +468,15 @@ class GenerationBatcher:
         self._scheduler.end_all(error)
         self._wake()
 
-    def _end_failed(self, error: Exception) -> None:
-        self.end(EngineFailed(self._name, str(error)))
-
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["GenerationBatcher"]:
         """Run the workers while entered; rows that remain at the end fail with Unavailable."""
+
+        def end(error: Exception) -> None:
+            self.end(self._lane.health.as_error(self._name, error))
+
         workers = [
-            asyncio.create_task(run_forever(f"{kind} {self._name}", work, self._end_failed))
+            asyncio.create_task(run_forever(f"{kind} {self._name}", work, end))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
         ]
         try:

@@ -39,6 +39,7 @@ class Scheduler:
         self._ending: dict[int, Sequence] = {}  # preempted, to end with the tokens they have
         self._blocked: Sequence | None = None  # the first that would join if there were memory
         self._stuck: list[Sequence] = []  # those that lack memory only other models hold
+        self._bearable: int | None = None  # rows that the device has memory for, if it ran out
         metrics.of(metrics.PREEMPTIONS, model)  # at 0, so that a rate sees the first
 
     @property
@@ -109,10 +110,18 @@ class Scheduler:
         """Record that a row has ended."""
         if self._ending.pop(row, None) is None:
             self._exit(self._batch[row], row)
+        if self._bearable is not None:
+            self._bearable += 1
 
     def note_prefilling(self, rows: frozenset[int]) -> None:
         """Record which rows are in prefill after a turn."""
         self._prefilling = rows
+
+    def shed(self) -> None:
+        """Keep half of the rows in the batch: the device had no memory for all. The others join
+        again as these end, and with each one that ends one row more may run.
+        """
+        self._bearable = max(1, len(self._batch) // 2)
 
     def drop(self, sequences: abc.Sequence[Sequence]) -> bool:
         """Drop every row of a job. Return True if any has to leave the engine.
@@ -190,6 +199,8 @@ class Scheduler:
         self.leaving = []
         plan.capped = [(row, sequence.tokens) for row, sequence in self._ending.items()]
         self._take_turns(plan)
+        while self._bearable is not None and len(self._batch) > self._bearable:
+            self._preempt(self._youngest(), plan)
         self._grow(plan)
         if may_join:
             if self.memory.must_clear_prefixes:
@@ -238,6 +249,8 @@ class Scheduler:
         free_constrained = self._free_constrained()
         reserved = int(self.limits.max_batch_size * ANSWERS_SHARE)
         now = asyncio.get_running_loop().time()
+        if self._bearable is not None:
+            places = held_places = min(places, held_places, self._bearable - len(self._batch))
         if max(places, held_places) <= 0 or not self._waiting or self._turns().is_blocked:
             return joining
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVarTuple
 
 from gateway import clock, metrics
-from gateway.errors import EngineFailed, GatewayError
+from gateway.errors import EngineFailed, GatewayError, OutOfMemory
 from gateway.jobs import Delta, SequenceDelta, SequenceParams, Stage, Timings
 from gateway.serving.generation.memory import MARGIN
 from gateway.serving.lane import Turn
@@ -115,7 +115,8 @@ class Sequence:
         if self.params.adapter is not None:
             model = self.params.adapter.model
         if delta.error is not None:
-            self.end(EngineFailed(model, delta.error))
+            failed = OutOfMemory(model) if delta.is_out_of_memory else None
+            self.end(failed or EngineFailed(model, delta.error))
             return
         self.is_over = delta.finish_reason is not None
         self.tokens += delta.tokens

@@ -5,8 +5,9 @@ from collections import abc
 from collections.abc import Callable
 
 from gateway import clock, logs
-from gateway.errors import EngineFailed
+from gateway.errors import EngineFailed, PassFault
 from gateway.jobs import Pass, SequenceDelta
+from gateway.serving.faults import DeviceHealth
 from gateway.serving.generation.sequence import SchedulerOutput, Sequence
 from gateway.serving.lane import Turn
 from gateway.serving.pace import Pace
@@ -28,8 +29,9 @@ Deliver = Callable[[Pass, str, abc.Sequence[SequenceDelta], float], None]
 class Steps:
     """Runs turns on the lane's thread. Setting `interrupt` ends one after its pass.
 
-    `on_join`, `deliver`, `on_fault` (with an exception of a pass) and `on_end` (with the bytes of
-    the prefix cache, and the rows in prefill) are called on the loop.
+    `on_join`, `deliver`, `on_fault` (with what a pass has raised) and `on_end` (with the bytes of
+    the prefix cache, and the rows in prefill) are called on the loop. A turn raises DeviceLost if
+    `health` does.
     """
 
     def __init__(
@@ -37,17 +39,19 @@ class Steps:
         name: str,
         engine: GenerationEngine,
         interrupt: threading.Event,
+        health: DeviceHealth,
         *,
         chunk_tokens: int,
         pass_limit_s: float,
         on_join: Callable[[Sequence, int], None],
         deliver: Deliver,
         on_end: Callable[[int, frozenset[int]], None],
-        on_fault: Callable[[str], None],
+        on_fault: Callable[[PassFault], None],
     ) -> None:
         self._name = name
         self._engine = engine
         self._interrupt = interrupt
+        self._health = health
         self._chunk_tokens = chunk_tokens
         self._pace = Pace(pass_limit_s)
         self._pace_alone = Pace(ALONE_LIMIT * pass_limit_s)
@@ -113,6 +117,7 @@ class Steps:
         self._end(plan, turn)
 
     def _apply(self, plan: SchedulerOutput) -> None:
+        self._health.check()
         for row in (*self._failed_leaves, *plan.leaving):
             self._leave(row)
         engine = self._engine
@@ -168,6 +173,10 @@ class Steps:
         turn.beat()
         for fault in self._engine.take_faults():
             plan.post(self._on_fault, fault)
+            if fault.is_pressure:
+                self._interrupt.set()  # rows have to be preempted before the next pass
+                self._health.shed()
+            self._health.note(fault.fault, fault.message, self._engine.probe)
         plan.post(self._deliver, self._engine.last_pass, kind, deltas, clock.now() - started)
 
     def _end(self, plan: SchedulerOutput, turn: Turn) -> None:

@@ -16,7 +16,10 @@ log = logs.get("ranks")
 IDLE_S: Final = 10.0  # without a call, after which freed memory is given back
 GRAMMARS: Final = 64  # compiled ones that are kept
 _PLAIN: Final = frozenset(
-    {"leave", "park", "preempt", "resume", "clear_prefixes", "apply_verdict", "drop_adapter"}
+    {
+        *("leave", "park", "preempt", "resume", "clear_prefixes", "apply_verdict", "drop_adapter"),
+        "probe",
+    }
 )
 
 
@@ -113,7 +116,7 @@ class FollowingEngine:
     def _digest(self, call: Call, deltas: Sequence[SequenceDelta]) -> str:
         faults = self._engine.take_faults()
         for fault in faults:
-            log.error("pass_failed", model=call.model, error=fault)
+            log.error("pass_failed", model=call.model, error=fault.message)
         return digest(self._engine.rows, self._engine.last_pass, deltas, len(faults))
 
     def _with_grammar(self, params: SequenceParams) -> SequenceParams:

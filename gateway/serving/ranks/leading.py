@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
-from gateway.errors import ModelLoadFailed, Unavailable
+from gateway.errors import ModelLoadFailed, PassFault, Unavailable
 from gateway.jobs import (
     Compiled,
     GenerateJob,
@@ -75,7 +75,7 @@ class LeadingEngine:
         self._leader = leader
         self._model = model
         self._engine = engine
-        self._faults: list[str] = []
+        self._faults: list[PassFault] = []
 
     def join(self, params: SequenceParams) -> int:
         if params.sampling.seed is None:
@@ -129,7 +129,10 @@ class LeadingEngine:
         finally:
             self._engine.close()
 
-    def take_faults(self) -> Sequence[str]:
+    def probe(self) -> None:
+        self._make("probe", self._engine.probe)
+
+    def take_faults(self) -> Sequence[PassFault]:
         faults, self._faults = self._faults, []
         return faults
 

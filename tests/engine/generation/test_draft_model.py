@@ -256,7 +256,8 @@ def test_a_draft_model_that_fails_is_dropped_and_fails_no_answer(
     while batch.is_busy:
         batch.step(512)
     assert batch.answers[row].says_as(expected)
-    assert engine.take_faults() == ["draft model, off now: ValueError: no more"]
+    [fault] = engine.take_faults()
+    assert fault.message == "draft model, off now: ValueError: no more"
     assert engine.nbytes() < bytes_with
     engine.close()
 

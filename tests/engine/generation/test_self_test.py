@@ -13,10 +13,12 @@ from mlx_lm.generate import generate_step
 
 from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine.device import Device
+from gateway.engine.generation.batch_faults import FAULTS, Faults
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
 from gateway.engine.generation.prefix_cache import BLOCK
-from gateway.engine.generation.self_test import FAULTS, Faults, SelfTest
+from gateway.engine.generation.self_test import SelfTest
+from gateway.errors import Fault
 from gateway.jobs import Sampling, SequenceParams, Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
 
@@ -288,7 +290,7 @@ def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path:
     assert not engine.is_batched
     faults = engine.take_faults()
     assert FAULTS <= len(faults) <= FAULTS + 1
-    assert all("no such shapes" in fault for fault in faults)
+    assert all("no such shapes" in fault.message for fault in faults)
     assert engine.take_faults() == []
     engine.close()
 
@@ -308,10 +310,10 @@ def test_a_row_that_leaves_proves_nothing() -> None:
     """Nor does one that was alone from the first."""
     faults = Faults()
     for _ in range(2 * FAULTS):
-        faults.record([1, 2], ValueError("x"))
+        faults.record([1, 2], Fault.ROW, ValueError("x"))
         faults.clear_of_blame(1)
         faults.dismiss(2)
-        faults.record([3], ValueError("x"))
+        faults.record([3], Fault.ROW, ValueError("x"))
         faults.clear_of_blame(3)
     assert not faults.is_batching_to_blame
     assert len(faults.take()) == 4 * FAULTS

@@ -1,0 +1,108 @@
+"""What the device's errors mean for the process: go on, give memory back, or end it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from gateway import logs, metrics
+from gateway.errors import DeviceLost, EngineFailed, Fault, GatewayError, OutOfMemory
+
+log = logs.get("device")
+
+UNKNOWN_FAULTS: Final = 2  # after so many, the model reads a prompt of its own
+PROBES: Final = 2  # that have to fail in a row before the device counts as lost
+
+
+class DeviceHealth:
+    """The device as its errors show it, for all models: `note` and `shed` run on the lane's thread.
+
+    A caller's prompt alone never makes the device count as lost. That takes an error which is known
+    to last, or a model's own prompt, failing twice in a row for no known reason.
+    """
+
+    def __init__(
+        self, classify: Callable[[BaseException], Fault] = lambda _: Fault.UNKNOWN
+    ) -> None:
+        self._classify = classify
+        self._unknown = 0
+        self._shedders: list[Callable[[], None]] = []
+        self.lost: str | None = None  # the error after which the device does not come back
+
+    def check(self) -> None:
+        """Raise DeviceLost if the device has been lost."""
+        if self.lost is not None:
+            raise DeviceLost
+
+    def classify(self, error: Exception) -> Fault:
+        """Return what an error says of the device. One of our own has a known cause, or none."""
+        if not isinstance(error, GatewayError):
+            return self._classify(error)
+        fault = Fault.ROW if error.__cause__ is None else self._classify(error.__cause__)
+        return Fault.ROW if fault is Fault.UNKNOWN else fault
+
+    def see(self, error: Exception) -> Exception:
+        """Return what a caller of the device gets for an error: DeviceLost for one that lasts."""
+        if self.classify(error) is not Fault.FATAL:
+            return error
+        self._lose(f"{type(error).__name__}: {error}")
+        return DeviceLost()
+
+    def note(self, fault: Fault, message: str, probe: Callable[[], None]) -> None:
+        """Note a fault that a pass has met; raise DeviceLost if the device is lost with it.
+
+        After some of unknown cause, `probe` reads a prompt of the model's own, to find out whether
+        the device still works.
+        """
+        if fault is Fault.FATAL:
+            self._lose(message)
+        if fault is Fault.UNKNOWN:
+            self._unknown += 1
+            if self._unknown >= UNKNOWN_FAULTS:
+                self._unknown = 0
+                self._probe(probe)
+        self.check()
+
+    def _probe(self, probe: Callable[[], None]) -> None:
+        for _ in range(PROBES):
+            try:
+                probe()
+            except Exception as error:
+                fault, message = self.classify(error), f"{type(error).__name__}: {error}"
+                log.warning("device_probe_failed", fault=fault.value, error=message[:500])
+                if fault is Fault.FATAL:
+                    self._lose(message)
+                if fault is not Fault.UNKNOWN:
+                    return
+            else:
+                return
+        self._lose(message)
+
+    def _lose(self, message: str) -> None:
+        if self.lost is None:
+            self.lost = message[:500]
+            log.critical("device_lost", error=self.lost)
+
+    @contextmanager
+    def shedding(self, shed: Callable[[], None]) -> Iterator[None]:
+        """While entered, `shed` is called, on the lane's thread, when memory has ended."""
+        self._shedders.append(shed)
+        try:
+            yield
+        finally:
+            self._shedders.remove(shed)
+
+    def shed(self) -> None:
+        """Give back the memory that is kept for later: prefixes, and freed buffers."""
+        metrics.SHEDDINGS.inc()
+        for shed in tuple(self._shedders):
+            shed()
+
+    def as_error(self, model: str, error: Exception) -> GatewayError:
+        """Return what a caller is answered whose row has failed with this error."""
+        if isinstance(error, GatewayError):
+            return error
+        if self.lost is not None:
+            return DeviceLost()
+        if self.classify(error) is Fault.PRESSURE:
+            return OutOfMemory(model)
+        return EngineFailed(model, str(error))

@@ -1,0 +1,205 @@
+"""Faults of the device: what callers are told of each, and which end the process."""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.app.engines import MlxEngines
+from gateway.engine.hub import Hub
+from tests.checkpoints import write_chat
+from tests.processes import started
+from tests.serving_app import catalog, served
+from tests.simulated_device import IGNORED, NO_MEMORY, TIMEOUT, SimulatedDevice
+
+pytestmark = pytest.mark.anyio
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TEXTS = ["Hello there!", "What is it?", "One more, please.", "a b c", "Why?", "And then some."]
+POISON = "Z"  # nothing else here has this token
+GREEDY = {"temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat(tmp_path_factory.mktemp("models") / "tiny").parent
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    with SimulatedDevice().installed() as device:
+        yield device
+
+
+@pytest.fixture
+async def client(folder: Path, device: SimulatedDevice) -> AsyncIterator[httpx2.AsyncClient]:
+    models = catalog(
+        folder,
+        {
+            "writer": {"kind": "chat", "source": "path:tiny", "preload": True},
+            "embedder": {"kind": "embedding", "source": f"path:{GOLDEN}/bert", "preload": True},
+        },
+    )
+    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    async with served(models, engines, exit_on_stall=False) as client:
+        yield client
+
+
+def token(folder: Path, text: str) -> int:
+    vocabulary = json.loads((folder / "tiny" / "tokenizer.json").read_text())["model"]["vocab"]
+    return int(vocabulary[text])
+
+
+async def chat(client: httpx2.AsyncClient, text: str) -> httpx2.Response:
+    messages = [{"role": "user", "content": text}]
+    body = {"model": "writer", "messages": messages, **GREEDY}
+    return await client.post("/v1/chat/completions", json=body)
+
+
+async def embed(client: httpx2.AsyncClient, *texts: str) -> httpx2.Response:
+    return await client.post("/v1/embeddings", json={"model": "embedder", "input": texts})
+
+
+def said(answer: httpx2.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def metric(client: httpx2.AsyncClient, name: str) -> float:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def is_refused(answer: httpx2.Response, code: str) -> None:
+    assert answer.status_code == 503, answer.text
+    assert answer.json()["error"]["code"] == code
+    assert int(answer.headers["retry-after"]) > 0
+
+
+async def test_a_prompt_that_fails_fifty_times_ends_nothing_and_harms_no_neighbour(
+    client: httpx2.AsyncClient, device: SimulatedDevice, folder: Path
+) -> None:
+    """Its timeouts are of unknown cause, so the model's own prompt is read, and read well."""
+    alone = [said(await chat(client, text)) for text in TEXTS]
+    device.faults[token(folder, POISON)] = TIMEOUT
+    ended = asyncio.Event()
+
+    async def neighbour(text: str) -> list[Any]:
+        answers = [said(await chat(client, text))]
+        while not ended.is_set():
+            answers.append(said(await chat(client, text)))
+        return answers
+
+    neighbours = [asyncio.create_task(neighbour(text)) for text in TEXTS[:3]]
+    for _ in range(50):
+        answer = await chat(client, POISON)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "engine_failed"
+    ended.set()
+    for answers, expected in zip(await asyncio.gather(*neighbours), alone, strict=False):
+        assert set(answers) == {expected}
+    assert device.failures >= 50
+    assert (await client.get("/ready")).status_code == 200
+    device.faults.clear()
+    assert [said(await chat(client, text)) for text in TEXTS] == alone
+
+
+async def test_one_fault_of_the_device_changes_no_answer(
+    client: httpx2.AsyncClient, device: SimulatedDevice
+) -> None:
+    """It is raised late, by whatever waits next; those in the pass are read again."""
+    alone = [said(await chat(client, text)) for text in TEXTS]
+    for _ in range(5):
+        asked = [asyncio.create_task(chat(client, text)) for text in TEXTS]
+        await asyncio.sleep(0.02)
+        device.fail(TIMEOUT)
+        assert [said(answer) for answer in await asyncio.gather(*asked)] == alone
+    assert device.failures
+
+
+async def test_memory_that_ends_sheds_rows_and_all_are_answered(
+    client: httpx2.AsyncClient, device: SimulatedDevice
+) -> None:
+    """Two have room at once; batching goes on, for none of the six was to blame."""
+    alone = [said(await chat(client, text)) for text in TEXTS]
+    device.limit_bytes = 300_000  # 131 kB a row: two layers' keys and values of 256 tokens
+    before = await metric(client, "gateway_sheddings_total")
+    answers = await asyncio.gather(*(chat(client, text) for text in TEXTS))
+    assert [said(answer) for answer in answers] == alone
+    assert await metric(client, "gateway_sheddings_total") > before
+    device.limit_bytes = None
+    models = (await client.get("/v1/models")).json()["data"]
+    assert not [model for model in models if model.get("batching") == "off"]
+
+
+async def test_a_row_that_memory_is_too_short_for_is_told_to_come_back(
+    client: httpx2.AsyncClient, device: SimulatedDevice
+) -> None:
+    """After a second try; a text whose pass finds none once is tried again with what was shed."""
+    device.limit_bytes = 1000
+    is_refused(await chat(client, "Hello"), "out_of_memory")
+    device.limit_bytes = None
+    assert said(await chat(client, "Hello"))
+    device.fail(NO_MEMORY.format(9))
+    assert (await embed(client, "Hello")).status_code == 200
+    device.fail(*[NO_MEMORY.format(9)] * 2)
+    is_refused(await embed(client, "Hello, too"), "out_of_memory")
+    assert (await client.get("/ready")).status_code == 200
+
+
+@pytest.mark.parametrize("ask", [chat, embed])
+async def test_after_a_fatal_fault_all_are_told_and_it_is_not_well(
+    client: httpx2.AsyncClient, device: SimulatedDevice, ask: Any
+) -> None:
+    """Here nothing ends the process; what waits, comes or is inside hears the same."""
+    asked = [asyncio.create_task(ask(client, text)) for text in TEXTS]
+    device.is_dead = True
+    for answer in await asyncio.gather(*asked):
+        assert answer.status_code == 200 or answer.json()["error"]["code"] == "device_lost"
+    for text in TEXTS:
+        is_refused(await chat(client, text), "device_lost")
+    is_refused(await embed(client, "Hello"), "device_lost")
+    async with asyncio.timeout(10):
+        while (await client.get("/health")).json() != {"status": "dead"}:
+            await asyncio.sleep(0.05)
+    device.is_dead = False
+
+
+async def test_unknown_faults_are_fatal_once_the_models_own_prompt_fails_twice(
+    client: httpx2.AsyncClient, device: SimulatedDevice
+) -> None:
+    """Each pass fails for no known reason: the second fault asks the model's own prompt."""
+    device.fail(*[TIMEOUT] * 20)
+    answers = [await embed(client, text) for text in TEXTS]
+    assert [answer.status_code for answer in answers[:1]] == [500]
+    assert {answer.status_code for answer in answers[2:]} == {503}
+    is_refused(answers[-1], "device_lost")
+
+
+async def test_six_requests_after_a_fatal_fault_are_told_and_then_the_process_ends(
+    tmp_path: Path,
+) -> None:
+    """With status 70, so that a supervisor starts it again, within ten seconds."""
+    write_chat(tmp_path / "tiny")
+    models = {"writer": {"kind": "chat", "source": "path:tiny", "preload": True}}
+    catalog(tmp_path, models)
+    given = {"MORTAL_TOKEN": str(token(tmp_path, POISON)), "GATEWAY_SELF_TEST": "false"}
+    with started([sys.executable, "-m", "tests.provoked.mortal"], tmp_path, **given) as process:
+        async with httpx2.AsyncClient(base_url=process.url, timeout=30) as client:
+            assert said(await chat(client, "Hello"))
+            began = time.monotonic()
+            answers = await asyncio.gather(
+                *(chat(client, text) for text in (POISON, *TEXTS[:5])), return_exceptions=True
+            )
+        refused = [answer for answer in answers if isinstance(answer, httpx2.Response)]
+        assert len(refused) == len(answers)  # nobody was cut off
+        assert {answer.status_code for answer in refused} == {503}
+        assert process.process.wait(10) == 70
+        assert time.monotonic() - began < 10
+        assert IGNORED in process.log.read_text()
