@@ -278,7 +278,11 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
     "exaone4": {"sliding_window_pattern": "LG"},
     "minimax": {"num_local_experts": 4, "attn_type_list": [1, 1, 1, 1]},
     "olmo3": {"layer_types": _ATTENTION * 2},
-    "gemma4_text": {"layer_types": _ATTENTION * 2},
+    "gemma4_text": {
+        "layer_types": _ATTENTION * 2,
+        "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 8,
+    },
 }
 TEXTUAL: Final = (  # what its inner model is, where that has no other name to be known by
     ("gemma3", "gemma3_text"),

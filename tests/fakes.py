@@ -453,6 +453,7 @@ class ScriptedEngines:
     device: str = "scripted"
     classify: Callable[[BaseException], Fault] = lambda _: Fault.UNKNOWN
     memory_bytes: int = 1 << 30
+    buffer_bytes: int | None = None
     active_bytes: int = 12
     cached_bytes: int = 34
     tidied: int = 0

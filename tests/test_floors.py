@@ -47,7 +47,8 @@ OUTSIDE: dict[str, set[str]] = {
 INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {
-            *("grammar", "gguf", "context", "decoders", "sharding", "checkpoint", "device"),
+            *("grammar", "gguf", "context", "decoders", "sharding", "checkpoint"),
+            *("device_faults", "bounds", "device"),
         },
         "embedding": {"decoders", "exponential", "checkpoint", "device"},
         "grammar": {"sandboxed"},
@@ -59,14 +60,18 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "gguf": {"decoder_kernels", "checkpoint", "device"},
         "decoder_kernels": {"exponential"},
         "checkpoint": {"device"},
+        "bounds": {"device"},
         "device": {"blas"},
     },
     "serving": {
-        "generation": {"admission", "budget", "lane", "pace", "ports", "tokenize", "workers"},
+        "generation": {
+            *("admission", "budget", "faults", "lane", "pace", "ports", "tokenize", "workers"),
+        },
         "embedding": {"admission", "lane", "pace", "ports", "tokenize", "workers"},
         "models": {"admission", "budget"},
         "ranks": {"ports"},
         "watch": {"lane"},
+        "lane": {"faults"},
     },
     "api": {
         "app": {

@@ -20,6 +20,7 @@ from gateway.app.hub import hub_of
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Size
 from gateway.engine import device, sandboxed
+from gateway.engine.bounds import read_bounds
 from gateway.engine.device import (
     Device,
     active_bytes,
@@ -84,6 +85,8 @@ class MlxEngines:
         self._cache_limit_bytes = cache_limit_bytes
         self._wired_limit_bytes = wired_limit_bytes
         self._kv_allowance_tokens = kv_allowance_tokens
+        info = device.device_info(self._device)
+        self._bounds = read_bounds(self._device, info)
         self._hub = hub
         self._sizes: dict[str, int] = {}
 
@@ -96,6 +99,11 @@ class MlxEngines:
     def memory_bytes(self) -> int:
         """Return the bytes of memory that the device offers this process."""
         return memory_bytes(self._device)
+
+    @property
+    def buffer_bytes(self) -> int | None:
+        """Return the bytes of the largest buffer that the device can have; None for no bound."""
+        return self._bounds.buffer_bytes
 
     @property
     def active_bytes(self) -> int:
@@ -386,6 +394,7 @@ class MlxEngines:
             speculate_rows=rows,
             draft=draft,
             share=self._share(spec),
+            bounds=self._bounds,
         )
 
     async def adapter(

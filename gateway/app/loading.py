@@ -90,6 +90,10 @@ class Engines(Protocol):
         """Return the bytes of memory that the device offers this process."""
 
     @property
+    def buffer_bytes(self) -> int | None:
+        """Return the bytes of the largest buffer that the device can have; None for no bound."""
+
+    @property
     def active_bytes(self) -> int:
         """Return the bytes of all live arrays."""
 
@@ -262,6 +266,7 @@ class ModelLoader:
                 kv,
                 included,
                 most=lambda: self._budget.limit_bytes - nbytes - self._pinned_bytes(spec.id),
+                largest=self._engines.buffer_bytes,
                 answer_tokens=settings.kv_answer_tokens,
                 chunk_tokens=longest_chunk(limits.prefill_chunk_tokens),
             )

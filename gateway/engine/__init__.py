@@ -16,6 +16,7 @@ checkpoint, hub    a model's folder, read and sized; where it comes from
 context            the tokens that a chat model may be given, without mlx
 exponential        2 to the x in vectors, for CPUs
 device_faults      what MLX's errors say of the device
+bounds             what a device bears: buffers, the largest, seconds at a time
 device             which device, its dtype and memory limits; how fast it multiplies
 blas               which BLAS mlx multiplies with, loaded before mlx is imported
 """

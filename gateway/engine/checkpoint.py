@@ -371,6 +371,7 @@ def measure_kv(model: Any) -> KvCost:
         + max((_working_bytes(*both) for both in zip(one, layers, strict=True)), default=0),
         windows=tuple((token, most) for most, token in by_most.items()),
         constant=_and_one_more([each.constant for each in layers]),
+        plane=max((each.plane for each in layers), default=0),
     )
 
 
@@ -405,9 +406,12 @@ def _layer_cost(one: Any, two: Any) -> KvCost:
     both = getattr(one, "keys", None), getattr(one, "values", None)
     planes: Sequence[Any] = getattr(one, "planes", both)
     if all(isinstance(plane, mx.array) and plane.ndim == 4 for plane in planes):
-        token = sum(plane.nbytes // max(1, plane.shape[2]) for plane in planes)
+        sizes = [plane.nbytes // max(1, plane.shape[2]) for plane in planes]
+        token, plane = sum(sizes), max(sizes)
         most = getattr(one, "max_size", None) or getattr(one, "chunk_size", None)
-        return KvCost(token) if most is None else KvCost(windows=((token, int(most)),))
+        if most is None:
+            return KvCost(token, plane=plane)
+        return KvCost(windows=((token, int(most)),), plane=plane)
     token = max(0, int(two.nbytes) - int(one.nbytes))
     return KvCost(token, constant=max(0, int(one.nbytes) - token))
 

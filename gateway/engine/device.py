@@ -69,7 +69,7 @@ def configure(
     The thread matters: mlx keeps its default device and streams per thread.
     """
     mx.set_default_device(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
-    info = {} if device is Device.CPU else mx.device_info()
+    info = device_info(device)
     limits = memory_limits(device, info, cache_limit_bytes, wired_limit_bytes)
     if limits.wired is not None:
         mx.set_wired_limit(limits.wired)
@@ -103,6 +103,11 @@ def memory_limits(
     # models' budget leaves by default, and `give_back` empties the cache long before.
     cache = most // 4 if cache is None else cache
     return Limits(cache, wired)
+
+
+def device_info(device: Device) -> Mapping[str, str | int]:
+    """Return what mlx says of a GPU; nothing of a CPU."""
+    return {} if device is Device.CPU else mx.device_info()
 
 
 _KNOWN_BY: Final = (
@@ -166,7 +171,7 @@ def memory_bytes(device: Device) -> int:
     On Metal this is the recommended working set, on CUDA the device's memory, and on a CPU the
     machine's memory or, if that is less, the limit of this process's control group.
     """
-    info = mx.device_info() if device is not Device.CPU else {}
+    info = device_info(device)
     # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         if offered := int(info.get(key, 0)):

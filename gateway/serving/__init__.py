@@ -1,8 +1,8 @@
 """Time: queues, batches, locks, deadlines and memory. No mlx import, no HTTP.
 
+faults           what the device's errors mean for the process
 lane             the one global MLX lock, in fair turns, and the one thread that runs MLX
 watch            notices when that thread stalls or dies
-faults           what the device's errors mean for the process
 admission        bounds on waiting requests; deadlines; requests on their way
 rate_limit       requests and tokens per minute of each caller
 budget           the bytes of memory that models and their sequences share

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from gateway.engine.bounds import Bounds
 from gateway.engine.checkpoint import measure_kv
 from gateway.engine.decoders import floating_dtype, parameters
 from gateway.engine.device import clear_cache, launch
@@ -62,6 +63,7 @@ class GenerationEngine:
         speculate_rows: int = 0,
         draft_model: DraftModel | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         self._name = name
         self._model: Any = model
@@ -70,10 +72,15 @@ class GenerationEngine:
         self._vocab_size = vocab_size
         self._max_context = max_context
         self._sampling_defaults = sampling_defaults or {}
-        self._prefixes = PrefixCache(make_prompt_cache(self._model), prefix_cache_bytes)
+        bounds, empty = bounds or Bounds(), make_prompt_cache(self._model)
+        self._prefixes = PrefixCache(empty, prefix_cache_bytes, bounds.kept)
         self.adapters = Adapters(model)
         self._prefill = Prefill(
-            self._model, self._prefixes, max_scored_tokens(vocab_size), self.adapters.applied
+            self._model,
+            self._prefixes,
+            max_scored_tokens(vocab_size),
+            self.adapters.applied,
+            bounds.pass_s,
         )
         self._running: DecodeBatch | None = None
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
@@ -83,10 +90,9 @@ class GenerationEngine:
         if not can_batch(model):
             self.apply_verdict(ALONE)
         self._parked: dict[int, Sequence | DecodeBatch] = {}
-        kv_cost = measure_kv(self._model)
+        self.kv_cost = measure_kv(self._model)
         if draft_model is not None:
-            kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
-        self.kv_cost = kv_cost
+            self.kv_cost = draft_model.with_kv(self.kv_cost, speculate_rows)
         self.last_pass = Pass()
         self._last_id = 0
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_lm.utils import load_config
 
+from gateway.engine.bounds import Bounds
 from gateway.engine.checkpoint import Checkpoint, Listing, measure_kv
 from gateway.engine.context import lower_context, text_config
 from gateway.engine.decoders import read_decoder
@@ -160,6 +161,7 @@ def load_generation_in_steps(
     speculate_rows: int = 0,
     draft: DraftSetup | None = None,
     share: Share | None = None,
+    bounds: Bounds | None = None,
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
@@ -171,7 +173,8 @@ def load_generation_in_steps(
     `prefix_cache_bytes` bounds the KV kept of prompts, for others that begin alike; 0 keeps none.
     In batches of up to `speculate_rows`, tokens may be read ahead of their choice, also by the
     model of `draft`, whose prompts' KV has its part of `prefix_cache_bytes`.
-    With a `share` it is this rank's part of the model, whose calls every rank must make.
+    With a `share` it is this rank's part of the model, whose calls every rank must make. `bounds`
+    are the device's, with what is kept of all models' prompts.
     Raises ModelLoadFailed saying what is wrong.
     """
     model = yield from read_decoder(
@@ -223,6 +226,7 @@ def load_generation_in_steps(
         speculate_rows=speculate_rows,
         draft_model=draft_model,
         sampling_defaults=setup.sampling_defaults,
+        bounds=bounds,
     )
 
 
@@ -246,6 +250,7 @@ def load_generation(
     sandbox: Sandbox | None = None,
     template_sandbox: Sandbox | None = None,
     draft: Path | None = None,
+    bounds: Bounds | None = None,
 ) -> GenerationEngine:
     """Load a chat model in one go, for a thread that serves nothing else. `draft` is the folder or
     GGUF file of its draft model.
@@ -274,6 +279,7 @@ def load_generation(
         draft=(
             read_draft_setup(draft, name=draft.name, target=setup) if draft is not None else None
         ),
+        bounds=bounds,
     )
     return next(engine for engine in steps if engine is not None)
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
+from gateway.engine.bounds import LayerGroups
 from gateway.engine.generation.kv_cache import make_batch_caches
 from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.generation.scoring import Scorer
@@ -142,11 +143,13 @@ class Prefill:
         prefixes: PrefixCache,
         most_scored: int,
         applied: Callable[[abc.Sequence[int]], AbstractContextManager[None]],
+        pass_s: float | None = None,
     ) -> None:
         self._model = model
         self._prefixes = prefixes
         self._most_scored = most_scored  # tokens in one pass, if prompt logprobs are wanted
         self._applied = applied  # what a pass of rows with these adapters runs in
+        self._groups = LayerGroups(pass_s)
         self._line: deque[Sequence | PrefillBatch] = deque()
         self._has_judged = False  # the last chunk was of sequences that only judge
         self.is_batched = True  # sequences are read together
@@ -213,7 +216,8 @@ class Prefill:
         """Read several prompts, or a chunk of one; one with more to read joins the queue again."""
         begun, padded = sum(batch.positions), 0
         for sizes in self._plan(batch, budget):
-            with self._applied([row.adapter for row in batch.rows[: len(sizes)]]):
+            adapters = [row.adapter for row in batch.rows[: len(sizes)]]
+            with self._applied(adapters), self._groups.applied(self._model):
                 batch.read_on(sizes)
             self._store(batch, len(sizes))
             padded += len(sizes) * max(sizes)

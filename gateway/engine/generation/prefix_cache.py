@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
+from gateway.engine.bounds import KeptBuffers
 from gateway.engine.generation.kv_cache import RaggedKVCache, as_ragged, copy_rows
 
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
@@ -34,16 +35,21 @@ class _Kept:
     number: int
     layers: Sequence[Any]
     nbytes: int
+    buffers: int
 
 
 class PrefixCache:
     """The KV of one model's prompts: at most `limit` bytes, least recently used evicted first.
 
-    `empty` is the model's prompt cache before anything was read. A limit of 0 keeps nothing.
+    `empty` is the model's prompt cache before anything was read. A limit of 0 keeps nothing. All
+    models' arrays are counted in `buffers`, and no more are kept than those may be.
     """
 
-    def __init__(self, empty: Sequence[Any], limit: int) -> None:
+    def __init__(
+        self, empty: Sequence[Any], limit: int, buffers: KeptBuffers | None = None
+    ) -> None:
         self._limit = limit
+        self._buffers = buffers or KeptBuffers()
         self._empty = [as_ragged(layer) for layer in empty]
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
         self._numbers = count(ROOT + 1)
@@ -163,7 +169,7 @@ class PrefixCache:
             return False
         for end in dropped:
             if (key := self._state_key(path[: end // BLOCK])) in self._kept:
-                self._nbytes -= self._kept.pop(key).nbytes
+                self._drop(key)
         return True
 
     def forget(self, root: int) -> None:
@@ -172,7 +178,7 @@ class PrefixCache:
         for key, each in sorted(self._kept.items(), key=lambda item: item[1].number):
             if key[0] in gone:  # it follows another that is gone
                 gone.add(each.number)
-                self._nbytes -= self._kept.pop(key).nbytes
+                self._drop(key)
 
     def stop(self) -> None:
         """Drop everything, and keep nothing from now on."""
@@ -180,9 +186,14 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        self._kept.clear()
+        for key in list(self._kept):
+            self._drop(key)
         self._names.clear()
-        self._nbytes = 0
+
+    def _drop(self, key: Key) -> None:
+        dropped = self._kept.pop(key)
+        self._nbytes -= dropped.nbytes
+        self._buffers.count -= dropped.buffers
 
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Separate the plain layers from the others."""
@@ -236,17 +247,21 @@ class PrefixCache:
         """Keep layers after a path if they are finite and fit; return whether they were kept."""
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
-        while self._nbytes + nbytes > self._limit:
+        while (
+            self._nbytes + nbytes > self._limit
+            or self._buffers.count + len(arrays) > self._buffers.limit
+        ):
             oldest = next(iter(self._kept), None)
             if oldest is None or oldest in path:
                 return False
-            self._nbytes -= self._kept.pop(oldest).nbytes
+            self._drop(oldest)
         mx.eval(arrays)  # before it is kept: an error belongs to the sequence that was read
         # NaN in one layer is NaN in all after it: checking the last one is enough.
         if layers and not all(mx.isfinite(array).all().item() for array in _arrays(layers[-1])):
             return False
-        self._kept[key] = _Kept(next(self._numbers), layers, nbytes)
+        self._kept[key] = _Kept(next(self._numbers), layers, nbytes, len(arrays))
         self._nbytes += nbytes
+        self._buffers.count += len(arrays)
         path.append(key)
         return True
 

@@ -5,7 +5,7 @@ grows while there is memory; when there is none, the youngest row is preempted.
 """
 
 import contextlib
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,8 @@ LONGEST = 1 << 24  # tokens, beyond every model's context
 @dataclass(frozen=True, slots=True)
 class RowCosts:
     """What rows cost in bytes: their KV, of which the model's own share has `included`; `most`
-    returns the bytes there could be if every other model that may be evicted were.
+    returns the bytes there could be if every other model that may be evicted were. One buffer may
+    have `largest` bytes, if that is bounded.
 
     A row joins with room for `answer_tokens`. Prompts are read in chunks of `chunk_tokens`.
     """
@@ -31,6 +32,7 @@ class RowCosts:
     kv: KvCost = field(default_factory=KvCost)
     included: int = 0
     most: Callable[[], int] = lambda: 0
+    largest: int | None = None
     answer_tokens: int = 256
     chunk_tokens: int = 0
 
@@ -66,6 +68,15 @@ class Layout:
         drafts = draft_token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
         single = sum(kv.of(each + KV_STEP, chunk) for each in self.single)
         return rectangle + drafts + single + kv.of(chunk)
+
+    def has_buffers(self, costs: RowCosts) -> bool:
+        """Return True if no buffer is larger than the device can have. The largest has one layer's
+        keys, or values, of all rows that share a batch.
+        """
+        slots = len(self.batched) + len(self.batched) // SPARE_ROWS
+        longest = max(*self.batched, *self.single, 0) + KV_STEP + costs.chunk_tokens
+        nbytes = max(slots, 1) * longest * costs.kv.plane
+        return costs.largest is None or nbytes <= costs.largest
 
 
 def longest_chunk(chunk_tokens: int) -> int:
@@ -119,10 +130,11 @@ class RowMemory:
             return LONGEST
         most = max(self._costs.most(), self._costs.included)
 
-        def alone(length: int) -> int:
-            return Layout([length]).nbytes(self._costs)
+        def exceeds(length: int) -> bool:
+            layout = Layout([length])
+            return layout.nbytes(self._costs) > most or not layout.has_buffers(self._costs)
 
-        return bisect_right(range(1, LONGEST), most, key=alone)
+        return bisect_left(range(1, LONGEST), True, key=exceeds)
 
     def grant_length(self, used: int, max_length: int, preemptions: int) -> int:
         """Return the length to reserve for a row that joins with `used` of `max_length` tokens.
@@ -137,7 +149,8 @@ class RowMemory:
         only grown may take bytes that a model waits for; new rows may not.
         """
         available = self._budget.free_bytes if has_grown else self._budget.spare_bytes
-        return self._missing_bytes(layout, available) <= 0
+        has_bytes = self._missing_bytes(layout, available) <= 0
+        return has_bytes and layout.has_buffers(self._costs)
 
     def hold(self, layout: Layout) -> None:
         """Reserve the bytes of these rows, and those of the prefix cache."""

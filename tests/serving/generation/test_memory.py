@@ -48,6 +48,19 @@ def test_what_decodes_together_is_a_rectangle_and_what_is_apart_is_not() -> None
     assert Layout([10], [20]).nbytes(costs(chunk_tokens=50)) == 30 + 2 * KV_STEP + 50
 
 
+def test_rows_wait_where_they_would_need_a_larger_buffer_than_there_can_be() -> None:
+    """Metal refuses one beyond its bound, however much memory is free."""
+    kv = KvCost(8, plane=2)  # two layers, each of keys and values
+    bounded = RowCosts(kv, most=lambda: 10**9, largest=2 * 3 * (100 + KV_STEP))
+    memory = RowMemory(Budget(10**9), bounded)
+    assert memory.fits(Layout([100] * 3))
+    assert not memory.fits(Layout([100] * 4))
+    assert not memory.fits(Layout([100, 100, 101]))
+    assert memory.fits(Layout([100] * 3, [100] * 9))  # each has buffers of its own
+    assert memory.longest == 3 * (100 + KV_STEP) - KV_STEP
+    assert RowMemory(Budget(10**9), RowCosts(kv, most=lambda: 10**9)).fits(Layout([100] * 999))
+
+
 def test_a_draft_model_has_kv_of_few_rows() -> None:
     drafted = RowCosts(KvCost(1, draft=(3, 4)), chunk_tokens=50)
     alone = costs(chunk_tokens=50)

@@ -1,0 +1,73 @@
+"""What MLX's texts say of the device."""
+
+import pytest
+
+from gateway.engine.device_faults import FAULT_TEXTS, classify
+from gateway.errors import Fault
+from tests.simulated_device import IGNORED, NO_MEMORY, TIMEOUT
+
+METAL = "[METAL] Command buffer execution failed: "
+RAISED = [
+    (IGNORED, Fault.FATAL),
+    (TIMEOUT, Fault.UNKNOWN),
+    # Before 0.32 there was no full stop; the words are those of the system's language.
+    (
+        f"{METAL}Ignoriert (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)",
+        Fault.FATAL,
+    ),
+    (
+        f"{METAL}Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory).",
+        Fault.PRESSURE,
+    ),
+    (
+        f"{METAL}Caused GPU Address Fault Error "
+        "(0000000b:kIOGPUCommandBufferCallbackErrorPageFault).",
+        Fault.UNKNOWN,
+    ),
+    (f"{METAL}Internal Error (0000000e:Internal Error).", Fault.UNKNOWN),
+    (NO_MEMORY.format(1 << 40), Fault.PRESSURE),
+    ("[metal::malloc] Resource limit (499000) exceeded.", Fault.PRESSURE),
+    (
+        "[metal::malloc] Attempting to allocate 99 bytes which is greater than the maximum allowed "
+        "buffer size of 9 bytes.",
+        Fault.PRESSURE,
+    ),
+    ("cudaMallocAsync(&data, size, stream) failed: out of memory", Fault.PRESSURE),
+    ("cublasLtMatmul( handle_, a, b) failed with code: 3.", Fault.PRESSURE),
+    ("cublasLtMatmul( handle_, a, b) failed with code: 13.", Fault.UNKNOWN),
+    (
+        "cudaGraphLaunch(graph_exec, stream_) failed: an illegal memory access was encountered",
+        Fault.FATAL,
+    ),
+    ("cuLaunchKernelEx(&config, f, p, nullptr) failed: misaligned address", Fault.FATAL),
+    ("cudaStreamSynchronize(stream_) failed: unknown error", Fault.UNKNOWN),
+    (
+        "[quantized_matmul] No implementation for problem shape: 1x2x3x4, transpose: true, "
+        'activation: bfloat16, bits: 4, group size: 64, mode: "affine".',
+        Fault.ROW,
+    ),
+    ("SVD has no CUDA implementation.", Fault.ROW),
+    ("[metal_kernel] No Metal back-end.", Fault.ROW),
+    ("There is no Stream(gpu, 1) in current thread.", Fault.ROW),
+    ("something new", Fault.UNKNOWN),
+]
+
+
+@pytest.mark.parametrize(("text", "fault"), RAISED)
+def test_a_text_says_what_has_become_of_the_device(text: str, fault: Fault) -> None:
+    assert classify(RuntimeError(text)) is fault
+
+
+@pytest.mark.parametrize("text", [text for text, _ in RAISED])
+def test_a_text_inside_another_says_nothing(text: str) -> None:
+    """A caller's words may come back in an error of its own; only MLX's begins like this."""
+    assert classify(RuntimeError(f"unexpected: {text}")) in (Fault.UNKNOWN, Fault.ROW)
+    assert classify(ValueError(text)) is Fault.ROW
+
+
+def test_python_out_of_memory_is_pressure() -> None:
+    assert classify(MemoryError()) is Fault.PRESSURE
+
+
+def test_every_text_has_a_source() -> None:
+    assert all(text.source for text in FAULT_TEXTS)
