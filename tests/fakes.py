@@ -96,7 +96,7 @@ class ScriptedEmbedder:
         return np.array([[len(row), row[0], 0, 1] for row in rows], dtype=np.float32)
 
     def probe(self) -> None:
-        """Do nothing: there is no device to fail."""
+        self.embed(self.encode(["Hello"]))
 
     def nbytes(self) -> int:
         return 1
@@ -156,7 +156,7 @@ class ScriptedReranker:
         return np.array(logits, dtype=np.float32)
 
     def probe(self) -> None:
-        """Do nothing: there is no device to fail."""
+        self.score(self.encode_pairs("Hello", ["Hello"]))
 
     def nbytes(self) -> int:
         return 1

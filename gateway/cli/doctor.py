@@ -6,6 +6,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from enum import Enum, auto
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,13 +38,17 @@ def doctor(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was tried as JSON, for a bug report.")
     ] = False,
+    report: Annotated[
+        bool, typer.Option(help="Try the engine, and print one block about the device to paste.")
+    ] = False,
 ) -> None:
     """Check settings, models and machine: a line each, with what to do; or, instead, the engine.
 
     Ends with status 1 when it cannot serve, or when the engine fails.
     """
-    if engine:
-        _try_engine(load_settings({"models": models}), model or (), as_json=as_json)
+    if engine or report:
+        form = Form.BLOCK if report else Form.JSON if as_json else Form.TABLE
+        _try_engine(load_settings({"models": models}), model or (), form)
         return
     if model or as_json:
         raise typer.BadParameter("it goes with --engine", param_hint="--model / --json")
@@ -52,7 +58,15 @@ def doctor(
         raise SystemExit(1)
 
 
-def _try_engine(settings: Settings, names: Sequence[str], *, as_json: bool) -> None:
+class Form(Enum):
+    """How what was tried of the engine is printed."""
+
+    TABLE = auto()
+    JSON = auto()
+    BLOCK = auto()
+
+
+def _try_engine(settings: Settings, names: Sequence[str], form: Form) -> None:
     from gateway.doctor import checkup, report
 
     catalog = load_catalog(settings.models, variables())
@@ -66,10 +80,13 @@ def _try_engine(settings: Settings, names: Sequence[str], *, as_json: bool) -> N
         )
     with _show_stages() as on_stage:
         found = checkup.check_models(specs, settings, on_stage)
-    if as_json:
-        print(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
-    else:
-        show(report.COLUMNS, found.rows())
+    match form:
+        case Form.TABLE:
+            show(report.COLUMNS, found.rows())
+        case Form.JSON:
+            print(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
+        case Form.BLOCK:
+            print(f"```json\n{found.as_block(datetime.now(UTC).date().isoformat())}\n```")
     if not found.has_passed:
         raise SystemExit(1)
 

@@ -3,6 +3,7 @@
 A report has versions, system and device, but no paths and no names of this machine.
 """
 
+import json
 import math
 import os
 import platform
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 from gateway import __version__
 from gateway.doctor.findings import Finding, megabytes
-from gateway.registry import ModelSpec
+from gateway.registry import ModelSpec, PackageSource
 
 COLUMNS: Final = ("Of", "Check", "State", "Found")
 MACHINE: Final = "machine"
@@ -138,6 +139,52 @@ class Report:
         }
         redacted: dict[str, Any] = redact_paths(found, private_folders())
         return redacted
+
+    def as_block(self, day: str) -> str:
+        """Return the report in one block of JSON to paste, as the pages of docs/devices end with.
+
+        It names no path, and no model that did not come with the gateway.
+        """
+        judged = [
+            (model.spec.kind, finding)
+            for model in self.models
+            for finding in model.findings
+            if finding.state in ("ok", "fail")
+        ]
+        failures = [
+            f"{kind}: {finding.check}" for kind, finding in judged if finding.state == "fail"
+        ]
+        installed, about = versions(), system()
+        block = {
+            "device": self.device.get("device_name", "unknown"),
+            "kind": self.device.get("device", "unknown"),
+            "memory_gib": round(self.device.get("memory_bytes", 0) / (1 << 30), 1),
+            "cores": about["cores"],
+            "system": about["os"],
+            "python": installed["python"],
+            "mlx": installed.get("mlx"),
+            "mlx_lm": installed.get("mlx-lm"),
+            "commit": installed["mlx-gateway"],
+            "date": day,
+            "small": True,
+            "verdicts": len(judged),
+            "failed": len(failures),
+            "failures": failures,
+            "figures": dict(self._figures()),
+        }
+        return json.dumps(redact_paths(block, private_folders()), ensure_ascii=False)
+
+    def _figures(self) -> Iterator[tuple[str, float]]:
+        """Yield the speeds that were measured, by what, model, dtype and rows at once."""
+        for model in self.models:
+            measured = {finding.check: finding.measured for finding in model.findings}
+            dtype = measured.get("load", {}).get("dtype", "unknown")
+            name = model.spec.id if isinstance(model.spec.source, PackageSource) else "own model"
+            for unit, rates in measured.get("speed", {}).items():
+                for rows, rate in rates.items():
+                    streams = "1 stream" if rows == "1" else f"{rows} streams"
+                    label = (unit.removesuffix("_per_s"), name, dtype, streams, "gateway's engine")
+                    yield ", ".join(label), round(rate, 2)
 
 
 def _row(name: str, found: Finding) -> tuple[str, str, str, str]:

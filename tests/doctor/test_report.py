@@ -10,7 +10,7 @@ import pytest
 from gateway.doctor import report
 from gateway.doctor.findings import Finding
 from gateway.doctor.report import Checked, Report
-from gateway.registry import ChatSpec, PathSource
+from gateway.registry import ChatSpec, PackageSource, PathSource
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,31 @@ def test_a_row_of_the_table_is_one_line() -> None:
         *("mine", "answer", "fail"),
         "it says “a b”.",
     )
+
+
+def test_the_block_to_paste_has_speeds_and_verdicts_and_no_name_of_ours() -> None:
+    """One line of JSON; a model that came with the gateway is named, one's own is not."""
+    speed = Finding("speed", "ok", "", {"tokens_per_s": {"1": 12.345, "8": 40}})
+    found = [
+        Finding("load", "ok", "", {"dtype": "bfloat16"}),
+        Finding("answer", "fail", "in /home/ada/x it says no"),
+        Finding("fused", "warn", ""),
+        speed,
+    ]
+    own = ChatSpec(id="secret-project", kind="chat", source=PathSource(Path("/home/ada/secret")))
+    board = ChatSpec(id="small", kind="chat", source=PackageSource("llm_small", "m.gguf"))
+    device = {"device": "metal", "device_name": "Apple M9", "memory_bytes": 32 << 30}
+    text = Report(device, [], [Checked(own, found), Checked(board, [speed])]).as_block("2026-01-02")
+    assert "\n" not in text
+    assert "secret" not in text
+    assert "ada" not in text
+    block = json.loads(text)
+    assert (block["device"], block["kind"], block["memory_gib"]) == ("Apple M9", "metal", 32)
+    assert (block["verdicts"], block["failed"]) == (4, 1)
+    assert block["failures"] == ["chat: answer"]
+    assert block["figures"] == {
+        "tokens, own model, bfloat16, 1 stream, gateway's engine": 12.35,
+        "tokens, own model, bfloat16, 8 streams, gateway's engine": 40,
+        "tokens, small, unknown, 1 stream, gateway's engine": 12.35,
+        "tokens, small, unknown, 8 streams, gateway's engine": 40,
+    }
