@@ -430,8 +430,8 @@ class Settings(BaseSettings):
     )
     exit_on_stall: bool = Field(
         default=True,
-        description="End the process, with status 70, when a call is stuck: its supervisor starts "
-        "it again.",
+        description="End the process, with status 70, when a call is stuck or the device has "
+        "failed for good: its supervisor starts it again.",
     )
 
     @field_validator("bind")

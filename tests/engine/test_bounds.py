@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +22,13 @@ from gateway.engine.bounds import (
 )
 from gateway.engine.checkpoint import measure_kv
 from gateway.engine.device import Device
+from gateway.engine.embedding.engine import load_embedding
 from gateway.engine.generation.kv_cache import make_batch_caches
 from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache
+from tests.checkpoints import write_chat
+from tests.engine.generation.test_engine import answers, job, open_engine
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 # Those that cannot be made here: docs/architectures.md says why.
 UNMADE = {"bitnet", "muse_spark", "olmo", "phi3small", "prism_hadamard_qwen35"}
 ARCHITECTURES = [name for name in names() if name not in UNMADE]
@@ -163,3 +168,24 @@ def make_layers(tokens: int) -> list[Any]:
     planes = mx.ones((1, 2, tokens, 16))
     layers[0].update_and_fetch(planes, planes)
     return layers
+
+
+def test_on_a_gpu_all_passes_are_of_one_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two streams of one device, or one on two threads, assert in Metal (vllm-mlx #16, #128)."""
+    streams: set[str] = set()
+    enter: Any = mx.stream
+
+    def note(stream: Any) -> Any:
+        streams.add(str(stream))
+        return enter(stream)
+
+    monkeypatch.setattr(mx, "stream", note)
+    monkeypatch.setattr(mx, "new_stream", lambda _: pytest.fail("another stream"))
+    embedder = load_embedding(GOLDEN / "bert", name="bert", device=Device.METAL)
+    embedder.embed(embedder.encode([f"text {n}" for n in range(40)]))
+    engine = open_engine(write_chat(tmp_path / "tiny"), device=Device.METAL, speculate_rows=2)
+    answers(engine, [job("Hello " * n) for n in range(1, 5)])
+    engine.close()
+    assert streams <= {str(mx.default_stream(mx.default_device()))}

@@ -28,6 +28,7 @@ from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
 from gateway.jobs import CallDelta, GenerateJob, Sampling, TokenLogprob
 from tests.checkpoints import write_chat
 from tests.fakes import caller
+from tests.simulated_device import TIMEOUT, SimulatedDevice
 
 GREEDY = Sampling(temperature=0)
 TEXTS = ["Hello there!", "x", "What is 2 + 2? " * 9, "日本語のテキスト 🙂", "a b c " * 150]
@@ -135,6 +136,45 @@ def answers(
     for each in jobs:
         run.join(each)
     return run.finish(budget)
+
+
+def test_an_error_that_another_waits_for_is_raised_when_the_step_is_read(
+    engine: GenerationEngine,
+) -> None:
+    """MLX raises it once, to whoever waits first: here before another model's turn."""
+    [alone] = answers(engine, [job(TEXTS[0])])
+    with SimulatedDevice().installed() as device:
+        run = Run(engine)
+        run.join(job(TEXTS[0]))
+        for _ in range(3):
+            run.step()
+        device.fail(TIMEOUT)
+        engine.synchronize()
+        assert device.failures == 1
+        assert not engine.take_faults()
+        [again] = run.finish()
+        [fault] = engine.take_faults()
+    assert TIMEOUT in fault.message
+    assert (again.ids, again.text) == (alone.ids, alone.text)
+
+
+def test_the_probe_raises_what_the_device_does_and_leaves_rows_as_they_were(
+    engine: GenerationEngine,
+) -> None:
+    alone = answers(engine, [job(text) for text in TEXTS[:2]])
+    with SimulatedDevice().installed() as device:
+        run = Run(engine)
+        for text in TEXTS[:2]:
+            run.join(job(text))
+        for _ in range(4):
+            run.step()
+            engine.probe()
+        engine.synchronize()
+        device.fail(TIMEOUT)
+        with pytest.raises(RuntimeError, match="Timeout"):
+            engine.probe()
+        together = run.finish()
+    assert [answer.ids for answer in together] == [answer.ids for answer in alone]
 
 
 @pytest.fixture(scope="module")
