@@ -90,6 +90,19 @@ def write_chat(folder: Path, **config: Any) -> Path:
 
     It takes 175 MB on disk, and some seconds.
     """
+    tokenizer = write_chat_tokenizer(folder)
+    whole = {**LLAMA, "vocab_size": tokenizer.get_vocab_size(), **config}
+    _write(folder / "config.json", whole)
+    mx.random.seed(0)
+    sizes: Any = ModelArgs  # untyped
+    weights = dict(tree_flatten(Model(sizes.from_dict(whole)).parameters()))
+    weights["lm_head.weight"] *= mark_plain(tokenizer)[:, None]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def write_chat_tokenizer(folder: Path) -> Tokenizer:
+    """Write the tokenizer and the template of a chat model into a new folder."""
     folder.mkdir(parents=True)
     tokenizer = _byte_pairs()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -105,14 +118,7 @@ def write_chat(folder: Path, **config: Any) -> Path:
         },
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    whole = {**LLAMA, "vocab_size": tokenizer.get_vocab_size(), **config}
-    _write(folder / "config.json", whole)
-    mx.random.seed(0)
-    sizes: Any = ModelArgs  # untyped
-    weights = dict(tree_flatten(Model(sizes.from_dict(whole)).parameters()))
-    weights["lm_head.weight"] *= _is_plain(tokenizer)[:, None]
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    return folder
+    return tokenizer
 
 
 def write_embedder(folder: Path) -> Path:
@@ -274,8 +280,8 @@ def _corpus() -> Iterator[str]:
         yield texts[number]
 
 
-def _is_plain(tokenizer: Tokenizer) -> mx.array:
-    """Mark with 1 the tokens of letters and spaces: each is text by itself."""
+def mark_plain(tokenizer: Tokenizer) -> mx.array:
+    """Mark with 1 the tokens, (vocabulary,), of letters and spaces: each is text by itself."""
     size = tokenizer.get_vocab_size()
     texts = [tokenizer.decode([token], skip_special_tokens=True) for token in range(size)]
     plain = [text.isascii() and text.replace(" ", "").isalpha() for text in texts]
