@@ -101,10 +101,10 @@ def write_chat(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def write_chat_tokenizer(folder: Path) -> Tokenizer:
+def write_chat_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> Tokenizer:
     """Write the tokenizer and the template of a chat model into a new folder."""
     folder.mkdir(parents=True)
-    tokenizer = _byte_pairs()
+    tokenizer = _byte_pairs(vocabulary)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write(
         folder / "tokenizer_config.json",
@@ -129,9 +129,12 @@ def write_embedder(folder: Path) -> Path:
     return _write_bert(folder, NEAR_FREE)
 
 
-def write_bge_base(folder: Path) -> Path:
-    """Write a BERT of 12 layers by 768 whose folder says that the first token's vector counts."""
-    _write_bert(folder, BGE_BASE)
+def write_bge_base(folder: Path, **config: Any) -> Path:
+    """Write a BERT whose folder says that the first token's vector counts: of 12 layers by 768, as
+    far as `config` says no other.
+    """
+    whole = {**BGE_BASE, **config}
+    _write_bert(folder, whole)
     parts = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"{_MODULES}.{kind}"}
@@ -140,7 +143,7 @@ def write_bge_base(folder: Path) -> Path:
     _write(folder / "modules.json", modules)
     pooling = folder / "1_Pooling"
     pooling.mkdir()
-    size = {"word_embedding_dimension": BGE_BASE["hidden_size"]}
+    size = {"word_embedding_dimension": whole["hidden_size"]}
     _write(pooling / "config.json", {**size, "pooling_mode_cls_token": True})
     return folder
 
@@ -240,13 +243,13 @@ def _bert_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{layer}{norm}.bias", (size,)
 
 
-def _byte_pairs() -> Tokenizer:
+def _byte_pairs(vocabulary: int) -> Tokenizer:
     """Train a byte-level tokenizer on made-up words and on the texts that will be asked."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=[PAD, BEGIN, END, *ROLES],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

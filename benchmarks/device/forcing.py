@@ -59,7 +59,7 @@ class Outcome:
 
 
 class Forcing:
-    """Chooses the given tokens. A row is known by its seed, which greedy sampling has no use for."""
+    """Chooses the given tokens. A row is known by its seed: greedy sampling has no use for it."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -180,5 +180,3 @@ def quoting(prompt: Sequence[int], length: int, quote: int) -> list[int]:
     piece = list(prompt[1 : 1 + quote])[: length - middle]
     tokens[middle : middle + len(piece)] = piece
     return tokens
-
-

@@ -143,7 +143,7 @@ def compare_chat(
 def draw_rows(folder: Path, more_tokens: int = 0) -> list[Row]:
     """Draw prompts of plain words, with answers that quote them."""
     tokenizer, random = load_tokenizer(folder), Random(0)
-    plain = [token for token in range(300, 8000) if _is_word(tokenizer.decode([token]))]
+    plain = [token for token in range(300, 4000) if _is_word(tokenizer.decode([token]))]
     lengths = [*LENGTHS]
     lengths[1] += more_tokens
     prompts = [random.choices(plain, k=length) for length in lengths]

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes, quantize_model
 from tokenizers import Tokenizer
 
-from benchmarks.checkpoints import mark_plain, write_chat_tokenizer
+from benchmarks.checkpoints import VOCABULARY, mark_plain, write_chat_tokenizer
 
 FORMATS: Final = {
     "float32": mx.float32,
@@ -31,6 +31,7 @@ GROUP_SIZE, BITS = 64, 4
 WIDTH: Final = 3.0
 SHARD_BYTES: Final = 1 << 30
 SMALL_LEAF: Final = 1 << 20  # larger ones are not looked at for zeros: that would hold them
+SMALL_VOCABULARY: Final = 4096
 _QWEN3: Final = {
     "model_type": "qwen3",
     "head_dim": 128,
@@ -48,7 +49,7 @@ _SMALL: Final = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "vocab_size": 16_384,
+    "vocab_size": SMALL_VOCABULARY,
     "max_position_embeddings": 4096,
 }
 
@@ -211,7 +212,7 @@ def folder_of(shape: Shape, form: str, models: Path, *, is_small: bool) -> Path:
     folder = models / f"{shape.name}-{size}-{form}"
     if not (folder / "config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(_tokenizer_folder(models), folder)
+        shutil.copytree(_tokenizer_folder(models, size), folder)
         config = shape.config_for(is_small=is_small)
         _write_model(folder, config, form, shape.output)
     return folder
@@ -221,12 +222,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def _tokenizer_folder(models: Path) -> Path:
-    """Train the tokenizer once for all models."""
-    folder = models / "tokenizer"
+def _tokenizer_folder(models: Path, size: str) -> Path:
+    """Train the tokenizer once for all models of a size."""
+    folder = models / f"tokenizer-{size}"
     if not (folder / "chat_template.jinja").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        write_chat_tokenizer(folder)
+        write_chat_tokenizer(folder, SMALL_VOCABULARY if size == "small" else VOCABULARY)
     return folder
 
 
