@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -48,16 +48,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state = State.load(options.state, {**asdict(machine), "small": is_small})
     if state.dropped:
         print(f"{state.dropped} parts of another device or version are dropped", file=sys.stderr)
-    for part in pick(listed, options.part):
-        if part.name in state.results and not options.part:
-            continue
-        number = listed.index(part) + 1
-        print(f"{number}/{len(listed)} {part.name} …", end="", file=sys.stderr, flush=True)
-        result = _run(part, number, machine, options, is_small=is_small)
-        state.add(part.name, result)
-        print(f" {result.status}, {result.seconds:.0f} s", file=sys.stderr)
+
+    def run(part: Part) -> Result:
+        return _run(part, listed.index(part) + 1, machine, options, is_small=is_small)
+
+    run_parts(pick(listed, options.part), state, run, is_again=bool(options.part))
     results = {part.name: state.results[part.name] for part in listed if part.name in state.results}
     return _write(machine, results, options.out, is_small=is_small)
+
+
+def run_parts(
+    chosen: Sequence[Part], state: State, run: Callable[[Part], Result], *, is_again: bool
+) -> None:
+    """Run parts and add each result to the state; those it has already only if `is_again`."""
+    for part in chosen:
+        if part.name in state.results and not is_again:
+            continue
+        print(f"{part.name} …", end="", file=sys.stderr, flush=True)
+        result = run(part)
+        state.add(part.name, result)
+        print(f" {result.status}, {result.seconds:.0f} s", file=sys.stderr)
 
 
 def _run(

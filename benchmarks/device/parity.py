@@ -32,10 +32,10 @@ from gateway.jobs import Adapter
 BOUNDS: Final = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 # By how much a number of a vector of length 1 may.
 VECTOR_BOUNDS: Final = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}
-LENGTHS: Final = (5, 140, 70, 20)  # tokens of the prompts; two have whole blocks for a prefix
-ANSWER_TOKENS: Final = 24
+LENGTHS: Final = (5, 70, 20)  # tokens of the prompts; one has a whole block for a prefix
+ANSWER_TOKENS: Final = 20
 QUOTED: Final = 10
-LATE: Final = 2  # rows
+LATE: Final = 1  # row
 PREFIX_BYTES: Final = 4 << 30
 SPECULATE_ROWS: Final = 4
 KV_BITS: Final = 8
@@ -127,7 +127,7 @@ def compare_chat(
     """
     subject = Subject.load(folder, device, dtype)
     rows = draw_rows(folder, more_tokens)
-    comparisons = [_run_self_test(subject), *_compare_ways(subject, rows, "")]
+    comparisons = [_run_self_test(subject), *compare_ways(subject, rows, "")]
     comparisons += _compare_adapters(subject, rows, scratch)
     plain = _references(subject, rows)
     try:
@@ -137,7 +137,7 @@ def compare_chat(
     packed = _references(subject, _given(rows, plain))
     loss = compare(f"kv_bits {KV_BITS} beside plain KV", plain, packed, subject.bound)
     comparisons.append(replace(loss, is_ok=None, note="a figure, no verdict"))
-    return comparisons + _compare_ways(subject, rows, f"kv_bits {KV_BITS}: ")
+    return comparisons + compare_ways(subject, rows, f"kv_bits {KV_BITS}: ")
 
 
 def draw_rows(folder: Path, more_tokens: int = 0) -> list[Row]:
@@ -166,7 +166,7 @@ def _run_self_test(subject: Subject) -> Comparison:
     return Comparison("self-test", subject.bound, is_ok=is_ok, note=verdict.problem)
 
 
-def _compare_ways(subject: Subject, rows: Sequence[Row], prefix: str) -> list[Comparison]:
+def compare_ways(subject: Subject, rows: Sequence[Row], prefix: str) -> list[Comparison]:
     """Compare rows together, late, from a kept prefix and read ahead with the rows alone."""
     alone = _references(subject, rows)
     rows = _given(rows, alone)
@@ -215,7 +215,7 @@ def _compare_adapters(subject: Subject, rows: Sequence[Row], scratch: Path) -> l
         mx.random.seed(number)
         folder = scratch / f"adapter-{number}"
         adapters.append(load(engine, write_adapter(folder, engine, RANK, ADAPTER_SCALE)))
-    places = [adapters[0], None, adapters[1], adapters[0]]
+    places = [adapters[0], None, adapters[1]]
     plain = answer_alone(engine, rows)
     rows = _given(rows, plain)
     adapted = [replace(row, adapter=place) for row, place in zip(rows, places, strict=True)]
