@@ -94,6 +94,7 @@ def run_process(command: Sequence[str], limit_s: float) -> Result:
             process = subprocess.Popen(
                 [sys.executable, *command, "--out", str(file)],
                 cwd=CHECKOUT,
+                env={**os.environ, "PYTHONPATH": str(CHECKOUT)},  # its servers run elsewhere
                 stdout=output,
                 stderr=output,
                 start_new_session=True,

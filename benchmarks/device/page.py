@@ -82,8 +82,9 @@ def _verdicts(machine: Machine, results: Mapping[str, Result]) -> Iterator[str]:
         "",
         "Each row's answer alone is given again, token by token, in each way; the logprobs of "
         "these tokens may differ by the bound, in nats, and the likeliest token may be another "
-        "only where it is likelier than the second by less than the bound. Of embeddings and "
-        "scores it is the greatest difference of a number.",
+        "only where it is likelier than the second by less than the bound. With `kv_bits` rows are "
+        "compared with the same rows alone with `kv_bits`. Embeddings and scores are compared in "
+        "standard deviations between inputs.",
         "",
         f"On {machine.describe()}.",
         "",
@@ -107,10 +108,16 @@ def _verdict_row(subject: str, comparison: Comparison) -> str:
             f"{comparison.worst:.2g}",
             comparison.where,
             f"{comparison.mean:.2g}",
-            f"{comparison.bound:g}",
+            _bound(comparison),
         )
     cells = (subject, comparison.mode, *numbers, str(comparison.flips), verdict)
     return "| " + " | ".join(cells) + " |"
+
+
+def _bound(comparison: Comparison) -> str:
+    if comparison.most_mean is None:
+        return f"{comparison.bound:.2g}"
+    return f"{comparison.bound:.2g}, mean {comparison.most_mean:.2g}"
 
 
 def _figures(machine: Machine, results: Mapping[str, Result], name: str) -> Iterator[str]:

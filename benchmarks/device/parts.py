@@ -58,7 +58,6 @@ MEASURED: Final = (
 MEASURED_SMALL: Final = (
     ("qwen3-0.6b", "bfloat16", 0),
     ("qwen3-0.6b", "4bit", 0),
-    ("qwen3-8b", "4bit", 0),
     ("hybrid", "4bit", 0),
     ("sliding", "bfloat16", 0),
     ("moe", "4bit", 0),

@@ -42,7 +42,7 @@ class Plan:
     @classmethod
     def of(cls, *, is_small: bool) -> "Plan":
         if is_small:
-            return cls((1, 8, 32), 16, (128, 512, 2048), 3)
+            return cls((1, 8, 32), 16, (128, 512, 1024), 3)
         return cls((1, 8, 32, 128), 128, (512, 8192, 32_000), 5)
 
 

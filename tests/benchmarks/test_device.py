@@ -18,6 +18,7 @@ from benchmarks.device.forcing import Outcome, Place, Row, answer, answer_alone
 from benchmarks.device.machine import Machine
 from benchmarks.device.page import failures, write_page
 from benchmarks.device.parity import (
+    Bound,
     Comparison,
     Subject,
     compare,
@@ -34,6 +35,7 @@ from gateway.engine.device import Device
 MACHINE = Machine(
     "A Chip", "metal", 24 << 30, 10, "macOS-26", "3.12.1", "0.32.4", "0.32.2", "c0ffee"
 )
+BOUND = Bound(0.1, 0.1)
 OK = Comparison("together", 1e-3, 10, 1e-5, 1e-6, "row 0, token 3", 0, is_ok=True)
 WRONG = replace(OK, mode="late", worst=0.5, is_ok=False)
 FIGURE = Figure("tokens", 812.5, "tokens/s", "gateway's engine", "qwen3-8b", "4bit", "8 streams")
@@ -88,12 +90,12 @@ def together(
         for row, places in zip(rows, alone.places, strict=True)
     ]
     spoiled = Subject(subject.setup, Spoiled(subject.model, spoil))
-    return compare("together", alone, answer(spoiled.engine(), given), 1e-3)
+    return compare("together", alone, answer(spoiled.engine(), given), subject.bound)
 
 
 def test_rows_in_every_way_are_as_they_are_alone(subject: Subject, rows: list[Row]) -> None:
-    """Prefixes are taken and drafts are read ahead, both right and wrong ones, or it is no proof."""
-    comparisons = compare_ways(subject, rows, "")
+    """Prefixes are taken, and drafts read ahead, right and wrong ones, or it is no proof."""
+    comparisons = compare_ways(subject, rows, "", subject.bound)
     assert {comparison.mode: comparison.is_ok for comparison in comparisons} == dict.fromkeys(
         (comparison.mode for comparison in comparisons), True
     )
@@ -122,22 +124,23 @@ def test_logits_that_move_by_more_than_the_bound_are_noticed(
 def test_another_likeliest_token_counts_where_it_was_likeliest_by_far() -> None:
     near, far = Place(5, -1.0, 5, 0.001), Place(5, -1.0, 5, 0.2)
     other = Outcome([[Place(5, -1.0, 6, 0.2)]])
-    assert compare("m", Outcome([[near]]), other, 0.1).is_ok
-    assert compare("m", Outcome([[far]]), other, 0.1).is_ok is False
+    assert compare("m", Outcome([[near]]), other, BOUND).is_ok
+    assert compare("m", Outcome([[far]]), other, BOUND).is_ok is False
 
 
 def test_what_is_no_number_is_wrong() -> None:
     alone = Outcome([[Place(5, -1.0, 5, 0.2)]])
-    comparison = compare("m", alone, Outcome([[Place(5, float("nan"), 5, 0.2)]]), 0.1)
+    comparison = compare("m", alone, Outcome([[Place(5, float("nan"), 5, 0.2)]]), BOUND)
     assert comparison.is_ok is False
     saved = Result("done", comparisons=[comparison]).to_json()
     assert Result.from_json(json.loads(json.dumps(saved))).comparisons == [comparison]
 
 
 def test_vectors_that_differ_are_named() -> None:
-    alone = [np.zeros(2, np.float32), np.zeros(2, np.float32)]
-    comparison = compare_vectors("m", alone, np.array([[0, 0], [0, 0.5]], np.float32), 1e-3)
+    alone = np.array([[0, 1], [0, 3]], np.float32)
+    comparison = compare_vectors("m", alone, np.array([[0, 1], [0, 2.5]], np.float32), 1e-3)
     assert (comparison.is_ok, comparison.where, comparison.worst) == (False, "input 1", 0.5)
+    assert compare_vectors("m", alone, alone, 1e-3).is_ok
 
 
 def test_results_are_kept_and_those_of_other_versions_dropped(tmp_path: Path) -> None:
