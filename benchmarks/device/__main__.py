@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     listed = parts(is_small=is_small)
     if options.inside is not None:
         bench = Bench(options.models, is_small)
-        return _run_inside(listed[options.inside - 1], bench, options.out)
+        part = next(part for part in listed if part.name == options.inside)
+        return _run_inside(part, bench, options.out)
     if options.parts:
         for number, part in enumerate(listed, 1):
             print(f"{number:3}  {part.name} (about {part.seconds} s)")
@@ -50,11 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{state.dropped} parts of another device or version are dropped", file=sys.stderr)
 
     def run(part: Part) -> Result:
-        return _run(part, listed.index(part) + 1, machine, options, is_small=is_small)
+        return _run(part, machine, options, is_small=is_small)
 
     run_parts(pick(listed, options.part), state, run, is_again=bool(options.part))
     results = {part.name: state.results[part.name] for part in listed if part.name in state.results}
-    return _write(machine, results, options.out, is_small=is_small)
+    return _write(machine, results, options, is_small=is_small)
 
 
 def run_parts(
@@ -70,14 +71,12 @@ def run_parts(
         print(f" {result.status}, {result.seconds:.0f} s", file=sys.stderr)
 
 
-def _run(
-    part: Part, number: int, machine: Machine, options: argparse.Namespace, *, is_small: bool
-) -> Result:
+def _run(part: Part, machine: Machine, options: argparse.Namespace, *, is_small: bool) -> Result:
     """Run a part in a process of its own, unless something is missing here."""
     if obstacle := part.obstacle(machine.memory_bytes):
         return Result("skipped", error=obstacle)
     size = "--small" if is_small else "--whole"
-    command = ("-m", "benchmarks.device", "--inside", str(number), size)
+    command = ("-m", "benchmarks.device", "--inside", part.name, size)
     return run_process(
         [*command, "--models", str(options.models)], max(LEAST_LIMIT_S, PATIENCE * part.seconds)
     )
@@ -133,23 +132,26 @@ def _run_inside(part: Part, bench: Bench, file: Path) -> int:
     return 0
 
 
-def _write(machine: Machine, results: dict[str, Result], out: Path, *, is_small: bool) -> int:
+def _write(
+    machine: Machine, results: dict[str, Result], options: argparse.Namespace, *, is_small: bool
+) -> int:
     """Write the page, the JSON and the table of all pages; return the exit status."""
     day = datetime.now(UTC).date().isoformat()
     name = "".join(c if c.isalnum() else "-" for c in machine.device.lower()).strip("-")
-    out.mkdir(parents=True, exist_ok=True)
-    page = out / f"{name}-{day}.md"
+    for folder in (options.out, options.pages):
+        folder.mkdir(parents=True, exist_ok=True)
+    page = options.pages / f"{name}-{day}.md"
     page.write_text(write_page(machine, results, day, is_small=is_small), encoding="utf-8")
     measured_on = {**asdict(machine), "small": is_small}
-    body = {"measured_on": measured_on, "parts": {n: r.to_json() for n, r in results.items()}}
-    WORK.mkdir(exist_ok=True)
-    (WORK / f"{page.stem}.json").write_text(json.dumps(body, indent=1), encoding="utf-8")
-    if (out / "README.md").exists():
-        update(out)
+    saved = {part: result.to_json() for part, result in results.items()}
+    text = json.dumps({"measured_on": measured_on, "parts": saved}, indent=1)
+    (options.out / f"{page.stem}.json").write_text(text, encoding="utf-8")
+    if (options.pages / "README.md").exists():
+        update(options.pages)
     wrong = failures(results)
     print(page)
-    for name in wrong:
-        print(f"parity failed: {name}")
+    for verdict in wrong:
+        print(f"parity failed: {verdict}")
     return int(bool(wrong))
 
 
@@ -160,17 +162,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     sizes.add_argument("--whole", action="store_true", help="whole shapes on a CPU too")
     parser.add_argument("--parts", action="store_true", help="list the parts")
     parser.add_argument(
-        "--part",
-        type=int,
-        action="append",
-        default=[],
-        metavar="N",
-        help="run this, again or not",
+        "--part", type=int, action="append", default=[], metavar="N", help="run this, again or not"
     )
     parser.add_argument("--state", type=Path, default=WORK / "state.json", metavar="FILE")
     parser.add_argument("--models", type=Path, default=WORK / "models", metavar="DIR")
-    parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR", help="where the page goes")
-    parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=WORK, metavar="DIR", help="where the JSON goes")
+    parser.add_argument("--pages", type=Path, default=DOCS, metavar="DIR", help="and the page")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 

@@ -122,7 +122,8 @@ def _bound(comparison: Comparison) -> str:
 
 def _figures(machine: Machine, results: Mapping[str, Result], name: str) -> Iterator[str]:
     """Write the figures of one name: a row a case, a column a party."""
-    figures = [each for result in results.values() for each in result.figures if each.name == name]
+    every = [figure for result in results.values() for figure in result.figures]
+    figures = [figure for figure in every if figure.name == name]
     if not figures:
         return
     parties = list(dict.fromkeys(figure.who for figure in figures))

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.checkpoints import write_bge_base, write_reranker
-from benchmarks.device.parity import (
-    Comparison,
-    compare_chat,
-    compare_embeddings,
-    compare_scores,
-)
+from benchmarks.device.parity import Comparison, compare_chat, compare_embeddings, compare_scores
 from benchmarks.device.results import Result
 from benchmarks.device.shapes import FORMATS, NARROW, SHAPES, Shape, folder_of
 from benchmarks.device.speed import Plan, measure_host, measure_speed
@@ -242,7 +237,7 @@ def _serve(name: str, form: str) -> Callable[[Bench], Result]:
 def _narrow(bench: Bench) -> tuple[Path, str, str]:
     """Return the folder of the narrow model, its name and its format: what the device does fast."""
     form = "float32" if bench.device is Device.CPU else "bfloat16"
-    return bench.folder(NARROW, form, is_small=True), NARROW.note, form
+    return bench.folder(NARROW, form, is_small=True), NARROW.name, form
 
 
 def _measure_host(bench: Bench) -> Result:

@@ -42,8 +42,8 @@ class Result:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Result":
-        comparisons = [Comparison(**_restore(each)) for each in fields["comparisons"]]
-        figures = [Figure(**each) for each in fields["figures"]]
+        comparisons = [Comparison(**_restore(saved)) for saved in fields["comparisons"]]
+        figures = [Figure(**saved) for saved in fields["figures"]]
         return cls(**{**fields, "comparisons": comparisons, "figures": figures})
 
     def to_json(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import yaml
 
 from benchmarks import servers
 from benchmarks.device.results import Figure
-from benchmarks.device.speed import Plan, draw_prompts
+from benchmarks.device.speed import Plan, draw_prompts, name_streams
 from benchmarks.targets.rig import rate, rest
 from gateway.bench.figures import Answer, median
 from gateway.bench.kinds import Kind
@@ -75,7 +75,7 @@ async def measure_servers(folder: Path, shape: str, form: str, plan: Plan) -> li
             for who, rounds in answers.items():
                 value = median([rate(answered) for answered in rounds[1:]])
                 note = _lost(rounds)
-                at = f"{streams} streams"
+                at = name_streams(streams)
                 figures.append(Figure("tokens", value, "tokens/s", who, shape, form, at, note))
         for length in plan.prompts:
             answers = await _in_turn(plan.rounds, partial(ask, 1, length, 2))

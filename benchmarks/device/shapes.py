@@ -58,14 +58,13 @@ _SMALL: Final = {
 class Shape:
     """An architecture's config, and what of it is other in its small form.
 
-    `output` is the factor of what makes the logits; `note` says how it differs from its source.
+    `output` is the factor of what makes the logits.
     """
 
     name: str
     config: Mapping[str, Any]
     small: Mapping[str, Any] = field(default_factory=dict)
     output: float = WIDTH
-    note: str = ""
 
     def config_for(self, *, is_small: bool) -> dict[str, Any]:
         """Return the config.json of the full or the small form."""
@@ -77,139 +76,94 @@ class Shape:
         return {**config, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-SHAPES: Final = {
-    shape.name: shape
-    for shape in (
-        # https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json
-        Shape(
-            "qwen3-0.6b",
-            {
-                **_QWEN3,
-                "hidden_size": 1024,
-                "intermediate_size": 3072,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 16,
-            },
-        ),
-        # https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json
-        Shape(
-            "qwen3-4b",
-            {
-                **_QWEN3,
-                "hidden_size": 2560,
-                "intermediate_size": 9728,
-                "num_hidden_layers": 36,
-                "num_attention_heads": 32,
-            },
-        ),
-        # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json
-        Shape(
-            "qwen3-8b",
-            {
-                **_QWEN3,
-                "hidden_size": 4096,
-                "intermediate_size": 12_288,
-                "num_hidden_layers": 36,
-                "num_attention_heads": 32,
-                "tie_word_embeddings": False,
-            },
-        ),
-        # https://huggingface.co/Qwen/Qwen3.5-4B/blob/main/config.json, text_config
-        Shape(
-            "hybrid",
-            {
-                "model_type": "qwen3_5",
-                "hidden_size": 2560,
-                "intermediate_size": 9216,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "full_attention_interval": 4,
-                "linear_num_key_heads": 16,
-                "linear_num_value_heads": 32,
-                "linear_key_head_dim": 128,
-                "linear_value_head_dim": 128,
-                "linear_conv_kernel_dim": 4,
-                "vocab_size": 248_320,
-                "max_position_embeddings": 262_144,
-                "rms_norm_eps": 1e-6,
-                "tie_word_embeddings": True,
-            },
-            {
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4,
-                "linear_key_head_dim": 32,
-                "linear_value_head_dim": 32,
-            },
-            note="Qwen3.5 4B's: three layers in four are linear attention",
-        ),
-        # https://huggingface.co/google/gemma-3-1b-it/blob/main/config.json
-        Shape(
-            "sliding",
-            {
-                "model_type": "gemma3_text",
-                "hidden_size": 1152,
-                "intermediate_size": 6912,
-                "num_hidden_layers": 26,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 1,
-                "head_dim": 256,
-                "query_pre_attn_scalar": 256,
-                "sliding_window": 512,
-                "sliding_window_pattern": 6,
-                "rope_theta": 1e6,
-                "rope_local_base_freq": 1e4,
-                "rms_norm_eps": 1e-6,
-                "vocab_size": 262_144,
-                "max_position_embeddings": 32_768,
-            },
-            {
-                "num_hidden_layers": 6,
-                "query_pre_attn_scalar": 64,
-                "sliding_window": 64,
-                "sliding_window_pattern": 3,
-            },
-            output=WIDTH / 2,  # its last norm multiplies by 1 + 1
-            note="Gemma 3 1B's: windows of 512 tokens in five layers of six",
-        ),
-        # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
-        Shape(
-            "moe",
-            {
-                **_QWEN3,
-                "model_type": "qwen3_moe",
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "num_hidden_layers": 12,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 4,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-                "norm_topk_prob": True,
-                "tie_word_embeddings": False,
-            },
-            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-            note="Qwen3 30B-A3B's layers, 12 of its 48",
-        ),
-    )
+def _qwen3(width: int, inner: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads}
+    return {**_QWEN3, **sizes, "num_hidden_layers": layers, **more}
+
+
+_LINEAR: Final = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "model_type": "qwen3_5",
+    "full_attention_interval": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 248_320,
+    "max_position_embeddings": 262_144,
 }
+_SMALL_LINEAR: Final = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_GEMMA3: Final = {
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "vocab_size": 262_144,
+}
+_SMALL_GEMMA3: Final = {
+    "sliding_window": 64,
+    "sliding_window_pattern": 3,
+    "num_hidden_layers": 6,
+    "query_pre_attn_scalar": 64,
+}
+_EXPERTS: Final = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+_SMALL_EXPERTS: Final = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_ALL: Final = (
+    # https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json
+    Shape("qwen3-0.6b", _qwen3(1024, 3072, 28, 16)),
+    # https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json
+    Shape("qwen3-4b", _qwen3(2560, 9728, 36, 32)),
+    # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json
+    Shape("qwen3-8b", _qwen3(4096, 12_288, 36, 32, tie_word_embeddings=False)),
+    # https://huggingface.co/Qwen/Qwen3.5-4B/blob/main/config.json (text_config): three layers of
+    # four are linear attention
+    Shape("hybrid", _qwen3(2560, 9216, 32, 16, **_LINEAR), _SMALL_LINEAR),
+    # https://huggingface.co/google/gemma-3-1b-it/blob/main/config.json: of six layers five have a
+    # window of 512 tokens. Its last norm multiplies by 1 + 1.
+    Shape("sliding", _GEMMA3, _SMALL_GEMMA3, output=WIDTH / 2),
+    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json: 12 of its 48 layers
+    Shape("moe", _qwen3(2048, 6144, 12, 32, **_EXPERTS), _SMALL_EXPERTS),
+)
+SHAPES: Final = {shape.name: shape for shape in _ALL}
 # As deep as Qwen3 0.6B and next to no work for a device: what is left is the host's.
 NARROW: Final = Shape(
-    "narrow",
-    {**SHAPES["qwen3-0.6b"].config, **_SMALL, "hidden_size": 64, "num_hidden_layers": 28},
+    "28 layers of 64",
+    SHAPES["qwen3-0.6b"].config,
     {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 28},
-    note="28 layers of 64",
 )
 
 
 def folder_of(shape: Shape, form: str, models: Path, *, is_small: bool) -> Path:
     """Return the folder of a model in this format; write it unless it is there."""
     size = "small" if is_small else "full"
-    folder = models / f"{shape.name}-{size}-{form}"
+    folder = models / f"{shape.name.replace(' ', '-')}-{size}-{form}"
     if not (folder / "config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(_tokenizer_folder(models, size), folder)

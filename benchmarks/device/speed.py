@@ -1,7 +1,7 @@
 """Figures in one process: our engine and mlx-lm's BatchGenerator in turn, on the same weights."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -68,8 +68,8 @@ class Pair:
         engine = load_generation(folder, name=folder.name, device=device)
         model, _ = load_model(folder, lazy=True)
         ours: Any = tree_flatten(engine._model.parameters())
-        theirs: Any = tree_flatten(model.parameters())
-        if _kinds(ours) == _kinds(theirs):
+        lazy: Any = tree_flatten(model.parameters())
+        if _kinds(ours) == _kinds(lazy):
             model.update(engine._model.parameters())
         mx.eval(model.parameters())
         return cls(engine, model)
@@ -126,16 +126,19 @@ def draw_prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def measure_in_turn(
-    run: Callable[[str, int], Spent], rounds: int, parties: Sequence[str] = (OURS, THEIRS)
-) -> Iterator[tuple[str, list[Spent]]]:
-    """Run each party in every round; the first round, in which shapes are made, does not count."""
-    spent: dict[str, list[Spent]] = {party: [] for party in parties}
+    pair: Pair, streams: int, length: int, tokens: int, rounds: int
+) -> dict[str, list[Spent]]:
+    """Let both answer in every round, each round other prompts of `length` tokens; the first round,
+    in which shapes are made, does not count.
+    """
+    spent: dict[str, list[Spent]] = {OURS: [], THEIRS: []}
     for turn in range(rounds + 1):
-        for party in parties:
-            measured = run(party, turn)
+        prompts = draw_prompts(streams, length, turn)
+        for who, runs in spent.items():
+            run = pair.run(who, prompts, tokens)
             if turn:
-                spent[party].append(measured)
-    yield from spent.items()
+                runs.append(run)
+    return spent
 
 
 def measure_speed(folder: Path, shape: str, form: str, device: Device, plan: Plan) -> list[Figure]:
@@ -144,32 +147,18 @@ def measure_speed(folder: Path, shape: str, form: str, device: Device, plan: Pla
     computed = str(pair.engine.dtype).removeprefix("mlx.core.")
     dtype = form if computed == form or form == "4bit" else f"{form}, ours as {computed}"
     figures: list[Figure] = []
-
-    def add(name: str, value: float, unit: str, who: str, at: str) -> None:
-        figures.append(Figure(name, value, unit, who, shape, dtype, at))
-
-    for streams in plan.streams:
-
-        def answer_all(who: str, turn: int, streams: int = streams) -> Spent:
-            return pair.run(who, draw_prompts(streams, PROMPT_TOKENS, turn), plan.tokens)
-
-        at = f"{streams} streams"
-        for who, spent in measure_in_turn(answer_all, plan.rounds):
-            seconds = median([each.seconds for each in spent])
-            add("tokens", streams * plan.tokens / seconds, "tokens/s", who, at)
-            peak = max(each.peak_bytes for each in spent)
-            add("memory at the peak", peak / MIB, "MiB", who, at)
-    for length in plan.prompts:
-
-        def read_one(who: str, turn: int, length: int = length) -> Spent:
-            return pair.run(who, draw_prompts(1, length, turn), 1)
-
-        at = f"prompt of {length}"
-        for who, spent in measure_in_turn(read_one, plan.rounds):
-            seconds = median([each.seconds for each in spent])
-            add("time to first token", 1e3 * seconds, "ms", who, at)
-            peak = max(each.peak_bytes for each in spent)
-            add("memory at the peak", peak / MIB, "MiB", who, at)
+    cases = [(streams, PROMPT_TOKENS, plan.tokens) for streams in plan.streams]
+    for streams, length, tokens in (*cases, *((1, length, 1) for length in plan.prompts)):
+        for who, spent in measure_in_turn(pair, streams, length, tokens, plan.rounds).items():
+            seconds = median([run.seconds for run in spent])
+            at, name = name_streams(streams), "tokens"
+            value, unit = streams * tokens / seconds, "tokens/s"
+            if tokens == 1:
+                at, name = f"prompt of {length}", "time to first token"
+                value, unit = 1e3 * seconds, "ms"
+            peak = max(run.peak_bytes for run in spent) / MIB
+            figures.append(Figure(name, value, unit, who, shape, dtype, at))
+            figures.append(Figure("memory at the peak", peak, "MiB", who, shape, dtype, at))
     pair.engine.close()
     return figures
 
@@ -182,13 +171,15 @@ def measure_host(folder: Path, shape: str, form: str, device: Device, plan: Plan
     pair = Pair.load(folder, device)
     figures = []
     for streams in plan.streams:
-
-        def answer_all(who: str, turn: int, streams: int = streams) -> Spent:
-            return pair.run(who, draw_prompts(streams, PROMPT_TOKENS, turn), 2 * plan.tokens)
-
-        for who, spent in measure_in_turn(answer_all, plan.rounds):
-            thread_s = median([each.thread_s for each in spent]) / (2 * plan.tokens * streams)
-            at = f"{streams} streams"
-            figures.append(Figure("host time", 1e6 * thread_s, "µs/token", who, shape, form, at))
+        for who, spent in measure_in_turn(
+            pair, streams, PROMPT_TOKENS, plan.tokens, plan.rounds
+        ).items():
+            thread_s = median([run.thread_s for run in spent]) / (plan.tokens * streams)
+            at, value = name_streams(streams), 1e6 * thread_s
+            figures.append(Figure("host time", value, "µs/token", who, shape, form, at))
     pair.engine.close()
     return figures
+
+
+def name_streams(count: int) -> str:
+    return "1 stream" if count == 1 else f"{count} streams"

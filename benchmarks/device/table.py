@@ -44,7 +44,7 @@ def _row(page: str, block: Mapping[str, Any]) -> str:
         f"{block['mlx']}, {block['mlx_lm']}, {block['commit']}",
         parity,
         size,
-        _ratios(block["figures"], "1 streams"),
+        _ratios(block["figures"], "1 stream"),
         _ratios(block["figures"], "8 streams"),
     )
     return "| " + " | ".join(cells) + " |"
@@ -60,15 +60,14 @@ def _ratios(figures: Mapping[str, float], at: str) -> str:
 
 
 def _pairs(figures: Mapping[str, float], at: str) -> Iterable[tuple[str, str, float, float]]:
-    ours, theirs = "gateway's engine", "BatchGenerator"
+    """Yield the shape, the dtype and both parties' figures of each model."""
+    start, end = "tokens, ", f", {at}, gateway's engine"
     for name, value in figures.items():
-        start, end = "tokens, ", f", {at}, {ours}"
         if not (name.startswith(start) and name.endswith(end)):
             continue
         model = name.removeprefix(start).removesuffix(end)
         shape, _, dtype = model.rpartition(", ")
-        reference = figures.get(f"{start}{model}, {at}, {theirs}")
-        if reference:
+        if reference := figures.get(f"{start}{model}, {at}, BatchGenerator"):
             yield shape, dtype, value, reference
 
 
