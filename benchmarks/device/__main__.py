@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, part in enumerate(listed, 1):
             print(f"{number:3}  {part.name} (about {part.seconds} s)")
         return 0
+    if not all(1 <= number <= len(listed) for number in options.part):
+        print(f"parts are 1 to {len(listed)}: --parts lists them", file=sys.stderr)
+        return 2
     state = State.load(options.state, {**asdict(machine), "small": is_small})
     if state.dropped:
         print(f"{state.dropped} parts of another device or version are dropped", file=sys.stderr)

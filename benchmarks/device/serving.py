@@ -31,7 +31,7 @@ MLX_LM_NAME: Final = "default_model"  # what its server calls the one it was sta
 CLIENTS: Final = (1, 64)
 PROMPT_WORDS: Final = 30
 TURNS: Final = 2000
-STEPS: Final = 200
+STEPS: Final = 50
 _seeds = count(1)
 
 

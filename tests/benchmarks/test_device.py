@@ -140,7 +140,7 @@ def test_vectors_that_differ_are_named() -> None:
     alone = np.array([[0, 1], [0, 3]], np.float32)
     comparison = compare_vectors("m", alone, np.array([[0, 1], [0, 2.5]], np.float32), 1e-3)
     assert (comparison.is_ok, comparison.where, comparison.worst) == (False, "input 1", 0.5)
-    assert compare_vectors("m", alone, alone, 1e-3).is_ok
+    assert compare_vectors("m", alone[:, 1], alone[:, 1], 1e-3).is_ok  # scores
 
 
 def test_results_are_kept_and_those_of_other_versions_dropped(tmp_path: Path) -> None:
@@ -184,6 +184,7 @@ def test_a_part_is_skipped_where_memory_is_too_small() -> None:
 def test_parts_are_listed_with_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--parts", "--small"]) == 0
     assert "  1  parity qwen3-0.6b float32 (about " in capsys.readouterr().out
+    assert main(["--part", "99", "--small"]) == 2
 
 
 def test_the_page_says_of_each_figure_what_it_was_measured_on() -> None:
