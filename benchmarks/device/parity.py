@@ -52,8 +52,8 @@ BOUNDS: Final = {
 # these are shares of what the bits themselves cost beside plain KV. Measured: 0.003 at most in
 # float32, 0.24 in float16 and 0.39 in bfloat16, at worst.
 KV_SHARES: Final = {"float32": 0.05, "float16": 0.5, "bfloat16": 0.75}
-# Of vectors and scores, in standard deviations between inputs: 7e-4 at most in float32 on a CPU, where
-# float32 itself has steps of 1e-4 of them (random rerankers score all pairs much the same).
+# Of vectors and scores, in standard deviations between inputs: 7e-4 at most in float32 on a CPU,
+# where float32 itself has steps of 1e-4 of them (random rerankers score all pairs much the same).
 VECTOR_BOUNDS: Final = {"float32": 5e-3, "float16": 0.05, "bfloat16": 0.4}
 LENGTHS: Final = (5, 70, 20)  # tokens of the prompts; one has a whole block for a prefix
 ANSWER_TOKENS: Final = 20
