@@ -12,7 +12,7 @@ from benchmarks.checkpoints import write_bge_base, write_reranker
 from benchmarks.device.parity import Comparison, compare_chat, compare_embeddings, compare_scores
 from benchmarks.device.results import Result
 from benchmarks.device.shapes import FORMATS, NARROW, SHAPES, Shape, folder_of
-from benchmarks.device.speed import Plan, measure_host, measure_speed
+from benchmarks.device.speed import Plan, measure_host, measure_speed, name_dtype
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 
 GIB: Final = 1 << 30
@@ -228,7 +228,8 @@ def _serve(name: str, form: str) -> Callable[[Bench], Result]:
 
         prepare(bench.device)
         folder = bench.folder(SHAPES[name], form)
-        measuring = measure_servers(folder, _named(name, bench), form, bench.plan)
+        dtype = name_dtype(form, bench.device)
+        measuring = measure_servers(folder, _named(name, bench), dtype, bench.plan)
         return Result("done", figures=asyncio.run(measuring))
 
     return run

@@ -144,8 +144,7 @@ def measure_in_turn(
 def measure_speed(folder: Path, shape: str, form: str, device: Device, plan: Plan) -> list[Figure]:
     """Measure tokens a second, time to first token, and memory at the peak."""
     pair = Pair.load(folder, device)
-    computed = str(pair.engine.dtype).removeprefix("mlx.core.")
-    dtype = form if computed == form or form == "4bit" else f"{form}, ours as {computed}"
+    dtype = name_dtype(form, device)
     figures: list[Figure] = []
     cases = [(streams, PROMPT_TOKENS, plan.tokens) for streams in plan.streams]
     for streams, length, tokens in (*cases, *((1, length, 1) for length in plan.prompts)):
@@ -179,6 +178,12 @@ def measure_host(folder: Path, shape: str, form: str, device: Device, plan: Plan
             figures.append(Figure("host time", value, "µs/token", who, shape, form, at))
     pair.engine.close()
     return figures
+
+
+def name_dtype(form: str, device: Device) -> str:
+    """Say where the gateway computes in another type: on a CPU in float32, quantised weights too."""
+    is_other = device is Device.CPU and form != "float32"
+    return f"{form}, ours as float32" if is_other else form
 
 
 def name_streams(count: int) -> str:

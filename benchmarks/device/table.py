@@ -55,7 +55,9 @@ def _ratios(figures: Mapping[str, float], at: str) -> str:
     texts = []
     for shape, dtype, engine, reference in _pairs(figures, at):
         if dtype.startswith("4bit") and shape.startswith("qwen3"):
-            texts.append(f"{shape}: {engine:.0f} ÷ {reference:.0f} = {engine / reference:.2f}")
+            texts.append(
+                f"{shape}, {dtype}: {engine:.0f} ÷ {reference:.0f} = {engine / reference:.2f}"
+            )
     return "; ".join(texts) or "–"
 
 

@@ -220,6 +220,6 @@ def test_the_table_of_devices_is_made_from_their_pages(tmp_path: Path) -> None:
     assert text.endswith("after\n")
     assert "old" not in text
     assert "[A Chip, 2027-01-02](a-chip-2027-01-02.md)" in text
-    assert "qwen3-8b: 812 ÷ 650 = 1.25" in text
+    assert "qwen3-8b, 4bit: 812 ÷ 650 = 1.25" in text
     update(tmp_path)
     assert (tmp_path / "README.md").read_text() == text
