@@ -181,9 +181,9 @@ def measure_host(folder: Path, shape: str, form: str, device: Device, plan: Plan
 
 
 def name_dtype(form: str, device: Device) -> str:
-    """Say where the gateway computes in another type: on a CPU in float32, quantised weights too."""
+    """Say where the gateway computes in another type: on a CPU in float32, 4-bit weights too."""
     is_other = device is Device.CPU and form != "float32"
-    return f"{form}, ours as float32" if is_other else form
+    return f"{form} (ours as float32)" if is_other else form
 
 
 def name_streams(count: int) -> str:

@@ -38,7 +38,15 @@ MACHINE = Machine(
 BOUND = Bound(0.1, 0.1)
 OK = Comparison("together", 1e-3, 10, 1e-5, 1e-6, "row 0, token 3", 0, is_ok=True)
 WRONG = replace(OK, mode="late", worst=0.5, is_ok=False)
-FIGURE = Figure("tokens", 812.5, "tokens/s", "gateway's engine", "qwen3-8b", "4bit", "8 streams")
+FIGURE = Figure(
+    "tokens",
+    812.5,
+    "tokens/s",
+    "gateway's engine",
+    "qwen3-8b, small",
+    "4bit (ours as float32)",
+    "8 streams",
+)
 THEIRS = replace(FIGURE, value=650.0, who="BatchGenerator")
 # A part's process: {} is what it does before it writes a result.
 PART = """
@@ -196,7 +204,7 @@ def test_the_page_says_of_each_figure_what_it_was_measured_on() -> None:
     text = write_page(MACHINE, results, "2027-01-02", is_small=False)
     for section in text.split("\n## ")[1:3]:
         assert MACHINE.describe() in section
-    assert "| qwen3-8b | 4bit | 8 streams | 812 | 650 |" in text
+    assert "| qwen3-8b, small | 4bit (ours as float32) | 8 streams | 812 | 650 |" in text
     assert "0.5 | row 0, token 3" in text
     assert "**fail**" in text
     assert "- http x (skipped): aiohttp is not installed" in text
@@ -220,6 +228,6 @@ def test_the_table_of_devices_is_made_from_their_pages(tmp_path: Path) -> None:
     assert text.endswith("after\n")
     assert "old" not in text
     assert "[A Chip, 2027-01-02](a-chip-2027-01-02.md)" in text
-    assert "qwen3-8b, 4bit: 812 ÷ 650 = 1.25" in text
+    assert "qwen3-8b, small, 4bit (ours as float32): 812 ÷ 650 = 1.25" in text
     update(tmp_path)
     assert (tmp_path / "README.md").read_text() == text
