@@ -7,7 +7,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured simulate demo-train demo-evaluate clean
+.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured device simulate demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -126,6 +126,9 @@ dist: setup-dev ## Build wheel and sdist into dist/, and serve from each (minute
 
 bench: setup ## Measure the project's targets (a quarter of an hour; three minutes with ARGS=--quick)
 	$(BIN)/python -m benchmarks.targets $(ARGS)
+
+device: setup ## Compare this device's answers, then measure it, into docs/devices (ARGS="--part N")
+	$(BIN)/python -m benchmarks.device $(ARGS)
 
 architectures: setup ## Compare each of mlx-lm's architectures with mlx-lm alone (half an hour)
 	$(BIN)/python -m benchmarks.architectures $(ARGS)

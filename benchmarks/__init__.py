@@ -1,6 +1,7 @@
 """What the project measures of itself; the package needs none of it.
 
 targets            ratios to the engine alone and to mlx-lm's server: `make bench`
+device             parity and speed of whatever device mlx has: `make device`
 architectures      each of mlx-lm's architectures, batched, beside mlx-lm alone
 simulation         scale on paper, from measured stage costs: `make simulate`
 structured_output  how a file of JSON Schemas fares

@@ -50,10 +50,10 @@ def projections(engine: GenerationEngine) -> dict[str, Any]:
     }
 
 
-def write_adapter(folder: Path, engine: GenerationEngine, rank: int) -> Path:
+def write_adapter(folder: Path, engine: GenerationEngine, rank: int, scale: float = 1.0) -> Path:
     """Write an adapter of all projections, with random weights."""
     folder.mkdir()
-    parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0}
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0}
     config = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     weights = {}

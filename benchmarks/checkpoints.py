@@ -90,8 +90,21 @@ def write_chat(folder: Path, **config: Any) -> Path:
 
     It takes 175 MB on disk, and some seconds.
     """
+    tokenizer = write_chat_tokenizer(folder)
+    whole = {**LLAMA, "vocab_size": tokenizer.get_vocab_size(), **config}
+    _write(folder / "config.json", whole)
+    mx.random.seed(0)
+    sizes: Any = ModelArgs  # untyped
+    weights = dict(tree_flatten(Model(sizes.from_dict(whole)).parameters()))
+    weights["lm_head.weight"] *= mark_plain(tokenizer)[:, None]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def write_chat_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> Tokenizer:
+    """Write the tokenizer and the template of a chat model into a new folder."""
     folder.mkdir(parents=True)
-    tokenizer = _byte_pairs()
+    tokenizer = _byte_pairs(vocabulary)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write(
         folder / "tokenizer_config.json",
@@ -105,14 +118,7 @@ def write_chat(folder: Path, **config: Any) -> Path:
         },
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    whole = {**LLAMA, "vocab_size": tokenizer.get_vocab_size(), **config}
-    _write(folder / "config.json", whole)
-    mx.random.seed(0)
-    sizes: Any = ModelArgs  # untyped
-    weights = dict(tree_flatten(Model(sizes.from_dict(whole)).parameters()))
-    weights["lm_head.weight"] *= _is_plain(tokenizer)[:, None]
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    return folder
+    return tokenizer
 
 
 def write_embedder(folder: Path) -> Path:
@@ -123,9 +129,12 @@ def write_embedder(folder: Path) -> Path:
     return _write_bert(folder, NEAR_FREE)
 
 
-def write_bge_base(folder: Path) -> Path:
-    """Write a BERT of 12 layers by 768 whose folder says that the first token's vector counts."""
-    _write_bert(folder, BGE_BASE)
+def write_bge_base(folder: Path, **config: Any) -> Path:
+    """Write a BERT whose folder says that the first token's vector counts: of 12 layers by 768, as
+    far as `config` says no other.
+    """
+    whole = {**BGE_BASE, **config}
+    _write_bert(folder, whole)
     parts = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"{_MODULES}.{kind}"}
@@ -134,7 +143,7 @@ def write_bge_base(folder: Path) -> Path:
     _write(folder / "modules.json", modules)
     pooling = folder / "1_Pooling"
     pooling.mkdir()
-    size = {"word_embedding_dimension": BGE_BASE["hidden_size"]}
+    size = {"word_embedding_dimension": whole["hidden_size"]}
     _write(pooling / "config.json", {**size, "pooling_mode_cls_token": True})
     return folder
 
@@ -234,13 +243,13 @@ def _bert_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{layer}{norm}.bias", (size,)
 
 
-def _byte_pairs() -> Tokenizer:
+def _byte_pairs(vocabulary: int) -> Tokenizer:
     """Train a byte-level tokenizer on made-up words and on the texts that will be asked."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=[PAD, BEGIN, END, *ROLES],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -274,8 +283,8 @@ def _corpus() -> Iterator[str]:
         yield texts[number]
 
 
-def _is_plain(tokenizer: Tokenizer) -> mx.array:
-    """Mark with 1 the tokens of letters and spaces: each is text by itself."""
+def mark_plain(tokenizer: Tokenizer) -> mx.array:
+    """Mark with 1 the tokens, (vocabulary,), of letters and spaces: each is text by itself."""
     size = tokenizer.get_vocab_size()
     texts = [tokenizer.decode([token], skip_special_tokens=True) for token in range(size)]
     plain = [text.isascii() and text.replace(" ", "").isalpha() for text in texts]

@@ -1,0 +1,182 @@
+"""Answers whose tokens are given: what the engine would have chosen at each place is written down.
+
+The engine's own passes run: prefill, decode, joins, kept prefixes, drafts. Only the choice, the
+last thing before a token, is replaced (`token_choice.choose`): it takes the given token, and keeps
+its logprob and the best two on the device, so nothing waits that does not wait otherwise.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+from unittest.mock import patch
+
+import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
+
+import mlx.core as mx  # isort: skip
+
+from gateway.engine.generation import token_choice
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.sampling import Choice, Sampler, Scores, score
+from gateway.jobs import Adapter, Sampling, SequenceParams
+
+PREFILL_TOKENS: Final = 64  # of a chunk, so that prompts are read in several
+LATE_STEPS: Final = 3  # of the rows that run, before others join
+FREE: Final = -1  # in the place of a token that the model chooses
+_launch: Any = mx.async_eval  # untyped in mlx's stubs
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A token of an answer: its logprob, the likeliest token, and by how much it is likelier than
+    the second, in nats.
+    """
+
+    token: int
+    logprob: float
+    best: int
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt, and the tokens of its answer by position; FREE where the model chooses."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    adapter: Adapter | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The places of each row, and what its passes did: tokens from kept prefixes, and of drafts."""
+
+    places: list[list[Place]] = field(default_factory=list)
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+class Forcing:
+    """Chooses the given tokens. A row is known by its seed: greedy sampling has no use for it."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+        self._notes: list[tuple[list[tuple[int, int]], mx.array, Scores]] = []
+
+    def choose(
+        self, samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]
+    ) -> Choice:
+        """Choose as `sampling.choose` does: one token a row of logits, (rows, vocabulary)."""
+        numbers = [sampler.sampling.seed or 0 for sampler in samplers]
+        places = list(zip(numbers, positions, strict=True))
+        given = mx.array([self._token(*place) for place in places])
+        tokens = mx.where(given == FREE, mx.argmax(logits, axis=-1), given).astype(mx.uint32)
+        scores = score(logits, tokens, range(len(places)), 2)
+        _launch(tokens, scores.chosen, scores.ids, scores.logprobs)
+        self._notes.append((places, tokens, scores))
+        return Choice(tokens, None)
+
+    def places(self) -> list[list[Place]]:
+        """Return what was written down, by row and position.
+
+        After a draft's first wrong token come places that no answer has; the pass that reads the
+        right token writes them again.
+        """
+        rows: list[dict[int, Place]] = [{} for _ in self._rows]
+        for places, tokens, scores in self._notes:
+            columns: Any = (tokens.tolist(), scores.chosen.tolist(), scores.ids.tolist())
+            logprobs: Any = scores.logprobs.tolist()
+            for (number, position), token, chosen, ids, pair in zip(
+                places, *columns, logprobs, strict=True
+            ):
+                first, second = (0, 1) if pair[0] >= pair[1] else (1, 0)
+                margin = pair[first] - pair[second]
+                rows[number][position] = Place(token, chosen, ids[first], margin)
+        return [[row[at] for at in sorted(row)] for row in rows]
+
+    def _token(self, number: int, position: int) -> int:
+        tokens = self._rows[number].tokens
+        return tokens[position] if position < len(tokens) else FREE
+
+
+@contextmanager
+def forced(rows: Sequence[Row]) -> Iterator[Forcing]:
+    """Let engines choose the rows' tokens for the length of a block."""
+    forcing = Forcing(rows)
+    with patch.object(token_choice, "choose", forcing.choose):
+        yield forcing
+
+
+def answer(engine: GenerationEngine, rows: Sequence[Row], late: int = 0) -> Outcome:
+    """Answer rows together; the last `late` of them join once the others have decoded a little."""
+    outcome = Outcome()
+    with forced(rows) as forcing:
+        jobs = [_job(number, row) for number, row in enumerate(rows)]
+        first, joining = jobs[: len(jobs) - late], jobs[len(jobs) - late :]
+        for job in first:
+            engine.join(job)
+        steps = 0
+        while engine.is_prefilling or engine.is_decoding or joining:
+            if steps == LATE_STEPS:
+                for job in joining:
+                    engine.join(job)
+                joining = []
+            if engine.is_prefilling:
+                _read(engine.prefill(PREFILL_TOKENS), outcome)
+            if engine.is_decoding:
+                steps += 1
+                _read(engine.decode(), outcome)
+                outcome.drafted += engine.last_pass.drafted
+                outcome.accepted += engine.last_pass.accepted
+        outcome.faults += engine.take_faults()
+        outcome.places = forcing.places()
+    return outcome
+
+
+def answer_alone(engine: GenerationEngine, rows: Sequence[Row]) -> Outcome:
+    """Answer rows one after another."""
+    outcome = Outcome()
+    for row in rows:
+        alone = answer(engine, [row])
+        outcome.places += alone.places
+        outcome.cached += alone.cached
+        outcome.drafted += alone.drafted
+        outcome.accepted += alone.accepted
+        outcome.faults += alone.faults
+    return outcome
+
+
+def tokens_of(outcome: Outcome) -> list[list[int]]:
+    return [[place.token for place in places] for places in outcome.places]
+
+
+def _job(number: int, row: Row) -> SequenceParams:
+    sampling = Sampling(temperature=0, ignore_eos=True, seed=number)
+    return SequenceParams(
+        prompt=row.prompt,
+        max_tokens=len(row.tokens),
+        sampling=sampling,
+        is_bare=True,
+        adapter=row.adapter,
+    )
+
+
+def _read(deltas: Sequence[Any], outcome: Outcome) -> None:
+    for delta in deltas:
+        if delta.error is not None:
+            raise RuntimeError(f"row {delta.sequence_id}: {delta.error}")
+        outcome.cached += delta.cached_tokens
+
+
+def quoting(prompt: Sequence[int], length: int, quote: int) -> list[int]:
+    """Return an answer's tokens: the model's own, and in their midst a quotation of the prompt.
+
+    Prompt lookup drafts what follows a quotation's first tokens, rightly until it ends.
+    """
+    middle = length // 3
+    tokens = [FREE] * length
+    piece = list(prompt[1 : 1 + quote])[: length - middle]
+    tokens[middle : middle + len(piece)] = piece
+    return tokens

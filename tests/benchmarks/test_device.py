@@ -1,0 +1,233 @@
+"""What `make device` makes of engines that are right and wrong, and of parts that die."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
+
+import mlx.core as mx  # isort: skip
+
+from benchmarks.device.__main__ import main, run_parts, run_process
+from benchmarks.device.forcing import Outcome, Place, Row, answer, answer_alone
+from benchmarks.device.machine import Machine
+from benchmarks.device.page import failures, write_page
+from benchmarks.device.parity import (
+    Bound,
+    Comparison,
+    Subject,
+    compare,
+    compare_vectors,
+    compare_ways,
+    draw_rows,
+)
+from benchmarks.device.parts import Part, parts
+from benchmarks.device.results import Figure, Result, State
+from benchmarks.device.shapes import SHAPES, folder_of
+from benchmarks.device.table import END, START, read_blocks, update
+from gateway.engine.device import Device
+
+MACHINE = Machine(
+    "A Chip", "metal", 24 << 30, 10, "macOS-26", "3.12.1", "0.32.4", "0.32.2", "c0ffee"
+)
+BOUND = Bound(0.1, 0.1)
+OK = Comparison("together", 1e-3, 10, 1e-5, 1e-6, "row 0, token 3", 0, is_ok=True)
+WRONG = replace(OK, mode="late", worst=0.5, is_ok=False)
+FIGURE = Figure(
+    "tokens",
+    812.5,
+    "tokens/s",
+    "gateway's engine",
+    "qwen3-8b, small",
+    "4bit (ours as float32)",
+    "8 streams",
+)
+THEIRS = replace(FIGURE, value=650.0, who="BatchGenerator")
+# A part's process: {} is what it does before it writes a result.
+PART = """
+import sys, json, os
+{}
+from benchmarks.device.results import Result
+open(sys.argv[-1], "w").write(json.dumps(Result("done").to_json()))
+"""
+
+
+class Spoiled:
+    """A model whose logits of several rows are changed."""
+
+    def __init__(self, model: Any, spoil: Callable[[mx.array], mx.array]) -> None:
+        self._model = model
+        self._spoil = spoil
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, tokens: mx.array, **more: Any) -> mx.array:
+        logits: mx.array = self._model(tokens, **more)
+        return self._spoil(logits) if len(tokens) > 1 else logits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = tmp_path_factory.mktemp("models")
+    return folder_of(SHAPES["qwen3-0.6b"], "float32", models, is_small=True)
+
+
+@pytest.fixture(scope="module")
+def subject(folder: Path) -> Subject:
+    return Subject.load(folder, Device.CPU, "float32")
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> list[Row]:
+    return draw_rows(folder)
+
+
+def together(
+    subject: Subject, rows: list[Row], spoil: Callable[[mx.array], mx.array]
+) -> Comparison:
+    """Compare rows together, of a model that is changed, with the rows alone."""
+    alone = answer_alone(subject.engine(), rows)
+    given = [
+        replace(row, tokens=[place.token for place in places])
+        for row, places in zip(rows, alone.places, strict=True)
+    ]
+    spoiled = Subject(subject.setup, Spoiled(subject.model, spoil))
+    return compare("together", alone, answer(spoiled.engine(), given), subject.bound)
+
+
+def test_rows_in_every_way_are_as_they_are_alone(subject: Subject, rows: list[Row]) -> None:
+    """Prefixes are taken, and drafts read ahead, right and wrong ones, or it is no proof."""
+    comparisons = compare_ways(subject, rows, "", subject.bound)
+    assert {comparison.mode: comparison.is_ok for comparison in comparisons} == dict.fromkeys(
+        (comparison.mode for comparison in comparisons), True
+    )
+    drafts = next(each.note for each in comparisons if each.mode == "ahead, alone")
+    taken, drafted = (int(word) for word in drafts.split() if word.isdigit())
+    assert 0 < taken < drafted
+
+
+def test_rows_that_get_each_others_logits_are_noticed(subject: Subject, rows: list[Row]) -> None:
+    comparison = together(subject, rows, lambda logits: logits[::-1])
+    assert comparison.is_ok is False
+    assert comparison.worst > 1
+    assert comparison.flips > 0
+
+
+@pytest.mark.parametrize(("by", "is_ok"), [(5e-3, False), (1e-5, True)])
+def test_logits_that_move_by_more_than_the_bound_are_noticed(
+    subject: Subject, rows: list[Row], by: float, is_ok: bool
+) -> None:
+    """One logit of two is raised, so that shares change."""
+    comparison = together(subject, rows, lambda logits: logits + by * (mx.arange(4096) % 2))
+    assert comparison.is_ok is is_ok
+    assert comparison.where.startswith("row ")
+
+
+def test_another_likeliest_token_counts_where_it_was_likeliest_by_far() -> None:
+    near, far = Place(5, -1.0, 5, 0.001), Place(5, -1.0, 5, 0.2)
+    other = Outcome([[Place(5, -1.0, 6, 0.2)]])
+    assert compare("m", Outcome([[near]]), other, BOUND).is_ok
+    assert compare("m", Outcome([[far]]), other, BOUND).is_ok is False
+
+
+def test_what_is_no_number_is_wrong() -> None:
+    alone = Outcome([[Place(5, -1.0, 5, 0.2)]])
+    comparison = compare("m", alone, Outcome([[Place(5, float("nan"), 5, 0.2)]]), BOUND)
+    assert comparison.is_ok is False
+    saved = Result("done", comparisons=[comparison]).to_json()
+    assert Result.from_json(json.loads(json.dumps(saved))).comparisons == [comparison]
+
+
+def test_vectors_that_differ_are_named() -> None:
+    alone = np.array([[0, 1], [0, 3]], np.float32)
+    comparison = compare_vectors("m", alone, np.array([[0, 1], [0, 2.5]], np.float32), 1e-3)
+    assert (comparison.is_ok, comparison.where, comparison.worst) == (False, "input 1", 0.5)
+    assert compare_vectors("m", alone[:, 1], alone[:, 1], 1e-3).is_ok  # scores
+
+
+def test_results_are_kept_and_those_of_other_versions_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "state.json"
+    result = Result("done", 2.0, "", "qwen3", [OK], [FIGURE])
+    State.load(file, {"mlx": "1"}).add("a", result)
+    state = State.load(file, {"mlx": "1"})
+    assert (state.results, state.dropped) == ({"a": result}, 0)
+    other = State.load(file, {"mlx": "2"})
+    assert (other.results, other.dropped) == ({}, 1)
+    file.write_text("{")
+    assert State.load(file, {"mlx": "1"}).results == {}
+
+
+def test_a_part_that_dies_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:
+    """And no part runs twice, unless it is asked for."""
+    deeds = {"dies": "os.abort()", "hangs": "import time; time.sleep(60)", "works": ""}
+    ran: list[str] = []
+
+    def run(part: Part) -> Result:
+        ran.append(part.name)
+        return run_process(("-c", PART.format(deeds[part.name])), 5 if part.name != "hangs" else 1)
+
+    listed = [Part(name, 1, lambda _: Result("done")) for name in deeds]
+    state = State.load(tmp_path / "state.json", {})
+    run_parts(listed, state, run, is_again=False)
+    run_parts(listed, state, run, is_again=False)
+    assert ran == list(deeds)
+    statuses = {name: result.status for name, result in state.results.items()}
+    assert statuses == {"dies": "failed", "hangs": "failed", "works": "done"}
+    assert "status -6" in state.results["dies"].error
+    assert "longer than 1 s" in state.results["hangs"].error
+
+
+def test_a_part_is_skipped_where_memory_is_too_small() -> None:
+    listed = {part.name: part for part in parts(is_small=False)}
+    assert "it needs 24 GiB" in listed["speed qwen3-8b bfloat16"].obstacle(16 << 30)
+    assert not listed["speed qwen3-8b bfloat16"].obstacle(64 << 30)
+
+
+def test_parts_are_listed_with_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--parts", "--small"]) == 0
+    assert "  1  parity qwen3-0.6b float32 (about " in capsys.readouterr().out
+    assert main(["--part", "99", "--small"]) == 2
+
+
+def test_the_page_says_of_each_figure_what_it_was_measured_on() -> None:
+    results = {
+        "parity x": Result("done", 1, "", "qwen3-8b, 4bit, metal", [OK, WRONG]),
+        "speed x": Result("done", 1, figures=[FIGURE, THEIRS]),
+        "http x": Result("skipped", error="aiohttp is not installed"),
+    }
+    text = write_page(MACHINE, results, "2027-01-02", is_small=False)
+    for section in text.split("\n## ")[1:3]:
+        assert MACHINE.describe() in section
+    assert "| qwen3-8b, small | 4bit (ours as float32) | 8 streams | 812 | 650 |" in text
+    assert "0.5 | row 0, token 3" in text
+    assert "**fail**" in text
+    assert "- http x (skipped): aiohttp is not installed" in text
+    assert failures(results) == ["parity x: late"]
+
+
+def test_parity_that_did_not_run_is_a_failure() -> None:
+    assert failures({"parity x": Result("failed", error="status -6")}) == ["parity x"]
+
+
+def test_the_table_of_devices_is_made_from_their_pages(tmp_path: Path) -> None:
+    results = {"speed x": Result("done", 1, "", "", [OK], [FIGURE, THEIRS])}
+    page = write_page(MACHINE, results, "2027-01-02", is_small=False)
+    (tmp_path / "a-chip-2027-01-02.md").write_text(page)
+    (tmp_path / "other.md").write_text("no block")
+    (tmp_path / "README.md").write_text(f"before\n{START}\nold\n{END}\nafter\n")
+    assert list(read_blocks(tmp_path)) == ["a-chip-2027-01-02.md"]
+    update(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "[A Chip, 2027-01-02](a-chip-2027-01-02.md)" in text
+    assert "qwen3-8b, small, 4bit (ours as float32): 812 ÷ 650 = 1.25" in text
+    update(tmp_path)
+    assert (tmp_path / "README.md").read_text() == text
