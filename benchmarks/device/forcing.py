@@ -130,7 +130,7 @@ def answer(engine: GenerationEngine, rows: Sequence[Row], late: int = 0) -> Outc
                 _read(engine.decode(), outcome)
                 outcome.drafted += engine.last_pass.drafted
                 outcome.accepted += engine.last_pass.accepted
-        outcome.faults += engine.take_faults()
+        outcome.faults += [fault.message for fault in engine.take_faults()]
         outcome.places = forcing.places()
     return outcome
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from gateway.doctor.report import describe_system
 from gateway.engine.device import Device, choose_device, device_facts, memory_bytes
 
 CHECKOUT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ class Machine:
             kind=device.value,
             memory_bytes=memory_bytes(device),
             cores=os.cpu_count() or 1,
-            system=platform.platform(),
+            system=describe_system(),
             python=platform.python_version(),
             mlx=version("mlx"),
             mlx_lm=version("mlx-lm"),

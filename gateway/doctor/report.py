@@ -49,6 +49,15 @@ def system() -> dict[str, str | int]:
     return {"os": platform.platform(), "machine": platform.machine(), "cores": cores}
 
 
+def describe_system() -> str:
+    """Name system, version and processor, but not what a build of a kernel calls itself."""
+    if macos := platform.mac_ver()[0]:
+        return f"macOS {macos} {platform.machine()}"
+    libc = " ".join(platform.libc_ver())
+    release = platform.release().partition("-")[0]
+    return f"{platform.system()} {release} {platform.machine()} {libc}".strip()
+
+
 def private_folders() -> list[str]:
     """Return the folders that an error is likely to name, the longest first."""
     folders = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix)}
@@ -160,7 +169,7 @@ class Report:
             "kind": self.device.get("device", "unknown"),
             "memory_gib": round(self.device.get("memory_bytes", 0) / (1 << 30), 1),
             "cores": about["cores"],
-            "system": about["os"],
+            "system": describe_system(),
             "python": installed["python"],
             "mlx": installed.get("mlx"),
             "mlx_lm": installed.get("mlx-lm"),

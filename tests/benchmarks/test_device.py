@@ -30,7 +30,10 @@ from benchmarks.device.parts import Part, parts
 from benchmarks.device.results import Figure, Result, State
 from benchmarks.device.shapes import SHAPES, folder_of
 from benchmarks.device.table import END, START, read_blocks, update
+from gateway.doctor.findings import Finding
+from gateway.doctor.report import Checked, Report
 from gateway.engine.device import Device
+from gateway.registry import ChatSpec, PackageSource
 
 MACHINE = Machine(
     "A Chip", "metal", 24 << 30, 10, "macOS-26", "3.12.1", "0.32.4", "0.32.2", "c0ffee"
@@ -231,3 +234,19 @@ def test_the_table_of_devices_is_made_from_their_pages(tmp_path: Path) -> None:
     assert "qwen3-8b, small, 4bit (ours as float32): 812 ÷ 650 = 1.25" in text
     update(tmp_path)
     assert (tmp_path / "README.md").read_text() == text
+
+
+def test_a_pasted_report_of_doctor_has_its_row(tmp_path: Path) -> None:
+    """It has no other party's figures."""
+    source = PackageSource("llm_small", "m.gguf")
+    spec = ChatSpec(id="small", kind="chat", source=source)
+    speed = Finding("speed", "ok", "", {"tokens_per_s": {"1": 12.3, "8": 40.0}})
+    device = {"device": "metal", "device_name": "Apple M9", "memory_bytes": 32 << 30}
+    block = Report(device, [], [Checked(spec, [speed])]).as_block("2027-01-02")
+    (tmp_path / "apple-m9-2027-01-02.md").write_text(f"# Apple M9\n\n```json\n{block}\n```\n")
+    (tmp_path / "README.md").write_text(f"{START}\n{END}\n")
+    update(tmp_path)
+    row = (tmp_path / "README.md").read_text()
+    assert "[Apple M9, 2027-01-02](apple-m9-2027-01-02.md) | 32 GiB (metal)" in row
+    assert "1 ok" in row
+    assert "small, unknown: 12 | small, unknown: 40" in row
