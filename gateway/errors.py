@@ -220,6 +220,17 @@ class TooLarge(GatewayError):
     code = "request_too_large"
 
 
+class VersionNotSupported(GatewayError):
+    """A version of HTTP after 1.1."""
+
+    status = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
+    type = "invalid_request_error"
+    code = "http_version_not_supported"
+
+    def __init__(self) -> None:
+        super().__init__("HTTP/1.1 is spoken here; a proxy in front of it may speak HTTP/2.")
+
+
 class HeadTooLarge(GatewayError):
     """A path, query and headers that together are beyond the limit."""
 

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 
 from gateway.app.gateway import Gateway
 from gateway.app.loading import Engines
-from gateway.cli import _connections
 from gateway.registry import Catalog, load_catalog
+from gateway.server import connections
 from gateway.settings import Settings
 
 
@@ -47,14 +47,13 @@ async def served(
 @asynccontextmanager
 async def served_app(app: ASGIApp, settings: Settings) -> AsyncIterator[httpx2.AsyncClient]:
     """Serve any app as the gateway is served, and give a client of it."""
-    _connections.install(settings.send_timeout_s)
+    connections.install(settings.send_timeout_s)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = Config()
     config.bind = [f"fd://{listener.detach()}"]
     config.graceful_timeout = 0.2
     config.h11_max_incomplete_size = settings.read_header_bytes
-    config.h2_max_header_list_size = settings.read_header_bytes
     config.errorlog = None
     stop = asyncio.Event()
     server = asyncio.create_task(

@@ -13,10 +13,14 @@ GATEWAY = Path(__file__).parents[1] / "gateway"
 GROUND = {"jobs", "errors", "ids", "metrics", "logs", "clock"}
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"bench", "doctor", "app", "serving", "engine", "registry", "settings", *GROUND},
+    "cli": {
+        *("bench", "doctor", "server", "app", "serving", "engine", "registry", "settings"),
+        *GROUND,
+    },
     "bench": {"app", "api", "serving", "wire", "engine", "registry", "settings", *GROUND},
     "doctor": {"bench", "app", "api", "serving", "engine", "registry", "settings", *GROUND},
     "app": {"api", "serving", "wire", "engine", "registry", "settings", *GROUND},
+    "server": {"errors", "logs", "clock"},
     "api": {"serving", "wire", "registry", *GROUND},
     "serving": {"registry", *GROUND},
     "wire": {"jobs", "errors", "ids"},
@@ -33,7 +37,8 @@ OUTSIDE: dict[str, set[str]] = {
     "tokenizers": {"engine"},
     "huggingface_hub": {"engine", "cli"},
     "starlette": {"app", "api"},
-    "hypercorn": {"cli"},
+    "hypercorn": {"cli", "server"},
+    "h11": {"server"},
     "aiohttp": {"bench"},
     "opentelemetry": {"api"},
     "typer": {"cli"},

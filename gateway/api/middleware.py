@@ -130,8 +130,7 @@ class Context:
         request_id = sent.decode() if is_valid else f"req-{secrets.token_hex(12)}"
         scope["gateway.request_id"] = request_id
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        # While draining, connections close after their answer; HTTP/2 has no such header.
-        is_last = self._in_flight.is_draining and scope["http_version"].startswith("1")
+        is_last = self._in_flight.is_draining  # connections close after their answer then
         timings = scope["gateway.timings"] = Timings()
         trace = None if self._tracer is None else self._begin_trace(self._tracer, scope)
         reply = _Reply(

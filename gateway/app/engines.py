@@ -148,7 +148,8 @@ class MlxEngines:
         if isinstance(spec, ChatSpec):
             self._grammars.warm()
             self._templates.warm()
-        import_module(_engine_module(spec))
+        with device.keep_file_limits():
+            import_module(_engine_module(spec))
 
     async def files(self, spec: ModelSpec) -> Path:
         """Find or download a model's files, and its draft's. Raises ModelUnavailable if the hub

@@ -12,9 +12,6 @@ launch        runs a tool, Claude Code for instance, on a gateway
 connect       prints what makes a tool use a gateway
 _checks       doctor's checks, one function each
 _probe        a process for doctor's facts that need mlx
-_connections  fixes to hypercorn's connections
-_http2        fixes to its HTTP/2
-_bodies       its request bodies, which wait until the app reads them
 _greeting     what a terminal shows once the gateway is ready
 _tools        the tools of launch and connect, and what each needs
 _gateways     finds the gateway for them, or starts one

@@ -103,9 +103,9 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
     from hypercorn.config import Config
     from hypercorn.utils import LifespanTimeoutError
 
-    from gateway.cli import _connections
+    from gateway.server import connections
 
-    _connections.install(settings.send_timeout_s)
+    connections.install(settings.send_timeout_s)
     stop, signals = asyncio.Event(), list[None]()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -130,7 +130,7 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
     config.backlog = BACKLOG
     config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.h11_max_incomplete_size = settings.read_header_bytes
-    config.h2_max_header_list_size = settings.read_header_bytes
+    config.alpn_protocols = ["http/1.1"]
     config.read_timeout = None  # it would also cut long answers short
     config.graceful_timeout = 1
     config.shutdown_timeout = SHUTDOWN_S

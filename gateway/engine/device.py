@@ -5,6 +5,7 @@ The package has loaded OpenBLAS before mlx is imported.
 
 import ctypes
 import os
+import resource
 import sys
 import threading
 import time
@@ -108,6 +109,28 @@ def memory_limits(
 def device_info(device: Device) -> Mapping[str, str | int]:
     """Return what mlx says of a GPU; nothing of a CPU."""
     return {} if device is Device.CPU else mx.device_info()
+
+
+@contextmanager
+def keep_file_limits() -> Iterator[None]:
+    """While entered, the limit of open files is only ever raised, as far as it may be.
+
+    mlx_lm/utils.py sets it to 2048 where it is imported, however high a supervisor has set it, and
+    raises ValueError where the hard limit is below 4096.
+    """
+    set_limit = resource.setrlimit
+
+    def raise_limit(kind: int, limits: tuple[int, int]) -> None:
+        soft, hard = resource.getrlimit(kind)
+        wanted = limits[0] if hard == resource.RLIM_INFINITY else min(limits[0], hard)
+        if soft != resource.RLIM_INFINITY and wanted > soft:
+            set_limit(kind, (wanted, hard))
+
+    resource.setrlimit = raise_limit
+    try:
+        yield
+    finally:
+        resource.setrlimit = set_limit
 
 
 _KNOWN_BY: Final = (

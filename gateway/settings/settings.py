@@ -473,6 +473,6 @@ class Settings(BaseSettings):
     def read_header_bytes(self) -> int:
         """Header bytes Hypercorn accepts: four times our limit, so that we can answer 431 as JSON.
 
-        Beyond that it answers a bare 431 or, over HTTP/2, closes the connection.
+        Beyond that it answers a bare 431.
         """
         return 4 * self.max_header_bytes

@@ -343,14 +343,6 @@ async def test_two_hundred_connections_at_once_are_all_answered(
     assert {answer.status_code for answer in answers} == {200}
 
 
-async def test_http2_is_served(client: httpx2.AsyncClient) -> None:
-    """By prior knowledge, as there is no TLS here."""
-    async with httpx2.AsyncClient(base_url=client.base_url, http1=False, http2=True) as second:
-        answer = await second.post("/v1/chat/completions", json=CHAT)
-    assert answer.http_version == "HTTP/2"
-    assert answer.json()["choices"][0]["message"]["content"] == "hi"
-
-
 async def test_a_connection_that_just_closes_harms_nobody(client: httpx2.AsyncClient) -> None:
     """Port scanners do this."""
     with socket.create_connection(("127.0.0.1", client.base_url.port or 0)) as scanner:

@@ -2,24 +2,20 @@
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
-import h2.config
-import h2.connection
-import h2.events
 import httpx2
 import orjson
 import pytest
 
-from gateway.cli._connections import MOST_AHEAD
 from gateway.jobs import Stage
-from gateway.registry import Catalog
+from gateway.server import connections
+from gateway.server.http1 import MOST_AHEAD
 from tests.provoked.conftest import chat
 from tests.provoked.engines import HeldEngines
 from tests.provoked.test_leaving import counted, reached, until
-from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
 
@@ -189,116 +185,57 @@ async def test_an_upgrade_to_http2_is_not_followed(client: httpx2.AsyncClient) -
     assert await everything(client, head + upgrade + settings) == [b"HTTP/1.1 200 "]
 
 
-@dataclass
-class Http2Client:
-    """A client that says what it likes, frame by frame."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    def __post_init__(self) -> None:
-        self.state = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
-        self.state.initiate_connection()
-        self.bodies: dict[int, bytes] = {}
-        self.statuses: dict[int, bytes] = {}
-        self.ended: set[int] = set()
-        self.pongs = 0
-        self.flush()
-
-    def flush(self) -> None:
-        self.writer.write(self.state.data_to_send())
-
-    def ask(
-        self, stream: int, key: str, path: str = "/v1/chat/completions", *, flush: bool = True
-    ) -> None:
-        names = {":method": "POST", ":path": path, ":authority": "localhost", ":scheme": "http"}
-        self.state.send_headers(stream, [*names.items(), ("authorization", f"Bearer {key}")])
-        if flush:
-            self.flush()
-
-    def send(self, stream: int, body: bytes, *, end: bool = True) -> None:
-        for start in range(0, len(body), 16_000):
-            self.state.send_data(stream, body[start : start + 16_000])
-        if end:
-            self.state.end_stream(stream)
-        self.flush()
-
-    async def listen(self, stream: int, *, until_end: bool = True) -> None:
-        """Read on until a stream has ended, or has its status."""
-        async with asyncio.timeout(10):
-            while stream not in (self.ended if until_end else self.statuses):
-                await self.hear()
-
-    async def ping(self) -> None:
-        """Wait until all that was sent has been read."""
-        self.pongs = 0
-        self.state.ping(b"all read")
-        self.flush()
-        async with asyncio.timeout(10):
-            while not self.pongs:
-                await self.hear()
-
-    async def hear(self) -> None:
-        """Take what comes next."""
-        data = await self.reader.read(65536)
-        assert data, "the connection was closed"
-        for event in self.state.receive_data(data):
-            self._take(event)
-        self.flush()
-
-    def _take(self, event: Any) -> None:
-        assert not isinstance(event, h2.events.ConnectionTerminated), event
-        if isinstance(event, h2.events.ResponseReceived):
-            self.statuses[event.stream_id] = dict(event.headers)[b":status"]
-        elif isinstance(event, h2.events.DataReceived):
-            self.bodies[event.stream_id] = self.bodies.get(event.stream_id, b"") + event.data
-            self.state.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-        elif isinstance(event, h2.events.PingAckReceived):
-            self.pongs += 1
-        elif isinstance(event, h2.events.StreamEnded | h2.events.StreamReset):
-            self.ended.add(event.stream_id)
-
-
-async def test_a_body_after_its_answer_ends_no_other_stream(
-    models: Catalog, engines: HeldEngines
+@pytest.mark.parametrize("settings_frame", [b"", b"\0\0\0\4\0\0\0\0\0"])
+async def test_http2_by_prior_knowledge_is_refused_and_the_connection_closed(
+    client: httpx2.AsyncClient, settings_frame: bytes
 ) -> None:
-    """Over HTTP/2 a 401 comes before the body does; the stream beside it is finished, and so are
-    those that come later.
+    """In HTTP/1.1, which whoever asked may understand; a proxy in front may speak it."""
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    assert await everything(client, preface + settings_frame) == [b"HTTP/1.1 505 "]
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: local"])
+async def test_clients_that_say_nothing_keep_nobody_out(
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """Nor those that dribble: beyond so many, the ones that are idle for longest are closed. One
+    whose request is under way stays.
     """
-    body = orjson.dumps(chat("a" * 90, stream=True))
-    async with served(models, engines, api_keys=["k"]) as client:
-        async with connected(client) as pair:
-            http2 = Http2Client(*pair)
-            engines.chat.gates[Stage.DECODE].close()
-            http2.ask(1, "k")
-            http2.send(1, body)
-            await reached(engines.chat.gates[Stage.DECODE])
-            for stream in (3, 5, 7):
-                http2.ask(stream, "wrong")
-                await http2.listen(stream, until_end=False)
-                http2.send(stream, b"x" * 30_000, end=stream != 5)
-            engines.open()
-            await http2.listen(1)
-            http2.ask(9, "k")
-            http2.send(9, body)
-            await http2.listen(9)
-    assert http2.statuses == {1: b"200", 3: b"401", 5: b"401", 7: b"401", 9: b"200"}
-    assert all(http2.bodies[stream].endswith(b"data: [DONE]\n\n") for stream in (1, 9))
+    monkeypatch.setattr(connections.Connection, "crowd", connections.Crowd(lambda: 20))
+    async with contextlib.AsyncExitStack() as stack:
+        silent = []
+        for _ in range(60):
+            reader, writer = await stack.enter_async_context(connected(client))
+            writer.write(sent)
+            silent.append(reader)
+        async with connected(client) as (reader, writer):
+            writer.write(HEALTH)
+            assert (await answer(reader))[0] == 200
+            for other in silent[:41]:
+                with contextlib.suppress(ConnectionError):
+                    async with asyncio.timeout(5):
+                        assert await other.read() == b""
 
 
-async def test_a_connect_over_http2_ends_no_other_stream(
-    client: httpx2.AsyncClient, engines: HeldEngines
+async def test_a_connection_with_a_request_under_way_is_not_closed_for_others(
+    client: httpx2.AsyncClient, engines: HeldEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no path, and is refused alone."""
-    async with connected(client) as pair:
-        http2 = Http2Client(*pair)
-        engines.chat.gates[Stage.DECODE].close()
-        http2.ask(1, "k")
-        http2.send(1, orjson.dumps(chat("hello")))
+    """However long it takes, and however many come."""
+    assert (await client.post("/v1/chat/completions", json=chat("loads it"))).status_code == 200
+    monkeypatch.setattr(connections.Connection, "crowd", connections.Crowd(lambda: 20))
+    engines.chat.gates[Stage.DECODE].close()
+    async with connected(client) as (reader, writer), contextlib.AsyncExitStack() as stack:
+        writer.write(post("first"))
         await reached(engines.chat.gates[Stage.DECODE])
-        http2.state.send_headers(3, [(":method", "CONNECT"), (":authority", "localhost")])
-        http2.flush()
-        await http2.listen(3)
+        for _ in range(60):
+            await stack.enter_async_context(connected(client))
+        async with connected(client) as (new, newest):
+            newest.write(HEALTH)
+            assert (await answer(new))[0] == 200
         engines.open()
-        await http2.listen(1)
-    assert http2.statuses == {1: b"200"}
+        assert (await answer(reader))[0] == 200
+
+
+def test_no_more_connections_than_descriptors_are_kept() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert 0 < connections.most_connections() < limit

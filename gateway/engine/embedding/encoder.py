@@ -21,6 +21,7 @@ from gateway.engine.device import (
     clear_cache,
     cpu_streams,
     cpu_threads,
+    keep_file_limits,
     single_threaded_blas,
 )
 from gateway.engine.embedding.bert import Bert, Roberta
@@ -274,8 +275,9 @@ def open_encoder(
 
 
 def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
-    from gateway.engine.decoders import is_known  # with mlx-lm, which takes a second
-    from gateway.engine.embedding.decoder import Decoder
+    with keep_file_limits():
+        from gateway.engine.decoders import is_known  # with mlx-lm, which takes a second
+        from gateway.engine.embedding.decoder import Decoder
 
     if not is_known(kind):
         raise checkpoint.failed(

@@ -1,60 +1,20 @@
-"""Hypercorn's connections, with fixes where 0.18 lets one client's bytes harm other clients.
-
-`install` replaces Hypercorn's classes before it serves: its TCP server by `Connection`, its
-protocols by `Http1` and `Http2`, and the request of either by `Stream`.
-"""
+"""HTTP/1.1, with fixes where Hypercorn 0.18 lets one client's bytes harm other clients."""
 
 import asyncio
 import re
 from typing import Any
 
 import h11
-import hypercorn.asyncio.run
-import hypercorn.protocol
-import hypercorn.protocol.h2
-import hypercorn.protocol.h11
 import orjson
-from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.events import Closed, Event, RawData
-from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
+from hypercorn.protocol.h11 import H11Protocol
 
-from gateway.cli._bodies import Stream
-from gateway.cli._http2 import Http2
-from gateway.errors import BadRequest, GatewayError, HeadTooLarge
+from gateway.errors import BadRequest, GatewayError, HeadTooLarge, VersionNotSupported
+from gateway.server.bodies import Stream
 
 LONG_READ = 16 * 1024
 MOST_AHEAD = 256 * 1024  # bytes that a client may send while it waits for an answer
 _BARE_LF = re.compile(rb"(?<!\r)\n")
-
-
-class Connection(TCPServer):
-    """A connection that ends as soon as its client has left or no longer reads.
-
-    Hypercorn keeps a connection that its client closed between two requests until the keep-alive
-    time is over: a descriptor and three tasks, so that clients that connect for each request use
-    up the descriptors of a process within a minute. A connection whose client has stopped reading
-    it keeps for ever.
-    """
-
-    last_bytes_s = 30.0  # for the client to read what was written
-    _is_gone = False
-
-    async def _read_data(self) -> None:
-        try:
-            await super()._read_data()
-        finally:
-            self._is_gone = True
-            await self.idle_task.stop()
-
-    async def _idle_timeout(self) -> None:
-        if not self._is_gone:  # the answer to the last request may end after its client has left
-            await super()._idle_timeout()
-
-    async def _close(self) -> None:
-        async with asyncio.timeout(self.last_bytes_s) as limit:  # it swallows CancelledError
-            await super()._close()
-        if limit.expired():
-            self.writer.transport.abort()
 
 
 class _Paused(Exception):
@@ -88,9 +48,8 @@ class Http1(H11Protocol):
 
     It refuses what two readers may split differently (RFC 9112), and closes the connection: both
     Content-Length and Transfer-Encoding (6.1), Transfer-Encoding in HTTP/1.0 (6.1), and lines of a
-    head that end in a bare LF (2.2). It skips blank lines before a request (2.2). It does not
-    follow `Upgrade: h2c`, which RFC 9113 has removed: later requests would escape the rules of a
-    proxy that had let the first one through.
+    head that end in a bare LF (2.2). It skips blank lines before a request (2.2). HTTP/2 is not
+    spoken, neither by prior knowledge nor after `Upgrade: h2c`: a proxy in front may.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -143,7 +102,9 @@ class Http1(H11Protocol):
     async def _create_stream(self, request: h11.Request) -> None:
         names = {name for name, _ in request.headers}
         is_old = request.http_version < b"1.1"
-        if b"transfer-encoding" in names and (b"content-length" in names or is_old):
+        if request.http_version > b"1.1":
+            await self._refuse(VersionNotSupported())
+        elif b"transfer-encoding" in names and (b"content-length" in names or is_old):
             await self._refuse(
                 BadRequest(
                     "Send a body with Content-Length or, in HTTP/1.1, with Transfer-Encoding, but "
@@ -154,9 +115,7 @@ class Http1(H11Protocol):
             await super()._create_stream(request)
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        if (event.method, event.target, event.http_version) == (b"PRI", b"*", b"2.0"):
-            rest, _ = self.connection.trailing_data
-            raise H2ProtocolAssumedError(b"PRI * HTTP/2.0\r\n\r\n" + rest)
+        """Change to no other protocol."""
 
     async def _maybe_recycle(self) -> None:
         """Start to handle what was sent ahead, if anything, in a task of its own."""
@@ -200,13 +159,3 @@ class Http1(H11Protocol):
         await self._send_h11_event(h11.Response(status_code=int(error.status), headers=headers))
         await self._send_h11_event(h11.Data(data=body))
         await self._send_h11_event(h11.EndOfMessage())
-
-
-def install(last_bytes_s: float) -> None:
-    """Replace Hypercorn's classes with these; call it before Hypercorn serves."""
-    Connection.last_bytes_s = last_bytes_s
-    hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]
-    hypercorn.protocol.H11Protocol = Http1  # type: ignore[assignment, attr-defined]
-    hypercorn.protocol.H2Protocol = Http2  # type: ignore[assignment, attr-defined]
-    hypercorn.protocol.h11.HTTPStream = Stream  # type: ignore[assignment, attr-defined]
-    hypercorn.protocol.h2.HTTPStream = Stream  # type: ignore[assignment, attr-defined]

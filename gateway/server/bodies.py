@@ -1,27 +1,17 @@
 """The part of a request's body that has arrived and that its app has not read yet.
 
 Hypercorn 0.18 keeps it in a queue of ten messages, and reads nothing more of the connection while
-the queue is full: over HTTP/2 the other streams wait for one, and if its app ends without reading
-(a 401), they and the connection wait for ever. Here nothing waits to add to it. It is bounded by
-what the client may send: over HTTP/2 by the window of the stream, which opens as the app reads,
-and over HTTP/1.1 by the connection, which is read again when there is room.
+the queue is full: if its app ends without reading (a 401), the connection waits for ever. Here
+nothing waits to add to it; it is bounded by the connection, which is read again when there is room.
 """
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 from hypercorn.protocol.events import Body, EndBody, Event, StreamClosed
 from hypercorn.protocol.http_stream import HTTPStream
 
-MOST_UNREAD = 256 * 1024  # bytes of a body over HTTP/1.1; beyond them its connection is not read
-
-
-@dataclass(frozen=True)
-class Taken(Event):
-    """The app has read `size` bytes of a stream's body, or will never read them."""
-
-    size: int
+MOST_UNREAD = 256 * 1024  # bytes of a body; beyond them its connection is not read
 
 
 class Stream(HTTPStream):
@@ -51,10 +41,8 @@ class Stream(HTTPStream):
             self._is_whole = True
         else:
             await super().handle(event)
-        if isinstance(event, StreamClosed):
-            await self._report_taken(len(self._unread))
-            if not self._is_whole:  # the app may still read a whole body after its client left
-                self._unread.clear()
+        if isinstance(event, StreamClosed) and not self._is_whole:
+            self._unread.clear()  # the app may still read a whole body after its client left
         self._update_events()
 
     async def wait_for_room(self) -> None:
@@ -70,17 +58,10 @@ class Stream(HTTPStream):
         self._unread.clear()
         self._is_end_read = self._is_whole
         self._update_events()
-        if not self.closed:
-            await self._report_taken(len(body))
         return {"type": "http.request", "body": body, "more_body": not self._is_end_read}
 
     def _is_end_due(self) -> bool:
         return self._is_whole and not self._is_end_read
-
-    async def _report_taken(self, size: int) -> None:
-        """Send Taken to the connection. It never waits, so a cancelled app loses nothing."""
-        if size:
-            await self.send(Taken(stream_id=self.stream_id, size=size))
 
     def _update_events(self) -> None:
         _set(self._can_read, bool(self._unread) or self._is_end_due() or self.closed)
