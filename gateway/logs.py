@@ -9,7 +9,8 @@ import logging
 import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TextIO
 
 import orjson
 import structlog
@@ -19,6 +20,8 @@ Format = Literal["auto", "json", "console"]
 COLUMNS = 100
 FIELD_COLUMNS = 48  # of one field, in a line that is cut
 ID_COLUMNS = 13  # of a request's id: enough to find it
+
+lost_lines = 0  # that could not be written
 
 
 def configure(level: str = "info", style: Format = "auto") -> None:
@@ -39,9 +42,31 @@ def configure(level: str = "info", style: Format = "auto") -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
         ),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=partial(_make_writer, sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+class _Writer(structlog.PrintLogger):
+    """Writes lines; one that cannot be written, for a disk is full or a reader gone, is counted.
+
+    Nothing that is worth a line may fail for want of one.
+    """
+
+    def msg(self, message: str) -> None:
+        """Write a line."""
+        global lost_lines
+        try:
+            super().msg(message)
+        except (OSError, ValueError):  # of a file that is closed
+            lost_lines += 1
+
+    log = debug = info = warn = warning = error = err = msg
+    critical = fatal = exception = failure = msg
+
+
+def _make_writer(stream: TextIO, *_: Any) -> _Writer:
+    return _Writer(stream)
 
 
 def _json(event: Any, **options: Any) -> str:

@@ -220,3 +220,26 @@ def test_a_line_of_json_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         '{"part":"http","method":"GET","path":"/x\\n…","status":200,"ms":1.25,"bytes":1073741824,'
         '"event":"request","level":"info","timestamp":"T"}\n'
     )
+
+
+@pytest.mark.parametrize("style", ["json", "console"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("closed")])
+def test_a_line_that_cannot_be_written_stops_nothing_and_is_counted(
+    style: Literal["json", "console"], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, or the reader of the pipe has gone."""
+
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise error
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    before = logs.lost_lines
+    try:
+        logs.configure("debug", style)
+        log = logs.get("test")
+        for level in ("debug", "info", "warning", "error", "critical", "exception"):
+            getattr(log, level)("event", key=1)
+    finally:
+        structlog.reset_defaults()
+    assert logs.lost_lines == before + 6

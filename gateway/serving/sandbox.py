@@ -24,7 +24,7 @@ from gateway import logs
 log = logs.get("sandbox")
 
 Outcome: TypeAlias = tuple[str, Any]
-"""The process's answer, or `busy`, `late` or `died` with a reason."""
+"""The process's answer, or `busy`, `late`, `died` or `killed` with a reason."""
 End: TypeAlias = Literal["late", "died"]
 
 HEAD: Final = struct.Struct("!Q")
@@ -35,6 +35,7 @@ POLL_S: Final = 0.1  # of the memory of a process that the system does not limit
 MOST_KEPT: Final = 1024  # keys of work that was killed
 LATE_LASTS_S: Final = 600.0  # the machine may have been busy; a crash is kept for good
 GRACE_S: Final = 1.0
+KILLED: Final = "killed"
 
 
 class Sandbox:
@@ -71,9 +72,17 @@ class Sandbox:
     def __call__(self, request: Mapping[str, Any], key: bytes) -> Outcome:
         """Run a request and return its outcome, or that of work with this key that was killed.
 
-        The outcome is `busy` if other calls took all the time, `late` past the deadline, and `died`
-        if the process did. Never raises for what is in the request.
+        The outcome is `busy` if other calls took all the time, `late` past the deadline, `died` if
+        the process did, and `killed` if the system ended it twice: it does where memory is short,
+        these processes first, so that says nothing of the request. Never raises for what is in the
+        request.
         """
+        outcome = self._call(request, key)
+        if outcome[0] == KILLED and not self._is_closed:
+            outcome = self._call(request, key)
+        return outcome
+
+    def _call(self, request: Mapping[str, Any], key: bytes) -> Outcome:
         if (earlier := self._find_killed(key)) is not None:
             return earlier
         if not self._turn.acquire(timeout=WAIT_S):
@@ -104,6 +113,10 @@ class Sandbox:
             return self._end(process, key, "late", f"it took over {self._timeout_s:g} seconds")
         if outcome[0] == "died":
             return self._end(process, key, "died", outcome[1])
+        if outcome[0] == KILLED:
+            self._discard(process)
+            log.warning("sandbox_killed", why=outcome[1])
+            return outcome
         self._put_back(process)
         return outcome
 
@@ -116,7 +129,7 @@ class Sandbox:
         except MemoryError:
             return "died", "it needs more memory than it may have"
         except (OSError, EOFError):
-            return "died", process.cause()
+            return process.ending()
 
     def _take(self) -> "_Process":
         with self._lock:
@@ -185,7 +198,7 @@ class Sandbox:
             self._is_closed = True
             while self._idle:
                 self._idle.pop().kill()
-            for process in self._busy:  # their calls return `died`
+            for process in self._busy:  # their calls return `killed`
                 process.end()
 
 
@@ -271,14 +284,18 @@ class _Process:
         self._frame_so_far = bytearray(size)
         self._missing, self._is_head = size, is_head
 
-    def cause(self) -> str:
-        """Return a message about how the process ended."""
+    def ending(self) -> Outcome:
+        """Return how the process ended. What it does by itself never ends it by SIGKILL: it is
+        bounded in memory and time, and a crash has a signal of its own.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         code = self._process.returncode
+        if code == -signal.SIGKILL:
+            return KILLED, "the system ended the process that tried it"
         if code is not None and code < 0:
-            return f"it ended the process that tried it ({signal.Signals(-code).name})"
-        return "it ended the process that tried it"
+            return "died", f"it ended the process that tried it ({signal.Signals(-code).name})"
+        return "died", "it ended the process that tried it"
 
     def end(self) -> None:
         """Send SIGKILL."""

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,43 @@ def test_what_crashes_ends_only_the_process_that_tried_it() -> None:
         assert box(grammar('start: "a"'), b"a") == ("tried", None)
 
 
+class Killer:
+    """Kills the process that has the work, so many times, as the system does for want of memory."""
+
+    def __init__(self, box: Sandbox, times: int) -> None:
+        self._box = box
+        self.left = times
+
+    def __enter__(self) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        killed: set[int] = set()
+        while self.left and not self._over.wait(0.01):
+            for process in list(self._box._busy):
+                pid = process._process.pid
+                if process._is_ready and pid not in killed:
+                    killed.add(pid)
+                    self.left -= 1
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_work_whose_process_the_system_kills_is_tried_once_more() -> None:
+    """The kernel kills these first where memory is short: it says nothing of the work."""
+    with sandbox("template", 30, quick_s=30) as box:
+        with Killer(box, 1):
+            assert box(template(LONG), b"long")[0] == "rendered"
+        with Killer(box, 2):
+            assert box(template(LONG), b"longer")[0] == "killed"
+        assert box(template(LONG), b"longer")[0] == "rendered"  # it is remembered of none
+
+
 def test_what_takes_too_long_is_killed(templates: Sandbox) -> None:
     """At the deadline; it is not tried again, and what comes after it is served."""
     assert templates(template(SLOW), b"slow")[0] == "late"
@@ -76,7 +114,7 @@ def test_what_takes_long_keeps_nobody_else() -> None:
             assert len(box._idle) + len(box._busy) == 2
             assert box(template(SLOW), b"second") == ("busy", "another takes as long")
             assert box(template("ok"), b"ok") == OK
-        assert slow.result()[0] == "died"
+        assert slow.result()[0] == "killed"
 
 
 @pytest.mark.parametrize("is_memory_bounded", [True, False])

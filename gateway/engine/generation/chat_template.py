@@ -15,7 +15,7 @@ from typing import Any, Final
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from gateway.engine.grammar.trial import Sandbox
-from gateway.errors import BadRequest, ModelLoadFailed, Overloaded
+from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 
 MOST_CHARS: Final = 1_000_000  # of a prompt beyond twice what it was made of
 MOST_BYTES: Final = 1 << 29  # of memory beyond eight times that
@@ -46,7 +46,8 @@ class ChatTemplate:
         template refuses or drops them there.
 
         Raises BadRequest with the template's own words if it refuses the conversation, or if
-        rendering takes too much, and Overloaded if other templates take all the time.
+        rendering takes too much, Overloaded if other templates take all the time, and Unavailable
+        if the system ended the process that rendered it.
         """
         outcome, value = self._render_once(messages, tools, arguments)
         late = [turn for turn in messages[1:] if turn["role"] == "system"]
@@ -57,6 +58,10 @@ class ChatTemplate:
         if outcome == "busy":
             raise Overloaded(
                 "Other chat templates are being rendered; ask again.", retry_after_s=BUSY_S
+            )
+        if outcome == "killed":
+            raise Unavailable(
+                f"The model's chat template was not rendered: {value}.", retry_after_s=BUSY_S
             )
         verb = "refuses" if outcome == "refused" else "could not render"
         raise BadRequest(

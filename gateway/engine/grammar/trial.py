@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
-from gateway.errors import BadRequest, Overloaded
+from gateway.errors import BadRequest, Overloaded, Unavailable
 
 Sandbox: TypeAlias = Callable[[Mapping[str, Any], bytes], tuple[str, Any]]
 """Does a request of engine/sandboxed.py, unless one of that key has ended a process, and returns an
-outcome and its value: one of its kind, large with a reason, or busy, late or died with one.
+outcome and its value: one of its kind, large with a reason, or busy, late, died or killed with one.
 """
 
 # Bounds of llguidance's parser, here and there.
@@ -64,6 +64,8 @@ def check_survived(outcome: str, value: Any, code: str) -> None:
         )
     if outcome == "late":
         raise TimeoutError
+    if outcome == "killed":
+        raise Unavailable(f"The grammar was not compiled: {value}.", retry_after_s=BUSY_S)
     if outcome == "busy":
         raise Overloaded("Other grammars are being compiled; ask again.", retry_after_s=BUSY_S)
 
