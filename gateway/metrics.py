@@ -147,6 +147,9 @@ HEARTBEAT_AGE = Level(
     "gateway_heartbeat_age_seconds",
     "For how long the device's thread has not moved; 0 while it has no work.",
 )
+LOG_LINES_LOST = Level(
+    "gateway_log_lines_lost", "Log lines that could not be written: a full disk, a reader gone."
+)
 ROWS = Level("gateway_rows", "Answers in the batch, being read for or written.")
 TICKETS = Level("gateway_tickets", "Rows, or requests of embeddings, that wait for a batch.")
 LEASES = Level("gateway_leases", "Requests that use a model, or wait for it to be loaded.")

@@ -88,6 +88,7 @@ class Gauges:
                     rows[model] += batcher.rows
         yield metrics.READY.read(self._readiness() == "ready")
         yield metrics.HEARTBEAT_AGE.read(self._watch.beat_age_s)
+        yield metrics.LOG_LINES_LOST.read(logs.lost_lines)
         yield metrics.ROWS.read_by_model(rows)
         yield metrics.TICKETS.read_by_model(tickets)
         yield metrics.LEASES.read_by_model(leases)

@@ -217,7 +217,6 @@ class TextBlock(TypedDict):
 
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ThinkingBlock(TypedDict):

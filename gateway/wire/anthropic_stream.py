@@ -168,10 +168,10 @@ class _TextWriter(_BlockWriter):
         return {"type": "text_delta", "text": text}
 
     def to_dict(self) -> TextBlock:
-        return {"type": "text", "text": self._whole, "citations": None}
+        return {"type": "text", "text": self._whole}
 
     def empty(self) -> TextBlock:
-        return {"type": "text", "text": "", "citations": None}
+        return {"type": "text", "text": ""}
 
 
 class _ThinkingWriter(_BlockWriter):

@@ -81,7 +81,7 @@ async def test_a_whole_answer_has_anthropics_shape(client: httpx2.AsyncClient) -
         "type": "message",
         "role": "assistant",
         "model": "writer",
-        "content": [{"type": "text", "text": "hello", "citations": None}],
+        "content": [{"type": "text", "text": "hello"}],
         "container": None,
         "stop_reason": "end_turn",
         "stop_sequence": None,

@@ -405,7 +405,7 @@ def test_an_answer_is_its_blocks_in_order() -> None:
     thinking, said, first, second = whole["content"]
     assert thinking["thinking"] == "hmm"
     assert len(thinking["signature"]) == 44
-    assert said == {"type": "text", "text": "so", "citations": None}
+    assert said == {"type": "text", "text": "so"}
     assert first == {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Ulm"}}
     assert second["input"] == {}
     assert whole["stop_reason"] == "tool_use"
