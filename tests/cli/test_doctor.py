@@ -142,6 +142,10 @@ def test_two_builds_of_mlx_are_one_too_many() -> None:
     found = checks.check_packages(["mlx", "mlx-cpu", "mlx-cuda-12", "mlx-lm", "numpy"])
     assert found.state == "warn"
     assert found.message.startswith("mlx-cpu and mlx-cuda-12 are both installed.")
+    found = checks.check_packages(["mlx", "mlx-cuda-12", "mlx-cuda-13"])
+    assert found.state == "warn"
+    assert "`pip uninstall mlx-cuda-12 mlx-cuda-13`" in found.message
+    assert checks.check_packages(["mlx", "mlx-cuda-13", "mlx-lm"]).state == "ok"
     assert checks.check_packages(["mlx", "mlx-cuda-12", "mlx-lm"]).state == "ok"
     assert checks.check_packages(["mlx", "mlx-metal"]).state == "ok"
 
