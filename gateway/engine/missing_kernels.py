@@ -101,12 +101,13 @@ def replace_missing(
 
 
 def widen(model: Any, dtype: mx.Dtype, layers: _Layers | None = None) -> _Layers:
-    """Put floating layers, not computed yet, in the place of quantised ones, by default of all;
-    return them.
+    """Put floating layers, not computed yet, in the place of quantised ones; return them. By
+    default of all, which need not be read yet, for a CPU.
     """
+    is_read = layers is not None
     if layers is None:
         layers = {path: layer for path, layer in _named(model) if type(layer) in _FLOATING_KINDS}
-    widened = {path: _float(layer, dtype) for path, layer in layers.items()}
+    widened = {path: _float(layer, dtype, is_read=is_read) for path, layer in layers.items()}
     _put(model, widened)
     return widened
 
@@ -166,14 +167,15 @@ def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
         yield partial(layer, x, ids, sorted_indices=True)
 
 
-def _float(layer: Any, dtype: mx.Dtype) -> Any:
+def _float(layer: Any, dtype: mx.Dtype, *, is_read: bool) -> Any:
     """Return a quantised layer as a floating one, not computed yet."""
     kind, dtype = _FLOATING_KINDS[type(layer)], _number_type(layer, dtype)
     packed = [layer[part] for part in ("weight", "scales")]
     packed.append(layer.get("biases"))
     # Where the device cannot dequantise either, the processor does.
     few = [part if part is None else part[..., :1, :] for part in packed]
-    stream = None if has_kernel(lambda: _unpack(layer, few, dtype, None)) else mx.cpu
+    lacks = is_read and not has_kernel(lambda: _unpack(layer, few, dtype, None))
+    stream = mx.cpu if lacks else None
     if (scales := layer.get("global_scale")) is not None:  # one for each expert
         experts = zip(*packed[:2], scales, strict=True)
         weight = mx.stack([_unpack(layer, [*of, None], dtype, stream, s) for *of, s in experts])

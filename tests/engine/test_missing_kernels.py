@@ -211,6 +211,19 @@ def test_experts_with_a_scale_of_their_own_keep_it() -> None:
     assert float(error) < 0.2
 
 
+def test_all_layers_become_floating_without_being_read(tmp_path: Path) -> None:
+    """They are read in slices, later: here they would all be in memory at once, packed too."""
+    model = made("llama")
+    file = str(tmp_path / "model.safetensors")
+    mx.save_safetensors(file, dict(tree_flatten(model.parameters())))
+    loaded: Any = mx.load(file)
+    model.load_weights(list(loaded.items()))
+    before = mx.get_active_memory()
+    widen(model, mx.float32)
+    assert mx.get_active_memory() <= before + 4096  # keys of random numbers, never drawn
+    assert not kinds(model) & {QuantizedLinear, QuantizedEmbedding}
+
+
 def test_another_error_of_a_trial_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "cudaMallocAsync(&data, size, stream) failed: out of memory"
     lack(monkeypatch, "quantized_matmul", text, lambda *_, **given: True)
