@@ -91,10 +91,15 @@ $(VENV)/bin/python:
 	@echo "Making $(VENV) for $$($(PYTHON) --version)."
 	@$(PYTHON) -m venv $(VENV)
 
-setup-cuda: setup ## Put MLX's CUDA build in the place of its CPU one (Linux)
-	@echo "Installing MLX's CUDA build: some gigabytes to fetch."
-	@$(BIN)/python -m pip uninstall --quiet --yes mlx-cpu
-	@$(PIP) --require-hashes --no-deps -r requirements/cuda.txt
+# A build's files replace those of another, and go with it: so the others go first.
+CUDA ?= 12
+CUDA_PINS_12 := requirements/cuda.txt
+CUDA_PINS_13 := requirements/cuda13.txt
+setup-cuda: setup ## Put MLX's CUDA build in the place of its CPU one (Linux); CUDA=13 for CUDA 13
+	@test -n "$(CUDA_PINS_$(CUDA))" || { echo "There are builds for CUDA=12 and CUDA=13."; exit 1; }
+	@echo "Installing MLX's build for CUDA $(CUDA): some gigabytes to fetch."
+	@$(BIN)/python -m pip uninstall --quiet --yes mlx-cpu mlx-cuda-12 mlx-cuda-13
+	@$(PIP) --require-hashes --no-deps -r $(CUDA_PINS_$(CUDA))
 
 setup-otel: setup ## Install OpenTelemetry, to export traces
 	@$(PIP) --require-hashes --no-deps -r requirements/otel.txt
@@ -116,6 +121,8 @@ pins: setup-dev ## Choose the newest versions and write requirements/
 	$(LOCK) --group clients -o requirements/clients.txt
 	$(COMPILE) --extra cuda --no-emit-package mlx-cpu -c requirements/runtime.txt \
 		-o requirements/cuda.txt
+	$(COMPILE) --extra cuda13 --no-emit-package mlx-cpu -c requirements/runtime.txt \
+		-o requirements/cuda13.txt
 
 dist: setup-dev ## Build wheel and sdist into dist/, and serve from each (minutes)
 	$(PIP) build twine

@@ -53,13 +53,15 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {
             *("grammar", "gguf", "context", "decoders", "sharding", "checkpoint"),
-            *("device_faults", "bounds", "device"),
+            *("device_faults", "bounds", "device", "missing_kernels"),
         },
-        "embedding": {"decoders", "exponential", "checkpoint", "device"},
+        "missing_kernels": {"checkpoint", "device_faults", "device"},
+        "embedding": {"decoders", "exponential", "checkpoint", "device", "missing_kernels"},
         "grammar": {"sandboxed"},
         "context": {"gguf"},
         "decoders": {
             *("gguf", "decoder_kernels", "fused_projections", "sharding", "checkpoint", "device"),
+            "missing_kernels",
         },
         "sharding": {"checkpoint"},
         "gguf": {"decoder_kernels", "checkpoint", "device"},

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Generator, Iterable
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +32,7 @@ from gateway.engine.device import (
 )
 from gateway.engine.device_faults import classify
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk
-from gateway.errors import Fault, ModelUnavailable
+from gateway.errors import Fault, ModelLoadFailed, ModelUnavailable
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from gateway.engine.checkpoint import Checkpoint, Listing
     from gateway.engine.generation.loading import ChatSetup, DraftSetup
     from gateway.engine.gguf.checkpoint import GgufCheckpoint
+    from gateway.engine.missing_kernels import WidenedWeights
     from gateway.engine.sharding import Share
 
 log = logs.get("engines")
@@ -307,6 +309,7 @@ class MlxEngines:
             normalize=spec.normalize,
             max_context=spec.max_context,
             prompts=spec.prompts,
+            report=self._report,
         )
 
     def cross_encoder(
@@ -326,6 +329,7 @@ class MlxEngines:
                 dtype=_dtype(spec),
                 max_context=spec.max_context,
                 recipe=label_recipe(spec.labels, spec.template, spec.instruction),
+                report=self._report,
             )
         from gateway.engine.embedding.cross_encoder import load_cross_encoder_in_steps
 
@@ -396,6 +400,7 @@ class MlxEngines:
             draft=draft,
             share=self._share(spec),
             bounds=self._bounds,
+            report=self._report,
         )
 
     async def adapter(
@@ -409,6 +414,15 @@ class MlxEngines:
         read = await run_in_daemon_thread(read_adapter, spec.id, files)
         adapters = engine.adapters
         return read.weights * adapters.dtype.size, adapters.add_in_steps(read)
+
+    def _report(self, widened: "WidenedWeights") -> None:
+        """Log weights that the device has no kernel for, and refuse more than models may hold."""
+        log.warning("weights_become_floating", **asdict(widened))
+        if (most := self._budget_bytes) is not None and widened.total_bytes > most:
+            reason = (
+                f"without kernels for its quantised weights it needs {widened.total_bytes:,} bytes"
+            )
+            raise ModelLoadFailed(widened.model, f"{reason}, and models may hold {most:,}")
 
     def _read_draft(self, spec: ChatSpec, files: Path, setup: "ChatSetup") -> "DraftSetup | None":
         from gateway.engine.generation.loading import read_draft_setup

@@ -85,8 +85,12 @@ def check_compiler(device: str, found: str | None) -> Finding:
 def check_packages(installed: Iterable[str]) -> Finding:
     """Check that one build of MLX is installed: those for CPU and CUDA overwrite each other."""
     builds = sorted(name for name in installed if name.startswith(("mlx-cpu", "mlx-cuda")))
-    if "mlx-cpu" in builds and len(builds) > 1:
-        message = f"{' and '.join(builds)} are both installed. Keep one: `pip uninstall mlx-cpu`."
+    if len(builds) > 1:
+        # The files have the same names: the first that is uninstalled takes the others' along.
+        message = (
+            f"{' and '.join(builds)} are both installed. Uninstall all of them, then install one: "
+            f"`pip uninstall {' '.join(builds)}`; `make setup-cuda` does both."
+        )
         return Finding("packages", "warn", message)
     return Finding("packages", "ok", f"{' and '.join(builds) or 'mlx'}, and no other build.")
 

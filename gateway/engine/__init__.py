@@ -11,6 +11,7 @@ decoders           mlx-lm's model of a folder or a GGUF file
 sharding           one model over several processes: this one's part of it
 decoder_kernels    what replaces mlx-lm's SwiGLU and attention on a CPU
 gguf               a chat model in one file, as llama.cpp keeps them
+missing_kernels    what a device cannot multiply, tried at load and replaced
 fused_projections  q, k and v as one product, and gate and up
 checkpoint, hub    a model's folder, read and sized; where it comes from
 context            the tokens that a chat model may be given, without mlx

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import MODEL_REMAPPING, _get_classes, dequantize_model, load_model
+from mlx_lm.utils import MODEL_REMAPPING, _get_classes, load_model
 
 from gateway.engine.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.decoder_kernels import use_cpu_kernels
@@ -14,6 +14,7 @@ from gateway.engine.device import Device, pick_dtype
 from gateway.engine.fused_projections import fuse_projections
 from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.gguf.decoder import read_gguf_decoder
+from gateway.engine.missing_kernels import Report, replace_missing, widen
 from gateway.engine.sharding import Share, shard
 
 
@@ -35,7 +36,7 @@ def open_decoder(
     with checkpoint.blame():
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
         if device is Device.CPU and not is_packed:
-            model = dequantize_model(model)
+            widen(model, floating_dtype(model))
         if (target := pick_dtype(device, dtype, floating_dtype(model))) != floating_dtype(model):
             model.set_dtype(target)
     if device is Device.CPU:
@@ -51,11 +52,13 @@ def read_decoder(
     is_packed: bool,
     is_fused: bool = False,
     share: Share | None = None,
+    report: Report | None = None,
 ) -> Generator[None, None, Any]:
     """Read mlx-lm's model of a folder or a GGUF file, in steps; of a shared one, this rank's part.
     On the lane.
 
-    If it `is_fused`, projections of one input become one product. Raises ModelLoadFailed.
+    If it `is_fused`, projections of one input become one product. Quantised weights that the device
+    has no kernel for become floating; `report` is told. Raises ModelLoadFailed.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:
@@ -68,6 +71,7 @@ def read_decoder(
         if share is not None:
             shard(checkpoint, model, share)
         yield from read_in_slices(checkpoint, parameters(model))
+    yield from replace_missing(checkpoint.name, model, device, floating_dtype(model), report)
     if is_fused:
         yield from fuse_projections(model)
     return model

@@ -107,6 +107,8 @@ FAULT_TEXTS: Final = (
         FaultText(pattern, Fault.ROW, source)
         for pattern, source in (
             (r"\[\w+\] No implementation for problem shape", "mlx/backend/cuda/quantized"),
+            (r"\[\w+\] (\d+-bit quantization|Group size \d+) is not", "mlx/backend/cuda/quantized"),
+            (r"\[GatherMM::eval\] Currently only", "mlx/backend/cpu/gather_mm.cpp: float32 alone"),
             (r"\w+ has no (CUDA|GPU) implementation", "mlx/backend/{cuda,no_gpu}/primitives.cpp"),
             (r"\[.*\].* NYI", "mlx/backend/metal/primitives.cpp"),
             (r"\[gather_mm\] Group count", "mlx/backend/cuda/gemms/grouped_gemm_unaligned.cu"),

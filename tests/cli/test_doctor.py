@@ -1,6 +1,7 @@
 """doctor: a line for each check: ok, warn or fail, and what to do; its status."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -142,8 +143,24 @@ def test_two_builds_of_mlx_are_one_too_many() -> None:
     found = checks.check_packages(["mlx", "mlx-cpu", "mlx-cuda-12", "mlx-lm", "numpy"])
     assert found.state == "warn"
     assert found.message.startswith("mlx-cpu and mlx-cuda-12 are both installed.")
+    found = checks.check_packages(["mlx", "mlx-cuda-12", "mlx-cuda-13"])
+    assert found.state == "warn"
+    assert "`pip uninstall mlx-cuda-12 mlx-cuda-13`" in found.message
+    assert checks.check_packages(["mlx", "mlx-cuda-13", "mlx-lm"]).state == "ok"
     assert checks.check_packages(["mlx", "mlx-cuda-12", "mlx-lm"]).state == "ok"
     assert checks.check_packages(["mlx", "mlx-metal"]).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("file", "build"), [("cuda.txt", "mlx-cuda-12"), ("cuda13.txt", "mlx-cuda-13")]
+)
+def test_pins_for_cuda_hold_one_build_of_the_version_of_mlx_itself(file: str, build: str) -> None:
+    """And no address of an index."""
+    text = (Path(__file__).parents[2] / "requirements" / file).read_text(encoding="utf-8")
+    pins = dict(re.findall(r"^(mlx[a-z0-9-]*)==(\S+)", text, re.MULTILINE))
+    assert [name for name in pins if name.startswith(("mlx-cpu", "mlx-cuda"))] == [build]
+    assert pins[build] == pins["mlx"]
+    assert "://" not in text
 
 
 def test_a_model_beyond_memory_is_named() -> None:

@@ -3,7 +3,7 @@
 Attention is causal and padding is on the right, so padding never reaches a real token.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -11,8 +11,9 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import _get_classes
 
 from gateway.engine.checkpoint import Checkpoint
-from gateway.engine.decoders import open_decoder, parameters
+from gateway.engine.decoders import floating_dtype, open_decoder, parameters
 from gateway.engine.device import Device
+from gateway.engine.missing_kernels import Report, replace_missing
 
 
 class Decoder:
@@ -50,6 +51,10 @@ class Decoder:
     def parameters(self) -> list[mx.array]:
         """List every array the decoder holds."""
         return parameters(self._model)
+
+    def replace_missing(self, name: str, device: Device, report: Report | None) -> Generator[None]:
+        """Replace layers that the device has no kernel for, in steps."""
+        return replace_missing(name, self._model, device, floating_dtype(self._model), report)
 
     def _hidden(self, tokens: mx.array) -> mx.array:
         if self._states is None:

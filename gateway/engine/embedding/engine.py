@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +19,9 @@ from gateway.engine.embedding.encoder import (
 )
 from gateway.engine.embedding.pooling import Recipe, pool, read_recipe, shorten, unit
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
+
+if TYPE_CHECKING:
+    from gateway.engine.missing_kernels import Report
 
 Vectors = npt.NDArray[np.float32]
 
@@ -90,6 +94,7 @@ def load_embedding_in_steps(
     normalize: bool | None = None,
     max_context: int | None = None,
     prompts: Mapping[str, str] | None = None,
+    report: "Report | None" = None,
 ) -> Generator[EmbeddingEngine | None]:
     """Load an embedding model from a folder of safetensors. Raises ModelLoadFailed.
 
@@ -98,7 +103,8 @@ def load_embedding_in_steps(
 
     `pooling` (mean, cls, last) and `normalize` are needed if the folder has no modules.json, and
     win if it has one. `max_context` can only lower the model's own limit. `prompts`, if there are
-    any, replace the model's own.
+    any, replace the model's own. `report` is told of a decoder's quantised weights that become
+    floating, since the device has no kernel for them.
     """
     checkpoint = Checkpoint(name, folder)
     recipe = read_recipe(checkpoint, pooling, normalize)
@@ -109,6 +115,10 @@ def load_embedding_in_steps(
     yield None
     encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
     yield from read_in_slices(inner, encoder.parameters())
+    if hasattr(
+        encoder, "replace_missing"
+    ):  # a decoder; no other needs mlx-lm, which takes a second
+        yield from encoder.replace_missing(name, device, report)
     yield EmbeddingEngine(
         name,
         encoder,

@@ -19,6 +19,7 @@ from gateway.engine.checkpoint import Checkpoint, measure_kv, read_in_slices
 from gateway.engine.decoders import floating_dtype, open_decoder, parameters
 from gateway.engine.device import Device, clear_cache
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
+from gateway.engine.missing_kernels import Report, replace_missing
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Pair, TokenIds, Vectors
 
@@ -285,11 +286,12 @@ def load_label_scorer_in_steps(
     dtype: str | None = None,
     max_context: int | None = None,
     recipe: LabelRecipe = QWEN3,
+    report: Report | None = None,
 ) -> Generator[LabelScorer | None]:
     """Load a causal model as a reranker, in steps; the last one yields it. Raises ModelLoadFailed.
 
     Its labels must each be one token, and its logits the plain product of its hidden states and its
-    output matrix, which is checked.
+    output matrix, which is checked. `report` is told of quantised weights that become floating.
     """
     checkpoint = Checkpoint(name, folder)
     config = checkpoint.read_object("config.json")
@@ -300,6 +302,7 @@ def load_label_scorer_in_steps(
     yield None
     model, _ = open_decoder(checkpoint, device=device, dtype=dtype)
     yield from read_in_slices(checkpoint, parameters(model))
+    yield from replace_missing(checkpoint.name, model, device, floating_dtype(model), report)
     head = LabelHead(model, ids)
     _check_head(checkpoint, model, head, ids)
     yield LabelScorer(

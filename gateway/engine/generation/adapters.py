@@ -19,6 +19,7 @@ from mlx.utils import tree_unflatten
 from gateway.engine.checkpoint import SLICE_BYTES
 from gateway.engine.decoders import floating_dtype
 from gateway.engine.generation.adapter_files import AdapterFiles, Shape
+from gateway.engine.missing_kernels import can_gather
 from gateway.jobs import Adapter
 
 NONE: Final = 0  # the number of no adapter
@@ -64,10 +65,13 @@ class _Rows:
 
 
 class _Pass:
-    """What the modules of a model know of the pass under way: None if no row has an adapter."""
+    """What the modules of a model know of the pass under way: None if no row has an adapter. And
+    whether the device has a mx.gather_mm for the factors.
+    """
 
     def __init__(self) -> None:
         self.rows: _Rows | None = None
+        self.gathers = False
 
 
 @dataclass(slots=True)
@@ -118,11 +122,18 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
         if x.ndim > 2 and x.shape[0] != count:
             raise ValueError(f"{x.shape} is not a pass of {count} rows, for adapters of their own")
         by_row = x.reshape(count, -1, x.shape[-1])
-        inner = _multiply(by_row, self.lora_a, places.index)
+        inner = self._multiply(by_row, self.lora_a, places.index)
         if places.mask is not None:
             inner = mx.where(places.mask, inner, mx.zeros_like(inner))
-        added = _multiply(inner, self.lora_b, places.index)
+        added = self._multiply(inner, self.lora_b, places.index)
         return added.reshape(*x.shape[:-1], -1)
+
+    def _multiply(self, x: mx.array, factors: mx.array, index: mx.array) -> mx.array:
+        """Multiply each row of x, (rows, tokens, n), with the factors at its index."""
+        if not self._current.gathers:
+            return x @ factors[index]
+        product: mx.array = mx.gather_mm(x, factors, rhs_indices=index)
+        return product
 
     def add(self, number: int, lora_a: mx.array, lora_b: mx.array) -> None:
         """Stack one more adapter's factors, evaluated."""
@@ -175,6 +186,8 @@ class Adapters:
         Passes may run between two steps. Raises ModelLoadFailed for an adapter that does not fit
         the model, with nothing left of it; so does closing the generator early.
         """
+        if not self._modules:
+            self._current.gathers = can_gather(self.dtype)
         self._last += 1
         number, added, read = self._last, 0, 0
         try:
@@ -270,12 +283,3 @@ def _widen(factors: mx.array, axis: int, rank: int) -> mx.array:
     padding = [(0, 0)] * 3
     padding[axis] = (0, rank - factors.shape[axis])
     return mx.pad(factors, padding)
-
-
-def _multiply(x: mx.array, factors: mx.array, index: mx.array) -> mx.array:
-    """Multiply each row of x, (rows, tokens, n), with the factors at its index."""
-    # MLX's gather_mm knows only float32 on a CPU ("GatherMM::eval").
-    if x.dtype == mx.float32 or mx.default_device() != mx.Device(mx.cpu):
-        product: mx.array = mx.gather_mm(x, factors, rhs_indices=index)
-        return product
-    return x @ factors[index]

@@ -209,9 +209,14 @@ class DecodeBatch:
     def wait(self) -> None:
         """Wait for the step under way, and keep its error."""
         try:
-            mx.eval(self.tokens, self.finite)
+            self.evaluate()
         except Exception as error:
             self.late_error = error
+
+    def evaluate(self) -> None:
+        """Wait, once, for all that is read of the step under way."""
+        scores = [(some.chosen, some.ids, some.logprobs) for some, _ in self.scores]
+        mx.eval(self.tokens, self.finite, scores, [doubt.is_sure for doubt in self.doubts])
 
     def check(self) -> None:
         """Raise the error of the step under way if it has been waited for."""
@@ -222,7 +227,7 @@ class DecodeBatch:
         """Wait for the tokens under way; return one output per sequence. Tokens of drafts that were
         not chosen leave the KV.
         """
-        mx.eval(self.tokens, self.finite)
+        self.evaluate()
         # mlx's stubs do not type what `tolist` returns.
         tokens: Any = self.tokens.tolist()
         finite: Any = self.finite.tolist()

@@ -30,6 +30,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import Structured
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.grammar.trial import Sandbox
+from gateway.engine.missing_kernels import Report
 from gateway.engine.sharding import Share
 
 
@@ -162,6 +163,7 @@ def load_generation_in_steps(
     draft: DraftSetup | None = None,
     share: Share | None = None,
     bounds: Bounds | None = None,
+    report: Report | None = None,
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
@@ -174,7 +176,8 @@ def load_generation_in_steps(
     In batches of up to `speculate_rows`, tokens may be read ahead of their choice, also by the
     model of `draft`, whose prompts' KV has its part of `prefix_cache_bytes`.
     With a `share` it is this rank's part of the model, whose calls every rank must make. `bounds`
-    are the device's, with what is kept of all models' prompts.
+    are the device's, with what is kept of all models' prompts. `report` is told of quantised
+    weights that become floating, since the device has no kernel for them.
     Raises ModelLoadFailed saying what is wrong.
     """
     model = yield from read_decoder(
@@ -184,9 +187,10 @@ def load_generation_in_steps(
         is_packed=is_packed,
         is_fused=is_fused,
         share=share,
+        report=report,
     )
     if kv_bits is not None:
-        quantize_kv(setup.checkpoint, model, kv_bits)
+        quantize_kv(setup.checkpoint, model, kv_bits, is_shared=share is not None)
     if share is not None and share.parallel == "pipeline":
         prefix_cache_bytes = 0  # ranks have other layers, so they would keep other prompts
     draft_model = None
@@ -197,6 +201,7 @@ def load_generation_in_steps(
             dtype=draft.dtype,
             is_packed=draft.is_packed,
             is_fused=draft.is_fused,
+            report=report,
         )
         if draft.kv_bits is not None:
             quantize_kv(draft.checkpoint, other, draft.kv_bits)

@@ -255,9 +255,11 @@ class PrefixCache:
             if oldest is None or oldest in path:
                 return False
             self._drop(oldest)
-        mx.eval(arrays)  # before it is kept: an error belongs to the sequence that was read
         # NaN in one layer is NaN in all after it: checking the last one is enough.
-        if layers and not all(mx.isfinite(array).all().item() for array in _arrays(layers[-1])):
+        are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
+        # Before it is kept: an error belongs to the sequence that was read. One wait for all.
+        mx.eval(arrays, are_finite)
+        if not all(is_finite.item() for is_finite in are_finite):
             return False
         self._kept[key] = _Kept(next(self._numbers), layers, nbytes, len(arrays))
         self._nbytes += nbytes

@@ -14,7 +14,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from gateway.engine.checkpoint import KV_GROUP_SIZES, Listing, kv_group_size
+from gateway.engine.device_faults import classify
 from gateway.engine.generation.kv_cache import RaggedKVCache
+from gateway.errors import Fault
 
 # Tokens a row of the longest pass that attends to packed keys: a decode step, and one with a draft.
 # mlx-lm's attention to those writes out all scores, and reads the KV but once. After more tokens
@@ -23,6 +25,7 @@ from gateway.engine.generation.kv_cache import RaggedKVCache
 # number is not measured, mx.quantized_matmul reads a quarter to a half of the bytes; a CPU has
 # `attend_packed`.
 MOST_PACKED: Final = 8
+_TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens of the passes that are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +96,11 @@ class PackedKVCache(RaggedKVCache):
         return both[:, :heads], both[:, heads:]
 
 
-def quantize_kv(checkpoint: Listing, model: Any, bits: int) -> None:
+def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool = False) -> None:
     """Let a model keep the KV of its plain layers in so many bits. On the lane.
 
-    What mlx-lm makes as its caches is that from now on. Nothing is evaluated. Raises
+    What mlx-lm makes as its caches is that from now on. Passes that read it are tried; they are not
+    evaluated of a model that `is_shared`, since other ranks would have to make them too. Raises
     ModelLoadFailed for a model without plain layers, or whose heads cannot be quantised.
     """
     own = _own_caches(model)
@@ -106,11 +110,13 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int) -> None:
         raise checkpoint.failed(
             f"no layer of it keeps plain KV, which `kv_bits` is for: they have {', '.join(kinds)}"
         )
-    for most in (MOST_PACKED, 0):  # an attention of its own may take no packed keys
+    for most in (MOST_PACKED, 0):  # its attention may take no packed keys, or have no kernel for it
         _set_caches(model, own, [each and replace(each, most_packed=most) for each in packings])
         try:
-            _read(model, make_prompt_cache(model), (1, 2, MOST_PACKED + 1))
+            _read(model, make_prompt_cache(model), _TRIED, is_evaluated=not is_shared)
         except Exception as error:
+            if classify(error) is not Fault.ROW:
+                raise
             problem = f"{type(error).__name__}: {str(error)[:200]}"
         else:
             return
@@ -156,8 +162,12 @@ def _set_caches(
     model.make_cache = make_cache
 
 
-def _read(model: Any, caches: list[Any], lengths: Sequence[int]) -> list[Any]:
-    """Return the caches as they would be after passes of so many tokens, unevaluated."""
+def _read(
+    model: Any, caches: list[Any], lengths: Sequence[int], *, is_evaluated: bool = False
+) -> list[Any]:
+    """Return the caches as they are after passes of so many tokens."""
     for length in lengths:
-        model(mx.zeros((1, length), dtype=mx.int32), cache=caches)
+        logits = model(mx.zeros((1, length), dtype=mx.int32), cache=caches)
+        if is_evaluated:
+            mx.eval(logits)
     return caches

@@ -54,6 +54,7 @@ def redraw_unsure(running: DecodeBatch) -> bool:
     """Draw again where the window was too small; return whether any was."""
     has_mended = False
     while running.doubts:
+        running.evaluate()
         doubt = running.doubts.pop()
         is_sure: Any = doubt.is_sure.tolist()
         wrong = [

@@ -15,6 +15,7 @@ from gateway.engine.device import Device
 from gateway.engine.generation.adapter_files import read_adapter
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
+from gateway.engine.missing_kernels import can_gather
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Adapter, GenerateJob, Question, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, merge_adapter, write_adapter, write_chat
@@ -517,3 +518,43 @@ def test_an_adapters_bytes_are_its_own_factors(plain: World) -> None:
         assert other.nbytes == 4 * files.weights
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whether_factors_can_be_gathered_is_tried_once_at_a_load_and_in_no_pass(
+    monkeypatch: pytest.MonkeyPatch, plain: World, dtype: str
+) -> None:
+    """MLX's CPU knows float32 alone. Rows of two adapters answer in either."""
+    tried: list[mx.Dtype] = []
+
+    def counted(dtype: mx.Dtype) -> bool:
+        tried.append(dtype)
+        return can_gather(dtype)
+
+    monkeypatch.setattr("gateway.engine.generation.adapters.can_gather", counted)
+    engine = load_generation(plain.base, name="base", device=Device.CPU, dtype=dtype)
+    numbers = {name: add(engine, name, folder) for name, folder in plain.folders.items()}
+    assert tried == [getattr(mx, dtype)]
+    given = {"sampling": GREEDY, "max_tokens": 5}
+    jobs = [(name, TEXTS[0], given) for name in ("small", "large")]
+    run(Adapted(engine, numbers), jobs, random.Random(0))
+    assert tried == [getattr(mx, dtype)]
+    engine.close()
+
+
+def test_a_device_that_cannot_gather_adds_adapters_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, plain: World
+) -> None:
+    gather = mx.gather_mm
+
+    def missing(*args: Any, **given: Any) -> mx.array:
+        raise RuntimeError("GatherMM has no CUDA implementation.")
+
+    monkeypatch.setattr(mx, "gather_mm", missing)
+    adapted = plain.open()
+    monkeypatch.setattr(mx, "gather_mm", gather)
+    jobs = [(name, TEXTS[0], {"sampling": GREEDY, "max_tokens": 20}) for name in ("small", "large")]
+    found = run(adapted, jobs, random.Random(0))
+    for answer, job in zip(found, jobs, strict=True):
+        assert answer.says_as(plain.alone(job))
+    adapted.engine.close()

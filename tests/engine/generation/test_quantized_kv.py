@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models import llama
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
@@ -358,6 +359,61 @@ def test_an_attention_that_takes_no_packed_keys_gets_floating_ones(tmp_path: Pat
     caches = [layer for layer in make_prompt_cache(model) if isinstance(layer, PackedKVCache)]
     assert len(caches) == 2
     assert all(not layer._packing.most_packed for layer in caches)
+
+
+def attend_packed_by(monkeypatch: pytest.MonkeyPatch, product: Callable[[], mx.array]) -> None:
+    """Let llamas attend to packed keys by a product that a device lacks, to floating ones by their
+    own.
+    """
+    modules: Any = llama
+    own = modules.scaled_dot_product_attention
+
+    def attend(queries: mx.array, *args: Any, cache: Any, **given_: Any) -> mx.array:
+        lacked = product() if hasattr(cache, "bits") else mx.zeros(1)
+        attended: mx.array = own(queries, *args, cache=cache, **given_)
+        return attended + lacked.sum()
+
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", attend)
+
+
+def most_packed(files: Path, **given_: Any) -> set[int]:
+    model, _ = load_model(files)
+    quantize_kv(Checkpoint("m", files), model, 8, **given_)
+    return {layer._packing.most_packed for layer in make_prompt_cache(model)}
+
+
+def test_a_device_without_a_kernel_for_packed_keys_gets_floating_ones(
+    monkeypatch: pytest.MonkeyPatch, plain: Path
+) -> None:
+    def missing() -> mx.array:
+        raise RuntimeError("[quantized_matmul] No implementation for problem shape: 1x7x32x2, …")
+
+    attend_packed_by(monkeypatch, missing)
+    assert most_packed(plain) == {0}
+
+
+def test_what_shows_only_once_a_pass_is_evaluated_shows_at_the_load(
+    monkeypatch: pytest.MonkeyPatch, plain: Path
+) -> None:
+    """By a product that MLX's CPU really lacks: mx.gather_mm in 16 bits. Passes of a model that
+    others share are not evaluated.
+    """
+    half = mx.zeros((1, 8, 8), mx.bfloat16)
+    index = mx.array([0])
+    attend_packed_by(monkeypatch, lambda: mx.gather_mm(half, half, rhs_indices=index))
+    assert most_packed(plain, is_shared=True) == {MOST_PACKED}
+    assert most_packed(plain) == {0}
+
+
+def test_another_fault_of_the_device_is_raised_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, plain: Path
+) -> None:
+    def ill() -> mx.array:
+        raise RuntimeError("cudaGraphLaunch(…) failed: an illegal memory access was encountered")
+
+    attend_packed_by(monkeypatch, ill)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        most_packed(plain)
 
 
 def test_a_model_is_freed_when_it_is_closed(plain: Path) -> None:

@@ -1,0 +1,78 @@
+"""Quantised weights that the device has no kernel for: said, counted, and refused if too large.
+
+The device is called CUDA and is this machine's CPU; MLX's quantised product is a stand-in.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import structlog
+from mlx.nn.layers.quantized import quantize
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from gateway.app.engines import MlxEngines
+from gateway.engine import device
+from gateway.engine.device import Device
+from gateway.engine.hub import Hub
+from tests.checkpoints import write_chat
+from tests.engine.test_missing_kernels import NO_SHAPE, lack
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+
+
+def write_quantised(folder: Path) -> Path:
+    write_chat(folder)
+    model, _ = load_model(folder)
+    quantize(model, group_size=32, bits=4)
+    weights: Any = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    file = folder / "config.json"
+    packed = {"quantization": {"group_size": 32, "bits": 4}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **packed}))
+    return folder
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MlxEngines:
+    """Return those of a device without a kernel for anything quantised."""
+    write_quantised(tmp_path / "small")
+    engines = MlxEngines("cpu", None, Hub(), budget_bytes=1 << 30, kv_allowance_tokens=64)
+    monkeypatch.setattr(engines, "_device", Device.CUDA)
+    monkeypatch.setattr(device, "configure", lambda *_: None)
+    monkeypatch.setattr(MlxEngines, "memory_bytes", 1 << 32)
+    lack(monkeypatch, "quantized_matmul", NO_SHAPE, lambda *_, **given: True)
+    return engines
+
+
+async def test_weights_that_become_floating_are_said_and_counted(
+    engines: MlxEngines, tmp_path: Path
+) -> None:
+    models = catalog(tmp_path, {"small": {"kind": "chat", "source": f"path:{tmp_path / 'small'}"}})
+    body = {"model": "small", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+    with structlog.testing.capture_logs() as logged:
+        async with served(models, engines) as client:
+            answer = await client.post("/v1/chat/completions", json=body)
+            held = (await client.get("/v1/models/small")).json()["bytes"]
+    assert answer.status_code == 200
+    (said,) = [line for line in logged if line["event"] == "weights_become_floating"]
+    assert (said["model"], said["layers"]) == ("small", 2 * 7 + 2)
+    assert said["bytes"] > 4 * said["stored_bytes"]
+    assert held >= said["total_bytes"] > said["bytes"]
+
+
+async def test_a_model_that_is_too_large_as_floating_is_refused_by_name(
+    engines: MlxEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = (tmp_path / "small" / "model.safetensors").stat().st_size
+    monkeypatch.setattr(engines, "_budget_bytes", 2 * stored)
+    models = catalog(tmp_path, {"small": {"kind": "chat", "source": f"path:{tmp_path / 'small'}"}})
+    body = {"model": "small", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+    async with served(models, engines) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.json()["error"]["code"] == "model_load_failed"
+    assert "without kernels for its quantised weights" in answer.json()["error"]["message"]

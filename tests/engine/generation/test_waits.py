@@ -1,0 +1,303 @@
+"""A decode step waits for the device once: where it reads its tokens. All else is launched.
+
+On a GPU whatever else waits would let the device run dry: Python prepares the next pass while the
+last one runs. What is counted are calls, not time.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from gateway.engine.device import launch
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.prefix_cache import BLOCK
+from gateway.jobs import Sampling
+from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
+from tests.engine.generation.test_engine import SEEDED
+from tests.engine.generation.test_preemption import SCHEMA, TEXTS, Batch
+from tests.engine.generation.test_prefix_cache import PLENTY
+from tests.engine.generation.test_quantized_kv import open_engine
+
+READS: Final = (
+    *("item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__"),
+    *("__complex__", "__repr__", "__bytes__", "__getstate__", "__reduce__", "__dlpack__"),
+)
+ENDLESS: Final = 9_999_999
+
+
+class Waits:
+    """Counts the calls that wait for arrays which no call has waited for before."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._evaluated: dict[int, mx.array] = {}  # held, lest an id be given again
+
+    def note(self, name: str, *trees: object) -> None:
+        leaves: Any = tree_flatten(list(trees))
+        new = [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+        new = [array for array in new if id(array) not in self._evaluated]
+        if new or name == "synchronize":
+            self.calls.append(name)
+        self._evaluated.update((id(array), array) for array in new)
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    """Count what waits while entered. NumPy reads arrays by their buffers, so it is counted too."""
+    waits = Waits()
+
+    def noting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **given: Any) -> Any:
+            waits.note(name, *args)
+            return own(*args, **given)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("eval", "synchronize", "save", "savez", "save_safetensors"):
+            patch.setattr(mx, name, noting(name, getattr(mx, name)))
+        for name in READS:
+            if name in vars(mx.array):
+                patch.setattr(mx.array, name, noting(name, getattr(mx.array, name)))
+        for name in ("array", "asarray", "frombuffer"):
+            patch.setattr(np, name, noting(f"np.{name}", getattr(np, name)))
+        yield waits
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda array: array.sum().item(),
+        lambda array: array.tolist(),
+        lambda array: bool(array.sum()),
+        lambda array: int(array.sum()),
+        lambda array: float(array.sum()),
+        lambda array: np.array(array),
+        lambda array: np.asarray(array),
+        lambda array: mx.eval(array),
+        lambda array: mx.synchronize(),
+        lambda array: repr(array),
+    ],
+)
+def test_whatever_waits_is_counted(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[mx.array], object]
+) -> None:
+    array = mx.arange(3) + 1
+    with counted(monkeypatch) as waits:
+        read(array)
+    assert len(waits.calls) == 1
+
+
+def test_what_was_waited_for_is_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = mx.arange(3) + 1
+    with counted(monkeypatch) as waits:
+        launch(array)
+        assert waits.calls == []
+        mx.eval([array])
+        array.tolist()
+        np.array(array)
+    assert waits.calls == ["eval"]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sliding": SLIDING,
+    "stateful": STATEFUL,
+    "hybrid": HYBRID,
+}
+# By kind of model, of what its engine keeps, and what its rows ask for.
+PLAIN = Sampling(temperature=0, ignore_eos=True)
+SAMPLED = [
+    Sampling(temperature=0.8, top_k=20, seed=1, ignore_eos=True),
+    Sampling(temperature=1.1, min_p=0.1, seed=2, ignore_eos=True),
+    Sampling(temperature=0.7, top_p=0.9, top_k=40, seed=3, ignore_eos=True),
+    Sampling(temperature=0.7, seed=4, frequency_penalty=0.5, presence_penalty=0.2),
+    Sampling(temperature=0.7, seed=5, repetition_penalty=1.2, logit_bias={7: -2.0}),
+    # A nucleus is sure only once it is looked at: whether it is is read with the tokens.
+    Sampling(temperature=0.3, top_p=0.8, seed=6, ignore_eos=True),
+]
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"sampling": PLAIN}] * 4,
+    "sampled": [{"sampling": sampling} for sampling in SAMPLED],
+    "logprobs": [{"sampling": PLAIN, "logprobs": k} for k in (0, 2, 5)],
+    "sampled logprobs": [{"sampling": sampling, "logprobs": 3} for sampling in SAMPLED],
+    "grammar": [{"sampling": SEEDED, "grammar": SCHEMA}, {"sampling": PLAIN}],
+}
+
+
+def begun(engine: GenerationEngine, jobs: list[dict[str, Any]], most: int = 200) -> Batch:
+    batch = Batch(engine)
+    for text, job in zip(TEXTS * 3, jobs, strict=False):
+        batch.join(text, {"max_tokens": most, **job})
+    while engine.is_prefilling:
+        engine.prefill(512)
+    batch.hear(engine.decode())
+    return batch
+
+
+def steps(monkeypatch: pytest.MonkeyPatch, batch: Batch, count: int) -> list[list[str]]:
+    """Take decode steps; return what each of them waited by."""
+    waited = []
+    for _ in range(count):
+        with counted(monkeypatch) as waits:
+            batch.hear(batch.engine.decode())
+        waited.append(waits.calls)
+    return waited
+
+
+def end_soon(engine: GenerationEngine, place: int) -> None:
+    """Let the row at a place of the batch end after a few more tokens."""
+    assert engine._running is not None
+    row = engine._running.rows[place]
+    engine.cap_tokens(row.id, len(row.tokens) + 4)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("waits")
+    return {
+        kind: write_chat(root / kind, eos_token_id=[ENDLESS], **config)
+        for kind, config in {**KINDS, "wide": {"head_dim": 32}}.items()
+    }
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_once_whatever_its_rows_ask_for(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], kind: str, asked: str
+) -> None:
+    engine = open_engine(folders[kind], None)
+    batch = begun(engine, ASKED[asked])
+    assert steps(monkeypatch, batch, 8) == [["eval"]] * 8
+    assert not engine.take_faults()
+    engine.close()
+
+
+@pytest.mark.parametrize("kept", [0, PLENTY])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_step_over_quantised_kv_waits_once(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], bits: int, kept: int
+) -> None:
+    engine = open_engine(folders["wide"], bits, prefix_cache_bytes=kept)
+    batch = begun(engine, [*ASKED["greedy"], *ASKED["sampled logprobs"]])
+    assert steps(monkeypatch, batch, 8) == [["eval"]] * 8
+    engine.close()
+
+
+def test_a_draw_whose_window_was_too_small_waits_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is chosen again from what the device has, which the next pass has to read: inherent. The
+    window grows with it, so that happens at most twice to a row.
+    """
+    monkeypatch.setattr("gateway.engine.generation.sampling._P_WINDOW", 64)
+    engine = open_engine(write_chat(tmp_path / "m", eos_token_id=[ENDLESS]), None)
+    hot = Sampling(temperature=2, top_p=0.99, seed=1, ignore_eos=True)
+    batch = begun(engine, [{"sampling": hot}], 40)
+    waited = [len(calls) for calls in steps(monkeypatch, batch, 12)]
+    assert set(waited) <= {1, 2}
+    assert waited.count(2) <= 2
+    engine.close()
+
+
+def test_a_row_that_joins_is_no_wait_of_the_step_after(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]
+) -> None:
+    engine = open_engine(folders["plain"], None)
+    batch = begun(engine, ASKED["greedy"])
+    batch.join(TEXTS[1], {"sampling": PLAIN, "max_tokens": 50})
+    while engine.is_prefilling:
+        batch.hear(engine.prefill(512))
+    assert steps(monkeypatch, batch, 3) == [["eval"]] * 3
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_row_that_ends_is_no_wait_more(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], kind: str
+) -> None:
+    """Nothing of the others moves."""
+    engine = open_engine(folders[kind], None)
+    batch = begun(engine, ASKED["greedy"])
+    end_soon(engine, -1)
+    assert steps(monkeypatch, batch, 8) == [["eval"]] * 8
+    assert len(batch.open) == len(ASKED["greedy"]) - 1
+    engine.close()
+
+
+def test_a_row_that_ends_before_others_waits_once_more(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]
+) -> None:
+    """If its slot stays free, the KV of the last row takes it. MLX writes into a buffer only while
+    nothing under way reads it, and else copies all of it (`filter_layers`). With free slots
+    before, all KV is copied into less memory, which waits for nothing.
+    """
+    engine = open_engine(folders["plain"], None)
+    batch = begun(engine, ASKED["greedy"] * 3)
+    waited = []
+    for _ in range(2):
+        end_soon(engine, 0)
+        waited += steps(monkeypatch, batch, 8)
+    assert len(batch.open) == 10
+    assert sorted(waited) == [["eval"]] * 15 + [["eval"] * 2]
+    engine.close()
+
+
+def test_an_answer_that_ends_and_is_kept_waits_once_a_block(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]
+) -> None:
+    """A block is known to be finite before it is kept, so that no other answer begins with it."""
+    engine = open_engine(folders["plain"], None, prefix_cache_bytes=PLENTY)
+    length = BLOCK + 20
+    batch = begun(engine, [{"sampling": PLAIN, "max_tokens": length}, {"sampling": PLAIN}], length)
+    waited = [len(calls) for calls in steps(monkeypatch, batch, length)]
+    assert sum(waited) - len(waited) <= 2 * (1 + length // BLOCK) + 1
+    assert [count for count in waited[: BLOCK // 2] if count > 1] == []
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["sliding", "stateful", "hybrid"])
+def test_states_are_waited_for_at_the_ends_of_blocks_alone(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], kind: str
+) -> None:
+    """There they are copied, before the next pass writes over them."""
+    engine = open_engine(folders[kind], None, prefix_cache_bytes=PLENTY)
+    batch = begun(engine, [{"sampling": PLAIN}])
+    assert engine._running is not None
+    (row,) = engine._running.rows
+    waited: dict[bool, set[int]] = {False: set(), True: set()}
+    for _ in range(2 * BLOCK):
+        is_end = len(row.context) % BLOCK == 0
+        ((*calls,),) = steps(monkeypatch, batch, 1)
+        waited[is_end].add(len(calls))
+    assert waited[False] == {1}
+    assert waited[True]
+    engine.close()
+
+
+def test_rows_that_come_and_go_wait_only_where_one_goes(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]
+) -> None:
+    chance = random.Random(0)
+    engine = open_engine(folders["plain"], None)
+    batch = begun(engine, ASKED["greedy"][:2], 12)
+    for _ in range(40):
+        if chance.random() < 0.3:
+            batch.join(
+                chance.choice(TEXTS), {"sampling": PLAIN, "max_tokens": chance.randint(2, 20)}
+            )
+        while engine.is_prefilling:
+            batch.hear(engine.prefill(512))
+        if not engine.is_decoding:
+            continue
+        before = len(batch.open)
+        ((*calls,),) = steps(monkeypatch, batch, 1)
+        assert len(calls) <= 1 + (len(batch.open) < before)
+    engine.close()
