@@ -115,9 +115,8 @@ def load_embedding_in_steps(
     yield None
     encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
     yield from read_in_slices(inner, encoder.parameters())
-    if hasattr(
-        encoder, "replace_missing"
-    ):  # a decoder; no other needs mlx-lm, which takes a second
+    # Of a decoder alone; no other needs mlx-lm, which takes a second.
+    if hasattr(encoder, "replace_missing"):
         yield from encoder.replace_missing(name, device, report)
     yield EmbeddingEngine(
         name,
