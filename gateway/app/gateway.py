@@ -287,7 +287,8 @@ class Gateway:
             self._watch,
             self._status,
         )
-        with self._pool, self._watch, gauges.register():
+        shedding = self._lane.health.shedding(self._engines.tidy)
+        with self._pool, self._watch, gauges.register(), shedding:
             async with _exporting(self._tracer), self._lane as lane:
                 async with lane.turn("load") as run:
                     await run(self._engines.begin)

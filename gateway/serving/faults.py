@@ -92,10 +92,16 @@ class DeviceHealth:
             self._shedders.remove(shed)
 
     def shed(self) -> None:
-        """Give back the memory that is kept for later: prefixes, and freed buffers."""
+        """Give back the memory that is kept for later: prefixes, and freed buffers. What cannot be
+        given back, as MLX may raise a late error, is only noted.
+        """
         metrics.SHEDDINGS.inc()
         for shed in tuple(self._shedders):
-            shed()
+            try:
+                shed()
+            except Exception as error:
+                log.warning("memory_not_shed", error=str(error)[:500])
+                self.see(error)
 
     def as_error(self, model: str, error: Exception) -> GatewayError:
         """Return what a caller is answered whose row has failed with this error."""

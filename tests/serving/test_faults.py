@@ -99,3 +99,16 @@ def test_memory_is_shed_by_all_who_keep_some(health: DeviceHealth) -> None:
         health.shed()
     health.shed()
     assert calls == ["first", "second", "first"]
+
+
+def test_what_cannot_be_shed_keeps_nothing_else_from_it(health: DeviceHealth) -> None:
+    """MLX raises a late error to whoever waits next; one that lasts is seen here too."""
+    calls: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError(Fault.FATAL.value)
+
+    with health.shedding(fail), health.shedding(lambda: calls.append("second")):
+        health.shed()
+    assert calls == ["second"]
+    assert health.lost is not None

@@ -237,7 +237,7 @@ class Sequence:
     def suspect(self, *, is_read_alone: bool) -> None:
         """Prepare to be read again after a step that failed."""
         self.is_suspect = is_read_alone
-        self.was_suspect = True
+        self.was_suspect = self.was_suspect or is_read_alone
         self.preempt()
         if self._grammar is not None:
             matched = self.tokens[len(self.tokens) - self._matched :]

@@ -73,10 +73,11 @@ class Layout:
         """Return True if no buffer is larger than the device can have. The largest has one layer's
         keys, or values, of all rows that share a batch.
         """
+        if costs.largest is None:
+            return True
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
-        longest = max(*self.batched, *self.single, 0) + KV_STEP + costs.chunk_tokens
-        nbytes = max(slots, 1) * longest * costs.kv.plane
-        return costs.largest is None or nbytes <= costs.largest
+        longest = max([*self.batched, *self.single], default=0) + KV_STEP + costs.chunk_tokens
+        return max(slots, 1) * longest * costs.kv.plane <= costs.largest
 
 
 def longest_chunk(chunk_tokens: int) -> int:

@@ -58,6 +58,7 @@ def test_rows_wait_where_they_would_need_a_larger_buffer_than_there_can_be() -> 
     assert not memory.fits(Layout([100, 100, 101]))
     assert memory.fits(Layout([100] * 3, [100] * 9))  # each has buffers of its own
     assert memory.longest == 3 * (100 + KV_STEP) - KV_STEP
+    assert memory.fits(Layout())
     assert RowMemory(Budget(10**9), RowCosts(kv, most=lambda: 10**9)).fits(Layout([100] * 999))
 
 
