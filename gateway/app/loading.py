@@ -18,6 +18,7 @@ from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.reranker import RerankBatcher
+from gateway.serving.faults import DeviceHealth
 from gateway.serving.generation.adapted import AdaptedBatcher, ChatBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.grammars import GrammarCache
@@ -47,8 +48,10 @@ def warm_reranker(name: str, engine: RerankEngine) -> None:
         raise ModelLoadFailed(name, error.reason) from error
 
 
-def warm_chat(name: str, engine: GenerationEngine) -> None:
-    """Read one token and generate two; raises ModelLoadFailed if the engine fails."""
+def warm_chat(name: str, health: DeviceHealth, engine: GenerationEngine) -> None:
+    """Read one token and generate two; raises ModelLoadFailed if the engine fails, and DeviceLost
+    if the device does.
+    """
     row = engine.join(_WARM_UP)
     deltas = []
     try:
@@ -57,6 +60,8 @@ def warm_chat(name: str, engine: GenerationEngine) -> None:
             deltas += engine.decode()
     finally:
         engine.leave(row)
+    for fault in engine.take_faults():
+        health.note(fault.fault, fault.message, engine.probe)
     for delta in deltas:
         if delta.error is not None:
             raise ModelLoadFailed(name, delta.error)
@@ -250,7 +255,10 @@ class ModelLoader:
         settings = self._settings
         limits = generation_limits(settings, spec)
         steps = await self._engines.generation(spec, files)
-        async with self._open_engine(steps, partial(warm_chat, spec.id)) as (engine, nbytes):
+        async with self._open_engine(steps, partial(warm_chat, spec.id, self._lane.health)) as (
+            engine,
+            nbytes,
+        ):
             grammars: GrammarCache[Compiled] = GrammarCache(
                 spec.id,
                 engine.compile,

@@ -131,6 +131,8 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
     config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.h11_max_incomplete_size = settings.read_header_bytes
     config.alpn_protocols = ["http/1.1"]
+    config.ssl_handshake_timeout = connections.HANDSHAKE_S
+    loop.set_exception_handler(connections.make_exception_handler())
     config.read_timeout = None  # it would also cut long answers short
     config.graceful_timeout = 1
     config.shutdown_timeout = SHUTDOWN_S

@@ -152,14 +152,11 @@ class Report:
     def as_block(self, day: str) -> str:
         """Return the report in one block of JSON to paste, as the pages of docs/devices end with.
 
-        It names no path, and no model that did not come with the gateway.
+        It names no path, and of models the package that they came in, if they did.
         """
-        judged = [
-            (model.spec.kind, finding)
-            for model in self.models
-            for finding in model.findings
-            if finding.state in ("ok", "fail")
-        ]
+        found = [(MACHINE, finding) for finding in self.findings]
+        found += [(model.spec.kind, finding) for model in self.models for finding in model.findings]
+        judged = [(of, finding) for of, finding in found if finding.state in ("ok", "fail")]
         failures = [
             f"{kind}: {finding.check}" for kind, finding in judged if finding.state == "fail"
         ]
@@ -188,7 +185,8 @@ class Report:
         for model in self.models:
             measured = {finding.check: finding.measured for finding in model.findings}
             dtype = measured.get("load", {}).get("dtype", "unknown")
-            name = model.spec.id if isinstance(model.spec.source, PackageSource) else "own model"
+            source = model.spec.source  # an id may be a user's own
+            name = source.module if isinstance(source, PackageSource) else "own model"
             for unit, rates in measured.get("speed", {}).items():
                 for rows, rate in rates.items():
                     streams = "1 stream" if rows == "1" else f"{rows} streams"

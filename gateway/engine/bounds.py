@@ -5,7 +5,7 @@ A pass that goes beyond is refused by MLX, or ended by macOS, with all that it h
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -89,15 +89,18 @@ def _evaluating(layers: list[Any], size: int) -> Iterator[None]:
     ends = {id(layer) for layer in layers[size - 1 : -1 : size]}
     calls = {kind: kind.__call__ for kind in {type(layer) for layer in layers}}
 
-    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        output = calls[type(layer)](layer, *args, **kwargs)
-        if id(layer) in ends:
-            mx.eval(output)
-        return output
+    def evaluating(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            output = own(layer, *args, **kwargs)
+            if id(layer) in ends:
+                mx.eval(output)
+            return output
+
+        return call
 
     try:
-        for kind in calls:
-            kind.__call__ = call
+        for kind, own in calls.items():
+            kind.__call__ = evaluating(own)
         yield
     finally:
         for kind, own in calls.items():

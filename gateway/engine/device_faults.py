@@ -126,12 +126,12 @@ _PATTERNS: Final = [(re.compile(text.pattern, re.DOTALL), text.fault) for text i
 def classify(error: BaseException) -> Fault:
     """Return what an error says of the device.
 
-    Only a RuntimeError can be the device's: MLX raises ValueError for shapes and types, and Python
-    whatever else.
+    Only a RuntimeError itself can be the device's: MLX raises ValueError for shapes and types, and
+    Python whatever else, such as NotImplementedError, which is a RuntimeError too.
     """
     if isinstance(error, MemoryError):
         return Fault.PRESSURE
-    if not isinstance(error, RuntimeError):
+    if type(error) is not RuntimeError:
         return Fault.ROW
     message = str(error)
     matches = (fault for pattern, fault in _PATTERNS if pattern.match(message))

@@ -4,17 +4,20 @@
 """
 
 import asyncio
+import errno
+import math
 import resource
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
+import h11
 import hypercorn.asyncio.run
 import hypercorn.protocol
 import hypercorn.protocol.h11
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.events import Event, Updated
 
-from gateway import logs
+from gateway import clock, logs
 from gateway.server.bodies import Stream
 from gateway.server.http1 import Http1
 
@@ -22,6 +25,8 @@ log = logs.get("server")
 
 # Descriptors that are left for all else: model files, sandboxes, downloads, logs.
 RESERVED: Final = 256
+ACCEPT_LOG_S: Final = 60.0
+HANDSHAKE_S: Final = 5.0  # of TLS, before which a connection is not counted
 
 
 def most_connections() -> int:
@@ -33,24 +38,27 @@ def most_connections() -> int:
 class Crowd:
     """The open connections, those without a request longest idle first.
 
-    Where there are more than may be, the one that is idle for longest is closed: no number of
-    clients that say nothing keeps another out.
+    Where there are more than may be, the one that is idle for longest is closed, or one whose
+    request has not come whole: no number of clients that say nothing, or little, keeps another out.
     """
 
     def __init__(self, most: Callable[[], int] = most_connections) -> None:
         self._most = most
         self._idle: dict[Connection, None] = {}
-        self._busy: set[Connection] = set()
+        self._busy: dict[Connection, None] = {}
         self._has_warned = False
 
     def note_idle(self, connection: "Connection") -> None:
         """Count a connection that has no request under way, from now on."""
-        self._busy.discard(connection)
+        self._busy.pop(connection, None)
         self._idle[connection] = None
-        while len(self._idle) > 1 and len(self._idle) + len(self._busy) > self._most():
-            longest = next(iter(self._idle))
-            del self._idle[longest]
-            longest.abort()
+        while len(self._idle) + len(self._busy) > self._most():
+            unheard = next((other for other in self._busy if other.is_receiving), None)
+            closed = unheard if len(self._idle) == 1 else next(iter(self._idle))
+            if closed is None:
+                return
+            self.leave(closed)
+            closed.abort()
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("idle_connections_closed", most=self._most())
@@ -58,12 +66,12 @@ class Crowd:
     def note_busy(self, connection: "Connection") -> None:
         """Count a connection that has a request under way."""
         self._idle.pop(connection, None)
-        self._busy.add(connection)
+        self._busy[connection] = None
 
     def leave(self, connection: "Connection") -> None:
         """Count a connection no more."""
         self._idle.pop(connection, None)
-        self._busy.discard(connection)
+        self._busy.pop(connection, None)
 
 
 class Connection(TCPServer):
@@ -94,6 +102,12 @@ class Connection(TCPServer):
             note(self)
         await super().protocol_send(event)
 
+    @property
+    def is_receiving(self) -> bool:
+        """Return True while the body of the request under way has not come whole."""
+        protocol = self.protocol.protocol
+        return isinstance(protocol, Http1) and protocol.connection.their_state is h11.SEND_BODY
+
     def abort(self) -> None:
         """Close the connection at once."""
         self.writer.transport.abort()
@@ -114,6 +128,24 @@ class Connection(TCPServer):
             await super()._close()
         if limit.expired():
             self.writer.transport.abort()
+
+
+def make_exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """Return a loop's handler that says once in ACCEPT_LOG_S that nothing can be accepted: asyncio
+    says it for every place of the backlog.
+    """
+    last = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif clock.now() - last > ACCEPT_LOG_S:
+            last = clock.now()
+            log.error("too_many_open_files", error=str(error))
+
+    return handle
 
 
 def install(last_bytes_s: float) -> None:

@@ -1,5 +1,6 @@
 """What the device's errors mean for the process: go on, give memory back, or end it."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -11,6 +12,7 @@ log = logs.get("device")
 
 UNKNOWN_FAULTS: Final = 2  # after so many, the model reads a prompt of its own
 PROBES: Final = 2  # that have to fail in a row before the device counts as lost
+PROBE_PAUSE_S: Final = 1.0  # between them: a GPU that restarts fails all that comes meanwhile
 
 
 class DeviceHealth:
@@ -63,7 +65,8 @@ class DeviceHealth:
         self.check()
 
     def _probe(self, probe: Callable[[], None]) -> None:
-        for _ in range(PROBES):
+        for number in range(PROBES):
+            time.sleep(PROBE_PAUSE_S * number)
             try:
                 probe()
             except Exception as error:

@@ -97,6 +97,7 @@ class Beat:
     kind: str
     usual_s: float | None = 0.0
     shape: Hashable = None
+    owner: str = ""
 
 
 class _Work:
@@ -183,6 +184,8 @@ class Lane:
         self._is_open = False
         self._has_ended = asyncio.Event()
         self._usual_s: dict[Hashable, float] = {}  # by shape; forgotten at every load
+        # Whose work the device has under way, and what waits for it.
+        self._under_way: tuple[str, Callable[[], None]] | None = None
         self.beat: Beat | None = None  # written by the thread alone; None while it has no work
         self.has_died = False
 
@@ -281,6 +284,7 @@ class Lane:
         while (work := self._work.get()) is not None:
             self.beat = work.beat
             try:
+                self._settle(work.beat.owner)
                 work.do(self.health)
             except BaseException:  # such as SystemExit, which ends a thread
                 self.has_died = True  # before the waiting caller can queue another call
@@ -296,6 +300,14 @@ class Lane:
             self.beat = None
             with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
                 self._loop.call_soon_threadsafe(self._has_ended.set)
+
+    def _settle(self, owner: str) -> None:
+        """Wait for what another owner's call has left under way: MLX raises an error of it once, to
+        whoever waits first.
+        """
+        if self._under_way is not None and self._under_way[0] != owner:
+            (_, wait), self._under_way = self._under_way, None
+            wait()
 
     async def __aenter__(self) -> "Lane":
         self._loop = asyncio.get_running_loop()
@@ -343,8 +355,14 @@ class Turn:
         """Replace the heartbeat, between the steps of one call. On the lane's thread."""
         self._lane.beat = self._beat()
 
+    def leave_under_way(self, wait: Callable[[], None]) -> None:
+        """Leave work to the device after the turn. Before a call of another owner `wait` is called,
+        which must keep the work's error. On the lane's thread.
+        """
+        self._lane._under_way = self._owner, wait
+
     def _beat(self) -> Beat:
-        return Beat(self._kind, self._usual_s, self._shape)
+        return Beat(self._kind, self._usual_s, self._shape, self._owner)
 
     @property
     def is_contended(self) -> bool:

@@ -249,4 +249,4 @@ def test_a_pasted_report_of_doctor_has_its_row(tmp_path: Path) -> None:
     row = (tmp_path / "README.md").read_text()
     assert "[Apple M9, 2027-01-02](apple-m9-2027-01-02.md) | 32 GiB (metal)" in row
     assert "1 ok" in row
-    assert "small, unknown: 12 | small, unknown: 40" in row
+    assert "llm_small, unknown: 12 | llm_small, unknown: 40" in row

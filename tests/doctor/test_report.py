@@ -95,19 +95,21 @@ def test_the_block_to_paste_has_speeds_and_verdicts_and_no_name_of_ours() -> Non
         speed,
     ]
     own = ChatSpec(id="secret-project", kind="chat", source=PathSource(Path("/home/ada/secret")))
-    board = ChatSpec(id="small", kind="chat", source=PackageSource("llm_small", "m.gguf"))
+    board = ChatSpec(id="ada-small", kind="chat", source=PackageSource("llm_small", "m.gguf"))
     device = {"device": "metal", "device_name": "Apple M9", "memory_bytes": 32 << 30}
-    text = Report(device, [], [Checked(own, found), Checked(board, [speed])]).as_block("2026-01-02")
+    machine = [Finding("start", "fail", "")]
+    models = [Checked(own, found), Checked(board, [speed])]
+    text = Report(device, machine, models).as_block("2026-01-02")
     assert "\n" not in text
     assert "secret" not in text
     assert "ada" not in text
     block = json.loads(text)
     assert (block["device"], block["kind"], block["memory_gib"]) == ("Apple M9", "metal", 32)
-    assert (block["verdicts"], block["failed"]) == (4, 1)
-    assert block["failures"] == ["chat: answer"]
+    assert (block["verdicts"], block["failed"]) == (5, 2)
+    assert block["failures"] == ["machine: start", "chat: answer"]
     assert block["figures"] == {
         "tokens, own model, bfloat16, 1 stream, gateway's engine": 12.35,
         "tokens, own model, bfloat16, 8 streams, gateway's engine": 40,
-        "tokens, small, unknown, 1 stream, gateway's engine": 12.35,
-        "tokens, small, unknown, 8 streams, gateway's engine": 40,
+        "tokens, llm_small, unknown, 1 stream, gateway's engine": 12.35,
+        "tokens, llm_small, unknown, 8 streams, gateway's engine": 40,
     }

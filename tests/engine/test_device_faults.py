@@ -68,6 +68,12 @@ def test_a_text_inside_another_says_nothing(text: str) -> None:
     assert classify(ValueError(text)) is Fault.ROW
 
 
+@pytest.mark.parametrize("kind", [NotImplementedError, RecursionError, ValueError, KeyError])
+def test_what_python_raises_of_a_models_code_is_its_rows(kind: type[Exception]) -> None:
+    """Two of them are RuntimeErrors; a model with a bug must not end the process."""
+    assert classify(kind("no")) is Fault.ROW
+
+
 def test_python_out_of_memory_is_pressure() -> None:
     assert classify(MemoryError()) is Fault.PRESSURE
 

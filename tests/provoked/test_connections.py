@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import resource
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx2
 import orjson
 import pytest
+import structlog
 
 from gateway.jobs import Stage
 from gateway.server import connections
@@ -194,7 +196,11 @@ async def test_http2_by_prior_knowledge_is_refused_and_the_connection_closed(
     assert await everything(client, preface + settings_frame) == [b"HTTP/1.1 505 "]
 
 
-@pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: local"])
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"G", b"GET /health HTTP/1.1\r\nHost: local", post("never whole")[:-2]],
+    ids=["nothing", "a byte", "half a head", "half a body"],
+)
 async def test_clients_that_say_nothing_keep_nobody_out(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
@@ -239,3 +245,14 @@ async def test_a_connection_with_a_request_under_way_is_not_closed_for_others(
 def test_no_more_connections_than_descriptors_are_kept() -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert 0 < connections.most_connections() < limit
+
+
+def test_too_many_open_files_are_told_once_a_minute() -> None:
+    """asyncio tells of every place of the backlog: 223 MB in 40 seconds."""
+    handle, loop = connections.make_exception_handler(), asyncio.new_event_loop()
+    full = OSError(errno.EMFILE, "Too many open files")
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(2000):
+            handle(loop, {"message": "socket.accept() out of system resource", "exception": full})
+    loop.close()
+    assert [line["event"] for line in lines] == ["too_many_open_files"]

@@ -203,3 +203,18 @@ async def test_six_requests_after_a_fatal_fault_are_told_and_then_the_process_en
         assert process.process.wait(10) == 70
         assert time.monotonic() - began < 10
         assert IGNORED in process.log.read_text()
+
+
+async def test_a_device_that_dies_while_a_model_is_warmed_is_noted(
+    folder: Path, device: SimulatedDevice
+) -> None:
+    """The engine tells of it in a delta; nobody else would ever hear."""
+    models = catalog(folder, {"writer": {"kind": "chat", "source": "path:tiny"}})
+    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    async with served(models, engines, exit_on_stall=False, warm_up=True) as client:
+        device.is_dead = True
+        assert (await chat(client, "Hello")).status_code in (500, 503)
+        async with asyncio.timeout(10):
+            while (await client.get("/health")).json() != {"status": "dead"}:
+                await asyncio.sleep(0.05)
+        device.is_dead = False

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from gateway.errors import Unavailable
-from gateway.serving.lane import Lane
+from gateway.serving.lane import Lane, Turn
 from tests.fakes import Gate
 
 pytestmark = pytest.mark.anyio
@@ -268,3 +268,19 @@ async def test_a_turn_that_another_waits_for_is_not_alone() -> None:
         assert turn.seconds_alone(()) == 0
         for task in (own, other):
             task.cancel()
+
+
+async def test_what_is_under_way_is_waited_for_before_another_owners_call() -> None:
+    """MLX raises its error once, to whoever waits first: it has to be its owner."""
+    calls: list[str] = []
+    async with Lane() as lane:
+        for owner in ("mine", "mine", "other", "mine"):
+            async with lane.turn("decode", owner) as turn:
+
+                def work(turn: Turn = turn, owner: str = owner) -> None:
+                    calls.append(owner)
+                    if owner == "mine":
+                        turn.leave_under_way(lambda: calls.append("waited"))
+
+                await turn(work)
+    assert calls == ["mine", "mine", "waited", "other", "mine"]

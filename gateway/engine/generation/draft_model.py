@@ -12,6 +12,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from gateway.engine.bounds import KeptBuffers
 from gateway.engine.checkpoint import measure_kv
 from gateway.engine.decoders import parameters
 from gateway.engine.device import launch
@@ -54,16 +55,22 @@ class DraftModel:
 
     It knows tokens below `vocab_size`; others are read as its last one, and never drafted. It has
     no drafts for contexts that come near `max_context`. At most `prefix_cache_bytes` are kept of
-    prompts' KV.
+    prompts' KV, whose arrays are counted in `kept`.
     """
 
     def __init__(
-        self, model: Any, *, vocab_size: int, max_context: int, prefix_cache_bytes: int = 0
+        self,
+        model: Any,
+        *,
+        vocab_size: int,
+        max_context: int,
+        prefix_cache_bytes: int = 0,
+        kept: KeptBuffers | None = None,
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._longest = max_context - FEED
-        self._prefixes = PrefixCache(make_prompt_cache(model), prefix_cache_bytes)
+        self._prefixes = PrefixCache(make_prompt_cache(model), prefix_cache_bytes, kept)
         self._rows: list[_Follower] = []
         self._cache: list[Any] = []
         self._newcomer: tuple[_Follower, list[Any]] | None = None

@@ -5,7 +5,7 @@ separate calls (mlx-lm's `next()` does both in one).
 """
 
 from collections import abc, deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -40,8 +40,6 @@ from gateway.engine.grammar.structured import Structured
 from gateway.errors import PassFault
 from gateway.jobs import GenerateJob, Grammar, Pass, SequenceDelta, SequenceParams, Verdict
 
-Model = Callable[..., mx.array]
-
 
 class GenerationEngine:
     """The sequences of one model, from join to last token.
@@ -53,7 +51,7 @@ class GenerationEngine:
     def __init__(
         self,
         name: str,
-        model: Model,
+        model: Any,
         chat: ChatTokenizer,
         structured: Structured,
         *,
@@ -140,6 +138,7 @@ class GenerationEngine:
 
     def probe(self) -> None:
         """Read a prompt of the self-test's, apart from all sequences; raise what MLX does."""
+        self.synchronize()
         read_probe(self._model, self._vocab_size)
 
     def take_faults(self) -> abc.Sequence[PassFault]:
@@ -188,6 +187,7 @@ class GenerationEngine:
 
     def leave(self, sequence_id: int) -> None:
         """Drop a sequence, in whatever state it is. An unknown id is ignored."""
+        self.synchronize()
         self._parked.pop(sequence_id, None)
         self._prefill.drop(sequence_id)
         self._faults.dismiss(sequence_id)
@@ -203,13 +203,11 @@ class GenerationEngine:
         for single in [each for each in self._queued if each.rows[0].id == sequence_id]:
             self._queued = deque(each for each in self._queued if each is not single)
             self._parked[sequence_id] = single
-        if (running := self._running) is None:
-            return
-        for i, row in enumerate(running.rows):
-            if row.id == sequence_id:
-                self._parked[sequence_id] = running.take(i)
-                self._keep([other for other in range(len(running.rows)) if other != i])
-                return
+        self.synchronize()  # an error of the step under way is of this sequence too
+        if (running := self._running) is not None:
+            for at in [i for i, row in enumerate(running.rows) if row.id == sequence_id]:
+                self._parked[sequence_id] = running.take(at)
+                self._keep([other for other in range(len(running.rows)) if other != at])
 
     def preempt(self, sequence_id: int) -> None:
         """Stop a sequence and free its KV: when resumed, all its tokens are read again."""
@@ -245,6 +243,7 @@ class GenerationEngine:
 
     def clear_prefixes(self) -> None:
         """Drop the KV kept of prompts."""
+        self.synchronize()  # the buffers' wait would raise, and lose, an error of the step
         self._prefixes.clear()
         self._drafting.clear_prefixes()
         clear_cache()
@@ -260,6 +259,7 @@ class GenerationEngine:
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, with its sequences and the KV kept of their prompts."""
+        self.synchronize()
         for row in self._sequences():
             if row.adapter == number:
                 self.leave(row.id)
@@ -378,11 +378,9 @@ class GenerationEngine:
     def nbytes(self) -> int:
         """Count the bytes on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
-        running = self._running.cache if self._running is not None else []
-        others = [*self._queued, *self._parked.values()]
-        caches = [each.cache for each in others if isinstance(each, DecodeBatch)]
-        kv = self._prefill.nbytes + sum(map(cache_nbytes, [running, *caches]))
-        return weights + kv + self._prefixes.nbytes + self._drafting.nbytes
+        batches = [self._running, *self._queued, *self._parked.values()]
+        kv = sum(cache_nbytes(batch.cache) for batch in batches if isinstance(batch, DecodeBatch))
+        return weights + kv + self._prefill.nbytes + self._prefixes.nbytes + self._drafting.nbytes
 
     def close(self) -> None:
         """Release every array."""
@@ -422,6 +420,7 @@ class GenerationEngine:
         if any(last):
             started.keep([i for i, is_last in enumerate(last) if not is_last])
         if held := [i for i, row in enumerate(started.rows) if row.is_held]:
+            started.wait()
             for i in held:
                 self._parked[started.rows[i].id] = started.take(i)
             if len(held) == len(started.rows):
@@ -436,6 +435,7 @@ class GenerationEngine:
         elif self._is_batched:
             self._running.extend(started)
         else:
+            started.wait()
             self._queued.append(started)
 
     def _sequences(self) -> list[Sequence]:

@@ -218,6 +218,7 @@ def load_generation_in_steps(
             vocab_size=min(draft.vocab_size, setup.vocab_size),
             max_context=draft.max_context,
             prefix_cache_bytes=draft_bytes,
+            kept=bounds.kept if bounds is not None else None,
         )
         prefix_cache_bytes -= draft_bytes
     yield GenerationEngine(

@@ -76,8 +76,10 @@ class Layout:
         if costs.largest is None:
             return True
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
-        longest = max([*self.batched, *self.single], default=0) + KV_STEP + costs.chunk_tokens
-        return max(slots, 1) * longest * costs.kv.plane <= costs.largest
+        more = KV_STEP + costs.chunk_tokens
+        rectangle = slots * (max(self.batched, default=0) + more)
+        single = max(self.single, default=0) + more
+        return max(rectangle, single) * costs.kv.plane <= costs.largest
 
 
 def longest_chunk(chunk_tokens: int) -> int:

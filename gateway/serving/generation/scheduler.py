@@ -39,7 +39,7 @@ class Scheduler:
         self._ending: dict[int, Sequence] = {}  # preempted, to end with the tokens they have
         self._blocked: Sequence | None = None  # the first that would join if there were memory
         self._stuck: list[Sequence] = []  # those that lack memory only other models hold
-        self._bearable: int | None = None  # rows that the device has memory for, if it ran out
+        self.bearable: int | None = None  # rows that the device has memory for, if it ran out
         metrics.of(metrics.PREEMPTIONS, model)  # at 0, so that a rate sees the first
 
     @property
@@ -110,8 +110,7 @@ class Scheduler:
         """Record that a row has ended."""
         if self._ending.pop(row, None) is None:
             self._exit(self._batch[row], row)
-        if self._bearable is not None:
-            self._bearable += 1
+            self._bear_more()
 
     def note_prefilling(self, rows: frozenset[int]) -> None:
         """Record which rows are in prefill after a turn."""
@@ -119,9 +118,9 @@ class Scheduler:
 
     def shed(self) -> None:
         """Keep half of the rows in the batch: the device had no memory for all. The others join
-        again as these end, and with each one that ends one row more may run.
+        again as these leave it, and with each one that does one row more may run.
         """
-        self._bearable = max(1, len(self._batch) // 2)
+        self.bearable = max(1, len(self._batch) // 2)
 
     def drop(self, sequences: abc.Sequence[Sequence]) -> bool:
         """Drop every row of a job. Return True if any has to leave the engine.
@@ -138,6 +137,7 @@ class Scheduler:
                 self.leaving.append(sequence.row)
                 if self._batch.get(sequence.row) is sequence:
                     self._exit(sequence, sequence.row)
+                    self._bear_more()
                 self._ending.pop(sequence.row, None)
         return bool(self.leaving)
 
@@ -151,6 +151,7 @@ class Scheduler:
             self._waiting.discard(sequence)
         self.leaving += [sequence.row for sequence in joined if sequence.row is not None]
         self._batch.clear()
+        self._bear_more()
         self._ending.clear()
         self._held.clear()
 
@@ -199,7 +200,7 @@ class Scheduler:
         self.leaving = []
         plan.capped = [(row, sequence.tokens) for row, sequence in self._ending.items()]
         self._take_turns(plan)
-        while self._bearable is not None and len(self._batch) > self._bearable:
+        while self.bearable is not None and len(self._batch) > self.bearable:
             self._preempt(self._youngest(), plan)
         self._grow(plan)
         if may_join:
@@ -235,6 +236,15 @@ class Scheduler:
         if sequence.is_held:
             self._held.remove(sequence)
 
+    def _bear_more(self) -> None:
+        """Let one row more run, since one has left; any number once none is left, or as many as
+        may run at all.
+        """
+        if self.bearable is not None:
+            self.bearable += 1
+            if not self._batch or self.bearable >= self.limits.max_batch_size:
+                self.bearable = None
+
     def _active(self, *, constrained: bool = False) -> list[Sequence]:
         """List the rows that are not held, or those of them that have a grammar."""
         active = (each for each in self if not each.is_held)
@@ -249,17 +259,18 @@ class Scheduler:
         free_constrained = self._free_constrained()
         reserved = int(self.limits.max_batch_size * ANSWERS_SHARE)
         now = asyncio.get_running_loop().time()
-        if self._bearable is not None:
-            places = held_places = min(places, held_places, self._bearable - len(self._batch))
+        room = self.limits.max_batch_size * 2  # those active, and those held
+        if self.bearable is not None:
+            room = self.bearable - len(self._batch)
         if max(places, held_places) <= 0 or not self._waiting or self._turns().is_blocked:
             return joining
 
         def decide(sequence: Sequence) -> Decision:
-            nonlocal places, held_places, free_constrained
+            nonlocal places, held_places, free_constrained, room
             is_held = sequence.is_constrained and (free_constrained <= 0 or places <= 0)
             if sequence.params.step is not None and places <= reserved:
                 return Decision.SKIP
-            if (held_places if is_held else places) <= 0:
+            if min(room, held_places if is_held else places) <= 0:
                 return Decision.SKIP
             sequence.is_held = is_held
             sequence.length = self.memory.grant_length(
@@ -271,6 +282,7 @@ class Scheduler:
                 joining.append(sequence)
                 sequence.stuck_since = None
                 places -= not is_held
+                room -= 1
                 held_places -= is_held
                 free_constrained -= sequence.is_constrained and not is_held
                 return Decision.JOIN

@@ -184,3 +184,5 @@ class Steps:
         plan.post(self._on_end, self._engine.prefix_bytes, self._engine.prefilling)
         if turn.is_contended:
             self._engine.synchronize()
+        else:
+            turn.leave_under_way(self._engine.synchronize)

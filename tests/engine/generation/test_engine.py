@@ -158,6 +158,39 @@ def test_an_error_that_another_waits_for_is_raised_when_the_step_is_read(
     assert (again.ids, again.text) == (alone.ids, alone.text)
 
 
+@pytest.mark.parametrize("act", ["park", "leave", "clear_prefixes"])
+def test_an_error_of_the_step_under_way_is_kept_whoever_meets_it_first(
+    engine: GenerationEngine, act: str
+) -> None:
+    """A row that is parked, leaves, or has its prefixes cleared has a step under way, whose tokens
+    were never written.
+    """
+    alone = answers(engine, [job(text) for text in TEXTS[:2]])
+    with SimulatedDevice().installed() as device:
+        run = Run(engine)
+        [first], [second] = (run.join(job(text)) for text in TEXTS[:2])
+        for _ in range(3):
+            run.step()
+        device.fail(TIMEOUT)
+        if act == "clear_prefixes":
+            engine.clear_prefixes()
+        else:
+            getattr(engine, act)(first)
+        assert device.failures == 1
+        run.step()
+        assert engine.take_faults()
+        if act == "park":
+            engine.resume(first)
+        run.finish()
+        assert device.failures == 1
+        if act == "park":
+            assert engine.take_faults()  # the parked row's own
+    expected = {first: alone[0], second: alone[1]}
+    for row in expected.keys() - ({first} if act == "leave" else set()):
+        assert run.answers[row].ids == expected[row].ids
+        assert run.answers[row].error is None
+
+
 def test_the_probe_raises_what_the_device_does_and_leaves_rows_as_they_were(
     engine: GenerationEngine,
 ) -> None:
@@ -169,8 +202,7 @@ def test_the_probe_raises_what_the_device_does_and_leaves_rows_as_they_were(
         for _ in range(4):
             run.step()
             engine.probe()
-        engine.synchronize()
-        device.fail(TIMEOUT)
+        device.fail(TIMEOUT, TIMEOUT)  # the first is of the step under way, and kept for it
         with pytest.raises(RuntimeError, match="Timeout"):
             engine.probe()
         together = run.finish()
