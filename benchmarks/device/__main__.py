@@ -1,4 +1,5 @@
-"""python -m benchmarks.device: compare this device's answers, then measure it; 1 if one is wrong.
+"""python -m benchmarks.device: compare this device's answers, then measure it; 1 if one is wrong,
+or if there is no verdict.
 
 Each part runs in a process of its own, for a fault of a device ends the process.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.device.machine import CHECKOUT, Machine
-from benchmarks.device.page import failures, write_page
+from benchmarks.device.page import failures, has_verdict, write_page
 from benchmarks.device.parts import Bench, Part, parts, pick
 from benchmarks.device.results import Result, State
 from benchmarks.device.table import DOCS, update
@@ -64,9 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_parts(
     chosen: Sequence[Part], state: State, run: Callable[[Part], Result], *, is_again: bool
 ) -> None:
-    """Run parts and add each result to the state; those it has already only if `is_again`."""
+    """Run parts, each once, and add each result to the state.
+
+    Those that it has already run only if they were not done, or if `is_again`.
+    """
     for part in chosen:
-        if part.name in state.results and not is_again:
+        known = state.results.get(part.name)
+        if known is not None and known.status == "done" and not is_again:
             continue
         print(f"{part.name} …", end="", file=sys.stderr, flush=True)
         result = run(part)
@@ -155,7 +160,9 @@ def _write(
     print(page)
     for verdict in wrong:
         print(f"parity failed: {verdict}")
-    return int(bool(wrong))
+    if not has_verdict(results):
+        print("no parity verdict")
+    return int(bool(wrong) or not has_verdict(results))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

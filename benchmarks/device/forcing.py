@@ -49,13 +49,16 @@ class Row:
 
 @dataclass(slots=True)
 class Outcome:
-    """The places of each row, and what its passes did: tokens from kept prefixes, and of drafts."""
+    """The places of each row, and what its passes did: tokens from kept prefixes, and of drafts,
+    and which rows were beside others in one.
+    """
 
     places: list[list[Place]] = field(default_factory=list)
     cached: int = 0
     drafted: int = 0
     accepted: int = 0
     faults: list[str] = field(default_factory=list)
+    beside: set[int] = field(default_factory=set)
 
 
 class Forcing:
@@ -63,6 +66,7 @@ class Forcing:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
+        self.beside: set[int] = set()
         self._notes: list[tuple[list[tuple[int, int]], mx.array, Scores]] = []
 
     def choose(
@@ -70,6 +74,8 @@ class Forcing:
     ) -> Choice:
         """Choose as `sampling.choose` does: one token a row of logits, (rows, vocabulary)."""
         numbers = [sampler.sampling.seed or 0 for sampler in samplers]
+        if len(set(numbers)) > 1:
+            self.beside.update(numbers)
         places = list(zip(numbers, positions, strict=True))
         given = mx.array([self._token(*place) for place in places])
         tokens = mx.where(given == FREE, mx.argmax(logits, axis=-1), given).astype(mx.uint32)
@@ -132,6 +138,7 @@ def answer(engine: GenerationEngine, rows: Sequence[Row], late: int = 0) -> Outc
                 outcome.accepted += engine.last_pass.accepted
         outcome.faults += [fault.message for fault in engine.take_faults()]
         outcome.places = forcing.places()
+        outcome.beside = forcing.beside
     return outcome
 
 

@@ -50,6 +50,15 @@ def failures(results: Mapping[str, Result]) -> list[str]:
     return verdicts + broken
 
 
+def has_verdict(results: Mapping[str, Result]) -> bool:
+    """Return True if anything was compared: else nothing was found right either."""
+    return any(
+        comparison.is_ok is not None
+        for result in results.values()
+        for comparison in result.comparisons
+    )
+
+
 def write_page(machine: Machine, results: Mapping[str, Result], day: str, *, is_small: bool) -> str:
     """Write the page as Markdown."""
     size = (
@@ -83,8 +92,9 @@ def _verdicts(machine: Machine, results: Mapping[str, Result]) -> Iterator[str]:
         "Each row's answer alone is given again, token by token, in each way; the logprobs of "
         "these tokens may differ by the bound, in nats, and the likeliest token may be another "
         "only where it is likelier than the second by less than the bound. With `kv_bits` rows are "
-        "compared with the same rows alone with `kv_bits`. Embeddings and scores are compared in "
-        "standard deviations between inputs.",
+        "compared with the same rows alone with `kv_bits`; what these cost beside plain KV is "
+        "bounded on average. Adapters must move their rows by more than the bound. Embeddings and "
+        "scores are compared in standard deviations between inputs.",
         "",
         f"On {machine.describe()}.",
         "",
@@ -115,9 +125,10 @@ def _verdict_row(subject: str, comparison: Comparison) -> str:
 
 
 def _bound(comparison: Comparison) -> str:
-    if comparison.most_mean is None:
+    if comparison.bound is not None and comparison.most_mean is None:
         return f"{comparison.bound:.2g}"
-    return f"{comparison.bound:.2g}, mean {comparison.most_mean:.2g}"
+    mean = f"mean {comparison.most_mean:.2g}"
+    return mean if comparison.bound is None else f"{comparison.bound:.2g}, {mean}"
 
 
 def _figures(machine: Machine, results: Mapping[str, Result], name: str) -> Iterator[str]:

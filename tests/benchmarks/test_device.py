@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 
 import mlx.core as mx  # isort: skip
 
+from benchmarks.device import __main__ as device_main
+from benchmarks.device import parity
 from benchmarks.device.__main__ import main, run_parts, run_process
 from benchmarks.device.forcing import Outcome, Place, Row, answer, answer_alone
 from benchmarks.device.machine import Machine
@@ -22,9 +25,12 @@ from benchmarks.device.parity import (
     Comparison,
     Subject,
     compare,
+    compare_adapters,
+    compare_kv_bits,
     compare_vectors,
     compare_ways,
     draw_rows,
+    run_self_test,
 )
 from benchmarks.device.parts import Part, parts
 from benchmarks.device.results import Figure, Result, State
@@ -33,6 +39,11 @@ from benchmarks.device.table import END, START, read_blocks, update
 from gateway.doctor.findings import Finding
 from gateway.doctor.report import Checked, Report
 from gateway.engine.device import Device
+from gateway.engine.generation import engine as engines
+from gateway.engine.generation.adapters import Adapters
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.quantized_kv import quantize_kv
+from gateway.jobs import Verdict
 from gateway.registry import ChatSpec, PackageSource
 
 MACHINE = Machine(
@@ -50,6 +61,7 @@ FIGURE = Figure(
     "4bit (ours as float32)",
     "8 streams",
 )
+TOGETHER = ("together", "prefix, together", "ahead, together")
 THEIRS = replace(FIGURE, value=650.0, who="BatchGenerator")
 # A part's process: {} is what it does before it writes a result.
 PART = """
@@ -139,6 +151,85 @@ def test_another_likeliest_token_counts_where_it_was_likeliest_by_far() -> None:
     assert compare("m", Outcome([[far]]), other, BOUND).is_ok is False
 
 
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_kv_bits_cost_has_a_bound_of_its_own(
+    folder: Path, rows: list[Row], monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    """Nonsense with kv_bits is wrong, and widens no bound."""
+    used: list[Bound] = []
+
+    def quantize(checkpoint: Any, model: Any, bits: int) -> None:
+        quantize_kv(checkpoint, model, bits)
+        if is_broken:
+            model.model.norm.weight = -model.model.norm.weight
+
+    def no_ways(subject: Subject, rows: list[Row], prefix: str, bound: Bound) -> list[Comparison]:
+        used.append(bound)
+        return []
+
+    monkeypatch.setattr(parity, "quantize_kv", quantize)
+    monkeypatch.setattr(parity, "compare_ways", no_ways)
+    (loss,) = compare_kv_bits(Subject.load(folder, Device.CPU, "float32"), rows)
+    assert loss.is_ok is not is_broken
+    most = parity.LOSS_BOUNDS["float32"]
+    assert (loss.bound, loss.most_mean) == (None, most)
+    assert used[0].worst <= most
+    assert used[0].mean <= most
+
+
+def test_a_mixture_of_experts_has_another_bound_of_what_kv_bits_cost(
+    tmp_path: Path, subject: Subject
+) -> None:
+    folder = folder_of(SHAPES["moe"], "float32", tmp_path, is_small=True)
+    experts = Subject.load(folder, Device.CPU, "float32")
+    assert experts.most_loss == parity.EXPERTS_LOSS_BOUNDS["float32"] > subject.most_loss
+
+
+@pytest.mark.parametrize("is_applied", [True, False])
+def test_adapters_without_an_effect_are_wrong(
+    subject: Subject,
+    rows: list[Row],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_applied: bool,
+) -> None:
+    if not is_applied:
+        monkeypatch.setattr(Adapters, "applied", lambda self, numbers: nullcontext())
+    verdicts = {each.mode: each.is_ok for each in compare_adapters(subject, rows, tmp_path)}
+    assert verdicts == {
+        "adapters beside the base": is_applied,
+        "adapters together": True if is_applied else None,
+        "adapters late": True if is_applied else None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("verdict", "is_ok"),
+    [
+        (Verdict(), False),
+        (Verdict(True, True, True), False),
+        (Verdict(True, True, True, True), True),
+        (Verdict(True, False, True, True), False),
+    ],
+)
+def test_a_self_test_must_be_whole(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, verdict: Verdict, is_ok: bool
+) -> None:
+    monkeypatch.setattr(GenerationEngine, "self_test", lambda self: iter([verdict]))
+    assert run_self_test(subject).is_ok is is_ok
+
+
+def test_rows_that_run_one_at_a_time_have_no_verdict_together(
+    subject: Subject, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "can_batch", lambda model: False)
+    for comparison in compare_ways(subject, rows, "", subject.bound):
+        is_together = comparison.mode in ("late", *TOGETHER)
+        if is_together or comparison.mode == "alone again":
+            assert comparison.is_ok is (None if is_together else True), comparison.mode
+        assert ("rows run one at a time" in comparison.note) is is_together
+
+
 def test_what_is_no_number_is_wrong() -> None:
     alone = Outcome([[Place(5, -1.0, 5, 0.2)]])
     comparison = compare("m", alone, Outcome([[Place(5, float("nan"), 5, 0.2)]]), BOUND)
@@ -167,7 +258,7 @@ def test_results_are_kept_and_those_of_other_versions_dropped(tmp_path: Path) ->
 
 
 def test_a_part_that_dies_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:
-    """And no part runs twice, unless it is asked for."""
+    """It alone is tried again by the next run, once."""
     deeds = {"dies": "os.abort()", "hangs": "import time; time.sleep(60)", "works": ""}
     ran: list[str] = []
 
@@ -178,12 +269,41 @@ def test_a_part_that_dies_is_recorded_and_the_next_one_runs(tmp_path: Path) -> N
     listed = [Part(name, 1, lambda _: Result("done")) for name in deeds]
     state = State.load(tmp_path / "state.json", {})
     run_parts(listed, state, run, is_again=False)
-    run_parts(listed, state, run, is_again=False)
     assert ran == list(deeds)
     statuses = {name: result.status for name, result in state.results.items()}
     assert statuses == {"dies": "failed", "hangs": "failed", "works": "done"}
     assert "status -6" in state.results["dies"].error
     assert "longer than 1 s" in state.results["hangs"].error
+    again: list[str] = []
+
+    def succeed(part: Part) -> Result:
+        again.append(part.name)
+        return Result("done")
+
+    for _ in range(2):
+        run_parts(listed, state, succeed, is_again=False)
+    assert again == ["dies", "hangs"]
+
+
+@pytest.mark.parametrize(
+    ("result", "status"),
+    [
+        (Result("skipped", error="too small"), 1),
+        (Result("failed", error="status -6"), 1),
+        (Result("done", comparisons=[replace(OK, is_ok=None)]), 1),
+        (Result("done", comparisons=[OK, WRONG]), 1),
+        (Result("done", comparisons=[OK]), 0),
+    ],
+)
+def test_a_run_without_a_verdict_has_not_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: Result, status: int
+) -> None:
+    monkeypatch.setattr(device_main, "_run", lambda part, *_, **__: result)
+    places = [f"--{name}={tmp_path / name}" for name in ("state", "models", "out", "pages")]
+    assert main(["--small", "--part", "1", *places]) == status
+    (page,) = (tmp_path / "pages").glob("*.md")
+    is_listed = f"- parity qwen3-0.6b float32 ({result.status}): " in page.read_text()
+    assert is_listed is (result.status != "done")
 
 
 def test_a_part_is_skipped_where_memory_is_too_small() -> None:
@@ -199,14 +319,16 @@ def test_parts_are_listed_with_a_guess(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_page_says_of_each_figure_what_it_was_measured_on() -> None:
+    loss = replace(OK, mode="kv_bits", bound=None, mean=0.02, most_mean=0.08)
     results = {
-        "parity x": Result("done", 1, "", "qwen3-8b, 4bit, metal", [OK, WRONG]),
+        "parity x": Result("done", 1, "", "qwen3-8b, 4bit, metal", [OK, WRONG, loss]),
         "speed x": Result("done", 1, figures=[FIGURE, THEIRS]),
         "http x": Result("skipped", error="aiohttp is not installed"),
     }
     text = write_page(MACHINE, results, "2027-01-02", is_small=False)
     for section in text.split("\n## ")[1:3]:
         assert MACHINE.describe() in section
+    assert "| 0.02 | mean 0.08 |" in text
     assert "| qwen3-8b, small | 4bit (ours as float32) | 8 streams | 812 | 650 |" in text
     assert "0.5 | row 0, token 3" in text
     assert "**fail**" in text
