@@ -58,7 +58,7 @@ def read_decoder(
     On the lane.
 
     If it `is_fused`, projections of one input become one product. Quantised weights that the device
-    has no kernel for become floating; `report` is told. Raises ModelLoadFailed.
+    has no kernel for become floating; `report` is called with them. Raises ModelLoadFailed.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:

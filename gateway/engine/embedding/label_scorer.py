@@ -291,7 +291,7 @@ def load_label_scorer_in_steps(
     """Load a causal model as a reranker, in steps; the last one yields it. Raises ModelLoadFailed.
 
     Its labels must each be one token, and its logits the plain product of its hidden states and its
-    output matrix, which is checked. `report` is told of quantised weights that become floating.
+    output matrix, which is checked. `report` is called with quantised weights that become floating.
     """
     checkpoint = Checkpoint(name, folder)
     config = checkpoint.read_object("config.json")

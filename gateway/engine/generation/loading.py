@@ -176,7 +176,7 @@ def load_generation_in_steps(
     In batches of up to `speculate_rows`, tokens may be read ahead of their choice, also by the
     model of `draft`, whose prompts' KV has its part of `prefix_cache_bytes`.
     With a `share` it is this rank's part of the model, whose calls every rank must make. `bounds`
-    are the device's, with what is kept of all models' prompts. `report` is told of quantised
+    are the device's, with what is kept of all models' prompts. `report` is called with quantised
     weights that become floating, since the device has no kernel for them.
     Raises ModelLoadFailed saying what is wrong.
     """
