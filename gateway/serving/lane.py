@@ -302,8 +302,8 @@ class Lane:
                 self._loop.call_soon_threadsafe(self._has_ended.set)
 
     def _settle(self, owner: str) -> None:
-        """Wait for what another owner's call has left under way: MLX raises an error of it once, to
-        whoever waits first.
+        """Wait for what another owner's call has left under way: MLX raises an error of it once, at
+        the first wait.
         """
         if self._under_way is not None and self._under_way[0] != owner:
             (_, wait), self._under_way = self._under_way, None
