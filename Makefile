@@ -7,7 +7,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured device simulate demo-train demo-evaluate clean
+.PHONY: help serve test test-signals doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured device simulate demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -19,6 +19,14 @@ serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 # one process has none left and takes some of the other's. Graphiti's tests are `make compat-ci`'s.
 test: setup-dev ## Run the tests, but Graphiti's (make compat)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore compat_tests/graphiti
+
+# asyncio closes its listeners in another way from Python 3.12.1 on, and Hypercorn waits for it.
+NEWER ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python3.13) python3.13)
+test-signals: ## Run the tests of signals on Python 3.13 (NEWER=), if it is installed
+	@if $(NEWER) --version >/dev/null 2>&1; then \
+		$(MAKE) --no-print-directory VENV=$(VENV)-newer PYTHON=$(NEWER) setup-dev && \
+		$(VENV)-newer/bin/python -m pytest tests/provoked/test_signals.py; \
+	else echo "$(NEWER) is not installed: the tests of signals are skipped."; fi
 
 ray: setup-ray ## Serve models.yaml by two replicas on this machine, behind Ray Serve (deploy/ray)
 	@$(VENV)-ray/bin/python -m deploy.ray $(ARGS)
@@ -153,7 +161,7 @@ demo-evaluate: setup ## Measure demo-chat on wordings that training never saw
 	$(BIN)/python -m demo.evaluate
 
 clean: ## Remove what the commands above made
-	rm -rf $(VENV) $(VENV)-clients $(VENV)-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
+	rm -rf $(VENV) $(VENV)-newer $(VENV)-clients $(VENV)-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis dist demo-chat
 
 docs: setup ## Write the generated tables of docs/
 	$(BIN)/python -m tests.docs_tables

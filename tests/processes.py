@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,11 +13,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "demo" / "models.yaml"
 """Models that are quick, and on every machine."""
 UNDRAWN = range(20_000, 32_000)
 """Ports that no kernel gives by itself: Linux draws from 32768 on, macOS from 49152."""
+
+
+needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate")
 
 
 def command(*arguments: str) -> list[str]:
@@ -44,6 +50,15 @@ def free_ports(count: int) -> list[int]:
 def free_port() -> int:
     [port] = free_ports(1)
     return port
+
+
+def write_certificate(folder: Path) -> dict[str, str]:
+    """Make a certificate that nobody trusts; give the variables that name it."""
+    files = {"GATEWAY_TLS_CERT": folder / "cert.pem", "GATEWAY_TLS_KEY": folder / "key.pem"}
+    cert, key = map(str, files.values())
+    asked = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=gateway"]
+    subprocess.run([*asked, "-out", cert, "-keyout", key], capture_output=True, check=True)
+    return {name: str(file) for name, file in files.items()}
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,15 @@ from gateway.registry import read_models
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
 
 if TYPE_CHECKING:
+    import ssl
+
     from gateway.registry import Catalog, ModelSpec
     from gateway.serving.ranks.links import Leader
 
 log = logs.get("serve")
 
 BACKLOG = 2048
+LAST_WORDS_S = 0.5  # for clients to read what was written before the drain's end
 SHUTDOWN_S = 10  # to close the models, after the drain
 
 
@@ -81,6 +84,17 @@ def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
             raise typer.Exit(STATUS_OF_A_LOSS)
 
 
+def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
+    """Return what speaks TLS for connections, if settings name a certificate."""
+    from hypercorn.config import Config
+
+    config = Config()
+    config.certfile = str(settings.tls_cert) if settings.tls_cert else None
+    config.keyfile = str(settings.tls_key) if settings.tls_key else None
+    config.alpn_protocols = ["http/1.1"]
+    return config.create_ssl_context()
+
+
 class Served(Protocol):
     """What can be served: a gateway, or what stands in front of several."""
 
@@ -105,7 +119,7 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
 
     from gateway.server import connections
 
-    connections.install(settings.send_timeout_s)
+    connections.install(settings.send_timeout_s, _make_tls(settings))
     stop, signals = asyncio.Event(), list[None]()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -123,15 +137,13 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
         log.info("draining")
         reloading.cancel()  # no request would use what it loads
         await gateway.drain()
+        # Hypercorn closes idle connections; from Python 3.12.1 on it waits for all others.
+        loop.call_later(LAST_WORDS_S, connections.Connection.crowd.abort_all)
 
     config = Config()
-    config.certfile = str(settings.tls_cert) if settings.tls_cert else None
-    config.keyfile = str(settings.tls_key) if settings.tls_key else None
     config.backlog = BACKLOG
     config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.h11_max_incomplete_size = settings.read_header_bytes
-    config.alpn_protocols = ["http/1.1"]
-    config.ssl_handshake_timeout = connections.HANDSHAKE_S
     loop.set_exception_handler(connections.make_exception_handler())
     config.read_timeout = None  # it would also cut long answers short
     config.graceful_timeout = 1

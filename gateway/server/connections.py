@@ -7,6 +7,7 @@ import asyncio
 import errno
 import math
 import resource
+import ssl
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -26,7 +27,6 @@ log = logs.get("server")
 # Descriptors that are left for all else: model files, sandboxes, downloads, logs.
 RESERVED: Final = 256
 ACCEPT_LOG_S: Final = 60.0
-HANDSHAKE_S: Final = 5.0  # of TLS, before which a connection is not counted
 
 
 def most_connections() -> int:
@@ -73,6 +73,11 @@ class Crowd:
         self._idle.pop(connection, None)
         self._busy.pop(connection, None)
 
+    def abort_all(self) -> None:
+        """Close every connection at once."""
+        for connection in [*self._idle, *self._busy]:
+            connection.abort()
+
 
 class Connection(TCPServer):
     """A connection that ends as soon as its client has left or no longer reads.
@@ -84,16 +89,33 @@ class Connection(TCPServer):
     """
 
     last_bytes_s = 30.0  # for the client to read what was written
+    tls: ssl.SSLContext | None = None
     crowd = Crowd()
+    _handshake: asyncio.Timeout | None = None
     _is_gone = False
 
     async def run(self) -> None:
-        """Serve the connection's requests until it is closed."""
+        """Serve the connection's requests until it is closed.
+
+        TLS begins here, not in Hypercorn's listener, so that a connection counts from its first
+        moment: one that never finishes the handshake would keep others out, and the shutdown.
+        """
         self.crowd.note_idle(self)
         try:
+            if self.tls is not None:
+                await self._begin_tls(self.tls)
             await super().run()
+        except OSError:  # of the handshake, which has closed the connection
+            pass
         finally:
             self.crowd.leave(self)
+
+    async def _begin_tls(self, tls: ssl.SSLContext) -> None:
+        try:
+            async with asyncio.timeout(None) as self._handshake:
+                await self.writer.start_tls(tls)
+        finally:
+            self._handshake = None
 
     async def protocol_send(self, event: Event) -> None:
         """Send bytes; note whether a request is under way."""
@@ -110,7 +132,10 @@ class Connection(TCPServer):
 
     def abort(self) -> None:
         """Close the connection at once."""
-        self.writer.transport.abort()
+        if self._handshake is None:
+            self.writer.transport.abort()
+        else:  # asyncio would take an aborted handshake for one that is done
+            self._handshake.reschedule(0)
 
     async def _read_data(self) -> None:
         try:
@@ -148,9 +173,12 @@ def make_exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, A
     return handle
 
 
-def install(last_bytes_s: float) -> None:
-    """Replace Hypercorn's classes with these; call it before Hypercorn serves."""
-    Connection.last_bytes_s = last_bytes_s
+def install(last_bytes_s: float, tls: ssl.SSLContext | None = None) -> None:
+    """Replace Hypercorn's classes with these; call it before Hypercorn serves.
+
+    With `tls`, connections speak TLS, and Hypercorn is to be given no certificate.
+    """
+    Connection.last_bytes_s, Connection.tls = last_bytes_s, tls
     hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]
     hypercorn.protocol.H11Protocol = Http1  # type: ignore[assignment, attr-defined]
     hypercorn.protocol.h11.HTTPStream = Stream  # type: ignore[assignment, attr-defined]

@@ -18,7 +18,14 @@ import pytest
 from gateway.cli._greeting import Place, write_greeting
 from gateway.registry import ModelSpec, load_catalog
 from tests.checkpoints import write_chat
-from tests.processes import ROOT, command, environment, free_port
+from tests.processes import (
+    ROOT,
+    command,
+    environment,
+    free_port,
+    needs_openssl,
+    write_certificate,
+)
 from tests.serving_app import settings
 
 MODELS = """
@@ -27,7 +34,6 @@ models:
   tiny: {kind: chat, source: "path:tiny", preload: true}
 """
 needs_curl = pytest.mark.skipif(not shutil.which("curl"), reason="pastes a line that calls curl")
-needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate")
 
 
 @contextmanager
@@ -72,15 +78,6 @@ def tiny(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def pem(folder: Path) -> dict[str, str]:
-    """Make a certificate that nobody trusts; give the variables that name it."""
-    files = {"GATEWAY_TLS_CERT": folder / "cert.pem", "GATEWAY_TLS_KEY": folder / "key.pem"}
-    cert, key = map(str, files.values())
-    asked = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=gateway"]
-    subprocess.run([*asked, "-out", cert, "-keyout", key], capture_output=True, check=True)
-    return {name: str(file) for name, file in files.items()}
-
-
 @needs_curl
 def test_a_terminal_sees_models_load_and_ends_with_a_line_to_paste(tiny: Path) -> None:
     """Each model when it begins and with its seconds, then the address, then the line, which
@@ -122,7 +119,9 @@ def test_the_line_to_paste_goes_to_a_unix_socket(tiny: Path) -> None:
 @pytest.mark.parametrize("bind", ["127.0.0.1:0", "unix:a.sock"])
 def test_the_line_to_paste_speaks_tls(tiny: Path, bind: str) -> None:
     """With a certificate that nobody has signed, and HTTP/1.1 alone to choose."""
-    with in_a_terminal(command("serve"), tiny, GATEWAY_BIND=bind, **pem(tiny)) as lines:
+    with in_a_terminal(
+        command("serve"), tiny, GATEWAY_BIND=bind, **write_certificate(tiny)
+    ) as lines:
         assert "https://" in lines[-1]
         assert "choices" in answered(lines[-1])
         if port := re.search(r"https://127.0.0.1:(\d+)", lines[-1]):

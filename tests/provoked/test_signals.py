@@ -1,8 +1,10 @@
 """Told to end, killed, or stuck: what clients see of it, and supervisors."""
 
 import asyncio
+import contextlib
 import json
 import signal
+import socket
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.processes import Served, free_port, started
+from tests.processes import Served, free_port, needs_openssl, started, write_certificate
 from tests.provoked.conftest import chat, embed
 from tests.provoked.engines import FAR_AWAY, HANG
 from tests.provoked.readings import reading
@@ -27,10 +29,13 @@ models:
 """
 
 
-def serving(folder: Path, **given: str) -> AbstractContextManager[Served]:
-    """Serve scripted engines, five milliseconds a step."""
+def serving(
+    folder: Path, open_files: int = 1024, /, **given: str
+) -> AbstractContextManager[Served]:
+    """Serve scripted engines, five milliseconds a step, with a limit of open files."""
     (folder / "models.yaml").write_text(MODELS)
-    return started([sys.executable, "-m", "tests.provoked.process"], folder, **given)
+    limited = ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh"]
+    return started([*limited, sys.executable, "-m", "tests.provoked.process"], folder, **given)
 
 
 async def outcome(client: httpx2.AsyncClient, body: dict[str, Any]) -> str:
@@ -122,6 +127,24 @@ async def test_killed_in_mid_stream_is_a_broken_stream_and_a_clean_start(tmp_pat
     with serving(tmp_path, GATEWAY_PORT=port) as served:
         async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
             assert await outcome(client, chat("again")) == "done"
+
+
+@needs_openssl
+async def test_clients_that_begin_no_tls_keep_nobody_out_and_no_shutdown_waiting(
+    tmp_path: Path,
+) -> None:
+    """They are counted before the handshake, and closed for a client that comes later."""
+    certificate = write_certificate(tmp_path)
+    with serving(tmp_path, 512, **certificate) as served:
+        host, _, port = served.url.removeprefix("https://").partition(":")
+        with contextlib.ExitStack() as stack:
+            for _ in range(400):
+                stack.enter_context(socket.create_connection((host, int(port))))
+            async with httpx2.AsyncClient(base_url=served.url, timeout=30, verify=False) as client:
+                assert (await client.get("/health")).status_code == 200
+            served.process.send_signal(signal.SIGTERM)
+            assert served.process.wait(20) == 0
+        assert "idle_connections_closed" in served.log.read_text()
 
 
 async def test_a_stuck_lane_turns_health_to_503(tmp_path: Path) -> None:
