@@ -115,6 +115,7 @@ class Condition:
 
 log = logs.get("app")
 
+RETRY_S = 30.0  # between two attempts to load a preloaded model that failed
 LOAD_POLL_S = 0.5  # between two attempts to lease a model that is still loading
 READING_S = 10.0  # for models.yaml: its disk may not answer
 FLUSH_S = 3.0  # for the last traces, at shutdown
@@ -135,6 +136,7 @@ class Gateway:
         self._catalog = catalog
         self._engines = engines
         self.is_preloaded = asyncio.Event()
+        self._has_tried = False  # to load what models.yaml preloads
         self._lane = Lane(
             on_close=engines.end,
             weights={
@@ -295,7 +297,7 @@ class Gateway:
                 log.info("memory_budget", bytes=self._budget.limit_bytes)
                 async with self._models:
                     background = [
-                        asyncio.create_task(self._preload(), name="preload"),
+                        asyncio.create_task(run_forever("preload", self._preload), name="preload"),
                         asyncio.create_task(run_forever("tidy", self._tidy), name="tidy"),
                     ]
                     try:
@@ -317,19 +319,37 @@ class Gateway:
                     await run(self._engines.tidy)
 
     async def _preload(self) -> None:
-        """Load the models that models.yaml preloads, now and after each reload.
-
-        A model that fails to load is logged, and the next one is loaded.
+        """Load the models that models.yaml preloads, now and after each reload; those that failed
+        are tried again every RETRY_S.
         """
+        specs = self._preloaded()
         while True:
             self._has_reloaded.clear()
-            for spec in self._catalog.specs:
-                if spec.preload:
-                    await self._load(spec)
-            await self._engines.import_for(self._catalog.specs)  # before the first request for one
-            self.is_preloaded.set()
-            log.info("ready", models=self._models.states())
-            await self._has_reloaded.wait()
+            for spec in specs:
+                await self._load(spec)
+            try:
+                await self._engines.import_for(self._catalog.specs)  # before the first request
+            except Exception:  # a model's load says so to those who ask for it
+                log.exception("import_failed")
+            self._has_tried = True
+            failed = self._failed()
+            if self._status() == "ready":
+                self.is_preloaded.set()
+                log.info("ready", models=self._models.states())
+            elif failed:
+                log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S if failed else None):
+                    await self._has_reloaded.wait()
+            specs = self._preloaded() if self._has_reloaded.is_set() else self._failed()
+
+    def _preloaded(self) -> list[ModelSpec]:
+        return [spec for spec in self._catalog.specs if spec.preload]
+
+    def _failed(self) -> list[ModelSpec]:
+        """Return the preloaded models whose last load failed."""
+        states = self._models.states()
+        return [spec for spec in self._preloaded() if states.get(spec.id) == "failed"]
 
     async def _load(self, spec: ModelSpec) -> None:
         """Load a model, however long that takes, unless a reload removes its spec."""
@@ -369,7 +389,12 @@ class Gateway:
             return "draining"
         if self._watch.status != "ok":
             return self._watch.status
-        return "ready" if self.is_preloaded.is_set() else "loading"
+        if not self._has_tried:
+            return "loading"
+        failed = len(self._failed())
+        if failed and (failed == len(self._preloaded()) or not self._settings.ready_in_part):
+            return "failed"
+        return "ready"
 
     def _fingerprint(self, spec: ModelSpec) -> str:
         """Return the `system_fingerprint`: the gateway's version, the revision and the device."""

@@ -174,6 +174,11 @@ class Settings(BaseSettings):
         gt=0,
         description="Idle seconds after which a model is unloaded; never when unset.",
     )
+    ready_in_part: bool = Field(
+        default=False,
+        description="Answer 200 on `/ready` while some of the preloaded models failed to load, but "
+        "not all.",
+    )
     warm_up: bool = Field(
         default=True, description="Run one small pass at load, so that no request is the first."
     )

@@ -1,6 +1,7 @@
 """Health, readiness and metrics: what supervisors ask."""
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import httpx2
 import pytest
 
 from gateway.errors import ModelLoadFailed
-from gateway.registry import Catalog
+from gateway.registry import Catalog, ModelSpec
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, ready, served
 
@@ -59,12 +60,25 @@ async def test_ready_names_models_to_those_who_may_list_them(
     assert ("models" in answer.json()) is is_told
 
 
+BROKEN = ModelLoadFailed("broken", "corrupt file")
+
+
+async def unready(client: httpx2.AsyncClient) -> dict[str, Any]:
+    """Give the first answer of /ready that is no longer "loading"."""
+    while (answer := await client.get("/ready")).json()["status"] == "loading":
+        await asyncio.sleep(0.02)
+    body: dict[str, Any] = answer.json()
+    return {"code": answer.status_code, **body}
+
+
 async def test_a_preload_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    """It is in the log, and the next request for it says why."""
+    """It is in the log, the next request for it says why, and /ready is 503 and names it."""
     engines = ScriptedEngines()
-    engines.failing["broken"] = ModelLoadFailed("broken", "corrupt file")
+    engines.failing["broken"] = BROKEN
     models = catalog(tmp_path, {"broken": WRITER, "writer": WRITER})
-    async with served(models, engines) as client:
+    async with served(models, engines, wait_ready=False) as client:
+        states = {"broken": "failed", "writer": "loaded"}
+        assert await unready(client) == {"code": 503, "status": "failed", "models": states}
         assert engines.loads == ["broken", "writer"]
         body = {"model": "broken", "messages": [{"role": "user", "content": "hi"}]}
         answer = await client.post("/v1/chat/completions", json=body)
@@ -72,6 +86,47 @@ async def test_a_preload_that_fails_does_not_stop_the_others(tmp_path: Path) -> 
         assert "corrupt file" in answer.json()["error"]["message"]
         answer = await client.post("/v1/chat/completions", json={**body, "model": "writer"})
         assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("broken", "status"), [(["broken"], "ready"), (["broken", "b2"], "failed")]
+)
+async def test_a_part_of_what_is_preloaded_is_enough_where_a_setting_says_so(
+    tmp_path: Path, broken: list[str], status: str
+) -> None:
+    """None is never enough."""
+    engines = ScriptedEngines()
+    engines.failing |= dict.fromkeys(broken, BROKEN)
+    models = catalog(tmp_path, {"broken": WRITER, "b2": WRITER})
+    async with served(models, engines, wait_ready=False, ready_in_part=True) as client:
+        assert (await unready(client))["status"] == status
+
+
+async def test_a_preload_that_failed_is_tried_again_until_it_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks a gateway that is not ready for the model, so nobody else would load it."""
+    monkeypatch.setattr("gateway.app.gateway.RETRY_S", 0.01)
+    monkeypatch.setattr("gateway.serving.models.entry.BROKEN_S", 0.01)
+    engines = ScriptedEngines()
+    engines.failing["broken"] = BROKEN
+    models = catalog(tmp_path, {"broken": WRITER, "writer": WRITER})
+    async with served(models, engines, wait_ready=False) as client:
+        assert (await unready(client))["code"] == 503
+        engines.failing.clear()
+        await ready(client)
+        assert engines.loads.count("writer") == 1
+
+
+async def test_an_import_that_fails_stops_no_preload(tmp_path: Path) -> None:
+    """Whatever library it is of: what is loaded is ready."""
+
+    class Unimportable(ScriptedEngines):
+        async def import_for(self, specs: Iterable[ModelSpec]) -> None:
+            raise OSError("a library could not be read")
+
+    async with served(catalog(tmp_path, {"writer": WRITER}), Unimportable()) as client:
+        assert (await client.get("/ready")).status_code == 200
 
 
 async def test_health_answers_while_the_lane_is_busy(
