@@ -14,6 +14,7 @@ from gateway.server.bodies import Stream
 
 LONG_READ = 16 * 1024
 MOST_AHEAD = 256 * 1024  # bytes that a client may send while it waits for an answer
+LAST_CHUNK = b"0\r\n\r\n"
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 
 
@@ -48,7 +49,8 @@ class Http1(H11Protocol):
 
     It refuses what two readers may split differently (RFC 9112), and closes the connection: both
     Content-Length and Transfer-Encoding (6.1), Transfer-Encoding in HTTP/1.0 (6.1), and lines of a
-    head that end in a bare LF (2.2). It skips blank lines before a request (2.2). HTTP/2 is not
+    head that end in a bare LF (2.2). After a chunked body with trailers it reads nothing more, as
+    their lines may. It skips blank lines before a request (2.2). HTTP/2 is not
     spoken, neither by prior knowledge nor after `Upgrade: h2c`: a proxy in front may.
     """
 
@@ -57,6 +59,8 @@ class Http1(H11Protocol):
         self.can_read = _NoWaiting()
         self._lock = asyncio.Lock()  # of the reader, or of the bytes ahead
         self._tail = b""  # the end of the head that has arrived so far
+        self._is_chunked = False
+        self._body_end = b""
         self._is_paused = False
         self._ahead = bytearray()
         self._is_over = False
@@ -87,6 +91,7 @@ class Http1(H11Protocol):
             await super().handle(RawData(data))
         except _Paused:
             self._is_paused = True
+        self._check_body_end(data)
         if isinstance(self.stream, Stream):
             await self.stream.wait_for_room()
         if len(data) > LONG_READ:  # it may be many small chunks: let other tasks run
@@ -99,8 +104,20 @@ class Http1(H11Protocol):
         self._tail = seen[-3:] if end < 0 else b""
         return _BARE_LF.search(seen, start, len(seen) if end < 0 else end) is None
 
+    def _check_body_end(self, data: bytes) -> None:
+        """Make this request the last one if two readers may see its chunked body end elsewhere."""
+        is_whole = self.connection.their_state is h11.DONE
+        if is_whole:
+            rest, _ = self.connection.trailing_data
+            data = data[: len(data) - len(rest)]
+        self._body_end = (self._body_end + data)[-len(LAST_CHUNK) :]
+        if is_whole and self._is_chunked and self._body_end != LAST_CHUNK:
+            self._is_over = True
+            self.keep_alive_requests = self.config.keep_alive_max_requests  # connection: close
+
     async def _create_stream(self, request: h11.Request) -> None:
         names = {name for name, _ in request.headers}
+        self._is_chunked = b"transfer-encoding" in names
         is_old = request.http_version < b"1.1"
         if request.http_version > b"1.1":
             await self._refuse(VersionNotSupported())

@@ -48,22 +48,21 @@ class _Owned:
 
     responses: OrderedDict[str, tuple[float, StoredResponse]] = field(default_factory=OrderedDict)
     nbytes: int = 0
-    items: dict[str, tuple[int, StoredItem]] = field(default_factory=dict)  # and its holders
+    items: dict[str, list[StoredItem]] = field(default_factory=dict)  # of each response that has it
 
     def add(self, response: StoredResponse, expires: float) -> None:
         self.responses[response.id] = (expires, response)
         self.nbytes += response.nbytes
         for item in response.items:
-            holders, _ = self.items.get(item.id, (0, item))
-            self.items[item.id] = (holders + 1, item)
+            self.items.setdefault(item.id, []).append(item)
 
     def remove(self, response_id: str) -> None:
         _, response = self.responses.pop(response_id)
         self.nbytes -= response.nbytes
-        for each in response.items:
-            holders, item = self.items.pop(each.id)
-            if holders > 1:
-                self.items[each.id] = (holders - 1, item)
+        for item in response.items:
+            self.items[item.id].remove(item)
+            if not self.items[item.id]:
+                del self.items[item.id]
 
     def oldest(self) -> str:
         return next(iter(self.responses))
@@ -131,8 +130,8 @@ class ResponseStore:
         with self._lock:
             self.expire()
             owned = self._by_owner.get(owner)
-            found = None if owned is None else owned.items.get(item_id)
-            return None if found is None else found[1]
+            items = None if owned is None else owned.items.get(item_id)
+            return items[-1] if items else None
 
     def delete(self, owner: str | None, response_id: str) -> bool:
         """Delete a response; return False if there is none."""

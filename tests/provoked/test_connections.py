@@ -165,6 +165,48 @@ async def test_a_request_that_two_readers_may_part_differently_is_refused(
     assert set(orjson.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize("pieces", [1, 1000])
+@pytest.mark.parametrize(
+    "end", [b"0\r\nX: y\n\n", b"0\r\n\n", b"0\r\nX: y\n\r\n", b"0\r\nX: y\r\n\r\n", b"0;a=\n\n"]
+)
+async def test_nothing_is_read_after_a_body_that_two_readers_may_end_elsewhere(
+    client: httpx2.AsyncClient, end: bytes, pieces: int
+) -> None:
+    """What follows may be another's request; the body itself is answered, or refused."""
+    body = orjson.dumps(chat("hi"))
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    )
+    sent = head + b"\r\n%x\r\n%s\r\n" % (len(body), body) + end + HEALTH
+    async with connected(client) as (reader, writer):
+        answered = asyncio.create_task(answer(reader))
+        for start in range(0, len(sent), size := -(-len(sent) // pieces)):
+            if not answered.done():
+                writer.write(sent[start : start + size])
+                await asyncio.sleep(0)
+        assert (await answered)[0] in (200, 400)
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("pieces", [1, 1000])
+async def test_a_chunked_body_without_trailers_is_followed_by_the_next_request(
+    client: httpx2.AsyncClient, pieces: int
+) -> None:
+    """Wherever the packets end."""
+    body = orjson.dumps(chat("hi"))
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    )
+    sent = head + b"\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) + HEALTH
+    async with connected(client) as (reader, writer):
+        for start in range(0, len(sent), size := -(-len(sent) // pieces)):
+            writer.write(sent[start : start + size])
+            await asyncio.sleep(0)
+        assert [(await answer(reader))[0] for _ in range(2)] == [200, 200]
+
+
 async def test_a_body_has_line_feeds(client: httpx2.AsyncClient) -> None:
     """Only a head is held to CRLF, wherever the packets end."""
     body = orjson.dumps(chat("hi"), option=orjson.OPT_INDENT_2)

@@ -80,6 +80,16 @@ def test_an_item_is_found_while_any_response_holds_it() -> None:
     assert kept.nbytes == 0
 
 
+def test_an_item_of_two_responses_is_that_of_the_one_that_is_left() -> None:
+    """A caller may give one id to two texts; what a deleted response said is gone with it."""
+    kept = store()
+    for name, text in (("1", b"harmless"), ("2", b"secret")):
+        kept.keep("a", StoredResponse(name, b"{}", [StoredItem("mine", text)], []))
+    assert kept.item("a", "mine") == StoredItem("mine", b"secret")
+    kept.delete("a", "2")
+    assert kept.item("a", "mine") == StoredItem("mine", b"harmless")
+
+
 def test_an_item_that_stands_twice_in_one_response_is_forgotten_with_it() -> None:
     """A client may send one id twice."""
     kept = store()
