@@ -8,6 +8,7 @@ import orjson
 
 from deploy.ray.choice import Call
 from gateway.ids import owner_of
+from gateway.wire.bounds import parse
 
 BLOCK_BYTES: Final = 256  # some 64 tokens of English: what the engine keeps prefixes by
 MOST_BLOCKS: Final = 128  # of the beginning; what is alike in 32 KB is alike enough
@@ -18,15 +19,16 @@ _CONVERSATION: Final = ("instructions", "system", "tools", "messages", "prompt",
 
 
 def read_call(path: str, body: bytes, salt: bytes, find_model: Callable[[str], str | None]) -> Call:
-    """Return what a request to a path, without /v1, asks for. A body that is not an object, or
-    names no model, asks for nothing in particular: whoever gets it refuses it.
+    """Return what a request to a path, without /v1, asks for. A body that is not an object, names
+    no model, or is beyond the gateway's bounds asks for nothing in particular: whoever gets it
+    refuses it.
 
     `find_model` returns the id of a model by any of its names, or None.
     """
     owner = _owner_in(path)
     try:
-        request = orjson.loads(body) if body else None
-    except orjson.JSONDecodeError:
+        request = parse(body) if body else None
+    except ValueError:
         request = None
     if not isinstance(request, dict):
         return Call(owner=owner)

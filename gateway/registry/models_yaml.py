@@ -24,6 +24,7 @@ from gateway.registry.yaml_lines import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
 
 VERSION = 1
+MAX_CHARS = 4_000_000  # of a models.yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,17 @@ def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
 def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
     """Read a models.yaml and list all its problems; never raises."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARS + 1)
+        folder = path.resolve().parent
     except OSError as error:
         return _unreadable(f"{path}: {error.strerror or error}")
     except UnicodeDecodeError as error:
         return _unreadable(f"{path}: not UTF-8 text ({error})")
+    if len(text) > MAX_CHARS:
+        return _unreadable(f"{path}: longer than {MAX_CHARS:,} characters")
     document = read_yaml(text, variables)
-    reader = _Reader(document, path.resolve().parent, variables)
+    reader = _Reader(document, folder, variables)
     specs = reader.read()
     problems = sorted({*document.problems, *reader.problems})
     return Reading(

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.errors import shorten
 from gateway.registry.names import did_you_mean, nearest
 
 
@@ -91,8 +92,13 @@ def parse_source(text: str, folder: Path) -> Source:
         if not rest:
             raise ValueError("path: names no folder")
         path = folder / os.path.expanduser(rest)
-        # A link is not resolved: its target in the hub's cache has no file extension.
-        return PathSource(Path(os.path.abspath(path)) if is_gguf(rest) else path.resolve())
+        try:
+            path.exists()  # which raises for a name that no file can have
+            # A link is not resolved: its target in the hub's cache has no file extension.
+            return PathSource(Path(os.path.abspath(path)) if is_gguf(rest) else path.resolve())
+        except (OSError, RuntimeError) as error:  # a link to itself, too long a name
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{shorten(text)!r} is no path: {reason}") from None
     if scheme == "hub":
         match = _HUB.fullmatch(rest)
         if not match or not _stays_inside(match["file"] or ""):

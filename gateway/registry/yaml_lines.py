@@ -16,6 +16,8 @@ import yaml
 
 from gateway.registry.names import did_you_mean, nearest
 
+MAX_VALUES = 100_000  # with 480 bytes of anchors of anchors there are hundreds of millions
+
 Where = tuple[str | int, ...]
 """The keys and indices that lead to a value."""
 
@@ -122,7 +124,9 @@ def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        if node is not None:
+        if node is not None and _count_values(node, {}) > MAX_VALUES:
+            document.problems.append((1, f"its anchors stand for over {MAX_VALUES:,} values"))
+        elif node is not None:
             built = _Builder(loader, document, variables).build(node, (), ())
             document.value = None if isinstance(built, _Nothing) else built
     except yaml.MarkedYAMLError as error:
@@ -136,6 +140,17 @@ def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
         if loader is not None:
             loader.dispose()
     return document
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return how many values a node has, those of an anchor once for each use."""
+    if id(node) not in counts:
+        counts[id(node)] = 1  # if it contains itself, which is reported later
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        for part in parts:
+            for child in part if isinstance(part, tuple) else (part,):
+                counts[id(node)] += _count_values(child, counts)
+    return counts[id(node)]
 
 
 def _plain_tag(loader: _Loader, text: str) -> str:

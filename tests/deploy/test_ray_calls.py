@@ -106,3 +106,11 @@ def test_paths_name_who_keeps_the_response() -> None:
 )
 def test_odd_ids_name_nobody(odd: dict[str, Any]) -> None:
     assert read({"model": "m", **odd}, "/responses").owner is None
+
+
+@pytest.mark.parametrize(
+    "field", [b"[" * 300 + b"]" * 300, b"[" + b"[]," * 1_000_000 + b"[]]"], ids=["deep", "many"]
+)
+def test_a_body_beyond_the_bounds_asks_for_nothing(field: bytes) -> None:
+    """The ingress reads it as the gateway does, which refuses it."""
+    assert read(b'{"model": "m", "messages": %s}' % field) == read(b"[]")

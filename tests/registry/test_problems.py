@@ -1,5 +1,6 @@
 """models.yaml: every problem is told, with file, line and the nearest valid name."""
 
+import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -274,3 +275,31 @@ def test_loading_raises_all_problems_at_once(file: Path) -> None:
         load_catalog(file, {})
     assert [line.replace(f"{file.parent}/", "") for line in caught.value.problems] == told
     assert len(told) == 2
+
+
+@pytest.mark.parametrize("merge", ["", "<<: "], ids=["lists", "merged"])
+def test_anchors_of_anchors_are_counted_before_they_are_built(file: Path, merge: str) -> None:
+    """A few hundred bytes stand for a hundred million values."""
+    first = "x0: &x0 {a: 1, b: 2}\n" if merge else "x0: &x0 [a, a, a, a, a, a, a, a, a, a]\n"
+    levels = "".join(
+        f"x{level}: &x{level} {{{merge or 'k: '}[{', '.join([f'*x{level - 1}'] * 10)}]}}\n"
+        for level in range(1, 9)
+    )
+    text = f"{first}{levels}version: 1\nmodels: {{}}\n"
+    assert problems(file, text) == ["models.yaml:1: its anchors stand for over 100,000 values"]
+
+
+def test_a_file_that_is_far_too_long_is_not_read(file: Path) -> None:
+    [problem] = problems(file, "# " + "x" * 4_000_000)
+    assert problem == "models.yaml: longer than 4,000,000 characters"
+
+
+def test_a_path_that_cannot_be_followed_is_a_problem(file: Path) -> None:
+    """A name that is too long; up to Python 3.12 a link to itself."""
+    (file.parent / "loop").symlink_to("loop")
+    entry = "version: 1\nmodels:\n  m: {kind: chat, source: 'path:%s'}"
+    [problem] = problems(file, entry % ("a" * 5000))
+    assert problem.endswith("is no path: File name too long")
+    if sys.version_info < (3, 13):
+        [problem] = problems(file, entry % "loop")
+        assert "'path:loop' is no path: Symlink loop" in problem
