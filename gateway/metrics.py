@@ -161,7 +161,8 @@ DEVICE_CACHED = Level("gateway_device_cached_bytes", "Bytes freed, and kept for 
 RESPONSES_KEPT = Level("gateway_responses_kept", "Responses kept for clients to go on from.")
 RESPONSES_BYTES = Level("gateway_responses_kept_bytes", "Bytes of JSON that they hold.")
 BODY_BYTES = Level(
-    "gateway_body_bytes", "Bytes of the bodies of requests inside, beyond 64 KiB of each."
+    "gateway_body_bytes",
+    "Bytes of the bodies of requests inside and of answers not yet read, beyond 64 KiB of each.",
 )
 
 

@@ -75,7 +75,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
     stream = EventStream(
         _events(exchange),
         headers,
-        request.receive,
+        request,
         write_error=lambda error: frame_event(error_body(error, job.caller.request_id)),
         keep_alive=frame_event(PING),
     )

@@ -59,7 +59,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
         body = await while_connected(request.receive, _answer_whole(exchange))
         return Response(body, media_type="application/json", headers=headers)
     events = _events(exchange, with_usage=wire_request.stream_options.include_usage)
-    stream = EventStream(events, headers, request.receive)
+    stream = EventStream(events, headers, request)
     return await stream.prime(rules.stream_open_after_s)
 
 

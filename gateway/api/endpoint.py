@@ -109,8 +109,10 @@ class Endpoint:
 
     @property
     def is_metered(self) -> bool:
-        """Return True if its requests count against the caller's rate limits."""
-        return self.operation is not None
+        """Return True if its requests count against the caller's rate limits: each that has a body
+        makes work, if only to count its tokens.
+        """
+        return self.request is not None
 
     @property
     def bare_path(self) -> str:

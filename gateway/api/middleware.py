@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway import clock, logs, metrics
 from gateway.api.endpoint import is_anthropic
 from gateway.api.in_flight import InFlight, RequestInFlight
-from gateway.api.requests import Bodies, check_head
-from gateway.errors import GatewayError, shorten
+from gateway.api.requests import Bodies, Body, check_head
+from gateway.errors import GatewayError, Unavailable, shorten
 from gateway.jobs import Timings
 from gateway.wire.anthropic_errors import error_body, error_status
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logs.get("http")
 
 CLIENT_CLOSED = 499  # nginx's status for a client that closed the connection; it is only logged
+LEAST_RATE = 128 * 1024  # bytes a second that a client reads of its answer, after the send timeout
+SMALL_BYTES = 1024 * 1024  # of an answer that is never refused, as metrics are
 PIECE_BYTES = 256 * 1024  # of a large body, sent at a time; the send timeout is for each piece
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
@@ -97,8 +99,8 @@ def record_timings(timings: Timings, route: str) -> None:
 class Context:
     """The outermost middleware: every answer has a request id, every error is JSON.
 
-    A client that reads nothing for `send_timeout_s` counts as disconnected. If there is a tracer,
-    every request has a trace.
+    A client that reads nothing for `send_timeout_s`, or its whole answer more slowly than
+    LEAST_RATE, counts as disconnected. If there is a tracer, every request has a trace.
     """
 
     def __init__(
@@ -133,8 +135,11 @@ class Context:
         is_last = self._in_flight.is_draining  # connections close after their answer then
         timings = scope["gateway.timings"] = Timings()
         trace = None if self._tracer is None else self._begin_trace(self._tracer, scope)
+        unread = scope["gateway.unread"] = Body(self._bodies)
         reply = _Reply(
             send,
+            scope,
+            unread,
             request_id,
             timings,
             is_last=is_last,
@@ -150,6 +155,7 @@ class Context:
             ):
                 status = await self._serve(scope, receive, reply, request)
         finally:
+            unread.count(0)
             seconds = clock.now() - timings.started
             route = getattr(scope.get("route"), "path", None)
             if trace is not None:
@@ -211,12 +217,15 @@ class Context:
 class _Reply:
     """Wraps `send`: adds the request id and the timings so far, and keeps the status.
 
-    Raises ClientDisconnect if the client stops reading.
+    Raises ClientDisconnect if the client stops reading, or reads too slowly. An answer of known
+    length for which there is no room becomes an error: Starlette takes none once it has begun one.
     """
 
     def __init__(
         self,
         send: Send,
+        scope: Scope,
+        unread: Body,
         request_id: str,
         timings: Timings,
         *,
@@ -226,16 +235,25 @@ class _Reply:
         trace: "Trace | None",
     ) -> None:
         self._send = send
+        self._scope = scope
+        self._unread = unread
         self._request_id = request_id
         self._timings = timings
         self._is_last = is_last
         self._is_anthropic = is_anthropic
         self._send_timeout_s = send_timeout_s
         self._trace = trace
+        self._is_refused = False  # an error was sent in its place
+        self._waited_s = 0.0  # for the client to read
+        self._nbytes = 0
         self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
+        if self._is_refused:
+            return
         if message["type"] == "http.response.start":
+            if self.status is None and not await self._has_room(message):
+                return
             self.status = message["status"]
             headers = [
                 *message["headers"],
@@ -249,13 +267,38 @@ class _Reply:
             if self._is_last:
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
+        await self._send_body(message)
+
+    async def _has_room(self, start: Message) -> bool:
+        """Count an answer of known length; return False if it was refused: there is no room."""
+        length = int(dict(start["headers"]).get(b"content-length", b"0"))
+        try:
+            self._unread.count(length, is_refusable=length > SMALL_BYTES)
+        except Unavailable as error:
+            await ErrorResponse(error, self._scope)(self._scope, _receive_nothing, self)
+            self._is_refused = True
+        return not self._is_refused
+
+    async def _send_body(self, message: Message) -> None:
+        left = len(message.get("body", b""))
         for piece in split_body(message):
+            began = clock.now()
+            self._nbytes += len(piece.get("body", b""))
+            late_s = self._send_timeout_s + self._nbytes / LEAST_RATE - self._waited_s
             try:
-                async with asyncio.timeout(self._send_timeout_s):
+                async with asyncio.timeout(min(self._send_timeout_s, late_s)):
                     await self._send(piece)
             except TimeoutError:
                 log.warning("client_stopped_reading")
                 raise ClientDisconnect from None
+            self._waited_s += clock.now() - began
+            if left > PIECE_BYTES:
+                left -= PIECE_BYTES
+                self._unread.count(left)
+
+
+async def _receive_nothing() -> Message:
+    raise AssertionError("an error reads no body")
 
 
 def split_body(message: Message) -> Iterator[Message]:

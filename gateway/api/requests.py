@@ -275,10 +275,11 @@ UNCOUNTED_BYTES = 64 * 1024  # of each body, so that most requests always have r
 
 
 class Bodies:
-    """The bytes of all requests' bodies, each counted from its arrival to the end of its answer.
+    """The bytes of all requests' bodies, each counted from its arrival to the end of its answer,
+    and of the answers that their clients have not read yet.
 
-    A body that finds no room is refused rather than queued: two requests that have each read half
-    of a body and wait for room for the rest would wait for each other.
+    What finds no room is refused rather than queued: two requests that have each read half of a
+    body and wait for room for the rest would wait for each other.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -287,7 +288,7 @@ class Bodies:
 
     @contextlib.contextmanager
     def body(self) -> Iterator["Body"]:
-        """Count one request's body while entered."""
+        """Count one body while entered."""
         body = Body(self)
         try:
             yield body
@@ -306,13 +307,14 @@ class Body:
         self._bodies = bodies
         self._nbytes = 0
 
-    def count(self, size: int) -> None:
-        """Set the body's size. Raises Unavailable if there is no room for it."""
+    def count(self, size: int, *, is_refusable: bool = True) -> None:
+        """Set the bytes that are held of the body. Raises Unavailable if there is no room."""
         nbytes = max(0, size - UNCOUNTED_BYTES)
         more = nbytes - self._nbytes
-        if more > 0 and not self._bodies.has_room(more, self._nbytes):
+        if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
             raise Unavailable(
-                "The requests being read are too large together. Please try again shortly.",
+                "The requests being read and the answers being sent are too large together. "
+                "Please try again shortly.",
                 retry_after_s=1,
             )
         self._bodies.nbytes += more

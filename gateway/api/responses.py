@@ -68,7 +68,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
     stream = EventStream(
         _frames(exchange, headers),
         headers,
-        request.receive,
+        request,
         write_error=lambda error: b"".join(
             map(frame_event, [*writer.begin(), *writer.fail(error)])
         ),

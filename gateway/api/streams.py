@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import orjson
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import logs
 from gateway.api.in_flight import RequestInFlight
+from gateway.api.requests import Body
 from gateway.errors import GatewayError
 
 T = TypeVar("T")
@@ -96,14 +97,15 @@ class EventStream:
     `open_after_s` after the former. An error before it is raised by `prime` and gets a real status;
     one after it becomes an event, written by `write_error`. Silence is broken by `keep_alive`.
     Events are buffered here as fast as they are generated: a slow reader holds memory for the
-    answer, but neither a sequence nor a lease. The generator is closed however the answer ends.
+    answer, which is counted with all bodies, but neither a sequence nor a lease. The generator is
+    closed however the answer ends.
     """
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         headers: dict[str, str],
-        receive: Receive,
+        request: Request,
         *,
         write_error: Callable[[GatewayError], bytes] = _frame_error,
         keep_alive: bytes = _COMMENT,
@@ -112,10 +114,12 @@ class EventStream:
         self._write_error = write_error
         self._keep_alive_frame = keep_alive
         self._buffer: deque[bytes] = deque()
+        self._unread: Body = request.scope["gateway.unread"]
+        self._nbytes = 0  # in the buffer
         self._sent = 0
         self._accepted = asyncio.Event()
         self._changed = asyncio.Event()
-        self._disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+        self._disconnect = asyncio.ensure_future(_wait_for_disconnect(request.receive))
         self._producer = asyncio.ensure_future(self._produce(events))
 
     async def prime(self, open_after_s: float) -> "EventStream":
@@ -165,8 +169,14 @@ class EventStream:
                     if data:
                         self._buffer.append(data)
                         self._changed.set()
+                        self._hold(len(data))
         finally:
             self._changed.set()
+
+    def _hold(self, nbytes: int) -> None:
+        """Count what is added to the buffer. Raises Unavailable if there is no room for it."""
+        self._nbytes += nbytes
+        self._unread.count(self._nbytes)
 
     async def _send(self, send: Send, scope: Scope) -> None:
         headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
@@ -176,8 +186,10 @@ class EventStream:
         try:
             while not self._producer.done() or self._buffer:
                 if self._buffer:
-                    await send(_body(self._buffer.popleft(), more=True))
+                    data = self._buffer.popleft()
+                    await send(_body(data, more=True))
                     self._sent += 1
+                    self._hold(-len(data))
                 else:
                     self._changed.clear()
                     await self._changed.wait()

@@ -347,9 +347,8 @@ class Gateway:
         return [spec for spec in self._catalog.specs if spec.preload]
 
     def _failed(self) -> list[ModelSpec]:
-        """Return the preloaded models whose last load failed."""
-        states = self._models.states()
-        return [spec for spec in self._preloaded() if states.get(spec.id) == "failed"]
+        """Return the preloaded models whose last load failed, those that are tried again too."""
+        return [spec for spec in self._preloaded() if self._models.has_failed(spec)]
 
     async def _load(self, spec: ModelSpec) -> None:
         """Load a model, however long that takes, unless a reload removes its spec."""

@@ -356,8 +356,8 @@ class Settings(BaseSettings):
     max_bodies_bytes: int = Field(
         default=256 * 1024 * 1024,
         ge=1024,
-        description="Bytes of the bodies of all requests inside together, 64 KiB of each left out; "
-        "beyond it, 503.",
+        description="Bytes of the bodies of all requests inside and of all answers that wait to be "
+        "read, together, 64 KiB of each left out; beyond it, 503.",
     )
     max_header_bytes: int = Field(
         default=32 * 1024,
@@ -414,7 +414,11 @@ class Settings(BaseSettings):
         description="How long an accepted stream's 200 is held for its first token.",
     )
     send_timeout_s: float = Field(
-        default=30, gt=0, le=3600, description="How long a client may leave its answer unread."
+        default=30,
+        gt=0,
+        le=3600,
+        description="How long a client may leave its answer unread; beyond that, on average, it "
+        "should read 128 KiB a second.",
     )
     drain_s: float = Field(
         default=30, ge=0, le=3600, description="How long answers may take to finish at shutdown."

@@ -8,9 +8,10 @@ from typing import Any
 import httpx2
 import orjson
 import pytest
+from starlette.requests import Request
 from starlette.types import Message
 
-from gateway.api.requests import MANY_LOGPROBS, serialise
+from gateway.api.requests import MANY_LOGPROBS, Bodies, Body, serialise
 from gateway.api.streams import EventStream, frame
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob
 from gateway.registry import Catalog
@@ -261,7 +262,8 @@ async def test_a_stream_that_pauses_in_its_middle_is_kept_alive_too(
     async def send(message: Message) -> None:
         sent.extend(message.get("body", b""))
 
-    stream = await EventStream(events(), {}, receive).prime(1)
+    request = Request({"type": "http", "gateway.unread": Body(Bodies(10**9))}, receive)
+    stream = await EventStream(events(), {}, request).prime(1)
     await stream({}, receive, send)
     parts = bytes(sent).split(b"data: ")
     assert all(b": keep-alive\n" in part for part in parts[1:])

@@ -73,6 +73,18 @@ async def test_requests_beyond_the_limit_are_told_when_to_come(
         assert (await client.get("/v1/models")).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/v1/messages/count_tokens"])
+async def test_a_request_that_only_counts_tokens_is_a_request(
+    models: Catalog, engines: ScriptedEngines, path: str
+) -> None:
+    """It takes a place in the model's queue, and the time of those who tokenise."""
+    body = {"model": "writer", "input": "hi"} if "responses" in path else CHAT
+    async with served(models, engines, requests_per_minute=1) as client:
+        assert (await client.post(path, json=body)).status_code == 200
+        assert (await client.post(path, json=body)).status_code == 429
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 429
+
+
 async def test_tokens_are_charged_when_known_and_the_next_request_waits(
     models: Catalog, engines: ScriptedEngines
 ) -> None:

@@ -18,6 +18,7 @@ from gateway.registry import Catalog
 from tests.fakes import Gate
 from tests.provoked.conftest import chat, embed
 from tests.provoked.engines import HeldEmbedder, HeldEngines
+from tests.provoked.readings import reading
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
@@ -203,6 +204,43 @@ async def test_a_client_who_stops_reading_has_left(tmp_path: Path, body: dict[st
                 while left._value.get() == before:
                     await asyncio.sleep(0.05)
         assert (await ask(client, embed("next"))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        embed(*["x"] * 400),
+        {**chat("a" * 2500, stream=True, n=8, max_tokens=2500), "model": LONG_NAME},
+    ],
+    ids=["whole", "streamed"],
+)
+async def test_answers_that_nobody_reads_leave_no_room_for_others(
+    tmp_path: Path, body: dict[str, Any]
+) -> None:
+    """They count with the bodies: the next large one is a 503, until the first is read or gone."""
+    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
+    sent = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
+    kinds = {"embedder": "embedding", LONG_NAME: "chat"}
+    models = catalog(tmp_path, {name: {"kind": kinds[name], "source": "path:."} for name in kinds})
+    engines = HeldEngines(WideEmbedder())
+    large = embed(*["x"] * 400)  # 5 MB
+    async with served(models, engines, max_bodies_bytes=5_500_000) as client:
+        assert (await client.post("/v1/embeddings", json=large)).status_code == 200
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect((client.base_url.host, client.base_url.port))
+            reader.sendall(head.encode() + sent)
+            async with asyncio.timeout(30):
+                while (await reading(client)).values["gateway_body_bytes"] < 1_000_000:
+                    await asyncio.sleep(0.05)
+            refused = await client.post("/v1/embeddings", json=large)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert (await ask(client, embed("a small one"))).status_code == 200
+        async with asyncio.timeout(10):
+            while (await reading(client)).values["gateway_body_bytes"]:
+                await asyncio.sleep(0.05)
+        assert (await client.post("/v1/embeddings", json=large)).status_code == 200
 
 
 async def test_a_large_answer_that_is_read_slowly_arrives_whole(models: Catalog) -> None:

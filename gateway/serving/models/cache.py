@@ -188,6 +188,10 @@ class ModelCache(Generic[M]):
         failed = dict.fromkeys(self._failures.models(), "failed")
         return failed | {entry.spec.id: _state(entry) for entry in self._staying()}
 
+    def has_failed(self, spec: ModelSpec) -> bool:
+        """Return True if a model's last load that ended failed."""
+        return self._failures.of(spec.id) is not None
+
     def model(self, spec: ModelSpec) -> M | None:
         """Return a model if it is loaded now."""
         entries = [entry for entry in self._staying() if entry.spec.id == spec.id]
