@@ -149,7 +149,9 @@ class GenerationEngine(Protocol):
         """Return the tokens of the self-test's longest row."""
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop running rows in ways that a verdict found wrong. On the lane only."""
+        """Stop running rows in ways that a verdict found wrong. Until one is whole, rows of an
+        architecture that is not known to be right in batches run one at a time. On the lane only.
+        """
 
     def probe(self) -> None:
         """Read a prompt of the model's own, apart from all rows; raise what the device does. On the

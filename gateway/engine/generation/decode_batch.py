@@ -113,6 +113,10 @@ class DecodeBatch:
             return False
         return not any(row.is_at_last or row.was_suspect for row in self.rows)
 
+    @property
+    def nbytes(self) -> int:
+        return cache_nbytes(self.cache)
+
     def keep_block_ends(self, prefixes: PrefixCache) -> None:
         """Store each sequence that has come to the end of a block, if it can be kept only there.
 

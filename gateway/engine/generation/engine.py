@@ -18,21 +18,16 @@ from gateway.engine.device import clear_cache, launch
 from gateway.engine.generation.adapters import Adapters
 from gateway.engine.generation.batch_faults import Faults
 from gateway.engine.generation.chat import ChatTokenizer
-from gateway.engine.generation.decode_batch import (
-    DecodeBatch,
-    cache_nbytes,
-    count_ahead_pass,
-    plan_reading,
-)
+from gateway.engine.generation.decode_batch import DecodeBatch, count_ahead_pass, plan_reading
 from gateway.engine.generation.draft_model import DraftModel
 from gateway.engine.generation.drafting import Drafting
 from gateway.engine.generation.judging import judge
-from gateway.engine.generation.kv_cache import compact, rewind_layers
+from gateway.engine.generation.kv_cache import can_batch, compact, rewind_layers
 from gateway.engine.generation.prefill import Prefill, PrefillBatch
 from gateway.engine.generation.prefix_cache import PrefixCache
 from gateway.engine.generation.prepare import begin_sequence, prepare_sequences
 from gateway.engine.generation.scoring import max_scored_tokens
-from gateway.engine.generation.self_test import ALONE, SelfTest, can_batch, count_tokens, read_probe
+from gateway.engine.generation.self_test import ALONE, SelfTest, count_tokens, is_listed, read_probe
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.generation.token_choice import choose_tokens, redraw_unsure
 from gateway.engine.grammar.compiling import CompiledGrammar
@@ -84,7 +79,7 @@ class GenerationEngine:
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
         self._faults = Faults()
         self._drafting = Drafting(speculate_rows, draft_model, self._faults.record_draft)
-        self._is_batched = True
+        self._may_batch = True  # no verdict forbids it
         if not can_batch(model):
             self.apply_verdict(ALONE)
         self._parked: dict[int, Sequence | DecodeBatch] = {}
@@ -116,7 +111,7 @@ class GenerationEngine:
     @property
     def is_batched(self) -> bool:
         """Return True while sequences share passes, False once they run one at a time."""
-        return self._is_batched
+        return self._prefill.is_batched
 
     def self_test(self) -> Generator[Verdict]:
         """Compare sequences in batches with the same alone, a pass a step; yield what is known."""
@@ -129,9 +124,12 @@ class GenerationEngine:
         return count_tokens(self._model, self._max_context)
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using what a verdict finds wrong, from the next sequence to be read on."""
-        self._is_batched = self._is_batched and not verdict.forbids_batches
-        self._prefill.is_batched = self._is_batched
+        """Stop using what a verdict finds wrong, from the next sequence to be read on. Until one
+        is whole, only architectures that are known to be equal are batched.
+        """
+        self._may_batch = self._may_batch and not verdict.forbids_batches
+        is_trusted = verdict.is_whole or is_listed(self._model)
+        self._prefill.is_batched = self._may_batch and is_trusted
         self._prefill.is_plain = self._prefill.is_plain or verdict.single is False
         if False in (verdict.single, verdict.prefixes):
             self._prefixes.stop()
@@ -285,8 +283,8 @@ class GenerationEngine:
         The next pass needs no token on the host: it is launched before they are read, so the device
         never waits for Python. A sequence that ends here has run for one step too many, at most.
         """
-        if self._running is None and self._queued:
-            self._running = self._queued.popleft()
+        while self._queued and (self._running is None or self.is_batched):
+            self._extend(self._queued.popleft())
         if (running := self._running) is None:
             return []
         if (most := self._drafting.most(running)) or any(running.drafts):
@@ -379,7 +377,7 @@ class GenerationEngine:
         """Count the bytes on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
         batches = [self._running, *self._queued, *self._parked.values()]
-        kv = sum(cache_nbytes(batch.cache) for batch in batches if isinstance(batch, DecodeBatch))
+        kv = sum(batch.nbytes for batch in batches if isinstance(batch, DecodeBatch))
         return weights + kv + self._prefill.nbytes + self._prefixes.nbytes + self._drafting.nbytes
 
     def close(self) -> None:
@@ -432,7 +430,7 @@ class GenerationEngine:
     def _extend(self, started: DecodeBatch) -> None:
         if self._running is None:
             self._running = started
-        elif self._is_batched:
+        elif self.is_batched:
             self._running.extend(started)
         else:
             started.wait()
