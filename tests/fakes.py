@@ -308,7 +308,7 @@ class ScriptedChat:
         for rests in (self._running, self._parked, self._rests, self._preempted):
             if (rest := rests.get(row)) is not None:
                 said = self._said.get(row, 0)
-                if rests is not self._running and said >= max_tokens:
+                if said >= max_tokens:
                     self._drop(row)
                     return [SequenceDelta(row, finish_reason="length")]
                 rests[row] = [*rest[: max_tokens - said], -1]

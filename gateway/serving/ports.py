@@ -178,8 +178,7 @@ class GenerationEngine(Protocol):
     def cap_tokens(self, row: int, max_tokens: int) -> list[SequenceDelta]:
         """Bound a row's answer to `max_tokens`, in any state.
 
-        Returns the last delta of a parked or preempted row that has as many already. On the lane
-        only.
+        Returns the last deltas of a row that has as many already. On the lane only.
         """
 
     def clear_prefixes(self) -> None:

@@ -228,13 +228,11 @@ class GenerationEngine:
             self._extend(parked)
 
     def cap_tokens(self, sequence_id: int, max_tokens: int) -> list[SequenceDelta]:
-        """Limit a sequence's answer to so many tokens. An unknown id is ignored. Return the last
-        deltas of a parked or preempted sequence that already has as many.
-        """
+        """Limit an answer, if its id is known; end it here if it already has as many tokens."""
         if (row := self._find(sequence_id)) is None:
             return []
         row.cap_tokens(max_tokens)
-        if sequence_id in self._parked and len(row.tokens) >= max_tokens:
+        if len(row.tokens) >= max_tokens:
             self.leave(sequence_id)
             return row.end_early()
         return []
@@ -309,9 +307,8 @@ class GenerationEngine:
         self.last_pass = Pass(len(outputs), len(outputs), len(outputs))
         fault = None
         try:
-            running.keep_answers(
-                self._prefixes, [i for i, end in enumerate(ends) if end is not None]
-            )
+            ended = [i for i, end in enumerate(ends) if end is not None]
+            running.keep_answers(self._prefixes, ended)
             self._keep(on)
             if logits is not None and 0 < len(on) < len(outputs):
                 logits = logits[mx.array(compact(on))]
@@ -321,11 +318,15 @@ class GenerationEngine:
             self._running, fault = None, error
         pairs = zip(outputs, ends, strict=True)
         deltas = [delta for each, end in pairs for delta in each.to_deltas(end)]
+        if fault is None and (running := self._running) is not None:
+            ended = [i for i, row in enumerate(running.rows) if row.is_over]
+            try:
+                running.keep_answers(self._prefixes, ended)
+                self._keep([i for i in range(len(running.rows)) if i not in ended])
+            except Exception as error:
+                self._running, fault = None, error
         if fault is not None:
-            rows = (outputs[i].row for i in on)
-            return deltas + self._blame([row for row in rows if not row.is_over], fault)
-        if self._running is not None:
-            self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
+            deltas += self._blame([outputs[i].row for i in on if not outputs[i].row.is_over], fault)
         return deltas
 
     def _decode_ahead(self, running: DecodeBatch, most: int) -> list[SequenceDelta]:
@@ -350,7 +351,8 @@ class GenerationEngine:
             if drafts[i]:
                 self._drafting.note(outputs[i].row, len(outputs[i].tokens) - 1)
         try:
-            running.keep_answers(self._prefixes, [i for i in range(len(outputs)) if i not in on])
+            ended = [i for i, each in enumerate(outputs) if each.is_finite and i not in on]
+            running.keep_answers(self._prefixes, ended)
             self._keep(on)
             if self._running is not None:
                 self._running = self._read_ahead(self._running, most)

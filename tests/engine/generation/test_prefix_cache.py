@@ -307,6 +307,27 @@ def test_a_next_turn_need_not_read_the_answer_again(plain: Path) -> None:
     assert told.ids == answers(open_engine(plain), [bare(turn)])[0].ids
 
 
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("speculate_rows", [0, 4])
+def test_an_answer_that_met_a_stop_string_is_kept_too(
+    plain: Path, others: int, speculate_rows: int
+) -> None:
+    """Alone, and beside answers that go on."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
+    (whole,) = answers(engine, [bare(BASE, max_tokens=150)])
+    engine.clear_prefixes()
+    stop = whole.text[-25:-16]
+    assert stop not in whole.text[: len(whole.text) // 2]
+    beside = [bare(tokens(50, i), max_tokens=200) for i in range(others)]
+    answer, *_ = answers(engine, [bare(BASE, max_tokens=150, stop=[stop]), *beside])
+    assert answer.finish_reason == "stop"
+    assert answer.ids == whole.ids[: len(answer.ids)] != whole.ids
+    turn = BASE + answer.ids + tokens(30, 1)
+    (told,) = answers(engine, [bare(turn)])
+    assert told.cached_tokens == (len(BASE) + len(answer.ids) - 1) // BLOCK * BLOCK
+    assert told.ids == answers(open_engine(plain), [bare(turn)])[0].ids
+
+
 def active_memory() -> int:
     """Count the bytes of the arrays that somebody holds."""
     gc.collect()
