@@ -229,12 +229,11 @@ class GenerationEngine:
 
     def cap_tokens(self, sequence_id: int, max_tokens: int) -> list[SequenceDelta]:
         """Limit an answer, if its id is known; end it here if it already has as many tokens."""
-        if (row := self._find(sequence_id)) is None:
-            return []
-        row.cap_tokens(max_tokens)
-        if len(row.tokens) >= max_tokens:
-            self.leave(sequence_id)
-            return row.end_early()
+        if (row := self._find(sequence_id)) is not None:
+            row.cap_tokens(max_tokens)
+            if len(row.tokens) >= max_tokens:
+                self.leave(sequence_id)
+                return row.end_early()
         return []
 
     def clear_prefixes(self) -> None:
@@ -290,11 +289,11 @@ class GenerationEngine:
         try:
             running.check()
             running.keep_block_ends(self._prefixes)
-            logits = None
+            if not running.can_take_back:
+                redraw_unsure(running)
+            logits, inputs = None, running.tokens[:, None]
             if running.may_go_on:
-                logits = self._launch_pass(running.rows, running.tokens[:, None], running.cache)[
-                    :, -1
-                ]
+                logits = self._launch_pass(running.rows, inputs, running.cache)[:, -1]
             if redraw_unsure(running) and logits is not None:
                 running.take_back()
                 logits = None
