@@ -421,6 +421,33 @@ def test_what_is_no_number_is_not_kept(tmp_path: Path) -> None:
     assert engine._prefixes.nbytes == 0
 
 
+class Ending:
+    """A model that repeats one token, and whose logits are no numbers after so many tokens."""
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        self._model = model
+        self._tokens = tokens
+
+    def __call__(self, inputs: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = self._model(inputs, cache=cache)
+        logits = mx.where(mx.arange(logits.shape[-1]) == 300, 1e4, logits)
+        return logits * mx.nan if cache[0].lengths.longest > self._tokens else logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("speculate_rows", [0, 4])
+def test_an_answer_that_becomes_no_number_is_not_kept(plain: Path, speculate_rows: int) -> None:
+    """Of its prompt, what was kept before stays."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
+    engine._model = engine._prefill._model = Ending(engine._model, len(BASE) + 100)
+    (told,) = answers(engine, [bare(BASE, max_tokens=150)])
+    assert "not a number" in (told.error or "")
+    assert len(told.ids) > BLOCK
+    assert engine._prefixes.count_known([*BASE, *told.ids]) == len(BASE) // BLOCK * BLOCK
+
+
 def batch(length: int) -> RaggedKVCache:
     """Make one layer's cache of a row that has read so many tokens; each has its place as KV."""
     places = mx.arange(length, dtype=mx.float32).reshape(1, 1, length, 1)
