@@ -138,7 +138,6 @@ CHAT: dict[str, tuple[str, str, Any]] = {
     "CHAT_TEMPLATE": ("{{ messages }}", "chat_template", "{{ messages }}"),
     "TOOL_PARSER": ("hermes", "tool_parser", "hermes"),
     "REASONING_PARSER": ("none", "reasoning_parser", "none"),
-    "SPLIT_SPECIAL_TOKENS": ("true", "split_special_tokens", True),
     "SAMPLING_TEMPERATURE": ("0.25", "sampling.temperature", 0.25),
     "SAMPLING_TOP_P": ("0.5", "sampling.top_p", 0.5),
     "SAMPLING_TOP_K": ("7", "sampling.top_k", 7),
