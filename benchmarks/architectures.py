@@ -1,6 +1,6 @@
 """Which of mlx-lm's architectures this gateway runs as mlx-lm does, with tiny random checkpoints.
 
-    python -m benchmarks.architectures               try each, and write the table into the docs
+    python -m benchmarks.architectures               try each; write the table and the list
     python -m benchmarks.architectures mamba gemma2  try some, and print what was found
 
 They are tried in a process apart, with bounds on time and memory, that is begun again when it dies:
@@ -26,10 +26,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+import gateway
 from benchmarks.tiny_models import names, tiny_config, tiny_model
 
 REPOSITORY: Final = Path(__file__).parents[1]
 DOCUMENT: Final = REPOSITORY / "docs" / "architectures.md"
+EQUAL: Final = Path(gateway.__file__).parent / "engine/generation/equal_architectures.txt"
 START: Final = "<!-- architectures: written by `make architectures` -->"
 END: Final = "<!-- end of architectures -->"
 TIMEOUT_S: Final = 240
@@ -267,7 +269,7 @@ def table(results: Mapping[str, Mapping[str, str]]) -> str:
     """Write what was found as Markdown: those that are equal in one row, the others each in one."""
     columns = ("alone", "together", "prefix", "self-test", "as served")
     made = {name: each for name, each in results.items() if "error" not in each}
-    equal = [name for name, each in made.items() if not any(each.values())]
+    equal = equal_in_all(results)
     lines = [
         f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, CPU, float32. "
         f"{len(results)} architectures: {len(made)} could be made, {len(equal)} are equal in all.",
@@ -292,6 +294,11 @@ def table(results: Mapping[str, Mapping[str, str]]) -> str:
         lines += ["", "Not compared:", ""]
         lines += [f"- {name}: {_cell(error)}" for name, error in failed.items()]
     return "\n".join(lines)
+
+
+def equal_in_all(results: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return the names of those in which nothing was found to differ."""
+    return [name for name, each in results.items() if not any(each.values())]
 
 
 def _cell(said: str) -> str:
@@ -324,6 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(table(results))
     else:
         write(table(results))
+        EQUAL.write_text("\n".join([*equal_in_all(results), ""]), encoding="utf-8")
 
 
 if __name__ == "__main__":

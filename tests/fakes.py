@@ -194,6 +194,7 @@ class ScriptedChat:
     kv_cost: KvCost = field(default_factory=KvCost)
     preempted: list[int] = field(default_factory=list)
     is_batched: bool = True
+    is_listed: bool = True
     self_test_tokens: int = 0
     findings: list[Verdict] = field(default_factory=lambda: [PASSED])
     held: list[Verdict] = field(default_factory=list)
@@ -257,7 +258,8 @@ class ScriptedChat:
 
     def apply_verdict(self, verdict: Verdict) -> None:
         self.held.append(verdict)
-        self.is_batched = self.is_batched and not verdict.forbids_batches
+        is_forbidden = any(each.forbids_batches for each in self.held)
+        self.is_batched = not is_forbidden and (verdict.is_whole or self.is_listed)
 
     def take_faults(self) -> list[PassFault]:
         faults, self.faults = self.faults, []
@@ -306,7 +308,7 @@ class ScriptedChat:
         for rests in (self._running, self._parked, self._rests, self._preempted):
             if (rest := rests.get(row)) is not None:
                 said = self._said.get(row, 0)
-                if rests is not self._running and said >= max_tokens:
+                if said >= max_tokens:
                     self._drop(row)
                     return [SequenceDelta(row, finish_reason="length")]
                 rests[row] = [*rest[: max_tokens - said], -1]

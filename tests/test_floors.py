@@ -53,10 +53,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {
             *("grammar", "gguf", "context", "decoders", "sharding", "checkpoint"),
-            *("device_faults", "bounds", "device", "missing_kernels"),
+            *("device_faults", "bounds", "device", "missing_kernels", "control_tokens"),
         },
         "missing_kernels": {"checkpoint", "device_faults", "device"},
-        "embedding": {"decoders", "exponential", "checkpoint", "device", "missing_kernels"},
+        "embedding": {
+            *("decoders", "exponential", "checkpoint", "device", "missing_kernels"),
+            "control_tokens",
+        },
         "grammar": {"sandboxed"},
         "context": {"gguf"},
         "decoders": {

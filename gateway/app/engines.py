@@ -377,6 +377,7 @@ class MlxEngines:
             template_args=spec.chat_template_kwargs,
             tool_parser=spec.tool_parser,
             reasoning_parser=spec.reasoning_parser,
+            split_special_tokens=spec.split_special_tokens,
             sandbox=self._grammars,
             template_sandbox=self._templates,
             shape=Shape(

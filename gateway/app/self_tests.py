@@ -56,7 +56,9 @@ class VerdictStore:
         return Verdict(**values, problem=problem) if type(problem) is str else Verdict()
 
     def write(self, digest: str, verdict: Verdict) -> None:
-        """Write a verdict to disk atomically; raises OSError."""
+        """Write a verdict to disk atomically if it is whole and lasting; raises OSError."""
+        if not (verdict.is_whole and verdict.is_lasting):
+            return
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(dir=self.folder, prefix=".verdict-")  # mode 0600
         try:
@@ -195,11 +197,10 @@ class SelfTest:
         elif self.verdict.is_whole:
             log.info("self_test_passed", **entry)
         else:
-            log.info("self_test_unfinished", **entry)
+            rows = "together" if self._engine.is_batched else "one at a time"
+            log.info("self_test_unfinished", rows=rows, **entry)
 
     async def _write(self) -> None:
-        if not (self.verdict.is_whole and self.verdict.is_lasting):
-            return
         try:
             await run_in_daemon_thread(self._verdicts.write, self._digest, self.verdict)
         except OSError as error:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Final
 from gateway.api.generation import template_args
 from gateway.app.engines import MlxEngines
 from gateway.app.limits import budget_bytes, settings_of
+from gateway.app.self_tests import VerdictStore, default_folder
 from gateway.bench.engine import EmbeddingReference, GenerationReference, RerankReference
 from gateway.bench.kinds import Kind
 from gateway.bench.workloads import Texts, Wording
@@ -31,6 +32,7 @@ from gateway.engine.embedding.label_scorer import LabelScorer
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import bound_of
 from gateway.errors import InsufficientMemory
+from gateway.jobs import Verdict
 from gateway.registry import ChatSpec, EmbeddingSpec, PackageSource, RerankSpec, Resolved
 from gateway.settings import Settings
 
@@ -144,6 +146,11 @@ def _load_chat(
         with closing(engine):
             yield rate
 
+    def keep(verdict: Verdict) -> None:
+        verdicts = VerdictStore(settings.self_test_folder or default_folder())
+        with suppress(OSError):  # the gateway tests again, then
+            verdicts.write(asyncio.run(engines.digest(spec, files)), verdict)
+
     engine, rate = open_engine(spec)
     return GenerationTrial(
         engine,
@@ -153,6 +160,7 @@ def _load_chat(
         dtype=_name(engine),
         template_args=template_args(resolved, spec),
         prefill_chunk_tokens=chunk,
+        keep=keep,
         knows_paris=isinstance(spec.source, PackageSource) and spec.source.module == ON_BOARD,
     )
 

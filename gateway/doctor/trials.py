@@ -30,6 +30,7 @@ from gateway.jobs import (
     SequenceParams,
     TokenLogprob,
     Vectors,
+    Verdict,
 )
 from gateway.registry import EmbeddingSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
@@ -280,7 +281,8 @@ class GenerationTrial:
     """The trial of a chat engine; `rate` returns tokens a second, for a number of rows at once.
 
     `open_fused` loads the model again, with `fuse_projections`, for its rate; None skips that.
-    `knows_paris` is True for a model that is known to answer the first prompt right.
+    `knows_paris` is True for a model that is known to answer the first prompt right. `keep` keeps
+    the self-test's verdict for the gateway.
     """
 
     def __init__(
@@ -294,8 +296,10 @@ class GenerationTrial:
         template_args: Mapping[str, Any],
         prefill_chunk_tokens: int,
         knows_paris: bool,
+        keep: Callable[[Verdict], None],
     ) -> None:
         self.dtype = dtype
+        self._keep = keep
         self._engine = engine
         self._open_fused = open_fused
         self._knows_paris = knows_paris
@@ -323,9 +327,10 @@ class GenerationTrial:
         self._engine.close()
 
     def _batch(self) -> list[Finding]:
-        """Run the engine's self-test and apply its verdict, as the gateway does."""
+        """Run the engine's self-test, and apply and keep its verdict, as the gateway does."""
         *_, verdict = self._engine.self_test()
         self._engine.apply_verdict(verdict)
+        self._keep(verdict)
         return [findings.judge_rows_together(verdict, self._allowed)]
 
     def _answer(self) -> list[Finding]:

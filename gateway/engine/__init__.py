@@ -12,6 +12,7 @@ sharding           one model over several processes: this one's part of it
 decoder_kernels    what replaces mlx-lm's SwiGLU and attention on a CPU
 gguf               a chat model in one file, as llama.cpp keeps them
 missing_kernels    what a device cannot multiply, tried at load and replaced
+control_tokens     callers' texts encoded without any
 fused_projections  q, k and v as one product, and gate and up
 checkpoint, hub    a model's folder, read and sized; where it comes from
 context            the tokens that a chat model may be given, without mlx

@@ -377,6 +377,9 @@ class ChatSpec(_Spec):
     reasoning_parser: ReasoningParser | None = Field(
         default=None, description="How the model marks its thinking; absent, its files decide."
     )
+    split_special_tokens: bool = Field(
+        default=False, description="Whether control tokens in what callers send are plain letters."
+    )
     thinking: bool | None = Field(
         default=None, description="Whether the model thinks aloud; absent, its template decides."
     )

@@ -149,7 +149,9 @@ class GenerationEngine(Protocol):
         """Return the tokens of the self-test's longest row."""
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop running rows in ways that a verdict found wrong. On the lane only."""
+        """Stop running rows in ways that a verdict found wrong. Until one is whole, rows of an
+        architecture that is not known to be right in batches run one at a time. On the lane only.
+        """
 
     def probe(self) -> None:
         """Read a prompt of the model's own, apart from all rows; raise what the device does. On the
@@ -176,8 +178,7 @@ class GenerationEngine(Protocol):
     def cap_tokens(self, row: int, max_tokens: int) -> list[SequenceDelta]:
         """Bound a row's answer to `max_tokens`, in any state.
 
-        Returns the last delta of a parked or preempted row that has as many already. On the lane
-        only.
+        Returns the last deltas of a row that has as many already. On the lane only.
         """
 
     def clear_prefixes(self) -> None:

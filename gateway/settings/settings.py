@@ -185,7 +185,7 @@ class Settings(BaseSettings):
     self_test: bool = Field(
         default=True,
         description="At load, compare a chat model's answers in a batch with those alone, for two "
-        "seconds at most; where they differ, its rows run one at a time.",
+        "seconds at most, and on while it is idle; where they differ, its rows run one at a time.",
     )
     self_test_folder: HomePath | None = Field(
         default=None,

@@ -129,7 +129,7 @@ async def test_models_yaml_has_the_last_word(
 
 
 async def test_a_test_that_takes_too_long_is_ended_in_idle_time(tmp_path: Path) -> None:
-    """Until then it is unfinished, and rows run together as they always did."""
+    """Until then rows of an architecture that is known to be equal run together."""
     slow = Scrutinised(findings=[Verdict()] * 4 + [FAILED], step_s=0.7)
     engines = Engines(chat=slow)
     async with served(
@@ -149,6 +149,33 @@ async def test_a_test_that_takes_too_long_is_ended_in_idle_time(tmp_path: Path) 
             while not list((tmp_path / "t").glob("*.json")):
                 await asyncio.sleep(0.05)
     assert slow.tests == 1
+
+
+async def test_until_its_test_is_whole_another_architecture_runs_its_rows_one_at_a_time(
+    tmp_path: Path,
+) -> None:
+    """Then they run together, if the test finds nothing wrong."""
+    slow = Scrutinised(findings=[Verdict()] * 4 + [PASSED], step_s=0.7, is_listed=False)
+    body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}], "n": 4}
+    async with served(
+        catalog(tmp_path, {"chat": CHAT}),
+        Engines(chat=slow),
+        self_test=True,
+        self_test_folder=tmp_path / "t",
+    ) as client:
+        assert await shown(client) == {
+            "rows": "one at a time",
+            "self_test": "unfinished",
+            "problem": None,
+        }
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        assert set(slow.steps) == {1}
+        async with asyncio.timeout(20):
+            while (await shown(client))["rows"] != "together":
+                await asyncio.sleep(0.1)
+        assert (await shown(client))["self_test"] == "passed"
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        assert max(slow.steps) == 4
 
 
 async def test_the_window_is_tested_while_nobody_asks(tmp_path: Path) -> None:
@@ -241,6 +268,8 @@ class TestVerdicts:
         """Nobody else's verdict is believed, so nobody else writes there."""
         verdicts = VerdictStore(tmp_path / "a" / "b")
         verdicts.write("d", FAILED)
+        verdicts.write("e", replace(FAILED, single=None))  # not whole
+        verdicts.write("e", replace(FAILED, is_lasting=False))
         assert verdicts.read("d") == FAILED
         assert verdicts.read("e") == Verdict()
         (file,) = verdicts.folder.iterdir()

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import architectures
 from benchmarks.tiny_models import names, tiny_config
+from gateway.engine.generation.self_test import EQUAL
 
 GOOD = dict.fromkeys(("alone", "chunks", "together", "prefix", "self-test", "as served"), "")
 
@@ -40,6 +41,16 @@ def test_those_that_are_equal_share_a_row_and_others_say_what_differs() -> None:
     assert "| odd | token 3, by 0.5 | equal | equal | rows: a / b | equal |" in text
     assert "- gone: the process died of signal 11" in text
     assert "4 architectures: 3 could be made, 2 are equal in all" in text
+
+
+def test_the_list_in_the_package_is_that_of_the_document() -> None:
+    """Those are batched before a test of their own has ended."""
+    lines = architectures.DOCUMENT.read_text(encoding="utf-8").splitlines()
+    [equal] = [
+        line for line in lines if line.endswith("| equal | equal | equal | passed | equal |")
+    ]
+    assert equal.split("|")[1].strip().split(", ") == architectures.EQUAL.read_text().split()
+    assert set(architectures.EQUAL.read_text().split()) == EQUAL
 
 
 def test_the_document_keeps_what_stands_around_the_table(

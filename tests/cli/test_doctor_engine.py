@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from tests.checkpoints import write_chat
+from tests.processes import command, started
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -20,7 +22,13 @@ def doctor(here: Path, *arguments: str, **given: str) -> tuple[int, str, str]:
     done = subprocess.run(
         [sys.executable, "-m", "gateway", "doctor", *arguments],
         cwd=here,
-        env={**clean, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", **given},
+        env={
+            **clean,
+            "PYTHONPATH": str(ROOT),
+            "NO_COLOR": "1",
+            "GATEWAY_SELF_TEST_FOLDER": str(here / "self-tests"),
+            **given,
+        },
         capture_output=True,
         text=True,
         timeout=300,
@@ -38,7 +46,9 @@ def write_models(here: Path, **sources: tuple[str, str]) -> None:
 
 
 def test_tiny_models_pass_on_this_machine(tmp_path: Path) -> None:
-    """Each with its checks, in JSON that names no folder."""
+    """Each with its checks, in JSON that names no folder. The gateway finds the self-test's
+    verdict, and writes no other.
+    """
     write_chat(tmp_path / "tiny")
     write_models(
         tmp_path, chat=("chat", "path:tiny"), vectors=("embedding", f"path:{GOLDEN / 'bert'}")
@@ -74,6 +84,16 @@ def test_tiny_models_pass_on_this_machine(tmp_path: Path) -> None:
     assert speed["measured"]["tokens_per_s"].keys() == {"1", "8"}
     [fused] = [each for each in chat["findings"] if each["check"] == "fused"]
     assert fused["measured"]["gains"].keys() == {"1", "8"}
+    kept = list((tmp_path / "self-tests").iterdir())
+    with started(
+        command("serve"), tmp_path, GATEWAY_SELF_TEST_FOLDER=str(tmp_path / "self-tests")
+    ) as gateway:
+        body = {"model": "chat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        httpx2.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+        shown = httpx2.get(f"{gateway.url}/v1/models/chat").json()
+    assert shown["batching"]["self_test"] == "passed"
+    assert list((tmp_path / "self-tests").iterdir()) == kept
+    assert len(kept) == 1
 
 
 def _states(model: dict[str, Any]) -> dict[str, str]:

@@ -133,6 +133,31 @@ QUESTIONS = [
 ]
 
 
+def decision(url: str, model: str) -> Any:
+    """Ask three questions of one input, some of whose labels have several tokens."""
+    questions = [
+        {"type": "predicate", "instructions": "It is about a cat."},
+        {"type": "choice", "instructions": "Who?", "choices": [{"value": "cat"}, {"value": "dog"}]},
+        {"type": "score", "instructions": "How?", "levels": [{"label": "bad"}, {"label": "good"}]},
+    ]
+    body = {"model": model, "input": "The cat sat. " * 40, "questions": questions}
+    answer = httpx2.post(f"{url}/v1/decisions", json=body, timeout=60).json()
+    assert "answers" in answer, answer
+    return answer["answers"]
+
+
+def numbers(value: Any) -> Any:
+    """Return a JSON value that another equals if its numbers are about the same."""
+    match value:
+        case dict():
+            return {key: numbers(each) for key, each in value.items()}
+        case list():
+            return [numbers(each) for each in value]
+        case float():
+            return pytest.approx(value, abs=1e-5)
+    return value
+
+
 def texts(url: str) -> list[str]:
     """Ask all at once, while another client leaves in the middle of its answer."""
 
@@ -197,14 +222,16 @@ def launched(folder: Path, logs: Path) -> Iterator[str]:
 
 def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path) -> None:
     """Tensor and pipeline, many at once: greedy, sampled, scored, held to a schema, of KV in fewer
-    bits. Two of the models are loaded while the others answer.
+    bits, and decisions. Two of the models are loaded while the others answer.
     """
     serve = command("serve", "--models", str(folder / "models.yaml"))
     with started(serve, tmp_path, GATEWAY_CACHE_MAX_MODELS="8") as alone:
         expected = texts(alone.url)
+        decided = {model: numbers(decision(alone.url, model)) for model in ("tensor", "pipeline")}
         assert alone.log.read_text().count('"event":"parallel_alone"') == 4
     with launched(folder, tmp_path) as url:
         assert texts(url) == expected
+        assert {model: decision(url, model) for model in decided} == decided
         refused = [
             httpx2.post(f"{url}/v1/chat/completions", json=chat(model, "Hello"), timeout=60)
             for model in ("odd", "llama")

@@ -37,7 +37,11 @@ def steady() -> int:
 
 
 def writing(
-    writer: Writer, *, knows_paris: bool = True, fused: Rate | None = lambda rows: 9.0 * rows
+    writer: Writer,
+    *,
+    knows_paris: bool = True,
+    fused: Rate | None = lambda rows: 9.0 * rows,
+    keep: Callable[[Verdict], None] = lambda verdict: None,
 ) -> GenerationTrial:
     return GenerationTrial(
         writer,
@@ -47,6 +51,7 @@ def writing(
         dtype="float32",
         template_args={},
         prefill_chunk_tokens=512,
+        keep=keep,
         knows_paris=knows_paris,
     )
 
@@ -68,6 +73,14 @@ def examined(trial: Any, held_bytes: Callable[[], int] = steady) -> dict[str, Fi
 
 def states(found: dict[str, Finding]) -> dict[str, str]:
     return {check: each.state for check, each in found.items() if each.state != "ok"}
+
+
+def test_the_verdict_of_the_self_test_is_kept() -> None:
+    """The gateway reads it at its next start."""
+    kept: list[Verdict] = []
+    writer = Writer()
+    examined(writing(writer, keep=kept.append))
+    assert kept == writer.findings
 
 
 def test_a_writer_that_is_right_passes_all() -> None:

@@ -213,9 +213,14 @@ def test_dates_are_text(file: Path) -> None:
 
 def test_formats_of_calls_and_thinking_are_named(file: Path) -> None:
     """By vLLM's names, each with its nearest where it is mistaken."""
-    spec = one(file, "kind: chat\nsource: hub:a/b\ntool_parser: hermes\nreasoning_parser: qwen3")
+    spec = one(
+        file,
+        "kind: chat\nsource: hub:a/b\ntool_parser: hermes\nreasoning_parser: qwen3\n"
+        "split_special_tokens: true",
+    )
     assert isinstance(spec, ChatSpec)
     assert (spec.tool_parser, spec.reasoning_parser) == ("hermes", "qwen3")
+    assert spec.split_special_tokens
     with pytest.raises(Exception, match="mistral"):
         one(file, "kind: chat\nsource: hub:a/b\ntool_parser: mistrall")
 

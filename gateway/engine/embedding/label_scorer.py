@@ -5,6 +5,7 @@ two labels' logits at its end: one product with the difference of two rows of th
 none with the vocabulary. Source: Qwen3-Reranker's model card, whose recipe is the default.
 """
 
+import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from gateway.engine.checkpoint import Checkpoint, measure_kv, read_in_slices
+from gateway.engine.control_tokens import Piece
 from gateway.engine.decoders import floating_dtype, open_decoder, parameters
 from gateway.engine.device import Device, clear_cache
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
@@ -81,6 +83,7 @@ class LabelScorer:
         self._head = head
         self._before, after = recipe.template.split("{document}")
         [self._tail] = tokenizer.encode([after], with_specials=False)
+        self._controls = tokenizer.controls
         self._max_tokens = max_tokens
         caches = make_prompt_cache(model)
         self._shares_prefixes = all(type(layer) is KVCache for layer in caches)
@@ -107,24 +110,26 @@ class LabelScorer:
         """Tokenise a query's part of the prompt, once, with each document. Safe on any thread.
 
         A document is cut to `max_document_tokens`, and then until the prompt has `max_tokens`. The
-        space before a document is encoded with it, which is where tokenizers split words. Raises
-        ContextLengthExceeded for a query that leaves no room for a token of a document.
+        space before a document is encoded with it, which is where tokenizers split words. Control
+        tokens in the callers' texts are letters. Raises ContextLengthExceeded for a query that
+        leaves no room for a token of a document.
         """
-        text = _fill(self._before, query, instruction or self._recipe.instruction)
-        start = text.rstrip(" ")
-        [first] = self._tokenizer.encode([start], with_specials=False)
+        *start, (last, _) = _fill(self._before, query, instruction or self._recipe.instruction)
+        end = last.rstrip(" ")
+        [first] = self._controls.encode([[*start, (end, False)]])
         room = self._max_tokens - len(first) - len(self._tail)
         if room < 1:
             raise ContextLengthExceeded(self._max_tokens, self._max_tokens - room + 1, noun="query")
         keep = room if max_document_tokens is None else min(room, max_document_tokens)
-        texts = [text[len(start) :] + document for document in documents]
+        texts = [last[len(end) :] + document for document in documents]
+        encoded = self._tokenizer.encode_start(texts, keep, with_specials=False)
         return [
             Pair(
                 [*first, *self._tokenizer.cut(ids, keep), *self._tail],
                 len(first),
                 max(0, len(ids) - keep),
             )
-            for ids in self._tokenizer.encode_start(texts, keep, with_specials=False)
+            for ids in map(self._controls.spell, encoded)
         ]
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
@@ -251,10 +256,13 @@ def _rows(layer: Any, ids: mx.array) -> mx.array:
     return rows
 
 
-def _fill(text: str, query: str, instruction: str) -> str:
-    """Return a template's text before the document; what is filled in is not read again."""
-    parts = text.split("{query}")
-    return query.join(part.replace("{instruction}", instruction) for part in parts)
+def _fill(text: str, query: str, instruction: str) -> list[Piece]:
+    """Return a template's text before the document; what is filled in is not read again. The last
+    piece is the template's own.
+    """
+    given = {"{query}": query, "{instruction}": instruction}
+    parts = re.split("({query}|{instruction})", text)
+    return [(given.get(part, part), part in given) for part in parts]
 
 
 def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:

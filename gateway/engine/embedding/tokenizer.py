@@ -11,6 +11,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer, normalizers
 
 from gateway.engine.checkpoint import Checkpoint
+from gateway.engine.control_tokens import ControlTokens
 
 CHARS_A_TOKEN: Final = 16  # so many are more than enough but for texts that are mostly spaces
 WORDS: Final = 3
@@ -30,6 +31,10 @@ class TextTokenizer:
     _eos: tuple[int, ...]
     _cut_left: bool
     _splits_words: bool = False
+
+    @property
+    def controls(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer)
 
     def encode(self, texts: Sequence[str], *, with_specials: bool = True) -> list[list[int]]:
         """Return each text's ids with its special tokens, never truncated, never padded."""

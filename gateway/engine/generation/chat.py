@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from gateway.engine.control_tokens import ControlTokens, Piece
 from gateway.engine.generation.chat_template import ChatTemplate
 from gateway.engine.generation.detokenizer import Detokenizer, StopScanner, Vocabulary
 from gateway.engine.generation.harmony import STOPS, HarmonyParser, answer_begins
@@ -77,6 +78,7 @@ class ChatTokenizer:
         tools: ToolFormat | None = None,
         reasoning: ReasoningFormat,
         template: ChatTemplate,
+        split_special_tokens: bool = False,
     ) -> None:
         self._wrapper: Any = wrapper
         self._template = template
@@ -87,6 +89,8 @@ class ChatTokenizer:
         self.backend.no_padding()
         self.eos_ids = frozenset(wrapper.eos_token_ids)
         self.vocabulary = Vocabulary(self.backend)
+        self.controls = ControlTokens(self.backend)
+        self._splits_controls = split_special_tokens
         self._tools = tools
         self._reasoning = reasoning
         words = [*reasoning.marks, *(tools.words if tools else ())]
@@ -114,14 +118,17 @@ class ChatTokenizer:
         Raises BadRequest with the template's own words when it refuses the conversation.
         """
         if isinstance(job.prompt, str):
-            return Prompt(self._encode(job.prompt, add_special_tokens=True))
+            # As a batch, since only tokenizers' batch calls release the GIL: a megabyte kept the
+            # event loop waiting for three seconds.
+            (encoded,) = self.backend.encode_batch_fast([job.prompt])
+            return Prompt(list(encoded.ids))
         if job.prompt is not None:
             return Prompt(list(job.prompt))
         if job.continues:
             return self._continue(job)
         text, opening = self._render(job)
         # The template has written the special tokens that it wants.
-        ids = self._encode(text, add_special_tokens=False)
+        [ids] = self.controls.encode([self.controls.pieces(text)])
         if self._is_harmony:  # free of its grammar until the answer's own message begins
             return Prompt(ids, is_thinking=True)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
@@ -137,13 +144,6 @@ class ChatTokenizer:
         closed = max((opening.rfind(mark) for mark in self._reasoning.ends), default=-1)
         return opened > closed
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a text. As a batch, since only tokenizers' batch calls release the GIL:
-        a megabyte kept the event loop waiting for three seconds.
-        """
-        (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoded.ids)
-
     def _continue(self, job: GenerateJob) -> Prompt:
         """Return a prompt that ends inside the last message, right after its text.
 
@@ -157,34 +157,30 @@ class ChatTokenizer:
         text = self._apply(replace(job, messages=turns), is_asking=False)
         if text.count(word) != 1:
             raise BadRequest("The model's chat template cannot continue an answer.", part="prompt")
-        before = text[: text.index(word)]
-        return Prompt(self.vocabulary.encode(before + last["content"], len(before)))
+        before = self.controls.pieces(text[: text.index(word)])
+        [ids] = self.controls.encode([[*before, (last["content"], True)]])
+        return Prompt(ids)
 
-    def render_questions(self, job: GenerateJob) -> tuple[str, list[str], str]:
-        """Return a conversation up to its questions, each question up to where the answer begins,
-        and what stands after every question. The last message ends with the question.
+    def render_questions(self, job: GenerateJob) -> tuple[list[Piece], str]:
+        """Return what the template writes before and after the text of the last message.
 
-        A placeholder word is rendered for the questions, so that the template runs once. What the
-        template opens for thinking is closed, and the answer's own message begun.
+        A placeholder word is rendered for that text and the question at its end, so that the
+        template runs once. What it opens for thinking is closed, and the answer's own message is
+        begun.
         """
         *earlier, last = job.messages
         word = f"question{secrets.token_hex(16)}"
-        turns = [*earlier, {**last, "content": last["content"] + word}]
+        turns = [*earlier, {**last, "content": word}]
         text, opening = self._render(replace(job, messages=turns))
         if text.count(word) != 1:
             raise BadRequest("The model's chat template cannot ask questions.", part="prompt")
-        head, after = text.split(word)
+        before, after = text.split(word)
         if self._is_harmony:
             after += "<|channel|>final<|message|>"
         elif self._is_thinking(opening):
             line = "\n" if after.endswith("\n") else "\n\n"
             after += f"{line}{self._reasoning.ends[0]}\n\n"
-        return head, [question.text + after for question in job.questions], after
-
-    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of texts that have the special tokens they want."""
-        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [list(each.ids) for each in encoded]
+        return self.controls.pieces(before), after
 
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
         """Return the texts of a bare prompt's tokens; `prompt` is what the caller sent."""
@@ -219,11 +215,16 @@ class ChatTokenizer:
         if taken := RESERVED & job.template_args.keys():
             raise BadRequest(f"'{min(taken)}' is not for a request to set.", part="template_args")
         new_id = self._tools.new_id if self._tools else openai_id
-        arguments = self._thinking_arguments({**self._template_args, **job.template_args})
+        messages: Sequence[Mapping[str, Any]] = own_ids(job.messages, new_id)
+        tools, own = job.tools, job.template_args
+        if self._splits_controls:
+            # A template looks for the marks of thinking in earlier answers.
+            kept = {"assistant": self._reasoning.marks}
+            messages = [self.controls.split(turn, kept.get(turn["role"], ())) for turn in messages]
+            tools, own = self.controls.split(tools), self.controls.split(own)
+        arguments = self._thinking_arguments({**self._template_args, **own})
         return self._template.render(
-            own_ids(job.messages, new_id),
-            job.tools,
-            {**arguments, "add_generation_prompt": is_asking},
+            messages, tools, {**arguments, "add_generation_prompt": is_asking}
         )
 
     def _thinking_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -382,6 +383,7 @@ def load_chat_tokenizer(
     template_args: Mapping[str, Any],
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    split_special_tokens: bool = False,
     sandbox: Sandbox | None = None,
 ) -> ChatTokenizer:
     """Load tokenizer.json and the template stored with it, or use the given template instead.
@@ -396,6 +398,7 @@ def load_chat_tokenizer(
         template_args=template_args,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        split_special_tokens=split_special_tokens,
         sandbox=sandbox,
     )
 
@@ -426,13 +429,15 @@ def chat_tokenizer(
     template_args: Mapping[str, Any],
     tool_parser: str | None,
     reasoning_parser: str | None,
+    split_special_tokens: bool,
     sandbox: Sandbox | None,
 ) -> ChatTokenizer:
     """Wrap mlx-lm's tokenizer for chat, with the given template or its own.
 
-    `tool_parser` and `reasoning_parser` name the model's formats; None has them inferred. The
-    template is rendered in the `sandbox`, if there is one. Raises ModelLoadFailed naming what is
-    missing or cannot be rendered.
+    `tool_parser` and `reasoning_parser` name the model's formats; None has them inferred. With
+    `split_special_tokens`, control tokens in what callers send are letters. The template is
+    rendered in the `sandbox`, if there is one. Raises ModelLoadFailed naming what is missing or
+    cannot be rendered.
     """
     if chat_template is not None:
         wrapper.chat_template = chat_template
@@ -448,6 +453,7 @@ def chat_tokenizer(
         tools=TOOL_FORMATS.get(tools or "none"),
         reasoning=REASONING_FORMATS[reasoning],
         template=template,
+        split_special_tokens=split_special_tokens,
     )
 
 

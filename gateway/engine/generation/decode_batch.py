@@ -105,13 +105,21 @@ class DecodeBatch:
     @property
     def may_go_on(self) -> bool:
         """Return True if the next pass may be launched before these tokens are read. There are
-        three conditions: no token is the last that its sequence may have; no sequence has met a
-        fault, which must show in a pass of its own; a token that turns out to be wrong can be taken
-        back.
+        two conditions: no token is the last that its sequence may have; no sequence has met a
+        fault, which must show in a pass of its own.
         """
-        if self.doubts and not all(isinstance(layer, RaggedKVCache) for layer in self.cache):
-            return False
         return not any(row.is_at_last or row.was_suspect for row in self.rows)
+
+    @property
+    def can_take_back(self) -> bool:
+        """Return True if a pass can be undone. Else the next is launched once all tokens are sure,
+        which is before they are appended.
+        """
+        return all(isinstance(layer, RaggedKVCache) for layer in self.cache)
+
+    @property
+    def nbytes(self) -> int:
+        return cache_nbytes(self.cache)
 
     def keep_block_ends(self, prefixes: PrefixCache) -> None:
         """Store each sequence that has come to the end of a block, if it can be kept only there.

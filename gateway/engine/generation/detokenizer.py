@@ -39,28 +39,6 @@ class Vocabulary:
         self.text = lru_cache(maxsize=65_536)(self._text)
         self.bytes = lru_cache(maxsize=65_536)(self._bytes)
 
-    def encode(self, text: str, plain_from: int) -> list[int]:
-        """Return a text's ids. From the character `plain_from` on, control tokens are letters."""
-        # As a batch: only tokenizers' batch calls release the GIL.
-        (encoded,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
-        added = self.tokenizer.get_added_tokens_decoder()
-        ids: list[int] = []
-        for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True):
-            is_control = start >= plain_from and token in added
-            ids += self._letters(added[token].content) if is_control else [token]
-        return ids
-
-    def _letters(self, content: str) -> list[int]:
-        """Return the ids that spell a control token, from the pipeline without added tokens."""
-        tokenizer = self.tokenizer
-        text = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
-        split = tokenizer.pre_tokenizer
-        pieces = [each for each, _ in split.pre_tokenize_str(text)] if split else [text]
-        # Some pipelines put a space before every text: it is no part of the token.
-        if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
-            pieces[0] = pieces[0][1:]
-        return [each.id for piece in pieces if piece for each in tokenizer.model.tokenize(piece)]
-
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text

@@ -18,21 +18,16 @@ from gateway.engine.device import clear_cache, launch
 from gateway.engine.generation.adapters import Adapters
 from gateway.engine.generation.batch_faults import Faults
 from gateway.engine.generation.chat import ChatTokenizer
-from gateway.engine.generation.decode_batch import (
-    DecodeBatch,
-    cache_nbytes,
-    count_ahead_pass,
-    plan_reading,
-)
+from gateway.engine.generation.decode_batch import DecodeBatch, count_ahead_pass, plan_reading
 from gateway.engine.generation.draft_model import DraftModel
 from gateway.engine.generation.drafting import Drafting
 from gateway.engine.generation.judging import judge
-from gateway.engine.generation.kv_cache import compact, rewind_layers
+from gateway.engine.generation.kv_cache import can_batch, compact, rewind_layers
 from gateway.engine.generation.prefill import Prefill, PrefillBatch
 from gateway.engine.generation.prefix_cache import PrefixCache
 from gateway.engine.generation.prepare import begin_sequence, prepare_sequences
 from gateway.engine.generation.scoring import max_scored_tokens
-from gateway.engine.generation.self_test import ALONE, SelfTest, can_batch, count_tokens, read_probe
+from gateway.engine.generation.self_test import ALONE, SelfTest, count_tokens, is_listed, read_probe
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.generation.token_choice import choose_tokens, redraw_unsure
 from gateway.engine.grammar.compiling import CompiledGrammar
@@ -84,7 +79,7 @@ class GenerationEngine:
         self._queued: deque[DecodeBatch] = deque()  # of one sequence each, if not batched
         self._faults = Faults()
         self._drafting = Drafting(speculate_rows, draft_model, self._faults.record_draft)
-        self._is_batched = True
+        self._may_batch = True  # no verdict forbids it
         if not can_batch(model):
             self.apply_verdict(ALONE)
         self._parked: dict[int, Sequence | DecodeBatch] = {}
@@ -116,7 +111,7 @@ class GenerationEngine:
     @property
     def is_batched(self) -> bool:
         """Return True while sequences share passes, False once they run one at a time."""
-        return self._is_batched
+        return self._prefill.is_batched
 
     def self_test(self) -> Generator[Verdict]:
         """Compare sequences in batches with the same alone, a pass a step; yield what is known."""
@@ -129,9 +124,12 @@ class GenerationEngine:
         return count_tokens(self._model, self._max_context)
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using what a verdict finds wrong, from the next sequence to be read on."""
-        self._is_batched = self._is_batched and not verdict.forbids_batches
-        self._prefill.is_batched = self._is_batched
+        """Stop using what a verdict finds wrong, from the next sequence to be read on. Until one
+        is whole, only architectures that are known to be equal are batched.
+        """
+        self._may_batch = self._may_batch and not verdict.forbids_batches
+        is_trusted = verdict.is_whole or is_listed(self._model)
+        self._prefill.is_batched = self._may_batch and is_trusted
         self._prefill.is_plain = self._prefill.is_plain or verdict.single is False
         if False in (verdict.single, verdict.prefixes):
             self._prefixes.stop()
@@ -230,15 +228,12 @@ class GenerationEngine:
             self._extend(parked)
 
     def cap_tokens(self, sequence_id: int, max_tokens: int) -> list[SequenceDelta]:
-        """Limit a sequence's answer to so many tokens. An unknown id is ignored. Return the last
-        deltas of a parked or preempted sequence that already has as many.
-        """
-        if (row := self._find(sequence_id)) is None:
-            return []
-        row.cap_tokens(max_tokens)
-        if sequence_id in self._parked and len(row.tokens) >= max_tokens:
-            self.leave(sequence_id)
-            return row.end_early()
+        """Limit an answer, if its id is known; end it here if it already has as many tokens."""
+        if (row := self._find(sequence_id)) is not None:
+            row.cap_tokens(max_tokens)
+            if len(row.tokens) >= max_tokens:
+                self.leave(sequence_id)
+                return row.end_early()
         return []
 
     def clear_prefixes(self) -> None:
@@ -285,8 +280,8 @@ class GenerationEngine:
         The next pass needs no token on the host: it is launched before they are read, so the device
         never waits for Python. A sequence that ends here has run for one step too many, at most.
         """
-        if self._running is None and self._queued:
-            self._running = self._queued.popleft()
+        while self._queued and (self._running is None or self.is_batched):
+            self._extend(self._queued.popleft())
         if (running := self._running) is None:
             return []
         if (most := self._drafting.most(running)) or any(running.drafts):
@@ -294,11 +289,11 @@ class GenerationEngine:
         try:
             running.check()
             running.keep_block_ends(self._prefixes)
-            logits = None
+            if not running.can_take_back:
+                redraw_unsure(running)
+            logits, inputs = None, running.tokens[:, None]
             if running.may_go_on:
-                logits = self._launch_pass(running.rows, running.tokens[:, None], running.cache)[
-                    :, -1
-                ]
+                logits = self._launch_pass(running.rows, inputs, running.cache)[:, -1]
             if redraw_unsure(running) and logits is not None:
                 running.take_back()
                 logits = None
@@ -311,9 +306,8 @@ class GenerationEngine:
         self.last_pass = Pass(len(outputs), len(outputs), len(outputs))
         fault = None
         try:
-            running.keep_answers(
-                self._prefixes, [i for i, end in enumerate(ends) if end is not None]
-            )
+            ended = [i for i, end in enumerate(ends) if end is not None]
+            running.keep_answers(self._prefixes, ended)
             self._keep(on)
             if logits is not None and 0 < len(on) < len(outputs):
                 logits = logits[mx.array(compact(on))]
@@ -323,11 +317,15 @@ class GenerationEngine:
             self._running, fault = None, error
         pairs = zip(outputs, ends, strict=True)
         deltas = [delta for each, end in pairs for delta in each.to_deltas(end)]
+        if fault is None and (running := self._running) is not None:
+            ended = [i for i, row in enumerate(running.rows) if row.is_over]
+            try:
+                running.keep_answers(self._prefixes, ended)
+                self._keep([i for i in range(len(running.rows)) if i not in ended])
+            except Exception as error:
+                self._running, fault = None, error
         if fault is not None:
-            rows = (outputs[i].row for i in on)
-            return deltas + self._blame([row for row in rows if not row.is_over], fault)
-        if self._running is not None:
-            self._keep([i for i, row in enumerate(self._running.rows) if not row.is_over])
+            deltas += self._blame([outputs[i].row for i in on if not outputs[i].row.is_over], fault)
         return deltas
 
     def _decode_ahead(self, running: DecodeBatch, most: int) -> list[SequenceDelta]:
@@ -352,7 +350,8 @@ class GenerationEngine:
             if drafts[i]:
                 self._drafting.note(outputs[i].row, len(outputs[i].tokens) - 1)
         try:
-            running.keep_answers(self._prefixes, [i for i in range(len(outputs)) if i not in on])
+            ended = [i for i, each in enumerate(outputs) if each.is_finite and i not in on]
+            running.keep_answers(self._prefixes, ended)
             self._keep(on)
             if self._running is not None:
                 self._running = self._read_ahead(self._running, most)
@@ -379,7 +378,7 @@ class GenerationEngine:
         """Count the bytes on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
         batches = [self._running, *self._queued, *self._parked.values()]
-        kv = sum(cache_nbytes(batch.cache) for batch in batches if isinstance(batch, DecodeBatch))
+        kv = sum(batch.nbytes for batch in batches if isinstance(batch, DecodeBatch))
         return weights + kv + self._prefill.nbytes + self._prefixes.nbytes + self._drafting.nbytes
 
     def close(self) -> None:
@@ -432,7 +431,7 @@ class GenerationEngine:
     def _extend(self, started: DecodeBatch) -> None:
         if self._running is None:
             self._running = started
-        elif self._is_batched:
+        elif self.is_batched:
             self._running.extend(started)
         else:
             started.wait()

@@ -19,6 +19,7 @@ from typing import Any, overload
 
 import mlx.core as mx
 
+from gateway.engine.control_tokens import Piece
 from gateway.engine.generation.chat import ChatTokenizer
 from gateway.engine.generation.sequence import Sequence
 from gateway.errors import BadRequest, ContextLengthExceeded
@@ -116,36 +117,43 @@ def encode_questions(
     job: GenerateJob, chat: ChatTokenizer
 ) -> tuple[list[int], list[list[int]], str]:
     """Return the ids that all questions' prompts have in common, those of each one's rest, and the
-    text right before the answer. Together they are the ids of each prompt in one piece.
+    text right before the answer. Together they are the ids of each prompt in one piece. Control
+    tokens in the callers' texts are letters.
 
     Where a text may be cut depends on the tokenizer: GPT-2's joins a line's end to what follows it,
     Qwen's to what stands before, and SentencePiece's puts a space before each piece.
     """
-    head, rests, opening = chat.render_questions(job)
-    [whole] = chat.encode_texts([head + rests[0]])
-    for start in dict.fromkeys((head, head.rstrip("\n"))):
-        lead = head[len(start) :]
-        first, *others = chat.encode_texts([start, *(lead + rest for rest in rests)])
+    before, after = chat.render_questions(job)
+    text, questions = job.messages[-1]["content"], [each.text for each in job.questions]
+
+    def encode(start: abc.Sequence[Piece], texts: abc.Sequence[str]) -> list[list[int]]:
+        return chat.controls.encode([[*start, (text, True), (after, False)] for text in texts])
+
+    [whole] = encode(before, [text + questions[0]])
+    for start in dict.fromkeys((text, text.rstrip("\n"))):
+        [first] = chat.controls.encode([[*before, (start, True)]])
+        others = encode((), [text[len(start) :] + each for each in questions])
         if first + others[0] == whole:
-            return first, others, opening
-    first, *wholes = chat.encode_texts([head, *(head + rest for rest in rests)])
+            return first, others, after
+    [first] = chat.controls.encode([[*before, (text, True)]])
+    wholes = encode(before, [text + each for each in questions])
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(first, *wholes, strict=False))
     shared = sum(1 for _ in alike)
-    return whole[:shared], [each[shared:] for each in wholes], opening
+    return whole[:shared], [each[shared:] for each in wholes], after
 
 
 def encode_labels(labels: abc.Sequence[str], opening: str, chat: ChatTokenizer) -> list[list[int]]:
     """Return the ids of labels, each as the beginning of an answer. What stands before matters if
     it ends a line. Control tokens in labels are letters.
     """
-    added = chat.backend.get_added_tokens_decoder().keys()
-    line = "\n" if opening.endswith("\n") else ""
-    before, *after_line = chat.encode_texts([line, *(line + label for label in labels)])
-    found = []
-    for label, alone, both in zip(labels, chat.encode_texts(labels), after_line, strict=True):
-        ids = both[len(before) :] if both[: len(before)] == before else alone
-        found.append(ids if added.isdisjoint(alone) else chat.vocabulary.encode(label, 0))
-    return found
+    line = ("\n" if opening.endswith("\n") else "", False)
+    [before] = chat.controls.encode([[line]])
+    after_line = chat.controls.encode([[line, (label, True)] for label in labels])
+    alone = chat.controls.encode([[(label, True)] for label in labels])
+    return [
+        ids[len(before) :] if ids[: len(before)] == before else own
+        for ids, own in zip(after_line, alone, strict=True)
+    ]
 
 
 def _steps(

@@ -318,6 +318,11 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         self.planes = [_place(buffer, rows, first) for buffer, rows in pairs]
 
 
+def can_batch(model: Any) -> bool:
+    """Return True if mlx-lm can put rows of this model side by side."""
+    return all(hasattr(layer, "merge") for layer in make_prompt_cache(model))
+
+
 def make_batch_caches(model: Any) -> list[Any]:
     """Return the empty caches of one sequence, to be merged with others'."""
     return [as_ragged(layer) for layer in make_prompt_cache(model)]

@@ -55,6 +55,7 @@ def read_chat_setup(
     template_args: Mapping[str, Any],
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    split_special_tokens: bool = False,
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
     template_sandbox: Sandbox | None = None,
@@ -70,7 +71,8 @@ def read_chat_setup(
     tightens the schemas that answers are held to, with the folder's own bounds where it has none.
     Grammars are compiled in `sandbox` first; templates are rendered in `template_sandbox`.
     `tool_parser` and `reasoning_parser` name the forms of its calls and of its thinking; without
-    them, they are inferred. Raises ModelLoadFailed.
+    them, they are inferred. With `split_special_tokens`, control tokens in what callers send are
+    letters. Raises ModelLoadFailed.
     """
     checkpoint = open_checkpoint(name, files)
     formats: dict[str, Any] = {
@@ -79,6 +81,7 @@ def read_chat_setup(
         "template_args": template_args,
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
+        "split_special_tokens": split_special_tokens,
         "sandbox": template_sandbox,
     }
     if isinstance(checkpoint, GgufCheckpoint):
@@ -252,6 +255,7 @@ def load_generation(
     template_args: Mapping[str, Any] = MappingProxyType({}),
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    split_special_tokens: bool = False,
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
     template_sandbox: Sandbox | None = None,
@@ -269,6 +273,7 @@ def load_generation(
         template_args=template_args,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        split_special_tokens=split_special_tokens,
         shape=shape,
         sandbox=sandbox,
         template_sandbox=template_sandbox,

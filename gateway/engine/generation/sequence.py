@@ -345,7 +345,7 @@ class Sequence:
                 stop=self._output.stops.met if ended == "stop" else None,
             )
         )
-        if len(self.tokens) == 1:
+        if tokens and len(self.tokens) == 1:
             cached, kept = self.cached_tokens, self.kept_tokens
             deltas[0] = replace(
                 deltas[0], cached_tokens=cached, kept_tokens=kept, prompt=self._echo()

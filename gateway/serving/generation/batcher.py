@@ -133,11 +133,13 @@ class GenerationBatcher:
         return limits if self.is_batched else replace(limits, max_batch_size=1)
 
     def note_batching(self) -> None:
-        """Limit the batch to one row once the engine no longer batches rows."""
-        if self._was_batched and not self.is_batched:
-            self._was_batched = False
+        """Limit the batch to one row while the engine does not batch rows."""
+        if self._was_batched == self.is_batched:
+            return
+        self._was_batched = self.is_batched
+        if not self._was_batched:
             log.warning("batching_ended", model=self._name)
-            self.adopt(self._limits)
+        self.adopt(self._limits)
 
     def _on_fault(self, fault: PassFault) -> None:
         """Log the exception of a pass; its rows are read again, fewer at once if memory ended."""

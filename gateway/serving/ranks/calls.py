@@ -1,34 +1,31 @@
 """A call of an engine as bytes, for the other ranks, and what came of it as a digest.
 
-The bytes are JSON and name only the types listed here: unlike a pickle they cannot run code.
+The bytes are JSON and name only the dataclasses that a call's arguments may hold: unlike a pickle
+they cannot run code.
 """
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Final, get_args, get_type_hints
 
-from gateway.jobs import (
-    Adapter,
-    Calling,
-    Function,
-    Grammar,
-    LabelStep,
-    Pass,
-    Sampling,
-    SchemaRule,
-    SequenceDelta,
-    SequenceParams,
-    Verdict,
-)
+from gateway.jobs import Pass, SequenceDelta, SequenceParams, Verdict
 
-_TYPES: Final = {
-    each.__name__: each
-    for each in (
-        *(Adapter, Calling, Function, Grammar, LabelStep, Sampling, SchemaRule, SequenceParams),
-        Verdict,
-    )
+
+def _dataclasses_in(hint: Any) -> Iterator[type]:
+    """Yield the dataclasses that a value of this type may hold, itself included."""
+    if is_dataclass(hint) and isinstance(hint, type):
+        yield hint
+        parts: Sequence[Any] = list(get_type_hints(hint).values())
+    else:
+        parts = get_args(hint)
+    for part in parts:
+        yield from _dataclasses_in(part)
+
+
+_TYPES: Final[Mapping[str, Any]] = {
+    each.__name__: each for root in (SequenceParams, Verdict) for each in _dataclasses_in(root)
 }
 
 
@@ -66,12 +63,13 @@ def _encode(value: Any) -> Any:
             return {"frozenset": [_encode(each) for each in sorted(value)]}
         case Mapping():
             return {"dict": [[_encode(key), _encode(each)] for key, each in value.items()]}
-        case list() if set(map(type, value)) <= {int}:
-            return value  # a prompt, of many tokens
-        case list():
-            return [_encode(each) for each in value]
         case tuple():
             return {"tuple": [_encode(each) for each in value]}
+        case Sequence():  # also a prompt in parts, which arrives as a list
+            items = list(value)
+            if set(map(type, items)) <= {int}:
+                return items  # a prompt, of many tokens
+            return [_encode(each) for each in items]
         case _ if type(value) is _TYPES.get(type(value).__name__):
             own = {each.name: _encode(getattr(value, each.name)) for each in fields(value)}
             return {type(value).__name__: own}

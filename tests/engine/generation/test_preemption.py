@@ -13,7 +13,16 @@ import pytest
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
-from gateway.jobs import Calling, Compiled, Function, GenerateJob, Grammar, Sampling, SequenceDelta
+from gateway.jobs import (
+    Calling,
+    Compiled,
+    Function,
+    GenerateJob,
+    Grammar,
+    Sampling,
+    SequenceDelta,
+    Verdict,
+)
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
 from tests.engine.generation.test_engine import Passing, exchange
 from tests.fakes import caller
@@ -267,6 +276,32 @@ def test_a_bound_holds_wherever_the_row_is(folder: Path, act: str | None) -> Non
         batch.step(512)
     assert batch.answers[row].ends == ["length"]
     assert batch.answers[row].tokens == 8
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_a_bound_that_a_row_has_reached_ends_it_at_once(
+    folder: Path, tokens: int, is_batched: bool
+) -> None:
+    """Running, or waiting for its turn beside others: it says no more, and its neighbour all."""
+    engine = open_engine(folder, prefix_cache_bytes=1 << 24)
+    engine.apply_verdict(Verdict(rows=is_batched, single=True, prefixes=True, window=True))
+    batch = Batch(engine)
+    sampling = {"sampling": Sampling(temperature=1, seed=1, ignore_eos=True), "max_tokens": 12}
+    batch.join("Hi " * 200, sampling)
+    while batch.is_busy:
+        batch.step(512)
+    row, other = batch.join("Hi " * 200, sampling), batch.join("Hello!", sampling)
+    while batch.answers[row].tokens < tokens:
+        batch.step(512)
+    cached = batch.answers[row].cached
+    assert cached
+    batch.hear(engine.cap_tokens(row, tokens))
+    while batch.is_busy:
+        batch.step(512)
+    assert (batch.answers[row].ends, batch.answers[row].tokens) == (["length"], tokens)
+    assert batch.answers[row].cached == cached
+    assert batch.answers[other].tokens == 12
 
 
 def test_a_row_that_is_stopped_can_end_where_it_stands(folder: Path) -> None:

@@ -307,6 +307,27 @@ def test_a_next_turn_need_not_read_the_answer_again(plain: Path) -> None:
     assert told.ids == answers(open_engine(plain), [bare(turn)])[0].ids
 
 
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("speculate_rows", [0, 4])
+def test_an_answer_that_met_a_stop_string_is_kept_too(
+    plain: Path, others: int, speculate_rows: int
+) -> None:
+    """Alone, and beside answers that go on."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
+    (whole,) = answers(engine, [bare(BASE, max_tokens=150)])
+    engine.clear_prefixes()
+    stop = whole.text[-25:-16]
+    assert stop not in whole.text[: len(whole.text) // 2]
+    beside = [bare(tokens(50, i), max_tokens=200) for i in range(others)]
+    answer, *_ = answers(engine, [bare(BASE, max_tokens=150, stop=[stop]), *beside])
+    assert answer.finish_reason == "stop"
+    assert answer.ids == whole.ids[: len(answer.ids)] != whole.ids
+    turn = BASE + answer.ids + tokens(30, 1)
+    (told,) = answers(engine, [bare(turn)])
+    assert told.cached_tokens == (len(BASE) + len(answer.ids) - 1) // BLOCK * BLOCK
+    assert told.ids == answers(open_engine(plain), [bare(turn)])[0].ids
+
+
 def active_memory() -> int:
     """Count the bytes of the arrays that somebody holds."""
     gc.collect()
@@ -398,6 +419,33 @@ def test_what_is_no_number_is_not_kept(tmp_path: Path) -> None:
     (told,) = answers(engine, [bare(BASE)])
     assert "not a number" in (told.error or "")
     assert engine._prefixes.nbytes == 0
+
+
+class Ending:
+    """A model that repeats one token, and whose logits are no numbers after so many tokens."""
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        self._model = model
+        self._tokens = tokens
+
+    def __call__(self, inputs: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = self._model(inputs, cache=cache)
+        logits = mx.where(mx.arange(logits.shape[-1]) == 300, 1e4, logits)
+        return logits * mx.nan if cache[0].lengths.longest > self._tokens else logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("speculate_rows", [0, 4])
+def test_an_answer_that_becomes_no_number_is_not_kept(plain: Path, speculate_rows: int) -> None:
+    """Of its prompt, what was kept before stays."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
+    engine._model = engine._prefill._model = Ending(engine._model, len(BASE) + 100)
+    (told,) = answers(engine, [bare(BASE, max_tokens=150)])
+    assert "not a number" in (told.error or "")
+    assert len(told.ids) > BLOCK
+    assert engine._prefixes.count_known([*BASE, *told.ids]) == len(BASE) // BLOCK * BLOCK
 
 
 def batch(length: int) -> RaggedKVCache:

@@ -237,6 +237,98 @@ def test_what_is_not_tested_yet_is_not_said_to_be_right(tmp_path: Path) -> None:
     engine.close()
 
 
+def unfinished(engine: GenerationEngine) -> Verdict:
+    """Return what is known after the second step."""
+    steps = engine.self_test()
+    next(steps)
+    verdict = next(steps)
+    steps.close()
+    assert not verdict.is_whole
+    return verdict
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_until_a_test_is_whole_other_architectures_run_one_at_a_time(
+    tmp_path: Path, kind: str
+) -> None:
+    """Any step may be the last that there was time for; then they answer as alone."""
+    folder = write_chat(tmp_path / "m", **UNFIT[kind])
+    engine = opened(folder)
+    engine.apply_verdict(unfinished(opened(folder)) if kind != "llama4" else Verdict())
+    told = answers(engine, PROMPTS)
+    assert told.tokens == alone(folder, PROMPTS)
+    assert told.most_rows == 1
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in FIT), ("qwen3", {"is_fused": True}), ("qwen3", {"kv_bits": 8})],
+)
+def test_architectures_that_are_known_to_be_equal_are_batched_at_once(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    """However their projections and their KV are kept."""
+    wide = {"head_dim": 64} if "kv_bits" in options else {}
+    folder = write_chat(tmp_path / "m", **{**FIT[kind], **wide})
+    engine = load_generation(folder, name="m", device=Device.CPU, **options)
+    engine.apply_verdict(unfinished(engine))
+    assert engine.is_batched
+    engine.close()
+
+
+def test_rows_run_together_once_the_test_is_whole(tmp_path: Path) -> None:
+    """Those that waited for one another too."""
+    folder = write_chat(tmp_path / "m")
+    known = opened(folder)
+    engine = GenerationEngine(
+        "m",
+        Broken(known._model, lambda tokens: False),  # a class that is on no list
+        known._chat,
+        known._structured,
+        max_context=4096,
+        vocab_size=VOCABULARY,
+    )
+    engine.apply_verdict(Verdict())
+    rows = [
+        engine.join(SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
+        for p in PROMPTS
+    ]
+    while engine.is_prefilling:
+        engine.prefill(512)
+    found = [engine._find(row) for row in rows]
+    engine.decode()
+    assert (engine.rows, engine.last_pass.rows) == (4, 1)
+    engine.apply_verdict(verdict_of(known))
+    engine.decode()
+    assert engine.last_pass.rows == 4
+    while engine.is_decoding:
+        engine.decode()
+    assert [row.tokens for row in found if row] == alone(folder, PROMPTS)
+    engine.close()
+
+
+def test_what_forbids_batches_holds_whatever_a_test_says_later(tmp_path: Path) -> None:
+    """As after faults of batches, while the test goes on in idle time."""
+    engine = opened(write_chat(tmp_path / "m"))
+    engine.apply_verdict(Verdict(rows=False))
+    engine.apply_verdict(Verdict(single=True, rows=True, prefixes=True, window=True))
+    assert not engine.is_batched
+    engine.close()
+
+
+def test_rows_and_their_padding_are_tested_first(tmp_path: Path) -> None:
+    """They are what most often is wrong."""
+    engine = opened(write_chat(tmp_path / "m"))
+    assert list(dict.fromkeys(engine.self_test())) == [
+        Verdict(),
+        Verdict(rows=True),
+        Verdict(rows=True, single=True),
+        Verdict(rows=True, single=True, prefixes=True, window=True),  # there is no window
+    ]
+    engine.close()
+
+
 class Broken:
     """A model that some passes break."""
 

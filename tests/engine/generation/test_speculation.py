@@ -220,7 +220,8 @@ def test_what_is_kept_of_an_answer_has_been_read(
         longer = (ECHO, {"sampling": GREEDY, "max_tokens": 30})
         [_, first], _ = run(each, [longer, job], random.Random(0))
         [row] = engine.prepare(generate(job[0]))
-        batch, ids = Batch(each), [*row.prompt, *plain._chat.vocabulary.encode(first.text, 0)]
+        [answer] = plain._chat.controls.encode([[(first.text, True)]])
+        batch, ids = Batch(each), [*row.prompt, *answer]
         number = each.join(replace(row, prompt=[*ids, *ids[:9]]))
         batch.answers[number] = Answer()
         while batch.is_busy:

@@ -180,6 +180,42 @@ def test_a_step_waits_once_whatever_its_rows_ask_for(
     engine.close()
 
 
+class Following:
+    """A model that notes how many tokens the rows have when a pass is launched."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+        self._model = engine._model
+        self.tokens: list[list[int]] = []
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        running = self._engine._running
+        assert running is not None
+        self.tokens.append([len(row.tokens) for row in running.rows])
+        return self._model(*args, **given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_pass_is_launched_before_tokens_are_appended(
+    folders: dict[str, Path], kind: str, asked: str
+) -> None:
+    """Also where a nucleus may be wider than its window, and no pass can be taken back."""
+    engine = open_engine(folders[kind], None)
+    batch = begun(engine, ASKED[asked])
+    engine._model = model = Following(engine)
+    for _ in range(5):
+        assert engine._running is not None
+        before = [len(row.tokens) for row in engine._running.rows]
+        batch.hear(engine.decode())
+        assert model.tokens.pop() == before
+        assert not model.tokens
+    engine.close()
+
+
 @pytest.mark.parametrize("kept", [0, PLENTY])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_step_over_quantised_kv_waits_once(

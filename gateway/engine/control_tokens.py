@@ -1,0 +1,114 @@
+"""Texts → token ids in which no control token comes of a caller's text: there they are letters.
+
+Else one document could close the turn that it stands in, and answer for itself.
+"""
+
+import secrets
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+from tokenizers import Encoding, Tokenizer
+
+Piece: TypeAlias = tuple[str, bool]
+"""A part of a text, and whether it is a caller's own."""
+
+
+class ControlTokens:
+    """A tokenizer's added tokens. Those of white space alone are text, and no control tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._contents = {
+            token: each.content for token, each in added.items() if each.content.strip(" ▁\r\n\t")
+        }
+        self._word = f"split{secrets.token_hex(16)}"
+
+    def encode(self, texts: Sequence[Sequence[Piece]]) -> list[list[int]]:
+        """Return the ids of texts, each in pieces. Control tokens that begin in a caller's piece
+        are letters.
+        """
+        whole = ["".join(text for text, _ in pieces) for pieces in texts]
+        # As a batch: only tokenizers' batch calls release the GIL.
+        if not any(is_own for pieces in texts for _, is_own in pieces):
+            fast = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+            return [list(each.ids) for each in fast]
+        encoded = self._tokenizer.encode_batch(whole, add_special_tokens=False)
+        return [self._spell(*each) for each in zip(encoded, whole, texts, strict=True)]
+
+    def spell(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the ids of a caller's text with letters for its control tokens."""
+        contents = self._contents
+        if contents.keys().isdisjoint(ids):
+            return ids
+        return [
+            letter
+            for token in ids
+            for letter in (self._letters(contents[token]) if token in contents else [token])
+        ]
+
+    def split(self, value: Any, kept: Collection[str] = ()) -> Any:
+        """Return a value of JSON in whose texts a word stands behind the first letter of each
+        control token, but those kept. `pieces` finds them in what a template makes of the value.
+        """
+        match value:
+            case str():
+                return self._word.join(self._cut(value, kept))
+            case Mapping():
+                return {self.split(key): self.split(each, kept) for key, each in value.items()}
+            case list() | tuple():
+                return [self.split(each, kept) for each in value]
+        return value
+
+    def pieces(self, text: str) -> list[Piece]:
+        """Return a text without the words of `split`, whose control tokens are the caller's."""
+        *parts, last = text.split(self._word)
+        found = [each for part in parts for each in ((part[:-1], False), (part[-1:], True))]
+        return [*found, (last, False)]
+
+    def _cut(self, text: str, kept: Collection[str]) -> list[str]:
+        (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        controls = self._contents
+        places = [
+            _begin(text, *offsets) + 1
+            for token, offsets in zip(encoded.ids, encoded.offsets, strict=True)
+            if token in controls and controls[token] not in kept
+        ]
+        return [text[start:end] for start, end in pairwise([0, *places, len(text)])]
+
+    def _spell(self, encoded: Encoding, text: str, pieces: Sequence[Piece]) -> list[int]:
+        starts = [0, *accumulate(len(piece) for piece, _ in pieces)]
+        ids: list[int] = []
+        for token, offsets in zip(encoded.ids, encoded.offsets, strict=True):
+            is_own = False
+            if token in self._contents:
+                _, is_own = pieces[bisect_right(starts, _begin(text, *offsets)) - 1]
+            ids += self._letters(self._contents[token]) if is_own else [token]
+        return ids
+
+    def _letters(self, content: str) -> list[int]:
+        """Return the ids that spell a control token, from the pipeline without added tokens."""
+        tokenizer = self._tokenizer
+        text = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
+        split = tokenizer.pre_tokenizer
+        pieces = [each for each, _ in split.pre_tokenize_str(text)] if split else [text]
+        # Some pipelines put a space before every text: it is no part of the token.
+        if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
+            pieces[0] = pieces[0][1:]
+        ids = [each.id for piece in pieces if piece for each in tokenizer.model.tokenize(piece)]
+        if self._contents.keys().isdisjoint(ids):
+            return ids
+        # The model's own vocabulary has it too, as a unigram's has.
+        return [
+            each.id
+            for piece in pieces
+            for letter in piece
+            for each in tokenizer.model.tokenize(letter)
+        ]
+
+
+def _begin(text: str, start: int, end: int) -> int:
+    """Return where a token itself begins, of which white space before it may be a part."""
+    return end - len(text[start:end].lstrip()) if text[start:end].strip() else start
