@@ -28,8 +28,8 @@ from gateway.api.access import protect
 from gateway.api.anthropic import frame_event
 from gateway.api.endpoint import is_anthropic
 from gateway.api.endpoints import METERED_PATHS, OPEN_PATHS
-from gateway.api.in_flight import InFlight
-from gateway.api.requests import Bodies, read_body
+from gateway.api.in_flight import Bodies, InFlight
+from gateway.api.requests import read_body
 from gateway.api.streams import frame, while_connected
 from gateway.errors import GatewayError, ModelNotFound, ModelsFileInvalid, Unavailable
 from gateway.registry import Catalog, ModelSpec

@@ -16,5 +16,5 @@ middleware                    ids, timings, every error as JSON
 traces                        a span for each request, where the extra `otel` sends them
 streams                       server-sent events; cancelling work when the client leaves
 requests                      the service that handlers use; bodies within limits
-in_flight                     requests in flight, the last errors, who watches
+in_flight                     requests in flight, the bytes they hold, the last errors, who watches
 """

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.in_flight import InFlight, shutting_down
+from gateway.api.in_flight import Bodies, InFlight, shutting_down
 from gateway.api.middleware import Context, ErrorResponse
-from gateway.api.requests import Bodies
 from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
 from gateway.jobs import Timings
 from gateway.serving.rate_limit import KINDS, Accounts, Allowance, Bucket, Kind

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import clock, logs, metrics
 from gateway.api.endpoint import is_anthropic
-from gateway.api.in_flight import InFlight, RequestInFlight
-from gateway.api.requests import Bodies, Body, check_head
+from gateway.api.in_flight import Bodies, Body, InFlight, RequestInFlight
+from gateway.api.requests import check_head
 from gateway.errors import GatewayError, Unavailable, shorten
 from gateway.jobs import Timings
 from gateway.wire.anthropic_errors import error_body, error_status

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from gateway import clock, logs
-from gateway.api.in_flight import InFlight, Watchers
-from gateway.errors import BadRequest, GatewayError, HeadTooLarge, SlowBody, TooLarge, Unavailable
+from gateway.api.in_flight import Body, InFlight, Watchers
+from gateway.errors import BadRequest, GatewayError, HeadTooLarge, SlowBody, TooLarge
 from gateway.jobs import Beginning, Caller, Stage, Tier
 from gateway.registry import (
     Catalog,
@@ -271,54 +271,6 @@ def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
 # A body above the limit is read on and discarded, up to this many times the limit: if the
 # connection were closed while the client still sends, it would be reset before the 413 arrived.
 DISCARD_FACTOR = 4
-UNCOUNTED_BYTES = 64 * 1024  # of each body, so that most requests always have room
-
-
-class Bodies:
-    """The bytes of all requests' bodies, each counted from its arrival to the end of its answer,
-    and of the answers that their clients have not read yet.
-
-    What finds no room is refused rather than queued: two requests that have each read half of a
-    body and wait for room for the rest would wait for each other.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.nbytes = 0
-
-    @contextlib.contextmanager
-    def body(self) -> Iterator["Body"]:
-        """Count one body while entered."""
-        body = Body(self)
-        try:
-            yield body
-        finally:
-            body.count(0)
-
-    def has_room(self, more: int, nbytes: int) -> bool:
-        """Return True if a body of `nbytes` may grow by `more`; the only body always may."""
-        return self.nbytes == nbytes or self.nbytes + more <= self._max_bytes
-
-
-class Body:
-    """The bytes counted for one body."""
-
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
-        self._nbytes = 0
-
-    def count(self, size: int, *, is_refusable: bool = True) -> None:
-        """Set the bytes that are held of the body. Raises Unavailable if there is no room."""
-        nbytes = max(0, size - UNCOUNTED_BYTES)
-        more = nbytes - self._nbytes
-        if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
-            raise Unavailable(
-                "The requests being read and the answers being sent are too large together. "
-                "Please try again shortly.",
-                retry_after_s=1,
-            )
-        self._bodies.nbytes += more
-        self._nbytes = nbytes
 
 
 def check_head(scope: Scope, max_bytes: int) -> None:

@@ -11,8 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import logs
-from gateway.api.in_flight import RequestInFlight
-from gateway.api.requests import Body
+from gateway.api.in_flight import Body, RequestInFlight
 from gateway.errors import GatewayError
 
 T = TypeVar("T")

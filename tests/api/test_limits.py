@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.api.requests import UNCOUNTED_BYTES
+from gateway.api.in_flight import UNCOUNTED_BYTES
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served

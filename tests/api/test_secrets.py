@@ -13,9 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import logs
 from gateway.api.access import Guard
-from gateway.api.in_flight import InFlight
+from gateway.api.in_flight import Bodies, InFlight
 from gateway.api.middleware import Context
-from gateway.api.requests import Bodies
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
