@@ -1,4 +1,4 @@
-"""Watches the lane from a thread of its own, which neither a stuck call nor a busy loop blocks.
+"""Watches the lane and the event loop from a thread of its own, which neither can block.
 
 A call that also keeps the GIL blocks this thread too; then /health does not answer either.
 """
@@ -65,10 +65,10 @@ class BeatAge:
 
 
 class Watch:
-    """A context manager: it checks the lane from enter to exit.
+    """A context manager: it checks the lane, and the loop it is entered on, until exit.
 
-    When the lane stalls or dies, or the device is lost, or `lost` names what else it cannot work
-    without, every thread's stack is written to stderr. Then, if there is an `exit_process`,
+    When one of them stalls, the lane dies, the device is lost, or `lost` names what else it cannot
+    work without, every thread's stack is written to stderr. Then, if there is an `exit_process`,
     `on_stall` is called on the loop and, GRACE_S later, `exit_process` on the watch's thread, with
     the exit status: a stuck call cannot be ended in any other way.
     """
@@ -90,6 +90,10 @@ class Watch:
         shortest_s = min(limits.call_s, limits.load_s)
         self._between_s = min(MOST_BETWEEN_CHECKS_S, shortest_s / CHECKS_PER_LIMIT)
         self._beat_age = BeatAge()
+        self._loop_has_turned = threading.Event()
+        self._loop_has_turned.set()
+        self._loop_stuck_s = 0.0
+        self._stuck = "lane"
         self._status: Status = "ok"
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -123,22 +127,42 @@ class Watch:
     def _check(self, seconds: float) -> None:
         beat, before = self._lane.beat, self._status
         age_s = self._beat_age.update(seconds, beat)
+        is_loop_stuck = self._has_loop_stalled(seconds)
         if self._is_dead:
             self._status = "dead"
         else:
-            self._status = "stalled" if self._limits.is_over(beat, age_s) else "ok"
+            is_stalled = is_loop_stuck or self._limits.is_over(beat, age_s)
+            self._status = "stalled" if is_stalled else "ok"
         if self._status == before:
             return
         if self._status == "ok":
-            log.warning("lane_moves_again")
+            log.warning(f"{self._stuck}_moves_again")
             return
+        is_loop = is_loop_stuck and self._status == "stalled"
+        self._stuck, stuck_s = ("loop", self._loop_stuck_s) if is_loop else ("lane", age_s)
         with contextlib.suppress(Exception):  # a stderr that cannot be written to
             kind = None if beat is None else beat.kind
             why = {} if (lost := self._loss) is None else {"lost": lost}
-            log.critical(f"lane_{self._status}", kind=kind, seconds=round(age_s, 1), **why)
+            event = f"{self._stuck}_{self._status}"
+            log.critical(event, kind=kind, seconds=round(stuck_s, 1), **why)
             faulthandler.dump_traceback()
         if self._exit_process is not None:
             self._exit(self._exit_process)
+
+    def _has_loop_stalled(self, seconds: float) -> bool:
+        """Return True if the loop has not run for a call's limit what it is asked to run now.
+
+        A thread that finds no memory to begin keeps whoever starts it waiting for ever (CPython up
+        to 3.13), and that is mostly the loop.
+        """
+        if self._loop_has_turned.is_set():
+            self._loop_stuck_s = 0.0
+            self._loop_has_turned.clear()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._loop_has_turned.set)
+        else:
+            self._loop_stuck_s += seconds
+        return self._loop_stuck_s > self._limits.call_s
 
     def _exit(self, exit_process: Callable[[int], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed

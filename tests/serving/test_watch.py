@@ -138,14 +138,24 @@ async def test_steps_of_one_call_are_signs_of_life() -> None:
 
 
 async def test_a_busy_loop_is_no_stall_of_the_lane() -> None:
-    """Its call was over long ago; nobody had time to hear of it."""
-    pause = threading.Event()
+    """Its call was over long ago; nobody had time to hear of it. What is told of is the loop."""
     lane = Lane()
-    with Watch(lane, SHORT, on_stall=lambda: None, exit_process=None) as watch:
+    with (
+        structlog.testing.capture_logs() as lines,
+        Watch(lane, SHORT, on_stall=lambda: None, exit_process=None) as watch,
+    ):
         async with lane, lane.turn("test") as turn:
-            asyncio.get_running_loop().call_soon(pause.wait, 0.4)
+            asyncio.get_running_loop().call_soon(_keep_the_loop, watch)
             await turn(int)
-            assert watch.status == "ok"
+        await until(watch, "ok")
+    assert [line["event"] for line in lines] == ["loop_stalled", "loop_moves_again"]
+
+
+def _keep_the_loop(watch: Watch) -> None:
+    """Keep the event loop until the watch says that it is kept."""
+    pause = threading.Event()
+    while watch.status == "ok":
+        pause.wait(0.01)
 
 
 async def test_what_was_never_measured_may_take_longer() -> None:
@@ -190,3 +200,21 @@ async def test_a_dead_lane_is_known_of_at_once() -> None:
 
 def _leave_the_thread() -> None:
     raise SystemExit
+
+
+async def test_a_loop_that_does_not_turn_ends_the_process(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It waits for a thread that found no memory to begin; /health does not answer either."""
+    ended = threading.Event()
+    statuses: list[int] = []
+
+    def exit_process(status: int) -> None:
+        statuses.append(status)
+        ended.set()
+
+    async with Lane() as lane:
+        with Watch(lane, SHORT, on_stall=lambda: None, exit_process=exit_process):
+            assert ended.wait(30)  # on the loop, which it keeps
+    assert statuses == [STATUS_OF_A_STALL]
+    assert "test_watch.py" in capfd.readouterr().err
