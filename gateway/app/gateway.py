@@ -325,6 +325,9 @@ class Gateway:
         specs = self._preloaded()
         while True:
             self._has_reloaded.clear()
+            names, most = self._catalog.preloaded(), self._settings.cache_max_models
+            if len(names) > most:
+                log.warning("preload_beyond_limit", models=list(names), cache_max_models=most)
             for spec in specs:
                 await self._load(spec)
             try:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from gateway.cli._table import size
+from gateway.settings import Settings
 
 State = Literal["ok", "warn", "fail"]
 
@@ -30,6 +32,31 @@ class Finding:
     check: str
     state: State
     message: str
+
+
+def machine_problems(settings: Settings) -> list[str]:
+    """Return what is wrong with settings on this machine: TLS files that cannot be used, a GPU that
+    is not there.
+    """
+    problems = []
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:  # with a password, even if a wrong one: OpenSSL would ask a terminal for it
+            context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+        except OSError as error:  # SSLError is one
+            files = f"GATEWAY_TLS_CERT={settings.tls_cert} and GATEWAY_TLS_KEY={settings.tls_key}"
+            problems.append(
+                f"{files}: should be a certificate chain and its key, in PEM and without a "
+                f"password ({error.strerror or error})"
+            )
+    if settings.device == "gpu":
+        from gateway.engine.device import choose_device
+
+        try:
+            choose_device(settings.device)
+        except ValueError as error:
+            problems.append(f"GATEWAY_DEVICE=gpu: {error}")
+    return problems
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,12 +189,15 @@ class NoModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A name that the model `id` is served by; the context is None if nobody knows it yet."""
+    """A name that the model `id` is served by; the context is None if nobody knows it yet. If
+    `is_capped`, models.yaml has a `max_context` of it.
+    """
 
     name: str
     id: str
     kind: str
     context: int | None = None
+    is_capped: bool = False
 
 
 def choose(offers: Sequence[Offer], wanted: str | None, tool: Tool) -> Offer:
@@ -207,7 +210,10 @@ def choose(offers: Sequence[Offer], wanted: str | None, tool: Tool) -> Offer:
         models = [offer for offer in chats if offer.name == offer.id]
         problems = [f"\n  {_problem(offer, tool)}" for offer in models]
         listed = "".join(problems) or "\n  there are none"
-        raise NoModel(f"{tool.command} can use no chat model of models.yaml:{listed}")
+        advice = "Add a larger one to models.yaml: docs/models.md has some."
+        if (unknown := next((each for each in models if each.context is None), None)) is not None:
+            advice = _commands(unknown, tool)
+        raise NoModel(f"{tool.command} can use no chat model of models.yaml:{listed}\n{advice}")
     offer = next((each for each in offers if each.name == wanted), None)
     if offer is None or offer.kind != "chat":
         what = "there is no such model" if offer is None else f"it is a model for {offer.kind}"
@@ -216,8 +222,15 @@ def choose(offers: Sequence[Offer], wanted: str | None, tool: Tool) -> Offer:
     if problem := _problem(offer, tool):
         others = ", ".join(each.name for each in suited)
         advice = f" Or choose another by --model: {others}." if others else ""
-        raise NoModel(f"{problem}.{advice}")
+        commands = f"\n{_commands(offer, tool)}" if offer.context is None else ""
+        raise NoModel(f"{problem}.{advice}{commands}")
     return offer
+
+
+def _commands(offer: Offer, tool: Tool) -> str:
+    """Return the commands by which a tool can use a model that is not on disk yet."""
+    launch = f"mlx-gateway launch {tool.command} --model {shlex.quote(offer.name)}"
+    return f"Run:\n  mlx-gateway pull {shlex.quote(offer.id)}\n  {launch}"
 
 
 def _problem(offer: Offer, tool: Tool) -> str | None:
@@ -225,13 +238,11 @@ def _problem(offer: Offer, tool: Tool) -> str | None:
     if not tool.least_context:
         return None
     if offer.context is None:
-        return (
-            f"{offer.name}: its context is not known before it is on disk "
-            f"(`mlx-gateway pull {offer.id}`)"
-        )
+        return f"{offer.name}: it is not on disk, so its context is not known"
     if offer.context < tool.least_context:
+        cap = " (models.yaml sets its `max_context`)" if offer.is_capped else ""
         return (
-            f"{offer.name}: its context is {offer.context:,} tokens, and {tool.command} needs "
-            f"{tool.least_context:,} (its `max_context` in models.yaml may be what lowers it)"
+            f"{offer.name}: its context is {offer.context:,} tokens{cap}, and {tool.command} needs "
+            f"{tool.least_context:,}"
         )
     return None

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
+from gateway.cli._checks import machine_problems
 from gateway.errors import RegistryInvalid
 from gateway.registry import read_models
-from gateway.settings import load_settings, strays, variables
+from gateway.settings import SettingsInvalid, load_settings, strays, variables
 
 
 def check(
@@ -15,10 +16,18 @@ def check(
 ) -> None:
     """Report everything wrong with models.yaml: file, line and the nearest valid name."""
     settings = load_settings({"models": models})
+    if problems := machine_problems(settings):
+        raise SettingsInvalid(problems)
     reading = read_models(settings.models, variables())
     for note in (*reading.notes, *strays(reading.variables)):
         print(f"note: {note}")
     if reading.problems:
         raise RegistryInvalid(list(reading.problems))
+    preloaded, most = reading.catalog.preloaded(), settings.cache_max_models
+    if len(preloaded) > most:
+        print(
+            f"note: {settings.models} preloads {len(preloaded)} models, and "
+            f"GATEWAY_CACHE_MAX_MODELS is {most}: only the last {most} stay loaded"
+        )
     names = len(reading.catalog.names())
     print(f"{settings.models}: {len(reading.catalog)} models by {names} names, no problems")

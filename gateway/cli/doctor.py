@@ -111,7 +111,9 @@ def _check_machine(models: Path | None) -> Iterator[Finding]:
     reading = read_models(settings.models, variables())
     notes = strays(reading.variables)
     yield from (Finding("settings", "warn", f"{note}.") for note in notes)
-    if not notes:
+    problems = checks.machine_problems(settings)
+    yield from (Finding("settings", "fail", f"{problem}.") for problem in problems)
+    if not notes and not problems:
         yield Finding("settings", "ok", "each is known and within its bounds.")
     yield from (checks.check_port(bind) for bind in settings.binds)
     sizes = yield from _check_mlx(settings)

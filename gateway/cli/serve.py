@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from gateway import __version__, logs
+from gateway.cli._checks import machine_problems
 from gateway.cli._greeting import find_places, write_greeting
 from gateway.errors import GatewayError, RegistryInvalid
 from gateway.registry import read_models
@@ -43,6 +44,8 @@ def serve(
     # A SIGHUP would end the process until there is a handler: it stays pending till then.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings({"models": models, "host": host, "port": port})
+    if problems := machine_problems(settings):
+        raise SettingsInvalid(problems)
     logs.configure(settings.log_level, settings.log_format)
     faulthandler.enable()  # a crash of native code prints its traceback
     reading = read_models(settings.models, variables())

@@ -95,6 +95,15 @@ class Catalog:
             removed=tuple(name for name in before if name not in now),
         )
 
+    def preloaded(self) -> tuple[str, ...]:
+        """Return the models that are loaded at start; an adapter's is its base."""
+        loaded = (
+            (each.base if isinstance(each, ChatSpec) else None) or each.id
+            for each in self.specs
+            if each.preload
+        )
+        return tuple(dict.fromkeys(loaded))
+
     def names(self) -> tuple[str, ...]:
         """Return ids and aliases in the file's order, each id followed by its aliases."""
         return tuple(self._by_name)

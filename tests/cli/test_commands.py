@@ -2,11 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from gateway.cli import main
@@ -73,6 +76,25 @@ def test_check_notes_what_can_be_served_all_the_same(
     out = capsys.readouterr().out
     assert "note: models.yaml:3: m: the package not_here_weights is not installed" in out
     assert "note: GATEWAY_PROT is set, and nothing reads it; did you mean GATEWAY_PORT?" in out
+
+
+def test_check_notes_more_preloaded_models_than_places(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An adapter has the place of its base."""
+    model = "{kind: chat, source: hub:org/name, preload: true}"
+    adapter = "{kind: chat, base: a, adapter: hub:org/lora, preload: true}"
+    (here / "models.yaml").write_text(
+        f"version: 1\nmodels:\n  a: {model}\n  b: {model}\n  c: {adapter}\n"
+    )
+    monkeypatch.setenv("GATEWAY_CACHE_MAX_MODELS", "1")
+    assert run("check") == 0
+    assert "note: models.yaml preloads 2 models, and GATEWAY_CACHE_MAX_MODELS is 1" in (
+        capsys.readouterr().out
+    )
+    monkeypatch.setenv("GATEWAY_CACHE_MAX_MODELS", "2")
+    assert run("check") == 0
+    assert "note" not in capsys.readouterr().out
 
 
 def test_wrong_settings_end_every_command_with_2(
@@ -269,3 +291,69 @@ def test_python_m_gateway_is_the_command(here: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr == "none.yaml: No such file or directory\n"
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """Let SIGHUP through again, which `serve` holds back until it can handle it."""
+    yield
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have mlx see no GPU, on whatever machine this is."""
+    for back_end in (mx.metal, mx.cuda):
+        monkeypatch.setattr(back_end, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu", "hangups")
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_a_gpu_that_is_not_there_is_a_wrong_setting(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    """One line, and the status of those."""
+    (here / "models.yaml").write_text(GOOD)
+    monkeypatch.setenv("GATEWAY_DEVICE", "gpu")
+    assert run(command) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "GATEWAY_DEVICE=gpu: this mlx sees neither Metal nor CUDA; auto takes what there is"
+    ]
+
+
+@pytest.mark.usefixtures("hangups")
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_tls_files_that_are_no_pem_are_wrong_settings(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    """One line that names both, before anything is loaded."""
+    (here / "models.yaml").write_text(GOOD)
+    for name in ("CERT", "KEY"):
+        (here / f"{name}.pem").write_text("no PEM")
+        monkeypatch.setenv(f"GATEWAY_TLS_{name}", f"{name}.pem")
+    assert run(command) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("GATEWAY_TLS_CERT=CERT.pem and GATEWAY_TLS_KEY=KEY.pem: should be a ")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_doctor_looks_at_the_gpu_and_the_tls_files_too(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line each, of the settings."""
+    (here / "models.yaml").write_text(GOOD)
+    (here / "none.pem").write_text("no PEM")
+    monkeypatch.setenv("GATEWAY_DEVICE", "gpu")
+    for name in ("CERT", "KEY"):
+        monkeypatch.setenv(f"GATEWAY_TLS_{name}", "none.pem")
+    assert run("doctor") == 1
+    printed = capsys.readouterr().out
+    assert "GATEWAY_TLS_CERT=none.pem and GATEWAY_TLS_KEY=none.pem: should be" in printed
+    assert "GATEWAY_DEVICE=gpu: this mlx sees neither Metal nor CUDA" in printed
+    assert "each is known and within its bounds" not in printed

@@ -263,13 +263,18 @@ async def test_a_context_that_is_too_small_is_refused_by_name(home: Path) -> Non
     outcome = await ran(home, "launch", "claude", "--model", "small")
     assert (outcome.status, outcome.out) == (1, "")
     assert outcome.err == (
-        "small: its context is 8,192 tokens, and claude needs 32,000 (its `max_context` in "
-        "models.yaml may be what lowers it). Or choose another by --model: large, big.\n"
+        "small: its context is 8,192 tokens, and claude needs 32,000. "
+        "Or choose another by --model: large, big.\n"
     )
     catalog(home, {"large": {**LARGE, "max_context": 31_999}})
     outcome = await ran(home, "launch", "claude")
     assert outcome.status == 1
-    assert "large: its context is 31,999 tokens" in outcome.err
+    assert outcome.err.splitlines() == [
+        "claude can use no chat model of models.yaml:",
+        "  large: its context is 31,999 tokens (models.yaml sets its `max_context`), and claude "
+        "needs 32,000",
+        "Add a larger one to models.yaml: docs/models.md has some.",
+    ]
     outcome = await ran(home, "connect", "llm")
     assert (outcome.status, outcome.err) == (0, "")
 
@@ -457,9 +462,20 @@ def test_a_model_is_chosen_by_its_context() -> None:
     with pytest.raises(NoModel) as refused:
         choose(offers[:-1], None, CLAUDE)
     assert str(refused.value).splitlines()[1:] == [
-        "  unknown: its context is not known before it is on disk (`mlx-gateway pull unknown`)",
-        "  short: its context is 31,999 tokens, and claude needs 32,000 (its `max_context` in "
-        "models.yaml may be what lowers it)",
+        "  unknown: it is not on disk, so its context is not known",
+        "  short: its context is 31,999 tokens, and claude needs 32,000",
+        "Run:",
+        "  mlx-gateway pull unknown",
+        "  mlx-gateway launch claude --model unknown",
+    ]
+    with pytest.raises(NoModel) as refused:
+        choose(offers, "unknown", CLAUDE)
+    assert str(refused.value).splitlines() == [
+        "unknown: it is not on disk, so its context is not known. "
+        "Or choose another by --model: right.",
+        "Run:",
+        "  mlx-gateway pull unknown",
+        "  mlx-gateway launch claude --model unknown",
     ]
     with pytest.raises(NoModel, match="vectors: it is a model for embedding"):
         choose(offers, "vectors", CLAUDE)
