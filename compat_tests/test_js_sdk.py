@@ -33,10 +33,14 @@ def run(*command: str, **environment: str) -> str:
     [
         pytest.param("sdk.test.mjs", 13, id="openai"),
         pytest.param("ai.test.mjs", 5, id="vercel-ai"),
+        pytest.param("anthropic.test.mjs", 22, id="vercel-anthropic"),
+        pytest.param("types.test.mjs", 3, id="types"),
     ],
 )
 def test_javascript_clients_pass_unchanged(url: str, file: str, passing: int) -> None:
-    """The OpenAI SDK on every endpoint; Vercel's AI SDK over two turns of the Responses API."""
+    """The OpenAI SDK on every endpoint; Vercel's AI SDK over two turns of the Responses API, and
+    by its Anthropic provider; every answer by the types that both vendors' SDKs declare.
+    """
     install(HERE)
     printed = run("node", "--test", "--test-reporter=tap", file, OPENAI_BASE_URL=f"{url}/v1")
     assert "# fail 0" in printed

@@ -138,6 +138,21 @@ def test_lm_evaluation_harness_computes_what_mlx_lm_does(
     assert seen == sum(len(each["choices"]) for each in QUESTIONS) + len(QUESTIONS)
 
 
+def test_lm_evaluation_harness_needs_no_tokenizer_on_disk(shipped_url: str, tmp_path: Path) -> None:
+    """SmolLM2's, which is in a GGUF file alone, is asked of the gateway."""
+    questions = tmp_path / "questions.json"
+    questions.write_text(json.dumps(QUESTIONS))
+    code, printed = run(
+        "lm_eval_tasks.py", f"{shipped_url}/v1", ABOARD, "remote", str(questions), "ids"
+    )
+    assert code == 0, printed
+    result = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+    samples = result["samples"]["choices"]
+    (paris, _), (berlin, _) = (each[0] for each in samples[0]["responses"][:2])
+    assert 0 > paris > berlin
+    assert len(result["samples"]["rolling"]) == len(QUESTIONS)
+
+
 # What openai-python's own tests ask for and this gateway has not: by the message it is told.
 NOT_SERVED = [
     r"Response with id '(resp_677efb5139a88190b512bc3fef8e535d|response_id)' not found",
@@ -205,3 +220,10 @@ def test_who_asks_for_rankings_has_them(url: str) -> None:
     assert code == 0, printed
     rankings = re.findall(r"^(.+) \[1,", printed, re.MULTILINE)
     assert len(rankings) == 9, printed
+
+
+def test_who_asks_tei_for_vectors_has_them(url: str) -> None:
+    """huggingface_hub; what others send is in tests/api/test_embed.py."""
+    code, printed = run("embed_clients.py", url)
+    assert code == 0, printed
+    assert printed.endswith("1 passed\n")

@@ -220,6 +220,24 @@ class TooLarge(GatewayError):
     code = "request_too_large"
 
 
+class EncodingNotSupported(GatewayError):
+    """A body that is compressed."""
+
+    status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+    type = "invalid_request_error"
+    code = "unsupported_content_encoding"
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__(
+            f"The request body has the Content-Encoding `{shorten(encoding)}`; send it as it is."
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the usual headers, and the encodings that RFC 9110 asks of such a 415."""
+        return {**super().headers, "accept-encoding": "identity"}
+
+
 class VersionNotSupported(GatewayError):
     """A version of HTTP after 1.1."""
 

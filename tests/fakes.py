@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,10 @@ class ScriptedChat:
     _jobs: dict[int, SequenceParams] = field(default_factory=dict)
     _echoed: dict[int, EchoedPrompt | None] = field(default_factory=dict)
 
+    @property
+    def tokens(self) -> "ScriptedTokens":
+        return ScriptedTokens()
+
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         self.jobs.append(job)
         noun = "messages" if job.prompt is None else "prompt"
@@ -401,6 +406,25 @@ class ScriptedChat:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class ScriptedTokens:
+    """A token for every character, after a 1 if `special`; a 2 ends a conversation to answer."""
+
+    tokenizer = SimpleNamespace(
+        bos_token="<s>", eos_token="</s>", pad_token=None, chat_template="{{ messages }}"
+    )
+
+    def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
+        if job.prompt is not None:
+            return [*([1] if special else []), *map(ord, _text(job.prompt))]
+        return [*map(ord, job.messages[-1]["content"]), *([2] if asking else [])]
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return [chr(token) if token < 128 else "" for token in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
 
 
 def _text(prompt: str | TokenIds) -> str:

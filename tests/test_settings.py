@@ -236,3 +236,37 @@ def test_every_setting_has_a_line_in_the_table() -> None:
         assert f"| `{variable(name)}` | " in table
     assert "| `GATEWAY_PORT` | integer ≥ 0, ≤ 65,535 | `8000` | " in table
     assert all(line.count("|") == 5 for line in table.splitlines())
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "localhost:3000",
+        "http://localhost:3000/",
+        "https://app.example/path",
+        "http://localhost*",
+        "http://*:*:1",
+        "http://a*b.example",
+        "http://app.example:80",
+        "https://app.example:443",
+        "http://",
+    ],
+)
+def test_an_origin_that_can_never_match_is_refused(
+    monkeypatch: pytest.MonkeyPatch, origin: str
+) -> None:
+    """By its variable, rather than found out by a browser that is refused."""
+    monkeypatch.setenv("GATEWAY_CORS_ORIGINS", f"https://app.example,{origin}")
+    [problem] = problems()
+    assert "GATEWAY_CORS_ORIGINS" in problem
+    assert origin in problem
+
+
+def test_origins_are_patterns() -> None:
+    """Written as browsers write them: without capitals."""
+    given = "http://LOCALHOST:*, chrome-extension://*, https://*.ours.example:8443, http://[::1]:*"
+    assert load_settings({"cors_origins": given}).cors_origins == (
+        *("http://localhost:*", "chrome-extension://*", "https://*.ours.example:8443"),
+        "http://[::1]:*",
+    )
+    assert load_settings({"cors_origins": "*,null"}).cors_origins == ("*", "null")

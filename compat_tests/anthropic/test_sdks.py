@@ -34,7 +34,7 @@ def run(*command: str, **environment: str) -> str:
 @pytest.mark.skipif(not PYTHON.exists(), reason="`make setup-clients` installs it")
 def test_the_python_sdk_works_unchanged(url: str) -> None:
     """Every event is of its types; its tool runner goes round."""
-    assert run(str(PYTHON), str(SCRIPT), url) == "12 passed\n"
+    assert run(str(PYTHON), str(SCRIPT), url) == "13 passed\n"
 
 
 @NEEDS_NODE

@@ -179,6 +179,15 @@ def refused(client: Anthropic) -> None:
     assert "prompt is too long: " in caught.value.api_message
 
 
+def listed(client: Anthropic) -> None:
+    """Page after page, and one by one."""
+    names = [model.id for model in client.models.list(limit=1)]
+    assert names[0] == MODEL
+    assert len(names) > 2
+    one = client.models.retrieve(names[1])
+    assert (one.type, one.id, one.display_name) == ("model", names[1], names[1])
+
+
 async def at_once(url: str) -> None:
     """Eight requests, by the asynchronous client."""
     async with AsyncAnthropic(base_url=url, api_key="unused", max_retries=0) as client:
@@ -190,7 +199,7 @@ async def at_once(url: str) -> None:
 
 
 CASES = [
-    whole, cached, stopped, streamed, left, tools, tool_loop, formed, thought, refused,
+    whole, cached, stopped, streamed, left, tools, tool_loop, formed, thought, refused, listed,
 ]  # fmt: skip
 
 

@@ -39,7 +39,7 @@ metric_list: [{metric: word_perplexity}]
 
 
 def main(url: str, model: str, tokenizer: str, questions: str, ids: str) -> None:
-    """Evaluate: with prompts as token ids, or as text."""
+    """Evaluate: with prompts as token ids, or as text; `tokenizer` is a folder, or `remote`."""
     for name, task in TASKS.items():
         (FOLDER / f"{name}.yaml").write_text(task % json.dumps(questions))
     results = simple_evaluate(
@@ -47,8 +47,8 @@ def main(url: str, model: str, tokenizer: str, questions: str, ids: str) -> None
         model_args={
             "model": model,
             "base_url": f"{url}/completions",
-            "tokenizer_backend": "huggingface",
-            "tokenizer": tokenizer,
+            "tokenizer_backend": "remote" if tokenizer == "remote" else "huggingface",
+            "tokenizer": None if tokenizer == "remote" else tokenizer,
             "tokenized_requests": ids == "ids",
             "num_concurrent": 4,
             "max_retries": 1,

@@ -7,6 +7,7 @@ chat, completions, responses  read the request, lease the model, run the job, an
 anthropic                     the same for Anthropic's Messages API
 decisions                     the same for questions, judged by their labels
 embeddings, rerank            the same for vectors and for scores
+tokenization                  tokens of prompts, and texts of tokens
 models                        the list of models; /admin to load, unload, pin and reload
 dashboard                     the page /dashboard, and the samples that it shows
 ops                           /health, /ready, /metrics, /openapi.json

@@ -4,6 +4,8 @@ import hashlib
 import hmac
 import ipaddress
 import math
+import re
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -27,10 +29,14 @@ EXPOSED_HEADERS = [
         "x-gateway-ignored",
         "x-gateway-truncated",
         "x-gateway-tool-format",
+        "x-gateway-unenforced",
+        "x-gateway-schema-valid",
     ),
-    *("server-timing", "retry-after"),
+    *("server-timing", "retry-after", "x-should-retry"),
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
 ]
+# Of desktop apps: no web page can have these schemes. Tauri's is a host of http on Windows.
+APP_ORIGINS = r"(?:tauri|app|vscode-webview|vscode-file)://[^/\s]+|https?://tauri\.localhost"
 ADMIN = "/admin/"
 
 
@@ -53,21 +59,23 @@ def protect(
     """Return an app behind ids, limits, CORS, keys and rates. What is under /admin needs the admin
     key, if there is one, and no other.
     """
+    allowed = origin_pattern(origins)
     inner = app
     if not allowance.is_unlimited:
         app = Rates(app, Accounts(allowance), metered_paths)
-    app = Guard(app, in_flight, keys=keys, hosts=hosts, origins=origins, open_paths=open_paths)
+    app = Guard(app, in_flight, keys=keys, hosts=hosts, origins=allowed, open_paths=open_paths)
     if admin_key:
-        admin = Guard(inner, in_flight, keys=[admin_key], hosts=hosts, origins=origins)
+        admin = Guard(inner, in_flight, keys=[admin_key], hosts=hosts, origins=allowed)
         app = _route_admin(admin, app)
-    if origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=EXPOSED_HEADERS,
-        )
+    app = CORSMiddleware(
+        app,
+        allow_origins=["*"] if "*" in origins else (),
+        allow_origin_regex=allowed.pattern,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        allow_private_network=True,  # as Chrome asks before a public page reaches this machine
+        expose_headers=EXPOSED_HEADERS,
+    )
     return Context(
         app,
         in_flight,
@@ -88,11 +96,24 @@ def _route_admin(admin: ASGIApp, others: ASGIApp) -> ASGIApp:
     return app
 
 
+def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
+    """Return what matches desktop apps' origins and the given ones.
+
+    A `*` is any origin, any port, or any host, alone or before a domain.
+    """
+    patterns = [APP_ORIGINS]
+    for origin in origins:
+        text = re.escape(origin).replace(r":\*", r"(?::\d+)?").replace(r"\*", r"[^/:]+")
+        patterns.append(".*" if origin == "*" else text)
+    return re.compile("|".join(patterns))
+
+
 class Guard:
     """Admits requests with an API key or, if no keys are set, those of programs on this machine.
 
-    Without keys, a web page could reach localhost by DNS rebinding, so Host has to be loopback or
-    allowed, or across origins, so Origin has to be the gateway's own or one that CORS allows.
+    Without keys, a web page could reach localhost by DNS rebinding, so Host has to be a name that
+    no page can have or an allowed one; or across origins, so Origin has to be the gateway's own or
+    one that CORS allows.
     """
 
     def __init__(
@@ -102,14 +123,14 @@ class Guard:
         *,
         keys: Sequence[str],
         hosts: Sequence[str],
-        origins: Sequence[str],
+        origins: re.Pattern[str],
         open_paths: Collection[str] = (),
     ) -> None:
         self._app = app
         self._in_flight = in_flight
         self._keys = [_digest(key.encode()) for key in keys]
         self._hosts = frozenset(host.lower() for host in hosts)
-        self._origins = frozenset(origins)
+        self._origins = origins
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,7 +178,7 @@ class Guard:
         # Starlette's TrustedHostMiddleware knows no loopback network and no host with its port,
         # cannot let open paths and unix sockets pass, and answers plain text.
         host = headers.get(b"host", b"").decode("latin-1")
-        if not (is_loopback(host) or {host.lower(), _host_name(host), "*"} & self._hosts):
+        if not (is_here(host) or {host.lower(), _host_name(host), "*"} & self._hosts):
             raise Forbidden(
                 f"The host `{shorten(host)}` is not this gateway's. Add it to "
                 "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
@@ -167,7 +188,7 @@ class Guard:
         if b"origin" not in headers:
             return
         origin = headers[b"origin"].decode("latin-1")
-        if not ({origin, "*"} & self._origins or self._is_own(origin, scope, headers)):
+        if not (self._origins.fullmatch(origin) or self._is_own(origin, scope, headers)):
             raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")
 
     def _is_own(self, origin: str, scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
@@ -176,18 +197,24 @@ class Guard:
         The host must be known by name: with `*`, and on a unix socket, it may have been rebound.
         """
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        is_known = is_loopback(host) or {host, _host_name(host)} & self._hosts
+        is_known = is_here(host) or {host, _host_name(host)} & self._hosts
         return bool(is_known) and origin.lower() == f"{scope['scheme']}://{host}"
 
 
 @lru_cache
-def is_loopback(host: str) -> bool:
-    """Return True if a Host header is localhost or a loopback address."""
+def is_here(host: str) -> bool:
+    """Return True if a Host header is a name or address of this machine that no web page can have.
+
+    `.localhost` and `.internal` are in no public DNS, nor are `.local` and names of one word. Of
+    this machine's name the first word counts: a network may have chosen the rest.
+    """
     name = _host_name(host)
+    own = socket.gethostname().partition(".")[0].lower()
     try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+        return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return False
+        is_own = bool(own) and name in (own, f"{own}.local")
+        return name == "localhost" or is_own or name.endswith((".localhost", ".internal"))
 
 
 def _host_name(host: str) -> str:

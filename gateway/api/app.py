@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Lifespan
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from gateway import metrics
 from gateway.api import dashboard
@@ -102,16 +102,29 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 
 def _hint(path: str) -> str:
-    """Return a hint if a path without extra slashes or /v1 is an endpoint."""
+    """Return a hint if a path without extra slashes or /v1 is an endpoint, or one of batches."""
     steps = [step for step in path.split("/") if step]
     while steps[:2] == ["v1", "v1"]:
         del steps[0]
     nearest = "/" + "/".join(steps)
+    if nearest.removeprefix("/v1").startswith(("/batches", "/messages/batches")):
+        return ". Batches are not served: send each of their requests by itself."
     is_known = nearest.removeprefix("/v1") in PATHS
     return f". Did you mean {nearest}?" if is_known and nearest != path else ""
 
 
 async def _answer_exception(request: Request, error: Exception) -> Response:
     """Answer 500. Starlette raises the error again after it; Context logs it."""
+    if isinstance(error, ClientDisconnect):
+        return _NoAnswer()
     failure = GatewayError("The server had an error while processing your request.")
     return ErrorResponse(failure, request.scope)
+
+
+class _NoAnswer(Response):
+    """What a client that has left gets. One that only shuts its sending side looks the same, until
+    it is written to: its connection is closed, and says no other status than the log's.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pass

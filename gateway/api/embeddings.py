@@ -1,27 +1,70 @@
-"""POST /v1/embeddings."""
+"""POST /v1/embeddings; TEI's /embed and /info."""
 
 import asyncio
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.requests import Service, ignored_header, time_stage
+from gateway import __version__
+from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.api.streams import while_connected
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, GatewayError
 from gateway.jobs import Embedded, EmbedJob, Stage
 from gateway.registry import EmbeddingSpec
 from gateway.serving.admission import Arrival
+from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.wire import embeddings as wire
+from gateway.wire.rerank import TextsError
+from gateway.wire.validation import MAX_INPUTS
+
+R = TypeVar("R", wire.EmbeddingsRequest, wire.InputsRequest)
+
+
+class _Result(NamedTuple, Generic[R]):
+    """A request and its vectors, with the headers for the answer."""
+
+    request: R
+    embedded: Embedded
+    headers: dict[str, str]
 
 
 async def answer(service: Service, request: Request) -> Response:
     """Answer with a vector for every input."""
-    with service.arrivals.expect() as arrival:
-        return await _answer(service, request, arrival)
+    result = await _embedded(service, request, wire.EmbeddingsRequest)
+    wire_request = result.request
+    pieces = wire.write_pieces(result.embedded, wire_request.model, wire_request.encoding_format)
+    return await _write(request, pieces, result.headers)
 
 
-async def _answer(service: Service, request: Request, arrival: Arrival) -> Response:
-    def translate(wire_request: wire.EmbeddingsRequest) -> tuple[EmbeddingSpec, EmbedJob]:
+async def embed(service: Service, request: Request) -> Response:
+    """Answer in TEI's form: with the vectors alone."""
+    try:
+        result = await _embedded(service, request, wire.InputsRequest)
+    except GatewayError as error:
+        raise TextsError(error) from error
+    return await _write(request, wire.write_vectors(result.embedded), result.headers)
+
+
+async def info(service: Service, request: Request) -> Response:
+    """Answer what TEI says of its model: of the one that answers /embed."""
+    _, spec = service.embedding_spec(None)
+    model = service.models.model(spec)
+    limit = model.engine.max_tokens if isinstance(model, EmbeddingBatcher) else None
+    body: wire.Info = {
+        "model_id": spec.id,
+        "model_type": {"embedding": {"pooling": spec.pooling}},
+        "max_input_length": limit,
+        "max_client_batch_size": MAX_INPUTS,
+        "auto_truncate": spec.overflow == "truncate",
+        "version": __version__,
+    }
+    return reply(body)
+
+
+async def _embedded(service: Service, request: Request, shape: type[R]) -> _Result[R]:
+    def translate(wire_request: R) -> tuple[EmbeddingSpec, EmbedJob]:
         resolved, spec = service.embedding_spec(wire_request.model)
         alias_prompt = resolved.alias.prompt_name if resolved.alias else None
         return spec, wire.to_job(
@@ -36,34 +79,33 @@ async def _answer(service: Service, request: Request, arrival: Arrival) -> Respo
             bounds=service.rules.chars,
         )
 
-    parsed, (spec, job) = await service.read(request, wire.EmbeddingsRequest, translate)
-    wire_request = parsed.request
-    embedded = await while_connected(
-        request.receive, _embed(service, spec, job, wire_request, arrival)
-    )
+    with service.arrivals.expect() as arrival:
+        parsed, (spec, job) = await service.read(request, shape, translate)
+        embedded = await while_connected(
+            request.receive, _embed(service, spec, job, parsed.request, arrival)
+        )
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
         headers["x-gateway-truncated"] = str(embedded.truncated)
+    return _Result(parsed.request, embedded, headers)
+
+
+async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, str]) -> Response:
+    """Write the answer's JSON, yielding to the event loop after each large piece."""
+    body = []
     with time_stage(request, Stage.SERIALISE):
-        body = await _write(embedded, wire_request)
-    return Response(body, media_type="application/json", headers=headers)
-
-
-async def _write(embedded: Embedded, wire_request: wire.EmbeddingsRequest) -> bytes:
-    """Return the answer's JSON, yielding to the event loop after each large piece."""
-    pieces = []
-    for piece in wire.write_pieces(embedded, wire_request.model, wire_request.encoding_format):
-        pieces.append(piece)
-        if len(piece) > wire.PIECE_FLOATS:
-            await asyncio.sleep(0)
-    return b"".join(pieces)
+        for piece in pieces:
+            body.append(piece)
+            if len(piece) > wire.PIECE_FLOATS:
+                await asyncio.sleep(0)
+    return Response(b"".join(body), media_type="application/json", headers=headers)
 
 
 async def _embed(
     service: Service,
     spec: EmbeddingSpec,
     job: EmbedJob,
-    request: wire.EmbeddingsRequest,
+    request: wire.EmbedRequest,
     arrival: Arrival,
 ) -> Embedded:
     async with service.lease_embedding(spec, job.caller, request) as batcher:

@@ -1,6 +1,6 @@
 """What an endpoint is: how it is routed, guarded, metered and described. The table is in app.py."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from gateway.api.requests import Service
 from gateway.errors import (
     BadRequest,
     DeadlineExceeded,
+    EncodingNotSupported,
     Forbidden,
     GatewayError,
     HeadTooLarge,
@@ -28,6 +29,7 @@ from gateway.wire.validation import Request as WireRequest
 
 Errors = tuple[type[GatewayError], ...]
 ANTHROPIC = "/messages"  # what is here and below is Anthropic's, its errors and headers too
+MODELS = "/models"  # what is here and below is Anthropic's where its version is sent
 Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 COMMON_ERRORS: Errors = (HeadTooLarge, GatewayError)
 ACCESS_ERRORS: Errors = (Unauthorized, Forbidden, Unavailable)
@@ -37,6 +39,7 @@ REQUEST_ERRORS: Errors = (
     BadRequest,
     SlowBody,
     TooLarge,
+    EncodingNotSupported,
     RateLimited,
     DeadlineExceeded,
 )
@@ -54,14 +57,13 @@ register_url_convertor("number", _Number())
 
 class Form(NamedTuple):
     """Another form of an endpoint's requests: what makes a body one, the items of its answer, which
-    is a list, and the shape and statuses of its errors.
+    is a list, and the shape of its errors.
     """
 
     name: str
     request: type[WireRequest]
     item: Any
     error: Any
-    error_statuses: Sequence[int]
 
 
 def is_anthropic(path: str) -> bool:
@@ -70,17 +72,26 @@ def is_anthropic(path: str) -> bool:
     return bare == ANTHROPIC or bare.startswith(f"{ANTHROPIC}/")
 
 
+def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
+    """Return True if a request is to be answered in Anthropic's form: by its path or, of models,
+    by the header that Anthropic's clients send.
+    """
+    bare = path.removeprefix("/v1")
+    is_shared = bare == MODELS or bare.startswith(f"{MODELS}/")
+    return is_anthropic(path) or (is_shared and b"anthropic-version" in headers)
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One method of one path: its handler, and what the document and the docs have about it.
 
     `path` is served with /v1 and without, `also` as it is. `form` is a form of its requests besides
-    `request`. `answer` is None if its shape is not
-    described; `events` is the shape of a stream's events. `statuses` are those of success; `errors`
-    are in addition to the errors of every endpoint and those of the key check. If `is_open` it
-    needs no key; if `is_admin` it needs the admin key; if `is_page` it is the dashboard's: neither
-    has a /v1. `operation` is what it has a model do, by GenAI's name; unless `is_traced` its
-    requests have no traces, as machines ask every few seconds.
+    `request`. `answer` is None if its shape is not described; `texts_error` is the shape of its own
+    errors, if they are TEI's; `events` is the shape of a stream's events. `statuses` are those of
+    success; `errors` are in addition to the errors of every endpoint and those of the key check. If
+    `is_open` it needs no key; if `is_admin` it needs the admin key; if `is_page` it is the
+    dashboard's: neither has a /v1. `operation` is what it has a model do, by GenAI's name; unless
+    `is_traced` its requests have no traces, as machines ask every few seconds.
     """
 
     method: str
@@ -93,6 +104,7 @@ class Endpoint:
     request: type[WireRequest] | None = None
     form: Form | None = None
     answer: Any = None
+    texts_error: Any = None
     events: Any = None
     content_type: str = "application/json"
     statuses: tuple[int, ...] = (200,)
@@ -109,10 +121,8 @@ class Endpoint:
 
     @property
     def is_metered(self) -> bool:
-        """Return True if its requests count against the caller's rate limits: each that has a body
-        makes work, if only to count its tokens.
-        """
-        return self.request is not None
+        """Return True if its requests count against the caller's rate limits."""
+        return RateLimited in self.errors
 
     @property
     def bare_path(self) -> str:

@@ -16,6 +16,7 @@ from gateway.api import (
     ops,
     rerank,
     responses,
+    tokenization,
 )
 from gateway.api.endpoint import (
     MODEL_ERRORS,
@@ -27,10 +28,13 @@ from gateway.api.endpoint import (
 )
 from gateway.api.requests import Service
 from gateway.errors import (
+    BadRequest,
+    DeadlineExceeded,
     Forbidden,
     ModelNotFound,
     ModelsFileInvalid,
     Overloaded,
+    RateLimited,
     RequestNotFound,
     ResponseNotFound,
     TooManyWatchers,
@@ -47,9 +51,8 @@ from gateway.wire.anthropic_stream import MessageEvent
 from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from gateway.wire.completions import Completion, CompletionRequest
 from gateway.wire.decisions import Decision, DecisionsRequest
-from gateway.wire.embeddings import Embeddings, EmbeddingsRequest
+from gateway.wire.embeddings import Embeddings, EmbeddingsRequest, Info, InputsRequest, Vectors
 from gateway.wire.rerank import (
-    TEXTS_ERROR_STATUSES,
     RankedText,
     Reranking,
     RerankRequest,
@@ -62,6 +65,13 @@ from gateway.wire.responses import DeletedResponse, InputTokens, ResponsesReques
 from gateway.wire.responses import Response as WireResponse
 from gateway.wire.responses_items import InputItems
 from gateway.wire.responses_stream import ResponseEvent
+from gateway.wire.tokenization import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+    TokenizerInfo,
+)
 
 PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # while there are no keys
 
@@ -86,6 +96,27 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST",
+        "/v1/embed",
+        embeddings.embed,
+        summary="Turn texts into vectors, as TEI does",
+        details="The answer is the vectors alone, each of length 1; errors are TEI's. `model` may "
+        "be left out: a loaded embedding model answers, else the first one.",
+        request=InputsRequest,
+        answer=Vectors,
+        texts_error=TextsErrorBody,
+        errors=REQUEST_ERRORS,
+        operation="embeddings",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/info",
+        embeddings.info,
+        summary="Describe the model that answers `/embed`, as TEI does",
+        answer=Info,
+        errors=(BadRequest,),
+    ),
+    Endpoint(
+        "POST",
         "/v1/rerank",
         rerank.rerank,
         also="/v2/rerank",
@@ -93,7 +124,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         details="Takes the bodies of Cohere, Jina, vLLM, infinity and llama.cpp; one with `texts` "
         "is [TEI's](#reranking). By a rerank model or, with the cosine, any embedding model.",
         request=RerankRequest,
-        form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody, TEXTS_ERROR_STATUSES),
+        form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody),
         answer=Reranking,
         errors=REQUEST_ERRORS,
         operation="rerank",
@@ -230,6 +261,35 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=(*REQUEST_ERRORS, Overloaded),
     ),
     Endpoint(
+        "POST",
+        "/v1/tokenize",
+        tokenization.tokenize,
+        summary="Return the tokens of a prompt or of a conversation, as vLLM does",
+        details="For lm-eval's `remote` tokenizer too. Without a `model`, those of a loaded chat "
+        "model, else of the first one.",
+        request=TokenizeRequest,
+        answer=Tokenized,
+        errors=REQUEST_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/detokenize",
+        tokenization.detokenize,
+        summary="Return the text of tokens, as vLLM does",
+        request=DetokenizeRequest,
+        answer=Detokenized,
+        errors=REQUEST_ERRORS,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/tokenizer_info",
+        tokenization.info,
+        summary="Return a model's special tokens and chat template, as vLLM does",
+        details="Of the model that is named by `?model=`, else of the one at hand.",
+        answer=TokenizerInfo,
+        errors=(*MODEL_ERRORS, BadRequest, RateLimited, DeadlineExceeded),
+    ),
+    Endpoint(
         "GET",
         "/v1/models",
         models.list_models,
@@ -237,15 +297,18 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         details="Every id and alias; `root` is the id, `parent` the base of an adapter; `state`, "
         "`bytes`, `last_used` and `error` "
         "describe the model's condition; of a chat model that is loaded, `max_context` is its "
-        "context, and `batching` says whether its answers are decoded together.",
-        answer=models.Models,
+        "context, and `batching` says whether its answers are decoded together. With the header "
+        "`anthropic-version`: the chat models in Anthropic's form, with `limit`, `after_id` and "
+        "`before_id`.",
+        answer=models.ModelList,
+        errors=(BadRequest,),
     ),
     Endpoint(
         "GET",
         "/v1/models/{name:path}",
         models.show,
         summary="Describe one model",
-        answer=models.Model,
+        answer=models.AnyModel,
         errors=(ModelNotFound,),
     ),
     Endpoint(

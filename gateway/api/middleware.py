@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import clock, logs, metrics
-from gateway.api.endpoint import is_anthropic
+from gateway.api.endpoint import speaks_anthropic
 from gateway.api.in_flight import Bodies, Body, InFlight, RequestInFlight
 from gateway.api.requests import check_head
 from gateway.errors import GatewayError, Unavailable, shorten
@@ -41,7 +41,7 @@ class ErrorResponse(Response):
     def __init__(self, error: GatewayError, scope: Scope) -> None:
         body: object = error.body()
         status = int(error.status)
-        if is_anthropic(scope["path"]):
+        if scope["gateway.is_anthropic"]:
             body, status = error_body(error, scope["gateway.request_id"]), error_status(error)
         super().__init__(
             orjson.dumps(body), status, headers=error.headers, media_type="application/json"
@@ -127,6 +127,7 @@ class Context:
             return
         # For all readers; of a header sent twice, the first counts.
         headers = scope["gateway.headers"] = dict(reversed(scope["headers"]))
+        scope["gateway.is_anthropic"] = speaks_anthropic(scope["path"], headers)
         sent = headers.get(b"x-request-id", b"")
         is_valid = _REQUEST_ID.fullmatch(sent)
         request_id = sent.decode() if is_valid else f"req-{secrets.token_hex(12)}"
@@ -143,7 +144,7 @@ class Context:
             request_id,
             timings,
             is_last=is_last,
-            is_anthropic=is_anthropic(scope["path"]),
+            is_anthropic=scope["gateway.is_anthropic"],
             send_timeout_s=self._send_timeout_s,
             trace=trace,
         )

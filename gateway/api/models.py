@@ -7,13 +7,15 @@ from pydantic import Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from typing_extensions import TypedDict
+from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.api.requests import Service, reply
 from gateway.api.streams import while_connected
 from gateway.registry import ChatSpec, ModelSpec, Resolved
 from gateway.serving.generation.adapted import ChatBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.wire import anthropic_models
+from gateway.wire.anthropic_models import AnthropicModel, AnthropicModels
 
 STATES = ["unloaded", "loading", "loaded", "failed"]
 
@@ -54,8 +56,18 @@ class Models(TypedDict):
     data: list[Model]
 
 
+ModelList = TypeAliasType("ModelList", Models | AnthropicModels)
+AnyModel = TypeAliasType("AnyModel", Model | AnthropicModel)
+
+
 async def list_models(service: Service, request: Request) -> Response:
-    """Answer with every id and alias; `root` is the id of an alias's model."""
+    """Answer with every id and alias; `root` is the id of an alias's model. Anthropic's clients
+    get those of chat models alone, in their form.
+    """
+    if request.scope["gateway.is_anthropic"]:
+        chat = [each for each in service.catalog() if isinstance(each.spec, ChatSpec)]
+        infos = [_anthropic_model(service, each) for each in chat]
+        return reply(anthropic_models.page(infos, request.query_params))
     data = [describe_model(service, each) for each in service.catalog()]
     body: Models = {"object": "list", "data": data}
     return reply(body)
@@ -64,7 +76,15 @@ async def list_models(service: Service, request: Request) -> Response:
 async def show(service: Service, request: Request) -> Response:
     if not (name := request.path_params["name"]):
         raise HTTPException(HTTPStatus.NOT_FOUND)
-    return reply(describe_model(service, service.catalog().resolve(name)))
+    resolved = service.catalog().resolve(name)
+    if request.scope["gateway.is_anthropic"]:
+        return reply(_anthropic_model(service, resolved))
+    return reply(describe_model(service, resolved))
+
+
+def _anthropic_model(service: Service, resolved: Resolved) -> AnthropicModel:
+    context = _max_context(service, resolved.spec)
+    return anthropic_models.model_info(resolved.name, service.started, context)
 
 
 def describe_model(service: Service, resolved: Resolved) -> Model:

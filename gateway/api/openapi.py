@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 
 from gateway import __version__
-from gateway.api.endpoint import Endpoint, is_anthropic
+from gateway.api.endpoint import MODELS, Endpoint, is_anthropic
 from gateway.errors import ErrorBody
 from gateway.registry import Catalog
 from gateway.wire.anthropic_errors import OVERLOADED, AnthropicErrorBody, error_status
+from gateway.wire.rerank import TEXTS_ERROR_STATUSES
 from gateway.wire.schemas import Schema, reference, schemas
 from gateway.wire.validation import Request as WireRequest
 
@@ -60,6 +61,7 @@ def document(
     requests += [form.request for form in forms]
     shapes = [shape for each in endpoints for shape in (each.answer, each.events) if shape]
     shapes += [shape for form in forms for shape in (form.item, form.error)]
+    shapes += [each.texts_error for each in endpoints if each.texts_error]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -140,9 +142,12 @@ def _error_responses(endpoint: Endpoint) -> Schema:
     }
     if is_anthropic(endpoint.path):
         shapes = {error_status(error): [AnthropicErrorBody] for error in endpoint.all_errors}
-    if endpoint.form is not None:
-        for status in endpoint.form.error_statuses:
-            shapes[status] = [*shapes.get(status, ()), endpoint.form.error]
+    if endpoint.bare_path.startswith(MODELS):
+        shapes = {status: [*each, AnthropicErrorBody] for status, each in shapes.items()}
+    form_error = endpoint.form.error if endpoint.form is not None else endpoint.texts_error
+    if form_error is not None:
+        for status in TEXTS_ERROR_STATUSES:
+            shapes[status] = [*shapes.get(status, ()), form_error]
     responses: Schema = {}
     for status, each in shapes.items():
         schema = reference(each[0]) if len(each) == 1 else {"anyOf": list(map(reference, each))}

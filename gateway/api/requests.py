@@ -16,7 +16,14 @@ from starlette.types import Scope
 
 from gateway import clock, logs
 from gateway.api.in_flight import Body, InFlight, Watchers
-from gateway.errors import BadRequest, GatewayError, HeadTooLarge, SlowBody, TooLarge
+from gateway.errors import (
+    BadRequest,
+    EncodingNotSupported,
+    GatewayError,
+    HeadTooLarge,
+    SlowBody,
+    TooLarge,
+)
 from gateway.jobs import Beginning, Caller, Stage, Tier
 from gateway.registry import (
     Catalog,
@@ -191,18 +198,25 @@ class Service:
             async with self.models.lease(spec, caller) as model:
                 yield cast(ChatBatcher, model)
 
-    def embedding_spec(self, name: str) -> tuple[Resolved, EmbeddingSpec]:
-        """Return an embedding model's spec. Raises BadRequest for a model of another kind."""
-        resolved = self.catalog().resolve(name)
+    def embedding_spec(self, name: str | None) -> tuple[Resolved, EmbeddingSpec]:
+        """Return an embedding model's spec. Raises BadRequest for a model of another kind.
+
+        Without a name it is that of a loaded one, else of the first one in models.yaml.
+        """
+        resolved = self.catalog().resolve(name or self._at_hand(EmbeddingSpec))
         if not isinstance(resolved.spec, EmbeddingSpec):
             raise _wrong_kind(resolved, "embeddings")
         return resolved, resolved.spec
 
-    def chat_spec(self, name: str, wanted: str = "chat completions") -> tuple[Resolved, ChatSpec]:
+    def chat_spec(
+        self, name: str | None, wanted: str = "chat completions"
+    ) -> tuple[Resolved, ChatSpec]:
         """Return a chat model's spec. Raises BadRequest for a model of another kind, which cannot
         be used for what is `wanted`.
+
+        Without a name it is that of a loaded one, else of the first one in models.yaml.
         """
-        resolved = self.catalog().resolve(name)
+        resolved = self.catalog().resolve(name or self._at_hand(ChatSpec))
         if not isinstance(resolved.spec, ChatSpec):
             raise _wrong_kind(resolved, wanted)
         return resolved, resolved.spec
@@ -210,21 +224,21 @@ class Service:
     def rerank_spec(self, name: str | None) -> tuple[Resolved, EmbeddingSpec | RerankSpec]:
         """Return the spec of a rerank or embedding model. Raises BadRequest for a chat model.
 
-        Without a name it is that of a loaded rerank model, else of the first one in models.yaml,
-        else of the first embedding model.
+        Without a name it is that of a loaded rerank model, else of the first one in models.yaml;
+        else of an embedding model in the same way.
         """
-        resolved = self.catalog().resolve(self._default_reranker() if name is None else name)
+        resolved = self.catalog().resolve(name or self._at_hand(RerankSpec, EmbeddingSpec))
         if isinstance(resolved.spec, ChatSpec):
             raise _wrong_kind(resolved, "reranking")
         return resolved, resolved.spec
 
-    def _default_reranker(self) -> str:
-        specs = self.catalog().specs
-        rerankers = [spec for spec in specs if isinstance(spec, RerankSpec)]
-        loaded = [spec for spec in rerankers if self.models.model(spec) is not None]
-        embedders = [spec for spec in specs if isinstance(spec, EmbeddingSpec)]
-        for spec in (*loaded, *rerankers, *embedders):
-            return spec.id
+    def _at_hand(self, *kinds: type[ModelSpec]) -> str:
+        """Return the id of a loaded model of the first kind there is, else of its first model."""
+        for kind in kinds:
+            specs = [spec for spec in self.catalog().specs if isinstance(spec, kind)]
+            loaded = [spec for spec in specs if self.models.model(spec) is not None]
+            for spec in (*loaded, *specs):
+                return spec.id
         raise missing_parameter("model")
 
 
@@ -282,12 +296,16 @@ def check_head(scope: Scope, max_bytes: int) -> None:
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytearray:
     """Raise TooLarge if it is above the limit, SlowBody if it has not arrived within `timeout_s`,
-    and Unavailable if the bodies of all requests leave no room for it.
+    Unavailable if the bodies of all requests leave no room for it, and EncodingNotSupported if it
+    is compressed.
     """
     share: Body = request.scope["gateway.body"]
     body = bytearray()
     size = 0
     refusal: GatewayError | None = None
+    encoding = request.headers.get("content-encoding", "identity").strip()
+    if encoding.lower() not in ("", "identity"):
+        refusal = EncodingNotSupported(encoding)
     try:
         async with asyncio.timeout(timeout_s):
             more = True

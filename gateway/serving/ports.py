@@ -1,7 +1,7 @@
 """The Protocols of engines: app passes the real ones, tests pass scripted ones."""
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from gateway.errors import PassFault
 from gateway.jobs import (
@@ -101,8 +101,33 @@ class RerankEngine(Protocol):
         """Free every array. On the lane only."""
 
 
+class Tokens(Protocol):
+    """A chat model's tokenizer. Safe on any thread."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return transformers' tokenizer, which has the special tokens and the template."""
+
+    def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
+        """Return the ids of a text, or of a conversation: of one to be answered, if `asking`.
+
+        A text has the special tokens around it, if `special`. Raises BadRequest for what the
+        template refuses.
+        """
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's strings of ids; of an unknown one an empty one."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens too."""
+
+
 class GenerationEngine(Protocol):
     """The maths of one chat model: a batch that rows join and leave between steps."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """Return the model's tokenizer."""
 
     @property
     def max_context(self) -> int:

@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gateway.settings.values import (
     HomePath,
+    Origins,
     Secrets,
     Texts,
     is_local,
@@ -96,10 +97,13 @@ class Settings(BaseSettings):
         default=False, description="Allow listening beyond loopback without keys."
     )
     allowed_hosts: Texts = Field(
-        default=(), description="Host headers allowed, besides loopback, while there are no keys."
+        default=(),
+        description="Host headers allowed, besides this machine's, while there are no keys.",
     )
-    cors_origins: Texts = Field(
-        default=(), description="Browser origins that may call; `*` is all."
+    cors_origins: Origins = Field(
+        default=(),
+        description="Browser origins that may call, besides desktop apps; `http://localhost:*` is "
+        "any port, `*` is all.",
     )
 
     dashboard: bool = Field(

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +41,27 @@ def _split(value: object) -> object:
     return value
 
 
+_ORIGIN = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\*|(\*\.)?[^*/:@?#\s\[\]]+|\[[0-9a-f:]+\])(:(?P<port>\d+|\*))?"
+)
+_USUAL_PORTS = {"http": "80", "https": "443"}  # which browsers leave out
+
+
+def _read_origin(value: str) -> str:
+    """Read an origin, in which a `*` is any port, any host, or any names before a domain."""
+    if value in ("*", "null"):
+        return value
+    found = _ORIGIN.fullmatch(value.lower())
+    if found is None:
+        raise ValueError(
+            f"{value!r} matches no origin: those are `scheme://host` or `scheme://host:port`, of "
+            "which the port, the host, or what is before a domain may be `*`"
+        )
+    if found["port"] is not None and found["port"] == _USUAL_PORTS.get(found["scheme"]):
+        raise ValueError(f"{value!r} matches no origin: browsers leave out :{found['port']} there")
+    return value.lower()
+
+
 def lower(value: object) -> object:
     """Accept words in capitals."""
     return value.lower() if isinstance(value, str) else value
@@ -62,4 +84,7 @@ def _expand_home(path: Path) -> Path:
 
 HomePath = Annotated[Path, AfterValidator(_expand_home)]
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(_read_origin)], ...], NoDecode, BeforeValidator(_split)
+]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]

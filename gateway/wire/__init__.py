@@ -10,6 +10,8 @@ responses_items, responses_tools   its input items → messages, or to store; it
 anthropic                          Messages request → job, and the shape of the answer
 anthropic_stream                   deltas → content blocks, and the events in which they grow
 anthropic_blocks, anthropic_errors  its input blocks and tools → chat's; its envelope of errors
+anthropic_models                   its list of models, page by page
+tokenization                       a prompt to tokenize; its tokens, and the text of some
 legacy                             older request fields → today's
 messages                           chat messages and tools → what chat templates read
 generation                         of chat, completions, responses: sampling, forms, usage, logprobs

@@ -229,10 +229,17 @@ class ThinkingBlock(TypedDict):
     signature: str
 
 
+class DirectCaller(TypedDict):
+    """The model itself calls, not a program that it wrote."""
+
+    type: Literal["direct"]
+
+
 class ToolUseBlock(TypedDict):
     """A call of a tool."""
 
     type: Literal["tool_use"]
+    caller: DirectCaller
     id: str
     name: str
     input: dict[str, Any]
@@ -256,10 +263,12 @@ class MessageUsage(TypedDict):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     cache_creation: None
+    inference_geo: None
     output_tokens: int
     output_tokens_details: AnthropicOutputTokensDetails
     server_tool_use: None
     service_tier: Literal["standard"]
+    speed: Literal["standard"]
 
 
 class AnthropicMessage(TypedDict):
@@ -271,6 +280,7 @@ class AnthropicMessage(TypedDict):
     model: str
     content: list[ContentBlock]
     container: None
+    diagnostics: None
     stop_reason: StopReason | None
     stop_sequence: str | None
     stop_details: None
@@ -292,8 +302,10 @@ def usage_dict(usage: Usage) -> MessageUsage:
         "cache_creation_input_tokens": kept,
         "cache_read_input_tokens": cached,
         "cache_creation": None,
+        "inference_geo": None,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         "server_tool_use": None,
         "service_tier": "standard",
+        "speed": "standard",
     }

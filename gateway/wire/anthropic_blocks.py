@@ -26,7 +26,7 @@ _HINTS = frozenset({"cache_control", "citations"})  # of caching, which needs no
 
 
 class TextPart(Part):
-    """A piece of the system prompt, or of a tool's result. Only text is served."""
+    """A piece of the system prompt, of a document, or of what a search found: text alone."""
 
     harmless = _HINTS
 
@@ -34,23 +34,58 @@ class TextPart(Part):
     text: str | None = None
 
 
-class InputBlock(Part):
-    """A piece of a message: text, thinking of an earlier answer, a call, or a call's result."""
+Texts = Annotated[list[TextPart], FAIL_FAST, ITEM_LIMIT]
+
+
+class DocumentSource(Part):
+    """What a document has: `data` of type text, or `content` in pieces."""
+
+    harmless = frozenset({"media_type"})
+
+    type: Annotated[Label, Field(json_schema_extra={"enum": ["text", "content"]})] | None = None
+    data: str | None = None
+    content: str | Texts | None = None
+
+
+class Readable(Part):
+    """Text, a document of text, or a text that a search found, whose `source` is its address."""
+
+    harmless = _HINTS
+
+    type: Label = Field(json_schema_extra={"enum": ["text", "document", "search_result"]})
+    text: str | None = None
+    title: str | None = None
+    context: str | None = None
+    source: str | DocumentSource | None = None
+
+
+class ResultPart(Readable):
+    """A piece of a tool's result."""
+
+    content: Texts | None = None
+
+
+class InputBlock(Readable):
+    """A piece of a message: what is read, thinking of an earlier answer, a call, or a call's
+    result.
+    """
 
     harmless = _HINTS | {"caller", "data", "is_error", "signature"}
 
     type: Label = Field(
         json_schema_extra={
-            "enum": ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+            "enum": [
+                *("text", "document", "search_result"),
+                *("thinking", "redacted_thinking", "tool_use", "tool_result"),
+            ]
         }
     )
-    text: str | None = None
     thinking: str | None = None
     id: Label | None = None
     name: Label | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Label | None = None
-    content: str | Annotated[list[TextPart], FAIL_FAST, ITEM_LIMIT] | None = None
+    content: str | Annotated[list[ResultPart], FAIL_FAST, ITEM_LIMIT] | None = None
 
 
 class InputMessage(Part):
@@ -60,7 +95,10 @@ class InputMessage(Part):
     content: str | Annotated[list[InputBlock], FAIL_FAST, ITEM_LIMIT]
 
 
-SystemPrompt = str | Annotated[list[TextPart], FAIL_FAST, ITEM_LIMIT]
+SystemPrompt = str | Texts
+
+
+_READABLE = ("text", "document", "search_result")
 
 
 class _Placed(NamedTuple):
@@ -121,7 +159,7 @@ def _blocks(content: str | list[InputBlock]) -> list[InputBlock]:
 
 def _placed(messages: Sequence[InputMessage]) -> Iterator[_Placed]:
     allowed = {
-        "user": ("text", "tool_result"),
+        "user": (*_READABLE, "tool_result"),
         "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
         "system": ("text",),
     }
@@ -148,7 +186,32 @@ def _system_text(system: SystemPrompt | None) -> str:
     return _join(text for text in texts if not text.startswith(NOT_FOR_MODELS))
 
 
-def _texts(parts: Sequence[TextPart], place: str) -> list[str]:
+def _text_of(block: InputBlock | ResultPart, place: str) -> str:
+    """Return what a model reads of a block: before the text of a document or of what a search
+    found, its title and where it is from, a line each.
+    """
+    if block.type == "text":
+        if block.text is None:
+            raise missing_parameter(f"{place}.text")
+        return block.text
+    source = block.source
+    if block.type == "search_result":
+        address = source if isinstance(source, str) else None
+        content, field = block.content, f"{place}.content"
+    elif isinstance(source, DocumentSource) and source.type in ("text", "content"):
+        address, field = block.context, f"{place}.source.data"
+        content = source.data
+        if source.type == "content":
+            content, field = source.content, f"{place}.source.content"
+    else:
+        raise _not_served(block.type, place, "unless its source is text")
+    if content is None:
+        raise missing_parameter(field)
+    texts = [content] if isinstance(content, str) else _texts(content, field)
+    return "\n".join(filter(None, (block.title, address, _join(texts))))
+
+
+def _texts(parts: Sequence[TextPart | ResultPart], place: str) -> list[str]:
     texts = []
     for i, part in enumerate(parts):
         if part.type != "text":
@@ -201,7 +264,10 @@ def _user_turns(placed: Sequence[_Placed], names: dict[str, str]) -> Iterator[di
             for each in run:
                 yield _result_turn(each, names)
         else:
-            yield {"role": "user", "content": _join(_require(each, "text") for each in run)}
+            yield {
+                "role": "user",
+                "content": _join(_text_of(each.block, each.place) for each in run),
+            }
 
 
 def _result_turn(placed: _Placed, names: dict[str, str]) -> dict[str, Any]:
@@ -214,7 +280,12 @@ def _result_turn(placed: _Placed, names: dict[str, str]) -> dict[str, Any]:
             param=f"{place}.tool_use_id",
         )
     content = block.content or ""
-    text = content if isinstance(content, str) else _join(_texts(content, f"{place}.content"))
+    parts = [] if isinstance(content, str) else content
+    for i, part in enumerate(parts):
+        if part.type not in _READABLE:
+            raise _not_served(part.type, f"{place}.content[{i}]", "there")
+    texts = [_text_of(part, f"{place}.content[{i}]") for i, part in enumerate(parts)]
+    text = content if isinstance(content, str) else _join(texts)
     return {"role": "tool", "content": text, "tool_call_id": call_id, "name": names[call_id]}
 
 

@@ -211,7 +211,13 @@ class _CallWriter(_BlockWriter):
         return {**self.empty(), "input": _read_input(self._whole)}
 
     def empty(self) -> ToolUseBlock:
-        return {"type": "tool_use", "id": self._id, "name": self._name, "input": {}}
+        return {
+            "type": "tool_use",
+            "caller": {"type": "direct"},
+            "id": self._id,
+            "name": self._name,
+            "input": {},
+        }
 
 
 def _read_input(arguments: str) -> dict[str, Any]:
@@ -302,6 +308,7 @@ class MessageWriter:
             "model": self._model,
             "content": [],
             "container": None,
+            "diagnostics": None,
             "stop_reason": None,
             "stop_sequence": None,
             "stop_details": None,

@@ -3,6 +3,7 @@
 Models read their limits from pydantic's validation context; without one, they check none.
 """
 
+import codecs
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -41,10 +42,13 @@ class TooDeep(ValueError):
 
 
 def parse(json: bytes | bytearray, max_depth: int = INNER_DEPTH) -> Any:
-    """Parse JSON. Raises ValueError if it is invalid or too large, TooDeep if nested too deep.
+    """Parse JSON, after a byte order mark or none. Raises ValueError if it is invalid or too large,
+    TooDeep if nested too deep.
 
     orjson itself refuses more than 1024 levels.
     """
+    if json.startswith(codecs.BOM_UTF8):
+        json = json.removeprefix(codecs.BOM_UTF8)
     brackets = json.count(b"[") + json.count(b"{")
     if brackets > MAX_BRACKETS:
         raise ValueError(f"it opens more than {MAX_BRACKETS} arrays and objects")

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: request → EmbedJob; vectors → JSON."""
+"""POST /v1/embeddings, and TEI's /embed: request → EmbedJob; vectors → JSON."""
 
 import base64
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 import orjson
-from pydantic import Field, WithJsonSchema, field_validator
-from typing_extensions import TypedDict
+from pydantic import AfterValidator, Field, ValidationInfo, WithJsonSchema
+from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
 from gateway.errors import Part as ErrorPart
@@ -17,40 +17,72 @@ from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, Reque
 
 PIECE_FLOATS = 65_536
 _INVALID = (
-    f"'$.input' is invalid. It must be a string, an array of 1 to {MAX_INPUTS} non-empty strings, "
-    "an array of token ids, or an array of such arrays"
+    "'$.{}' is invalid. It must be a string, an array of 1 to {} non-empty strings, "
+    "an array of token ids, or an array of such arrays; {}"
 )
 
 
-class EmbeddingsRequest(Request):
-    """What OpenAI's endpoint takes, and TEI's `truncate` and a `prompt_name` besides."""
+def _read(value: object, info: ValidationInfo) -> object:
+    try:
+        return read_inputs(value)
+    except ValueError as error:
+        raise ValueError(_INVALID.format(info.field_name, MAX_INPUTS, error)) from None
 
-    harmless = frozenset({"user"})
+
+Inputs = Annotated[Any, WithJsonSchema(INPUTS_SCHEMA), AfterValidator(_read)]
+
+
+class EmbedRequest(Request):
+    """What asks for vectors; `field` is that of the inputs."""
+
+    field: ClassVar[Literal["input", "inputs"]]
     kind = "embedding"
-    example: ClassVar = {"input": ["Hello!"]}
 
-    model: Annotated[Label, Field(min_length=1)]
-    input: Annotated[Any, WithJsonSchema(INPUTS_SCHEMA)]
-    encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     truncate: bool | None = None
     prompt_name: Label | None = None
 
+    @property
+    def rows(self) -> list[Any]:
+        """Return the inputs: texts, or rows of token ids."""
+        rows: list[Any] = getattr(self, self.field)
+        return rows
+
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
-        return "input" if part == "prompt" else part
+        return self.field if part == "prompt" else part
 
-    @field_validator("input")
-    @classmethod
-    def _read_input(cls, value: object) -> object:
-        try:
-            return read_inputs(value)
-        except ValueError as error:
-            raise ValueError(f"{_INVALID}; {error}") from None
+
+class EmbeddingsRequest(EmbedRequest):
+    """What OpenAI's endpoint takes, and TEI's `truncate` and a `prompt_name` besides."""
+
+    field = "input"
+    harmless = frozenset({"user"})
+    example: ClassVar = {"input": ["Hello!"]}
+
+    model: Annotated[Label, Field(min_length=1)]
+    input: Inputs
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class InputsRequest(EmbedRequest):
+    """What TEI's /embed takes; without a model, it is asked of the one at hand."""
+
+    field = "inputs"
+    example: ClassVar = {"inputs": ["Hello!"]}
+    refused: ClassVar = {
+        "normalize": "Vectors are of length 1 here; /v1/embeddings gives those that a model's own "
+        "files describe.",
+        "truncation_direction": "Texts are cut at their end.",
+    }
+    neutral: ClassVar = {"normalize": (True,), "truncation_direction": ("right", "Right")}
+
+    model: Annotated[Label, Field(min_length=1)] | None = None
+    inputs: Inputs
 
 
 def to_job(
-    request: EmbeddingsRequest,
+    request: EmbedRequest,
     caller: Caller,
     *,
     accepts_ids: bool,
@@ -62,17 +94,17 @@ def to_job(
     """Return the job of a request. Raises BadRequest for token ids if the model takes none."""
     texts: list[str] = []
     token_rows: list[TokenIds] = []
-    if isinstance(request.input[0], str):
-        texts = request.input
-        bounds.check(texts, param="input", noun="An input")
+    if isinstance(request.rows[0], str):
+        texts = request.rows
+        bounds.check(texts, param=request.field, noun="An input")
     elif accepts_ids:
-        token_rows = request.input
+        token_rows = request.rows
     else:
         raise BadRequest(
             "This model takes texts, not token ids: they would be another tokenizer's. With "
             "LangChain, set check_embedding_ctx_length=False; or say `token_ids: accept` in "
             "models.yaml if they are this model's own.",
-            param="input",
+            param=request.field,
         )
     return EmbedJob(
         caller=caller,
@@ -106,6 +138,44 @@ class Embeddings(TypedDict):
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
+
+
+Vectors = TypeAliasType("Vectors", list[list[float]])  # TEI's answer
+
+
+class PoolingInfo(TypedDict):
+    """How a model's vectors are made of its tokens', where models.yaml says."""
+
+    pooling: str | None
+
+
+class EmbeddingInfo(TypedDict):
+    """What kind of model it is, in TEI's words."""
+
+    embedding: PoolingInfo
+
+
+class Info(TypedDict):
+    """The embedding model that answers /embed, in TEI's words; null where it is not loaded."""
+
+    model_id: str
+    model_type: EmbeddingInfo
+    max_input_length: int | None
+    max_client_batch_size: int
+    auto_truncate: bool
+    version: str
+
+
+def write_vectors(answer: Embedded) -> Iterator[bytes]:
+    """Yield TEI's JSON in pieces: the vectors alone, each of length 1."""
+    vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors = vectors / np.maximum(lengths, np.finfo("<f4").tiny)
+    rows = max(1, PIECE_FLOATS // vectors.shape[1])
+    for start in range(0, len(vectors), rows):
+        piece = orjson.dumps(vectors[start : start + rows], option=orjson.OPT_SERIALIZE_NUMPY)
+        yield (b"," if start else b"[") + piece[1:-1]
+    yield b"]"
 
 
 def write_pieces(answer: Embedded, model: str, encoding: str) -> Iterator[bytes]:

@@ -162,16 +162,29 @@ class JsonSchema(Form):
 
 
 class ResponseFormat(Form):
-    """OpenAI's own form."""
+    """OpenAI's own form, and TGI's, whose schema is a `value`."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json"]
     json_schema: JsonSchema | None = None
+    value: SchemaOrText | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("type 'json_schema' needs a 'json_schema'")
+        if self.type == "json" and self.value is None:
+            raise ValueError("type 'json' needs a 'value', which is a schema")
+        if self.value is not None and self.type not in ("json", "json_object"):
+            raise ValueError(f"a 'value' does not go with type '{self.type}'")
         return self
+
+    def grammar(self, param: str) -> Grammar | None:
+        """Return the grammar of the format, if it has one; an error names `param`."""
+        if self.type == "text":
+            return None
+        form = self.json_schema or JsonSchema()
+        schema = form.schema_ if self.value is None else self.value
+        return json_schema(schema, param=param, strict=bool(form.strict))
 
 
 class StructuredOutputs(Form):
@@ -243,13 +256,10 @@ class StructuredRequest(SampledRequest):
     def forms(self) -> list[tuple[str, Grammar]]:
         """Return each requested grammar with its field."""
         forms: list[tuple[str, Grammar]] = []
-        if self.response_format is not None and self.response_format.type != "text":
-            json_schema_ = self.response_format.json_schema
-            schema, strict = (
-                (json_schema_.schema_, bool(json_schema_.strict)) if json_schema_ else (None, False)
-            )
+        if self.response_format is not None:
             name = "response_format"
-            forms.append((name, json_schema(schema, param=name, strict=strict)))
+            if (grammar := self.response_format.grammar(name)) is not None:
+                forms.append((name, grammar))
         if self.structured_outputs is not None:
             name = "structured_outputs"
             forms += [(name, grammar) for grammar in self.structured_outputs.grammars(name)]

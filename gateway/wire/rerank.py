@@ -5,11 +5,12 @@ from http import HTTPStatus
 from typing import Annotated, ClassVar, Final, Literal, NamedTuple, NotRequired
 
 import numpy as np
-from pydantic import Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from typing_extensions import TypedDict
 
 from gateway.errors import (
     BadRequest,
+    EncodingNotSupported,
     GatewayError,
     ModelNotFound,
     Overloaded,
@@ -34,6 +35,18 @@ class TextDocument(Part):
 
 _Texts = Annotated[list[str], Field(max_length=MAX_INPUTS), FAIL_FAST]
 _TextDocuments = Annotated[list[str | TextDocument], Field(max_length=MAX_INPUTS), FAIL_FAST]
+
+
+def _read_flag(value: object) -> object:
+    """Read "true" and "false", which RAGFlow sends."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+Flag = Annotated[
+    bool,
+    BeforeValidator(_read_flag),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": ["true", "false"]}]}),
+]
 Text = Annotated[str, WithJsonSchema(_TEXT)]
 Texts = Annotated[_Texts, WithJsonSchema(_TEXTS)]
 OneOrMoreTexts = Annotated[str | _Texts, WithJsonSchema({"anyOf": [_TEXT, _TEXTS]})]
@@ -95,7 +108,7 @@ class RerankRequest(ScoringRequest):
     query: Text
     documents: Documents
     top_n: Annotated[int, Field(ge=0)] | None = None
-    return_documents: bool = False
+    return_documents: Flag = False
 
     def pair_texts(self) -> PairTexts:
         """Return the texts to score."""
@@ -347,7 +360,7 @@ class TextsErrorBody(TypedDict):
     error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Empty"]
 
 
-TEXTS_ERROR_STATUSES: Final = (400, 422, 424, 429, 503)
+TEXTS_ERROR_STATUSES: Final = (400, 415, 422, 424, 429, 503)
 
 
 class TextsError(GatewayError):
@@ -365,6 +378,8 @@ class TextsError(GatewayError):
                 self.status, self.error_type = error.status, "Overloaded"
             case Unavailable():
                 self.status, self.error_type = error.status, "Unhealthy"
+            case EncodingNotSupported():
+                self.status, self.error_type = error.status, "Validation"
             case BadRequest() | ModelNotFound() if error.code != "unsupported_model":
                 self.status, self.error_type = HTTPStatus.UNPROCESSABLE_ENTITY, "Validation"
             case _:

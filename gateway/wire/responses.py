@@ -376,6 +376,7 @@ class Response(TypedDict):
 
     id: str
     object: Literal["response"]
+    access_programs: None
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: Literal[False]
@@ -428,6 +429,7 @@ def new_response(
     response: Response = {
         "id": response_id,
         "object": "response",
+        "access_programs": None,
         "created_at": created,
         "status": "in_progress",
         "background": False,

@@ -55,7 +55,7 @@ class Request(BaseModel):
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields with the model's input, for the log of prompts."""
         prompts = {
-            *("input", "instructions", "messages", "prompt", "questions"),
+            *("input", "inputs", "instructions", "messages", "prompt", "questions"),
             *("query", "documents", "texts", "text_1", "text_2", "instruction", "system"),
         }
         return self.model_dump(include=prompts, exclude_none=True)
@@ -189,6 +189,10 @@ def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     try:
         value = parse(body, max_depth)
     except ValueError as error:
+        if body.startswith(b"--"):
+            raise BadRequest(
+                "The request body is multipart/form-data. It must be a JSON object."
+            ) from None
         raise BadRequest(
             f"We could not parse the JSON body of your request: {error}. "
             "The request body must be a JSON object."

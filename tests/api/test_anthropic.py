@@ -83,6 +83,7 @@ async def test_a_whole_answer_has_anthropics_shape(client: httpx2.AsyncClient) -
         "model": "writer",
         "content": [{"type": "text", "text": "hello"}],
         "container": None,
+        "diagnostics": None,
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "stop_details": None,
@@ -91,10 +92,12 @@ async def test_a_whole_answer_has_anthropics_shape(client: httpx2.AsyncClient) -
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "cache_creation": None,
+            "inference_geo": None,
             "output_tokens": 6,
             "output_tokens_details": {"thinking_tokens": 0},
             "server_tool_use": None,
             "service_tier": "standard",
+            "speed": "standard",
         },
     }
     assert answer.headers["request-id"] == answer.headers["x-request-id"]

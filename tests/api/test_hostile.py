@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import httpx2
 import orjson
 import pytest
+import structlog
 
 from gateway.registry import Catalog, Resolved
 from tests.fakes import ScriptedEngines
@@ -332,3 +333,28 @@ async def test_an_image_is_refused_and_nobody_looks_where_it_is(
             answer = await client.post("/v1/embeddings", json={"model": "embed", "input": given})
             assert answer.status_code == 400
     assert not visits
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_shuts_the_sending_side_has_left(
+    client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
+) -> None:
+    """A closed connection looks the same. It is never told of a failure; the log says 499."""
+    engines.chat.gate.close()
+    body = orjson.dumps(
+        {"model": "writer", "stream": stream, "messages": [{"role": "user", "content": "x" * 50}]}
+    )
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
+    with structlog.testing.capture_logs() as lines:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        writer.write_eof()
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(engines.chat.gate.reached.wait, 5)
+            engines.chat.gate.open()
+            answer = await reader.read()
+            while not (told := [line for line in lines if line["event"] == "request"]):
+                await asyncio.sleep(0.01)
+        writer.close()
+    assert not answer
+    assert [line["status"] for line in told] == [499]

@@ -1,16 +1,18 @@
 """Around every request: ids, keys, browsers, limits, and errors in one shape."""
 
 import asyncio
+import gzip
 import random
 import socket
 from typing import Any
 
 import httpx2
+import orjson
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.access import is_loopback
+from gateway.api.access import is_here
 from gateway.api.in_flight import Bodies, InFlight
 from gateway.api.middleware import PIECE_BYTES, Context, split_body
 from gateway.registry import Catalog
@@ -77,7 +79,7 @@ async def test_wrong_paths_and_methods_are_told_in_the_envelope(
 @pytest.mark.parametrize(
     "path",
     [
-        "/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/embedding",
+        "/completion", "/infill", "/apply-template", "/embedding",
         "/props", "/slots", "/slots/0?action=save", "/lora-adapters", "/predict", "/tools",
         "/cors-proxy?url=http://127.0.0.1/", "/v1/stream?conv_id=%0D%0Aforged&from=0",
         "/v1/audio/transcriptions",
@@ -284,12 +286,143 @@ async def test_an_allowed_page_may_send_its_key(models: Catalog, engines: Script
             assert "access-control-allow-origin" not in other.headers
 
 
-def test_loopback_is_told_from_names_that_look_like_it() -> None:
-    """127.0.0.1.evil.example is somebody else's."""
-    assert all(map(is_loopback, ["localhost", "LOCALHOST:1", "127.9.9.9:80", "[::1]", "[::1]:80"]))
-    assert not any(
-        map(is_loopback, ["", "127.0.0.1.evil.example", "localhost.evil.example", "192.168.0.2"])
-    )
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "tauri://localhost",  # Jan
+        "http://tauri.localhost",  # and on Windows
+        "app://obsidian.md",
+        "vscode-webview://0q3u1vh7",
+        "vscode-file://vscode-app",
+    ],
+)
+async def test_a_desktop_app_may_call(client: httpx2.AsyncClient, origin: str) -> None:
+    """No web page can have its origin; its preflight is answered, its answer shown to it."""
+    headers = {"origin": origin}
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+        "access-control-request-private-network": "true",
+    }
+    preflight = await client.options("/v1/chat/completions", headers={**headers, **asked})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == origin
+    assert preflight.headers["access-control-allow-private-network"] == "true"
+    answer = await client.get("/v1/models", headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == origin
+    exposed = answer.headers["access-control-expose-headers"].split(", ")
+    assert {"x-should-retry", "x-gateway-unenforced"} <= set(exposed)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "null",  # of any page's sandboxed frame
+        "https://tauri.localhost.evil.example",
+        "http://tauri.localhost:1",
+        "https://evil.example",
+        "http://localhost:3000",
+        "xapp://a",
+        "app://a/tauri://b",
+        "chrome-extension://abc",
+    ],
+)
+async def test_what_a_page_can_have_is_no_desktop_app(
+    client: httpx2.AsyncClient, origin: str
+) -> None:
+    """Neither called nor told that it may."""
+    answer = await client.get("/v1/models", headers={"origin": origin})
+    assert answer.status_code == 403
+    asked = {"access-control-request-method": "POST", "origin": origin}
+    preflight = await client.options("/v1/models", headers=asked)
+    assert preflight.status_code >= 400
+    assert "access-control-allow-origin" not in preflight.headers
+
+
+@pytest.mark.parametrize(
+    ("allowed", "taken", "refused"),
+    [
+        (
+            "http://localhost:*",
+            ["http://localhost", "http://localhost:3000", "http://localhost:65535"],
+            ["https://localhost:1", "http://localhost:x", "http://localhost.evil.example"],
+        ),
+        ("null", ["null"], ["https://evil.example"]),
+        ("chrome-extension://*", ["chrome-extension://abc"], ["https://abc"]),
+        (
+            "https://*.ours.example",
+            ["https://a.ours.example", "https://a.b.ours.example"],
+            [
+                "https://ours.example",
+                "https://evil.example:1.ours.example",
+                "https://aours.example",
+            ],
+        ),
+        ("*", ["https://evil.example", "null"], []),
+    ],
+)
+async def test_an_origin_may_be_a_pattern(
+    models: Catalog,
+    engines: ScriptedEngines,
+    allowed: str,
+    taken: list[str],
+    refused: list[str],
+) -> None:
+    """Of ports, hosts or names before a domain, and of nothing else."""
+    async with served(models, engines, cors_origins=allowed) as client:
+        for origin in taken:
+            answer = await client.get("/v1/models", headers={"origin": origin})
+            assert answer.status_code == 200, origin
+            assert answer.headers["access-control-allow-origin"] in (origin, "*")
+        for origin in refused:
+            answer = await client.get("/v1/models", headers={"origin": origin})
+            assert answer.status_code == 403, origin
+            assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "host.docker.internal:8000",
+        "HOST.docker.internal",
+        "gateway.localhost",
+        socket.gethostname().partition(".")[0],
+        f"{socket.gethostname().partition('.')[0]}.local:8000",
+    ],
+)
+async def test_a_container_and_this_machines_names_are_taken(
+    client: httpx2.AsyncClient, host: str
+) -> None:
+    """No web page can have them, so none was led here by them."""
+    body = {"model": "writer", "messages": [{"role": "user", "content": "hi"}]}
+    answer = await client.post("/v1/chat/completions", json=body, headers={"host": host})
+    assert answer.status_code == 200
+    own_page = {"host": host, "origin": f"http://{host.lower()}"}
+    assert (await client.get("/v1/models", headers=own_page)).status_code == 200
+
+
+def test_this_machine_is_told_from_names_that_look_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.1.evil.example is somebody else's, and so is all but the first word of a name."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "Mac.evil.example")
+    is_here.cache_clear()
+    ours = ["localhost", "LOCALHOST:1", "127.9.9.9:80", "[::1]", "[::1]:80", "mac", "mac.local"]
+    assert all(map(is_here, ours))
+    theirs = [
+        *(
+            "",
+            "127.0.0.1.evil.example",
+            "localhost.evil.example",
+            "192.168.0.2",
+            "mac.evil.example",
+        ),
+        *("host.docker.internal.evil.example", "evilinternal", "internal.evil", "mac2.local"),
+    ]
+    assert not any(map(is_here, theirs))
+    monkeypatch.setattr(socket, "gethostname", lambda: "")
+    is_here.cache_clear()
+    assert not any(map(is_here, ["", ".local"]))
+    is_here.cache_clear()
 
 
 async def test_strict_fields_refuse_what_nobody_knows(
@@ -347,3 +480,47 @@ async def test_a_connection_that_just_closes_harms_nobody(client: httpx2.AsyncCl
     with socket.create_connection(("127.0.0.1", client.base_url.port or 0)) as scanner:
         scanner.sendall(b"\x16\x03\x01 not http\r\n\r\n")
     assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/embed", "/rerank"])
+async def test_a_compressed_body_is_a_415_that_names_its_encoding(
+    client: httpx2.AsyncClient, path: str
+) -> None:
+    """And what to send; `identity` is no compression."""
+    body = orjson.dumps({**CHAT, "max_tokens": 9, "inputs": "a", "query": "a", "documents": ["a"]})
+    sent = {"content-encoding": "gzip"}
+    answer = await client.post(path, content=gzip.compress(body), headers=sent)
+    assert answer.status_code == 415
+    assert "`gzip`" in answer.text
+    if path == "/chat/completions":
+        assert answer.headers["accept-encoding"] == "identity"
+        assert error(answer)["code"] == "unsupported_content_encoding"
+        plain = await client.post(path, content=body, headers={"content-encoding": "identity"})
+        assert plain.status_code == 200
+
+
+async def test_a_byte_order_mark_is_no_part_of_a_body(client: httpx2.AsyncClient) -> None:
+    """PowerShell writes one."""
+    body = b"\xef\xbb\xbf" + orjson.dumps(CHAT)
+    assert (await client.post("/v1/chat/completions", content=body)).status_code == 200
+    twice = await client.post("/v1/chat/completions", content=b"\xef\xbb\xbf" + body)
+    assert twice.status_code == 400
+
+
+async def test_a_multipart_body_is_told_what_it_is(client: httpx2.AsyncClient) -> None:
+    """Not that a digit is missing after its first sign."""
+    answer = await client.post("/v1/chat/completions", files={"file": b"x"})
+    assert answer.status_code == 400
+    assert error(answer)["message"] == (
+        "The request body is multipart/form-data. It must be a JSON object."
+    )
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/messages/batches", "/v1/messages/batches/b1/results", "/v1/batches", "/batches"]
+)
+async def test_batches_are_said_not_to_be_served(client: httpx2.AsyncClient, path: str) -> None:
+    """By a 404 in the envelope of the path."""
+    answer = await client.post(path, json={"requests": []})
+    assert answer.status_code == 404
+    assert "Batches are not served" in answer.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from datetime import datetime
 
 import httpx2
 import pytest
@@ -103,3 +104,64 @@ async def test_a_model_that_waits_for_one_in_use_is_503_in_time(models: Catalog)
         assert int(answer.headers["retry-after"]) >= 1
         engines.chat.gate.open()
         assert (await answering).status_code == 200
+
+
+ANTHROPIC = {"anthropic-version": "2023-06-01"}
+
+
+async def test_anthropics_clients_get_its_form(client: httpx2.AsyncClient) -> None:
+    """Of the models that /v1/messages can be asked."""
+    answer = await client.get("/v1/models", headers=ANTHROPIC)
+    listing = answer.json()
+    assert set(listing) == {"data", "has_more", "first_id", "last_id"}
+    assert [each["id"] for each in listing["data"]] == ["writer", "gpt"]
+    assert (listing["first_id"], listing["last_id"]) == ("writer", "gpt")
+    assert listing["has_more"] is False
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    one = (await client.get("/v1/models/gpt", headers=ANTHROPIC)).json()
+    assert one == listing["data"][1]
+    assert one | {"created_at": ""} == {
+        "type": "model",
+        "id": "gpt",
+        "display_name": "gpt",
+        "created_at": "",
+        "max_input_tokens": None,
+        "max_tokens": None,
+        "capabilities": None,
+        "line": None,
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+    }
+    created = datetime.fromisoformat(one["created_at"]).timestamp()
+    assert created == (await client.get("/v1/models/gpt")).json()["created"]
+
+
+async def test_its_list_is_read_page_by_page(client: httpx2.AsyncClient) -> None:
+    """Onwards from an id and back from one."""
+
+    async def page(query: str) -> tuple[list[str], bool]:
+        found = (await client.get(f"/v1/models?{query}", headers=ANTHROPIC)).json()
+        return [each["id"] for each in found["data"]], found["has_more"]
+
+    assert await page("limit=1") == (["writer"], True)
+    assert await page("limit=1&after_id=writer") == (["gpt"], False)
+    assert await page("after_id=gpt") == ([], False)
+    assert await page("limit=1&before_id=gpt") == (["writer"], False)
+    assert await page("before_id=writer") == ([], False)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("?limit=0", "?limit=1001", "?limit=x", "?limit=99999999", "?after_id=nobody"),
+        *("?before_id=embed", "?after_id=writer&before_id=gpt", "/nobody"),
+    ],
+)
+async def test_its_errors_are_anthropics(client: httpx2.AsyncClient, path: str) -> None:
+    """In its envelope, which its SDKs read."""
+    answer = await client.get(f"/v1/models{path}", headers=ANTHROPIC)
+    body = answer.json()
+    kind = "not_found_error" if path == "/nobody" else "invalid_request_error"
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert "error_type" not in (await client.get(f"/v1/models{path}")).text

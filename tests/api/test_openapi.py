@@ -24,6 +24,9 @@ REQUESTS = dict.fromkeys(each.request for each in ENDPOINTS if each.request is n
 USER = [{"role": "user", "content": "hi"}]
 ASKED: dict[str, dict[str, Any]] = {
     "/embeddings": {"model": "embed", "input": "hi"},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [104]},
+    "/embed": {"inputs": ["hi", "there"]},
     "/chat/completions": {"model": "writer", "messages": USER, "logprobs": True},
     "/completions": {"model": "writer", "prompt": "hi"},
     "/responses": {"model": "writer", "input": "hi"},
@@ -115,7 +118,8 @@ def test_every_route_is_told_and_no_other(models: Catalog, engines: ScriptedEngi
 def routes(app: Any) -> list[Route]:
     """Find Starlette's routes in the layers around it."""
     while not hasattr(app, "routes"):
-        app = app._app if hasattr(app, "_app") else app.__closure__[-1].cell_contents
+        inner = getattr(app, "_app", None) or getattr(app, "app", None)
+        app = inner or app.__closure__[-1].cell_contents
     return [route for route in app.routes if isinstance(route, Route)]
 
 

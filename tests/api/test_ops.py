@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import structlog
 
 from gateway.errors import ModelLoadFailed
 from gateway.registry import Catalog, ModelSpec
@@ -261,3 +262,18 @@ async def test_who_only_looks_wakes_no_model(tmp_path: Path) -> None:
         assert engines.loads == ["sleeper"]
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
         assert engines.loads == ["sleeper", "sleeper"]
+
+
+async def test_preloading_more_than_there_are_places_is_warned_of(tmp_path: Path) -> None:
+    """The first ones would leave without a word."""
+    models = catalog(tmp_path, {"first": WRITER, "second": WRITER})
+    with structlog.testing.capture_logs() as lines:
+        async with served(models, ScriptedEngines(), cache_max_models=1):
+            pass
+    [warned] = [line for line in lines if line["event"] == "preload_beyond_limit"]
+    assert warned["log_level"] == "warning"
+    assert (warned["models"], warned["cache_max_models"]) == (["first", "second"], 1)
+    with structlog.testing.capture_logs() as lines:
+        async with served(models, ScriptedEngines(), cache_max_models=2):
+            pass
+    assert not [line for line in lines if line["event"] == "preload_beyond_limit"]

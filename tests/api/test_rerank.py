@@ -375,3 +375,15 @@ class TestScore:
         assert cut.json()["error"]["param"] == "text_2"
         unequal = await post(client, "/score", text_1=["x", "y"], text_2=["a"])
         assert unequal.json()["error"]["param"] == "text_1"
+
+
+@pytest.mark.parametrize(("flag", "is_told"), [("true", True), ("false", False), (True, True)])
+async def test_a_flag_may_be_a_word(client: httpx2.AsyncClient, flag: Any, is_told: bool) -> None:
+    """As RAGFlow sends it; other words are none."""
+    body = {"query": "hi", "documents": ["hi"], "return_documents": flag}
+    answer = await client.post("/v1/rerank", json=body)
+    assert answer.status_code == 200
+    assert ("document" in answer.json()["results"][0]) is is_told
+    refused = await client.post("/v1/rerank", json={**body, "return_documents": "yes"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "return_documents"

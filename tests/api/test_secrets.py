@@ -12,7 +12,7 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from gateway import logs
-from gateway.api.access import Guard
+from gateway.api.access import Guard, origin_pattern
 from gateway.api.in_flight import Bodies, InFlight
 from gateway.api.middleware import Context
 from gateway.registry import Catalog
@@ -98,7 +98,7 @@ async def test_a_traceback_shows_neither_key_nor_prompt(written: io.StringIO) ->
         raise RuntimeError(f"{len(message['body'])} bytes were too much")
 
     in_flight = InFlight()
-    guard = Guard(broken, in_flight, keys=[KEY], hosts=[], origins=[])
+    guard = Guard(broken, in_flight, keys=[KEY], hosts=[], origins=origin_pattern([]))
     transport = httpx2.ASGITransport(
         Context(guard, in_flight, Bodies(10**9), max_header_bytes=10_000, send_timeout_s=1)
     )

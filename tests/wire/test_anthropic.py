@@ -406,7 +406,7 @@ def test_an_answer_is_its_blocks_in_order() -> None:
     assert thinking["thinking"] == "hmm"
     assert len(thinking["signature"]) == 44
     assert said == {"type": "text", "text": "so"}
-    assert first == {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Ulm"}}
+    assert first == {**CALL, "caller": {"type": "direct"}}
     assert second["input"] == {}
     assert whole["stop_reason"] == "tool_use"
     kinds = [event["type"] for event in events]
@@ -462,7 +462,7 @@ def test_a_call_that_was_cut_has_no_input() -> None:
     writer.add(Delta(0, finish_reason="length"))
     writer.end(USAGE)
     (block,) = writer.to_dict(USAGE)["content"]
-    assert block == {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
+    assert block == {**CALL, "caller": {"type": "direct"}, "input": {}}
 
 
 def test_the_prompts_tokens_are_counted_once() -> None:
@@ -520,3 +520,57 @@ def test_a_prompt_that_is_too_long_says_so_in_anthropics_words() -> None:
     body = error_body(ContextLengthExceeded(200, 209), "req-1")
     assert body["error"]["message"] == "prompt is too long: 209 tokens > 200 maximum"
     assert error_status(ContextLengthExceeded) == HTTPStatus.BAD_REQUEST
+
+
+PAPER = {
+    "type": "document",
+    "title": "Paper",
+    "context": "From 2026.",
+    "source": {"type": "text", "media_type": "text/plain", "data": "Cats purr."},
+    "citations": {"enabled": True},
+}
+PIECES = {"type": "document", "source": {"type": "content", "content": text("One.", "Two.")}}
+FOUND = {
+    "type": "search_result",
+    "source": "https://cats.example",
+    "title": "Cats",
+    "content": text("They purr."),
+}
+
+
+@pytest.mark.parametrize(
+    ("block", "read"),
+    [
+        (PAPER, "Paper\nFrom 2026.\nCats purr."),
+        (PIECES, "One.\n\nTwo."),
+        ({"type": "document", "source": {"type": "content", "content": "One."}}, "One."),
+        (FOUND, "Cats\nhttps://cats.example\nThey purr."),
+    ],
+)
+def test_documents_of_text_and_what_a_search_found_are_text(block: Any, read: str) -> None:
+    """In a message, and in a tool's result."""
+    user = {"role": "user", "content": [block, *text("Why?")]}
+    assert job([user]).messages[-1]["content"] == f"{read}\n\nWhy?"
+    called = {"role": "assistant", "content": [CALL]}
+    result = {"role": "user", "content": [{**RESULT, "content": [block]}]}
+    assert job([*HI, called, result]).messages[-1]["content"] == read
+
+
+@pytest.mark.parametrize(
+    ("block", "param"),
+    [
+        ({**PAPER, "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}, ""),
+        ({**PAPER, "source": {"type": "url", "url": "http://x"}}, ""),
+        ({**PAPER, "source": "text"}, ""),
+        ({"type": "document"}, ""),
+        ({**PAPER, "source": {"type": "text"}}, ".source.data"),
+        ({**PAPER, "source": {"type": "content"}}, ".source.content"),
+        ({**PIECES, "source": {"type": "content", "content": [{"type": "image"}]}},
+         ".source.content[0]"),
+        ({**FOUND, "content": None}, ".content"),
+        ({**FOUND, "content": [{"type": "image"}]}, ".content[0]"),
+    ],
+)  # fmt: skip
+def test_other_documents_are_refused_where_they_stand(block: Any, param: str) -> None:
+    """PDFs, addresses, and what lacks its text; nobody looks at an address."""
+    assert refused([{"role": "user", "content": [block]}]).param == f"messages[0].content[0]{param}"

@@ -36,6 +36,9 @@ def grammar(**fields: Any) -> Grammar | None:
                 "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
             }
         },
+        {"response_format": {"type": "json_object", "value": SCHEMA}},  # huggingface_hub's
+        {"response_format": {"type": "json", "value": SCHEMA}},  # TGI's
+        {"response_format": {"type": "json", "value": TEXT}},
         {"structured_outputs": {"json": SCHEMA}},
         {"structured_outputs": {"json": TEXT}},
         {"guided_json": SCHEMA},
@@ -59,6 +62,26 @@ def test_a_schema_keeps_the_order_of_its_keys(fields: dict[str, Any]) -> None:
 def test_any_object_is_a_schema_too(fields: dict[str, Any]) -> None:
     """Without a word about JSON in the messages."""
     assert grammar(**fields) == Grammar("json_schema", '{"type":"object"}')
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ({"type": "json"}, "type 'json' needs a 'value'"),
+        ({"type": "text", "value": SCHEMA}, "does not go with type 'text'"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "value": SCHEMA},
+            "does not go with type 'json_schema'",
+        ),
+        ({"type": "json", "value": 3}, "response_format.value"),
+        ({"type": "json", "value": "{"}, "is not JSON"),
+    ],
+)
+def test_a_value_without_its_type_is_refused(form: dict[str, Any], told: str) -> None:
+    """As a type without its value is, and a value that is no schema."""
+    with pytest.raises(BadRequest, match=told) as caught:
+        grammar(response_format=form)
+    assert (caught.value.param or "").startswith("response_format")
 
 
 def test_regex_choice_and_grammar_have_two_names_each() -> None:

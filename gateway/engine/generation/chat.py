@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,16 +128,12 @@ class ChatTokenizer:
         if job.continues:
             return self._continue(job)
         text, opening = self._render(job)
-        # The template has written the special tokens that it wants.
-        [ids] = self.controls.encode([self.controls.pieces(text)])
+        ids = self._encode(text)
         if self._is_harmony:  # free of its grammar until the answer's own message begins
             return Prompt(ids, is_thinking=True)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
-        return Prompt(
-            ids,
-            is_thinking=self._is_thinking(opening),
-            may_think=not any(mark in opening for mark in marks),
-        )
+        may_think = not any(mark in opening for mark in marks)
+        return Prompt(ids, is_thinking=self._is_thinking(opening), may_think=may_think)
 
     def _is_thinking(self, opening: str) -> bool:
         """Return True if the answer that a template opens begins inside a block of thinking."""
@@ -181,6 +178,27 @@ class ChatTokenizer:
             line = "\n" if after.endswith("\n") else "\n\n"
             after += f"{line}{self._reasoning.ends[0]}\n\n"
         return self.controls.pieces(before), after
+
+    def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
+        """Return the ids of a text, or of a conversation: of one to be answered, if `asking`."""
+        if isinstance(job.prompt, str):
+            (encoded,) = self.backend.encode_batch_fast([job.prompt], add_special_tokens=special)
+            return list(encoded.ids)
+        if asking or job.continues:
+            return self.prompt(job).ids
+        return self._encode(self._apply(job, is_asking=False))
+
+    def _encode(self, text: str) -> list[int]:
+        """Encode what the template has written, with the special tokens that it wants."""
+        [ids] = self.controls.encode([self.controls.pieces(text)])
+        return ids
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's strings of ids; of an unknown one an empty one."""
+        return [self.backend.id_to_token(token) or "" for token in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
         """Return the texts of a bare prompt's tokens; `prompt` is what the caller sent."""
@@ -234,9 +252,7 @@ class ChatTokenizer:
         Most templates read `enable_thinking`; Granite's and DeepSeek's read `thinking`; gpt-oss has
         three levels of thinking and cannot turn it off.
         """
-        if (
-            self._wrapper._chat_template is not None
-        ):  # a program, which takes only its own arguments
+        if self._wrapper._chat_template is not None:  # a program, with arguments of its own
             return arguments
         asked = arguments.get("enable_thinking")
         if self._is_harmony:
@@ -370,8 +386,7 @@ def _alike(text: str, other: str) -> int:
     """Count the characters that two texts have in common at their beginning."""
     if text.startswith(other):
         return len(other)
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+    return len(os.path.commonprefix([text, other]))
 
 
 def load_chat_tokenizer(
@@ -436,8 +451,7 @@ def chat_tokenizer(
 
     `tool_parser` and `reasoning_parser` name the model's formats; None has them inferred. With
     `split_special_tokens`, control tokens in what callers send are letters. The template is
-    rendered in the `sandbox`, if there is one. Raises ModelLoadFailed naming what is missing or
-    cannot be rendered.
+    rendered in the `sandbox`, if there is one. Raises ModelLoadFailed.
     """
     if chat_template is not None:
         wrapper.chat_template = chat_template
@@ -482,7 +496,6 @@ def _formats(
 
 def _config(folder: Path) -> Mapping[str, Any]:
     try:
-        config: Mapping[str, Any] = load_config(folder)
+        return dict(load_config(folder))
     except (OSError, ValueError):
         return {}
-    return config

@@ -60,7 +60,7 @@ class GenerationEngine:
     ) -> None:
         self._name = name
         self._model: Any = model
-        self._chat = chat
+        self.tokens = self._chat = chat
         self._structured = structured
         self._vocab_size = vocab_size
         self._max_context = max_context

@@ -23,7 +23,7 @@ from gateway.jobs import (
     SequenceParams,
     Verdict,
 )
-from gateway.serving.ports import GenerationEngine
+from gateway.serving.ports import GenerationEngine, Tokens
 from gateway.serving.ranks.calls import Call, digest, encode
 from gateway.serving.ranks.links import Leader, Sent
 
@@ -165,6 +165,10 @@ class LeadingEngine:
         return deltas
 
     # What changes nothing, and needs no other rank:
+
+    @property
+    def tokens(self) -> Tokens:
+        return self._engine.tokens
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         return self._engine.prepare(job)

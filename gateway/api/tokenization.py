@@ -1,0 +1,115 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: a chat model's tokens, and nothing run."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.requests import LONG_BYTES, Service, ignored_header, reply, time_stage
+from gateway.api.streams import while_connected
+from gateway.errors import BadRequest
+from gateway.jobs import Caller, GenerateJob, Stage
+from gateway.registry import ChatSpec
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.tokenize import Kind, prompt_kind
+from gateway.wire import tokenization as wire
+from gateway.wire.validation import Request as WireRequest
+
+T = TypeVar("T")
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """Answer with the ids of a prompt, or of a conversation in the model's template."""
+
+    def translate(wire_request: wire.TokenizeRequest) -> tuple[ChatSpec, GenerateJob]:
+        _, spec = service.chat_spec(wire_request.model, "tokenizing")
+        caller = service.caller(request)
+        return spec, wire.to_job(wire_request, caller, max_chars=service.rules.max_input_chars)
+
+    parsed, (spec, job) = await service.read(request, wire.TokenizeRequest, translate)
+    asked = parsed.request
+
+    async def answer() -> wire.Tokenized:
+        async with _leased(service, spec, job.caller, asked) as batcher:
+            tokens = batcher.engine.tokens
+
+            def encode() -> tuple[list[int], list[str] | None]:
+                ids = tokens.tokenize(
+                    job, special=asked.add_special_tokens, asking=asked.add_generation_prompt
+                )
+                return ids, tokens.pieces(ids) if asked.return_token_strs else None
+
+            ids, pieces = await _run(service, request, encode, prompt_kind(job))
+            return {
+                "count": len(ids),
+                "max_model_len": batcher.engine.max_context,
+                "tokens": ids,
+                "token_strs": pieces,
+            }
+
+    body = await while_connected(request.receive, answer())
+    return reply(body, headers=ignored_header(parsed.ignored))
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """Answer with the text of token ids."""
+
+    def translate(wire_request: wire.DetokenizeRequest) -> tuple[ChatSpec, Caller]:
+        _, spec = service.chat_spec(wire_request.model, "tokenizing")
+        return spec, service.caller(request)
+
+    parsed, (spec, caller) = await service.read(request, wire.DetokenizeRequest, translate)
+    ids = parsed.request.tokens
+
+    async def answer() -> wire.Detokenized:
+        async with _leased(service, spec, caller, parsed.request) as batcher:
+            tokens = batcher.engine.tokens
+
+            def decode() -> str:
+                if not all(tokens.pieces(ids)):
+                    raise BadRequest(
+                        "Invalid 'tokens': the model has no such token.", param="tokens"
+                    )
+                return tokens.decode(ids)
+
+            kind: Kind = "long prompts" if len(ids) > LONG_BYTES else "short prompts"
+            return {"prompt": await _run(service, request, decode, kind)}
+
+    body = await while_connected(request.receive, answer())
+    return reply(body, headers=ignored_header(parsed.ignored))
+
+
+async def info(service: Service, request: Request) -> Response:
+    """Answer with the special tokens and the template of the model at hand."""
+    _, spec = service.chat_spec(request.query_params.get("model"), "tokenizing")
+
+    async def answer() -> wire.TokenizerInfo:
+        caller = service.caller(request)
+        async with _leased(service, spec, caller, wire.DetokenizeRequest(tokens=[])) as batcher:
+            of = batcher.engine.tokens.tokenizer
+            return {
+                "bos_token": of.bos_token,
+                "eos_token": of.eos_token,
+                "pad_token": of.pad_token,
+                "chat_template": of.chat_template,
+            }
+
+    return reply(await while_connected(request.receive, answer()))
+
+
+@asynccontextmanager
+async def _leased(
+    service: Service, spec: ChatSpec, caller: Caller, asked: WireRequest
+) -> AsyncIterator[GenerationBatcher]:
+    """Lease a chat model: for an adapter, its base, whose tokens it has."""
+    async with service.lease_chat(spec.base_spec or spec, caller, asked) as batcher:
+        assert isinstance(batcher, GenerationBatcher)
+        caller.timings.model, caller.timings.stage = spec.id, Stage.TOKENISE
+        yield batcher
+
+
+async def _run(service: Service, request: Request, work: Callable[[], T], kind: Kind) -> T:
+    with time_stage(request, Stage.TOKENISE):
+        return await service.pool.run(work, kind=kind)

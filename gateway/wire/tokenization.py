@@ -1,0 +1,111 @@
+"""/tokenize, /detokenize and /tokenizer_info, as vLLM has them."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+from typing_extensions import TypedDict
+
+from gateway.errors import BadRequest
+from gateway.errors import Part as ErrorPart
+from gateway.jobs import Caller, GenerateJob, Sampling
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
+from gateway.wire.messages import (
+    AnyTool,
+    Message,
+    ToolParam,
+    is_continuation,
+    read_tools,
+    to_template,
+    unserved_tools,
+)
+from gateway.wire.validation import Request, check_length
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class TokenizeRequest(Request):
+    """A prompt, or a conversation in the model's template."""
+
+    example: ClassVar = {"prompt": "Hello!"}
+
+    model: Annotated[Label, Field(min_length=1)] | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], FAIL_FAST, ITEM_LIMIT, Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Annotated[
+        list[AnyTool[ToolParam]], FAIL_FAST, Field(default_factory=list, max_length=128)
+    ]
+    chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+    @model_validator(mode="after")
+    def _check_form(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("Send either 'prompt' or 'messages'.", param="prompt")
+        return self
+
+    def unserved_tools(self) -> Sequence[str]:
+        return unserved_tools(self.tools)
+
+    def param_of(self, part: ErrorPart) -> str:
+        """Return the field that a part of the job came from."""
+        if part == "template_args":
+            return "chat_template_kwargs"
+        return "messages" if part == "prompt" and self.prompt is None else part
+
+
+def to_job(request: TokenizeRequest, caller: Caller, *, max_chars: int) -> GenerateJob:
+    """Return the job of a request, which is never run."""
+    if request.prompt is not None:
+        if len(request.prompt) > max_chars:
+            raise BadRequest(f"'prompt' is longer than {max_chars} characters.", param="prompt")
+        return GenerateJob(caller=caller, prompt=request.prompt, sampling=Sampling())
+    messages = request.messages or []
+    turns = to_template(messages)
+    check_length(turns, max_chars, param="messages")
+    check_length(request.tools, max_chars, param="tools")
+    tools, _ = read_tools(request.tools, None, parallel=True)
+    return GenerateJob(
+        caller=caller,
+        messages=turns,
+        sampling=Sampling(),
+        tools=tools,
+        template_args=request.chat_template_kwargs,
+        continues=is_continuation(messages, requested=request.continue_final_message),
+    )
+
+
+class DetokenizeRequest(Request):
+    """Token ids of a model."""
+
+    example: ClassVar = {"tokens": [1, 2]}
+
+    model: Annotated[Label, Field(min_length=1)] | None = None
+    tokens: Annotated[list[TokenId], FAIL_FAST]
+
+
+class Tokenized(TypedDict):
+    """The tokens of a prompt; `token_strs` are the vocabulary's, if they were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class TokenizerInfo(TypedDict):
+    """The special tokens of a model, and its chat template."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
