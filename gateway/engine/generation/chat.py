@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -202,10 +201,9 @@ class ChatTokenizer:
 
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
         """Return the texts of a bare prompt's tokens; `prompt` is what the caller sent."""
-        text = prompt if isinstance(prompt, str) else None
         added = self.backend.get_added_tokens_decoder()
         special = {token for token, each in added.items() if each.special}
-        return texts_of(ids, text, self.vocabulary, special)
+        return texts_of(ids, prompt if isinstance(prompt, str) else None, self.vocabulary, special)
 
     def _render(self, job: GenerateJob) -> tuple[str, str]:
         """Return a conversation's text, and what the template adds at its end to open the answer.
@@ -386,7 +384,8 @@ def _alike(text: str, other: str) -> int:
     """Count the characters that two texts have in common at their beginning."""
     if text.startswith(other):
         return len(other)
-    return len(os.path.commonprefix([text, other]))
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def load_chat_tokenizer(
