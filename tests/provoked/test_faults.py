@@ -43,7 +43,7 @@ models:
 ADMIN = {"authorization": "Bearer admin"}
 WHILE_S = 1.0
 RECOVERY_S = 100.0  # a failed preload is tried again after 30 s
-DOCUMENTED = {0, 1, 2, 70}
+DOCUMENTED = {0, 1, 2, 70, 130}
 
 FAULTS = {
     "open EMFILE": Fault(Call.OPEN, errno.EMFILE),
@@ -63,6 +63,7 @@ FAULTS = {
     "clock +1 h": Fault(Call.CLOCK, shift_s=3600),
     "clock -1 h": Fault(Call.CLOCK, shift_s=-3600),
     "thread EAGAIN": Fault(Call.THREAD, errno.EAGAIN),
+    "helpers SIGKILL": Fault(Call.NONE),  # as the kernel does first where memory is short
 }
 STAGES = ("start", "load", "tokenise", "decode", "drain")
 _names = itertools.count()
@@ -85,6 +86,7 @@ class Gateway:
             "GATEWAY_LOG_FORMAT": "json",
             "GATEWAY_ADMIN_KEY": "admin",
             "GATEWAY_DRAIN_S": "5",
+            "GATEWAY_STALL_LIMIT_S": "20",
             "GATEWAY_SELF_TEST_FOLDER": str(self.folder / "self-tests"),
             **self.injector.environment,
         }
@@ -196,13 +198,15 @@ class Trial:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
+        self.hits = 0  # of the last run
 
     def run(self, stage: str, fault: Fault, times: int) -> str:
         """Let a call fail at a stage, and tell what became of the gateway."""
         gateway, injector = self.gateway, self.gateway.injector
         if stage == "start":
             gateway.stop()
-            with injector.failing(fault, times, skipped=self._skipped(fault), from_start=True):
+            skipped = 100 if fault.call is Call.OPEN else 0  # amid the imports
+            with self._failing(fault, times, skipped=skipped, from_start=True):
                 gateway.start()
                 self._wait(lambda: injector.has_begun or gateway.status is not None)
                 self._let_pass(times)
@@ -217,17 +221,40 @@ class Trial:
             with streaming(gateway):
                 self._strike(fault, times, lambda: gateway.ask("/health"))
         else:
-            with streaming(gateway), injector.failing(fault, times):
+            with streaming(gateway):
                 assert gateway.process is not None
-                gateway.process.send_signal(signal.SIGTERM)
+                with self._failing(fault, times), contextlib.suppress(subprocess.TimeoutExpired):
+                    gateway.process.send_signal(signal.SIGTERM)
+                    gateway.process.wait(60 if times == 1 else WHILE_S)
                 status = gateway.process.wait(60)
             gateway.process = None
             assert status in DOCUMENTED, f"{status}:\n{gateway.log[-3000:]}"
             return f"exits with {status}"
         return gateway.outcome()
 
-    def _skipped(self, fault: Fault) -> int:
-        return 100 if fault.call is Call.OPEN else 0  # amid the imports
+    @contextlib.contextmanager
+    def _failing(self, fault: Fault, times: int, **given: Any) -> Iterator[None]:
+        """Make a call fail, or kill the gateway's helpers, while entered."""
+        self.hits = 0
+        with self.gateway.injector.failing(fault, times, **given):
+            if fault.call is not Call.NONE:
+                yield
+            else:
+                is_over = threading.Event()
+                killer = threading.Thread(target=self._kill, args=(times, is_over))
+                killer.start()
+                try:
+                    yield
+                finally:
+                    is_over.set()
+                    killer.join()
+        self.hits += self.gateway.injector.hits
+
+    def _kill(self, times: int, is_over: threading.Event) -> None:
+        """Kill helpers as they appear, so many at least."""
+        while self.hits < times and not is_over.wait(0.02):
+            process = self.gateway.process
+            self.hits += kill_children(process.pid) if process is not None else 0
 
     def _strike(self, fault: Fault, times: int, act: Callable[[], object]) -> None:
         gateway = self.gateway
@@ -236,7 +263,7 @@ class Trial:
             kill_children(gateway.process.pid)
         ends = time.monotonic() + WHILE_S
         gateway.patience_s = 30 if times == 1 else 2
-        with gateway.injector.failing(fault, times):
+        with self._failing(fault, times):
             is_over = False
             while not is_over:
                 with contextlib.suppress(httpx2.TransportError):
@@ -247,7 +274,8 @@ class Trial:
     def _let_pass(self, times: int) -> None:
         """Wait until a call failed, or for the while in which all do."""
         if times == 1:
-            self._wait(lambda: bool(self.gateway.injector.hits) or self.gateway.is_served())
+            injector = self.gateway.injector
+            self._wait(lambda: self.hits + injector.hits > 0 or self.gateway.is_served())
         else:
             time.sleep(WHILE_S)
 
@@ -277,7 +305,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
 
 def report(trial: Trial, stage: str, name: str, times: int) -> str:
     outcome = trial.run(stage, FAULTS[name], times)
-    hits = trial.gateway.injector.hits
+    hits = trial.hits
     often = "once" if times == 1 else "for a while"
     print(json.dumps({"call": name, "stage": stage, "often": often, "hits": hits, "then": outcome}))
     return outcome
@@ -293,6 +321,7 @@ QUICK = [
     ("decode", "clock -1 h", FOR_A_WHILE),
     ("load", "thread EAGAIN", 1),
     ("load", "mmap ENOMEM", 1),
+    ("tokenise", "helpers SIGKILL", FOR_A_WHILE),
     ("drain", "write ENOSPC", FOR_A_WHILE),
 ]
 
@@ -301,8 +330,11 @@ QUICK = [
 def test_a_call_that_fails_costs_no_more_than_the_requests_it_meets(
     trial: Trial, stage: str, name: str, times: int
 ) -> None:
-    """It serves again; or it exits as asked."""
-    assert report(trial, stage, name, times) in ("serves", "exits with 0")
+    """It serves again; or it exits as asked. CPython up to 3.13 waits for ever for a thread that
+    found no memory to begin: then the watch ends the process, with its stacks told.
+    """
+    allowed = {"serves", "exits with 0"} | ({"exits with 70"} if "mmap" in name else set())
+    assert report(trial, stage, name, times) in allowed
 
 
 @pytest.mark.soak
@@ -312,12 +344,3 @@ def test_a_call_that_fails_costs_no_more_than_the_requests_it_meets(
 def test_every_call_at_every_stage(trial: Trial, stage: str, name: str, times: int) -> None:
     """`-s` shows the outcome of each."""
     report(trial, stage, name, times)
-
-
-@pytest.mark.parametrize("stage", ["load", "tokenise", "decode"])
-def test_processes_that_are_killed_are_replaced(trial: Trial, stage: str) -> None:
-    """The kernel ends them first where memory is short."""
-    trial.run(stage, Fault(Call.NONE), 0)
-    assert trial.gateway.process is not None
-    assert kill_children(trial.gateway.process.pid)
-    assert trial.gateway.outcome() == "serves"
