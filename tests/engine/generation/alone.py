@@ -101,9 +101,9 @@ class Alone:
             last = len(prompt) + at - 1
             allowed = constrain(engine._structured, [row], logits[last : last + 1])
             assert may_draw(row.sampler, np.array(allowed[0]), at, token, self._rounding), (
-                f"token {at}, {token}, is not drawn from logits whose greatest is at "
-                f"{mx.argmax(allowed).item()}"
+                f"token {at}, {token}, cannot be drawn: {mx.argmax(allowed).item()} is likeliest"
             )
+            assert token not in row.barred or row.matcher is not None, "it ended too soon"
             scores = self._score(allowed, token, params.logprobs)
             for delta in row.to_deltas(row.append(token), scores):
                 expected.add(delta)

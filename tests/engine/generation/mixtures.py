@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from gateway.engine.generation.adapter_files import read_adapter
 from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.prefix_cache import BLOCK
 from gateway.errors import BadRequest
 from gateway.jobs import (
     Adapter,
@@ -42,8 +43,8 @@ from tests.checkpoints import (
     write_chat,
 )
 from tests.engine.generation.alone import Alone, Told
-from tests.engine.generation.ties import ROUNDING
 from tests.engine.generation.test_engine import open_engine
+from tests.engine.generation.ties import ROUNDING
 from tests.fakes import caller
 
 VOCABULARY: Final = 1028  # demo-chat's tokens and two marks of thinking
@@ -62,7 +63,6 @@ ADAPTERS: Final[dict[str, dict[str, Any]]] = {
     "large": {"seed": 2, "rank": 9, "scale": 1.0},
     "queries": {"seed": 3, "rank": 2, "scale": 4.0, "only": "q_proj"},
 }
-MOST_ROWS: Final = 10
 STEPS: Final = 60  # of one mixture, before it is brought to its end
 REMEMBERED: Final = 40  # of the last operations, for the report of a failure
 LONGEST: Final = 500  # tokens of a prompt that continues an earlier one
@@ -98,7 +98,8 @@ WORDS: Final = (
     *("one two three ", "alpha beta ", "2 + 2? ", "日本語の ", "🙂 ", "The cat sat on the mat. "),
     *('{"a": 1} ', "\n\n", "x", "Answer: ", "<think>"),
 )
-STOPS: Final = ("e", "at", " ", "th", "\n", "ab", "�", "on")
+JOBS: Final = (*["free"] * 3, *["next turn"] * 2, *["form"] * 2, "bare", "calls", "labels")
+STOPS: Final = ("e", "at", " ", "the", "\n", "ab", "�", "on", "ing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,8 @@ class Models:
     @classmethod
     def write(cls, folder: Path, kind: str) -> "Models":
         base = teach_thinking(write_chat(folder / "base", **KINDS[kind]), opens=True)
-        stranger = write_chat(folder / "stranger", seed=5, **{**BASE, "num_hidden_layers": 1})
+        stranger = write_chat(folder / "stranger", seed=5, num_hidden_layers=1, **BASE)
+        teach_thinking(stranger, opens=True)
         adapters = {
             name: write_adapter(folder / name, base, **given) for name, given in ADAPTERS.items()
         }
@@ -126,24 +128,28 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a mixture's engine is opened. `draft` is a model's folder under `Models`."""
+    """How a mixture's engine is opened, `draft` a field of `Models`; and how many sequences it has
+    at most. Few read ahead, many do not.
+    """
 
     prefix_cache_bytes: int
     speculate_rows: int
     kv_bits: int | None
     draft: str
     has_adapters: bool
+    most_rows: int
 
     @classmethod
     def draw(cls, chance: random.Random, kind: str) -> "Settings":
-        rows = chance.choice([0, 2, 12])
+        rows = chance.choice([0, 4, 12])
         may_draft = kind == "plain" and rows
         return cls(
             chance.choice([0, 300_000, 1 << 30]),
             rows,
             chance.choice([None, None, 8]),
-            chance.choice(["", "base", "stranger"]) if may_draft else "",
+            chance.choice(["", "base", "base", "stranger"]) if may_draft else "",
             has_adapters=chance.random() < 0.5,
+            most_rows=chance.choice([3, 12]),
         )
 
 
@@ -174,9 +180,9 @@ def draw_sampling(chance: random.Random) -> Sampling:
             Sampling(
                 temperature=chance.choice([0, 1.2]),
                 seed=seed(),
-                presence_penalty=chance.choice([0, 1.5]),
-                frequency_penalty=chance.choice([0, 0.7, -1]),
-                repetition_penalty=chance.choice([1, 1.3]),
+                presence_penalty=chance.choice([0, 6]),
+                frequency_penalty=chance.choice([0, 3, -3]),
+                repetition_penalty=chance.choice([1, 1.3, 2]),
             ),
             Sampling(
                 temperature=0,
@@ -203,7 +209,9 @@ def draw_job(chance: random.Random, heads: Sequence[str], past: Sequence[list[in
     text = head[: chance.randrange(len(head) + 1)] + words
     ask = partial(GenerateJob, caller=caller(), sampling=draw_sampling(chance))
     messages = [{"role": "user", "content": text}]
-    kind = chance.choice(["free"] * 4 + ["bare", "next turn", "next turn", "form", "calls", "labels"])
+    kind = chance.choice(
+        ["free"] * 4 + ["bare", "next turn", "next turn", "form", "calls", "labels"]
+    )
     if kind == "labels":
         return ask(messages=[{"role": "user", "content": f"{text}\n"}], questions=QUESTIONS)
     given: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 8, 20, 20, 40, 80])}
@@ -218,7 +226,10 @@ def draw_job(chance: random.Random, heads: Sequence[str], past: Sequence[list[in
         return ask(prompt=text, echo=echoes, **given)
     if kind == "next turn":
         ids = chance.choice(past)
-        ids = ids[: chance.choice([len(ids), len(ids), chance.randrange(1, len(ids) + 1)])]
+        edge = len(ids) // BLOCK * BLOCK + chance.choice([-1, 0, 1])
+        ids = ids[
+            : chance.choice([len(ids), len(ids), max(1, edge), chance.randrange(len(ids)) + 1])
+        ]
         more = [chance.randrange(8, 1000) for _ in range(chance.choice([0, 1, 3, 70]))]
         return ask(prompt=[*ids, *more][:LONGEST], **given)
     given["template_args"] = {"enable_thinking": chance.random() < 0.2}
@@ -287,16 +298,16 @@ class Mixture:
 
     def _step(self) -> None:
         """Do one thing, most often a pass."""
-        acts: list[tuple[float, Callable[[], None]]] = [(0.6, self._pass)]
-        if len(self.rows) < MOST_ROWS:
+        acts: list[tuple[float, Callable[[], None]]] = []
+        if len(self.rows) < self.settings.most_rows:
             acts.append((0.3, self._join))
         if self.rows:
-            acts += [(0.03, self._leave), (0.06, self._stop), (0.03, self._cap)]
+            acts += [(0.6, self._pass), (0.12, self._stop)]
+            acts += [(0.03, self._leave), (0.03, self._cap), (0.01, self._clear)]
         if self.stopped:
-            acts.append((0.08, self._resume))
+            acts.append((0.12, self._resume))
         if self.numbers:
             acts.append((0.01, self._reload_adapter))
-        acts.append((0.01, self._clear))
         weights = [weight for weight, _ in acts]
         [(_, act)] = self.chance.choices(acts, weights)
         act()
@@ -319,7 +330,7 @@ class Mixture:
             self.done.append("decode()")
             self._hear(self.engine.decode())
             size = self.engine.last_pass
-            self.counts.update(forced=size.forced, accepted=size.accepted)
+            self.counts.update(forced=size.forced, drafted=size.drafted, accepted=size.accepted)
 
     def _join(self) -> None:
         for _ in range(self.chance.choice([1, 1, 2, 4])):
