@@ -1,8 +1,8 @@
 """LoRA adapters of one model (Hu et al., 2021, arxiv.org/abs/2106.09685), many in one pass.
 
 A projection that is adapted computes, for each row, x W + (x A) B by the factors of the row's own
-adapter: those of all adapters are stacked, and gathered by row. The base's weights are the same
-arrays for all. All of it runs on the lane.
+adapter: those of one rank are stacked, and gathered by row. The base's weights are the same arrays
+for all. All of it runs on the lane.
 """
 
 import contextlib
@@ -74,87 +74,96 @@ class _Pass:
         self.gathers = False
 
 
-@dataclass(slots=True)
-class _Stack:
-    """Which adapters' factors a module has, by number, in their order, and their ranks."""
-
-    numbers: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
-
-
-class AdaptedLinear(_Module):  # type: ignore[misc]
-    """A linear projection, quantised or not, and the factors of adapters: `lora_a`, (adapters, in,
-    rank), and `lora_b`, (adapters, rank, out), with zeros up to the greatest rank.
+class _Stack(_Module):  # type: ignore[misc]
+    """The factors of a module's adapters of one rank: `lora_a`, (adapters, in, rank), and `lora_b`,
+    (adapters, rank, out).
     """
 
-    def __init__(self, linear: Any, current: _Pass, dtype: mx.Dtype) -> None:
+    def __init__(self, numbers: Sequence[int], lora_a: mx.array, lora_b: mx.array) -> None:
         super().__init__()
-        columns, rows = dimensions(linear)
-        self.linear = linear
-        self.lora_a = mx.zeros((0, columns, 0), dtype)
-        self.lora_b = mx.zeros((0, 0, rows), dtype)
-        self._current = current
-        self._stack = _Stack()
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        return self._stack.numbers
+        mx.eval(lora_a, lora_b)
+        self.lora_a, self.lora_b = lora_a, lora_b
+        self.numbers = tuple(numbers)  # of the adapters, in the factors' order
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of the factors."""
         return int(self.lora_a.nbytes + self.lora_b.nbytes)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        y: mx.array = self.linear(x)
-        rows = self._current.rows
-        if rows is None or (places := rows.find(self._stack.numbers)) is None:
-            return y
-        if places.only is not None:
-            added = (x @ self.lora_a[places.only]) @ self.lora_b[places.only]
-        else:
-            added = self._add_by_row(x, places)
-        return y + added.astype(y.dtype)
+    def plus(self, other: "_Stack") -> "_Stack":
+        return _Stack(
+            (*self.numbers, *other.numbers),
+            mx.concatenate([self.lora_a, other.lora_a]),
+            mx.concatenate([self.lora_b, other.lora_b]),
+        )
 
-    def _add_by_row(self, x: mx.array, places: _Places) -> mx.array:
+    def without(self, number: int) -> "_Stack | None":
+        """Return the stack without an adapter; None if nothing is left."""
+        kept = [i for i, each in enumerate(self.numbers) if each != number]
+        if not kept:
+            return None
+        at = mx.array(kept)
+        return _Stack([self.numbers[i] for i in kept], self.lora_a[at], self.lora_b[at])
+
+    def multiply(self, x: mx.array, places: _Places, *, gathers: bool) -> mx.array:
+        """Return the products of x, (rows, …, in), each row's by its own factors; zeros for rows
+        without any.
+        """
+        if places.only is not None:
+            product: mx.array = (x @ self.lora_a[places.only]) @ self.lora_b[places.only]
+            return product
         count = places.index.shape[0]
         # Some models put rows and tokens in one dimension, the rows outermost.
         if x.ndim > 2 and x.shape[0] != count:
             raise ValueError(f"{x.shape} is not a pass of {count} rows, for adapters of their own")
         by_row = x.reshape(count, -1, x.shape[-1])
-        inner = self._multiply(by_row, self.lora_a, places.index)
+        inner = _multiply(by_row, self.lora_a, places.index, gathers=gathers)
         if places.mask is not None:
             inner = mx.where(places.mask, inner, mx.zeros_like(inner))
-        added = self._multiply(inner, self.lora_b, places.index)
+        added = _multiply(inner, self.lora_b, places.index, gathers=gathers)
         return added.reshape(*x.shape[:-1], -1)
 
-    def _multiply(self, x: mx.array, factors: mx.array, index: mx.array) -> mx.array:
-        """Multiply each row of x, (rows, tokens, n), with the factors at its index."""
-        if not self._current.gathers:
-            return x @ factors[index]
-        product: mx.array = mx.gather_mm(x, factors, rhs_indices=index)
-        return product
+
+class AdaptedLinear(_Module):  # type: ignore[misc]
+    """A linear projection, quantised or not, and the factors of adapters: a stack for each rank, so
+    that none is as large as the largest.
+    """
+
+    def __init__(self, linear: Any, current: _Pass) -> None:
+        super().__init__()
+        self.linear = linear
+        self.stacks: list[_Stack] = []
+        self._current = current
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of the factors."""
+        return sum(stack.nbytes for stack in self.stacks)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y: mx.array = self.linear(x)
+        if (rows := self._current.rows) is None:
+            return y
+        for stack in self.stacks:
+            if (places := rows.find(stack.numbers)) is not None:
+                added = stack.multiply(x, places, gathers=self._current.gathers)
+                y = y + added.astype(y.dtype)
+        return y
 
     def add(self, number: int, lora_a: mx.array, lora_b: mx.array) -> None:
-        """Stack one more adapter's factors, evaluated."""
-        rank = lora_a.shape[1]
-        most = max(rank, *self._stack.ranks, 1)
-        self.lora_a, self.lora_b = (
-            mx.concatenate([_widen(self.lora_a, 2, most), _widen(lora_a[None], 2, most)]),
-            mx.concatenate([_widen(self.lora_b, 1, most), _widen(lora_b[None], 1, most)]),
-        )
-        mx.eval(self.lora_a, self.lora_b)
-        self._stack = _Stack((*self._stack.numbers, number), (*self._stack.ranks, rank))
+        """Stack one more adapter's factors."""
+        new, rank = _Stack([number], lora_a[None], lora_b[None]), lora_a.shape[1]
+        for i, stack in enumerate(self.stacks):
+            if stack.lora_a.shape[2] == rank:
+                self.stacks[i] = stack.plus(new)
+                return
+        self.stacks.append(new)
 
     def drop(self, number: int) -> None:
-        """Take an adapter's factors out of the stack."""
-        kept = [i for i, each in enumerate(self._stack.numbers) if each != number]
-        ranks = tuple(self._stack.ranks[i] for i in kept)
-        at, most = mx.array(kept, mx.int32), max(ranks, default=0)
-        self.lora_a = mx.contiguous(self.lora_a[at][:, :, :most])
-        self.lora_b = mx.contiguous(self.lora_b[at][:, :most])
-        mx.eval(self.lora_a, self.lora_b)
-        self._stack = _Stack(tuple(self._stack.numbers[i] for i in kept), ranks)
+        """Take an adapter's factors out, if it has any."""
+        stacks = [
+            stack.without(number) if number in stack.numbers else stack for stack in self.stacks
+        ]
+        self.stacks = [stack for stack in stacks if stack is not None]
 
 
 class Adapters:
@@ -210,9 +219,8 @@ class Adapters:
     def drop(self, number: int) -> None:
         """Take an adapter out. Modules that no adapter is left of are the base's own again."""
         for path, module in list(self._modules.items()):
-            if number in module.numbers:
-                module.drop(number)
-            if not module.numbers:
+            module.drop(number)
+            if not module.stacks:
                 self._put(path, module.linear)
                 del self._modules[path]
 
@@ -223,7 +231,7 @@ class Adapters:
     def _adapted(self, path: str, linear: Any) -> AdaptedLinear:
         """Return the module that adapts a projection, in its place from now on."""
         if (module := self._modules.get(path)) is None:
-            module = self._modules[path] = AdaptedLinear(linear, self._current, self.dtype)
+            module = self._modules[path] = AdaptedLinear(linear, self._current)
             self._put(path, module)
         return module
 
@@ -278,8 +286,9 @@ def _prepare(
     return lora_a, lora_b
 
 
-def _widen(factors: mx.array, axis: int, rank: int) -> mx.array:
-    """Return stacked factors with zeros up to this rank."""
-    padding = [(0, 0)] * 3
-    padding[axis] = (0, rank - factors.shape[axis])
-    return mx.pad(factors, padding)
+def _multiply(x: mx.array, factors: mx.array, index: mx.array, *, gathers: bool) -> mx.array:
+    """Multiply each row of x, (rows, tokens, n), with the factors at its index."""
+    if not gathers:
+        return x @ factors[index]
+    product: mx.array = mx.gather_mm(x, factors, rhs_indices=index)
+    return product

@@ -36,18 +36,26 @@ def choose_tokens(
     ahead = [i for draft in drafts for i in range(len(draft) + 1)]
     each = [row for row, draft in zip(rows, drafts, strict=True) for _ in range(len(draft) + 1)]
     finite = is_finite(logits)
-    logits = adjust_logits([row.sampler for row in each], logits)
-    for i, row in enumerate(each):
-        if (thinking := row.thinking_first) is not None:
-            logits = keep_open(logits, i, thinking)
-    if kept_up := [(i, row.barred) for i, row in enumerate(each) if row.matcher is None]:
-        logits = bar_tokens(logits, kept_up)
-    if bound := [it for i, row in enumerate(each) if (it := row.bound(i)) is not None]:
-        logits = structured.mask(logits, bound)
+    logits = constrain(structured, each, logits)
     tokens, scores, doubts = _draw(each, ahead, logits)
     launch(tokens, finite, [(each.chosen, each.ids, each.logprobs) for each, _ in scores])
     launch([doubt.is_sure for doubt in doubts])
     return DecodeBatch(rows, cache, tokens, finite, scores, doubts, list(drafts))
+
+
+def constrain(structured: Structured, rows: list[Sequence], logits: mx.array) -> mx.array:
+    """Return logits, (rows, vocabulary), with each row's bias and penalties, and with -inf for what
+    may not be its next token.
+    """
+    logits = adjust_logits([row.sampler for row in rows], logits)
+    for i, row in enumerate(rows):
+        if (thinking := row.thinking_first) is not None:
+            logits = keep_open(logits, i, thinking)
+    if kept_up := [(i, row.barred) for i, row in enumerate(rows) if row.matcher is None]:
+        logits = bar_tokens(logits, kept_up)
+    if bound := [it for i, row in enumerate(rows) if (it := row.bound(i)) is not None]:
+        logits = structured.mask(logits, bound)
+    return logits
 
 
 def redraw_unsure(running: DecodeBatch) -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import secrets
+import selectors
 import socket
 import sys
 import threading
@@ -27,6 +28,7 @@ JOIN_S: Final = 60.0  # for all ranks to connect, once the group has formed
 END_S: Final = 5.0  # for the others to notice the end
 KEEP_ALIVE_S: Final = 11  # 5 of silence, then three probes 2 apart
 LONGEST: Final = 1 << 30
+MOST_UNKNOWN: Final = 64  # connections that have not said yet which rank they are
 STATUS_OF_A_LOSS: Final = 70  # EX_SOFTWARE of sysexits.h, as of a stall
 _WORD_BYTES: Final = 64 << 10
 _OUTCOME_CHARS: Final = 2000
@@ -160,29 +162,88 @@ def inviting(host: str) -> Iterator[tuple[Invitation, socket.socket]]:
 
 
 def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]) -> Leader:
-    """Wait for these ranks. Others that connect are turned away. Raises TimeoutError."""
+    """Wait for these ranks. Others that connect are turned away, at the latest when all ranks have,
+    and hold up none of them. Raises TimeoutError.
+    """
     links: dict[int, socket.socket] = {}
+    unknown: dict[socket.socket, bytearray] = {}  # and what each has said, the oldest first
     until = clock.now() + JOIN_S
-    while missing := sorted(set(ranks) - links.keys()):
-        listener.settimeout(max(0.01, until - clock.now()))
-        try:
-            link, address = listener.accept()
-        except TimeoutError:
-            raise TimeoutError(f"ranks {missing} did not connect in {JOIN_S:g} s") from None
-        link.settimeout(5)
-        try:
-            word, rank = json.loads(_receive(link, _WORD_BYTES) or b"")
-            is_known = hmac.compare_digest(str(word), invitation.word) and rank in missing
-        except (OSError, ValueError, TypeError):
-            is_known = False
-        if not is_known:
-            log.warning("stranger_refused", address=address[0])
-            link.close()
-            continue
-        link.settimeout(None)
+    listener.setblocking(False)
+    try:
+        while missing := sorted(set(ranks) - links.keys()):
+            if (left_s := until - clock.now()) <= 0:
+                raise TimeoutError(f"ranks {missing} did not connect in {JOIN_S:g} s")
+            for link in _readable([listener, *unknown], left_s):
+                if link is listener:
+                    _welcome(listener, unknown)
+                elif link in unknown and (hello := _hear(link, unknown[link])) is not None:
+                    del unknown[link]
+                    if (rank := _rank_in(hello, invitation)) not in missing or rank in links:
+                        _refuse(link)
+                    else:
+                        links[rank] = link
+    finally:
+        for link in unknown:
+            _refuse(link)
+    for link in links.values():
+        link.setblocking(True)
         _keep_alive(link)
-        links[rank] = link
     return Leader(links)
+
+
+def _welcome(listener: socket.socket, unknown: dict[socket.socket, bytearray]) -> None:
+    """Accept a connection; the oldest of too many that have not said who they are makes room."""
+    with contextlib.suppress(OSError):  # it left while it waited
+        link, _ = listener.accept()
+        link.setblocking(False)
+        unknown[link] = bytearray()
+    if len(unknown) > MOST_UNKNOWN:
+        oldest = next(iter(unknown))
+        del unknown[oldest]
+        _refuse(oldest)
+
+
+def _readable(links: Sequence[socket.socket], wait_s: float) -> list[socket.socket]:
+    with selectors.DefaultSelector() as selector:
+        for link in links:
+            selector.register(link, selectors.EVENT_READ, link)
+        return [key.data for key, _ in selector.select(wait_s)]
+
+
+def _hear(link: socket.socket, said: bytearray) -> bytes | None:
+    """Add what a connection says to its first frame. Return the frame once it is whole, an empty
+    one if it will never be.
+    """
+    wanted = 4 if len(said) < 4 else 4 + int.from_bytes(said[:4], "big")
+    try:
+        more = link.recv(wanted - len(said))
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+    said += more
+    if more and len(said) < 4:
+        return None
+    length = int.from_bytes(said[:4], "big")
+    if not more or not 0 < length <= _WORD_BYTES:
+        return b""
+    return bytes(said[4:]) if len(said) == 4 + length else None
+
+
+def _rank_in(hello: bytes, invitation: Invitation) -> int:
+    """Return the rank that a connection says it is; -1 if it does not know the word."""
+    try:
+        word, rank = json.loads(hello)
+        is_known = hmac.compare_digest(str(word), invitation.word) and type(rank) is int
+    except (ValueError, TypeError):
+        return -1
+    return rank if is_known else -1
+
+
+def _refuse(link: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        log.warning("stranger_refused", address=link.getpeername()[0])
+    link.close()
 
 
 class Follower:

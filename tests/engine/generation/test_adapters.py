@@ -520,6 +520,27 @@ def test_an_adapters_bytes_are_its_own_factors(plain: World) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("order", [("small", "queries", "large"), ("large", "queries", "small")])
+def test_an_adapter_adds_the_bytes_that_were_asked_for_whatever_ranks_others_have(
+    plain: World, order: Sequence[str]
+) -> None:
+    """Its weights' bytes are asked of the memory budget before it is added, and so is no more."""
+    engine = open_engine(plain.base)
+    try:
+        adapters = {}
+        for name in order:
+            before, files = engine.nbytes(), read_adapter(name, plain.folders[name])
+            adapters[name] = load(engine, name, plain.folders[name])
+            asked = files.weights * engine.adapters.dtype.size
+            assert adapters[name].nbytes == engine.nbytes() - before == asked
+        for name in order:
+            before = engine.nbytes()
+            engine.drop_adapter(adapters[name].number)
+            assert before - engine.nbytes() == adapters[name].nbytes
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_whether_factors_can_be_gathered_is_tried_once_at_a_load_and_in_no_pass(
     monkeypatch: pytest.MonkeyPatch, plain: World, dtype: str

@@ -255,3 +255,65 @@ def test_a_stranger_is_turned_away(hello: bytes) -> None:
         [leader] = joined
         leader.close()
         assert follower.next_frame(10) == b""
+
+
+def test_strangers_that_never_end_what_they_say_hold_up_no_rank() -> None:
+    """One says a byte now and then, others nothing at all."""
+    with contextlib.ExitStack() as strangers, inviting("127.0.0.1") as (invitation, listener):
+        address = (invitation.host, invitation.port)
+        links = [strangers.enter_context(socket.create_connection(address)) for _ in range(3)]
+        links[0].sendall((60_000).to_bytes(4, "big"))
+        joined: list[Leader] = []
+        is_over = threading.Event()
+
+        def dribble() -> None:
+            with contextlib.suppress(OSError):  # it is turned away
+                while not is_over.wait(0.05):
+                    links[0].sendall(b" ")
+
+        threads = [
+            threading.Thread(target=dribble, daemon=True),
+            threading.Thread(
+                target=lambda: joined.append(accept(listener, invitation, [1])), daemon=True
+            ),
+        ]
+        for thread in threads:
+            thread.start()
+        follower = Follower.connect(invitation, 1, lambda _: None)
+        threads[1].join(10)
+        is_over.set()
+        threads[0].join(10)
+        [leader] = joined
+        assert links[1].recv(1) == b""
+        leader.close()
+        assert follower.next_frame(10) == b""
+
+
+def test_ranks_that_do_not_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever else may have."""
+    monkeypatch.setattr("gateway.serving.ranks.links.JOIN_S", 0.1)
+    with (
+        inviting("127.0.0.1") as (invitation, listener),
+        socket.create_connection((invitation.host, invitation.port)) as stranger,
+    ):
+        with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not connect in 0.1 s"):
+            accept(listener, invitation, [1, 2])
+        assert stranger.recv(1) == b""
+
+
+def test_the_oldest_of_many_strangers_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.serving.ranks.links.MOST_UNKNOWN", 2)
+    with contextlib.ExitStack() as strangers, inviting("127.0.0.1") as (invitation, listener):
+        address = (invitation.host, invitation.port)
+        links = [strangers.enter_context(socket.create_connection(address)) for _ in range(3)]
+        joined: list[Leader] = []
+        thread = threading.Thread(
+            target=lambda: joined.append(accept(listener, invitation, [1])), daemon=True
+        )
+        thread.start()
+        assert links[0].recv(1) == b""
+        follower = Follower.connect(invitation, 1, lambda _: None)
+        thread.join(10)
+        [leader] = joined
+        leader.close()
+        assert follower.next_frame(10) == b""
