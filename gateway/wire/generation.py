@@ -220,12 +220,16 @@ class StructuredOutputs(Form):
 
 
 def json_schema(
-    schema: dict[str, Any] | str | None, *, param: str, strict: bool = False
+    schema: dict[str, Any] | str | None,
+    *,
+    param: str,
+    strict: bool = False,
+    must_fit: bool = False,
 ) -> Grammar:
     """Return the grammar of a schema, or of any object if it is None.
 
     The order of keys is kept: the model writes them in that order. A `strict` schema is enforced
-    completely or refused.
+    completely or refused; an answer that violates one, or what `must_fit`, is an error.
     """
     if schema is None:
         return ANY_OBJECT
@@ -234,7 +238,8 @@ def json_schema(
             schema = parse(schema.encode())
         except ValueError as error:
             raise BadRequest(f"The schema is not JSON: {error}.", param=param) from None
-    return Grammar("json_schema", orjson.dumps(schema).decode(), strict=strict)
+    source = orjson.dumps(schema).decode()
+    return Grammar("json_schema", source, strict=strict, must_fit=must_fit)
 
 
 class StructuredRequest(SampledRequest):
