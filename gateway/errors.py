@@ -390,6 +390,17 @@ class EngineFailed(GatewayError):
         self.reason = reason
 
 
+class SchemaViolated(GatewayError):
+    """The answer breaks the schema that it must fit, and so did a second if there was one."""
+
+    code = "schema_violated"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The model's answer does not fit the schema that it has to fit.", should_retry=False
+        )
+
+
 class OutOfMemory(Unavailable):
     """The device had no memory for this row, nor once others were shed: retry later."""
 

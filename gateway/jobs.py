@@ -177,9 +177,10 @@ class Grammar:
     json_schema: a JSON Schema. regex: a regular expression, of the whole answer. choice: a JSON
     array of strings, one of which is the answer. grammar: a context-free grammar in Lark's form.
     calls: the same, made by the gateway. A `strict` JSON Schema is enforced whole or refused; of
-    others, keywords that no grammar can enforce are checked afterwards. For calls, `unenforced` has
-    those known already, as functions' names and JSON pointers; `schemas` are the caller's
-    own, from which a looser grammar is made if this one does not compile.
+    others, keywords that no grammar can enforce are checked afterwards. An answer that violates a
+    strict one, or one that it `must_fit`, is an error. For calls, `unenforced` has those keywords
+    known already, as functions' names and JSON pointers; `schemas` are the caller's own, from which
+    a looser grammar is made if this one does not compile.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
@@ -187,6 +188,7 @@ class Grammar:
     strict: bool = False
     unenforced: tuple[str, ...] = ()
     schemas: tuple[SchemaRule, ...] = ()
+    must_fit: bool = False
 
 
 class Compiled(Protocol):

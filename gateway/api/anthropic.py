@@ -17,6 +17,9 @@ from gateway.api.generation import (
     can_retry,
     count_delta,
     default_sampling,
+    is_violated,
+    last_verdict,
+    require_fit,
     schema_valid_header,
     template_args,
     verdict_json,
@@ -26,6 +29,7 @@ from gateway.api.streams import ACCEPTED, EventStream, frame, while_connected
 from gateway.errors import GatewayError
 from gateway.jobs import GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
+from gateway.serving.generation.answer_checks import AnswerChecker, Fit
 from gateway.serving.generation.batcher import Generation
 from gateway.wire import anthropic as wire
 from gateway.wire.anthropic_errors import AnthropicErrorBody, error_body
@@ -113,30 +117,33 @@ async def _read(
 
 async def _answer_whole(exchange: _Exchange) -> bytes:
     job, headers = exchange.job, exchange.headers
-    writer, usage = await _generate(exchange)
-    if headers.get("x-gateway-schema-valid") == "false" and can_retry(job):
+    writer, usage, checker, fit = await _generate(exchange)
+    if is_violated(fit) and can_retry(job):
         with contextlib.suppress(GatewayError):  # no time or no room: keep the first answer
-            writer, more = await _generate(exchange)
+            writer, more, checker, fit = await _generate(exchange)
             usage = add_usage(usage, more)
+    require_fit(fit)
+    headers |= schema_valid_header(checker.unenforced, [fit])
+    if (verdict := verdict_json(checker, fit)) is not None:
+        writer.set_verdict(verdict)
     started = clock.now()
     body = orjson.dumps(writer.to_dict(usage))
     job.caller.timings.add(Stage.SERIALISE, started)
     return body
 
 
-async def _generate(exchange: _Exchange) -> tuple[MessageWriter, Usage]:
-    """Generate the answer once, and check it if its schema was enforced only in part."""
+async def _generate(
+    exchange: _Exchange,
+) -> tuple[MessageWriter, Usage, AnswerChecker, Fit | None]:
+    """Generate the answer once, and check it."""
     writer = exchange.writer()
     async with exchange.generating() as generation:
         usage = generation.usage
         async for delta in generation.deltas:
             usage = count_delta(usage, delta)
             writer.add(delta)
-    if (verdict := await verdict_json(generation.checker, 0)) is not None:
-        exchange.headers.update(schema_valid_header([verdict["schema_valid"]]))
-        writer.set_verdict(verdict)
     writer.end(usage)
-    return writer, usage
+    return writer, usage, generation.checker, await generation.checker.check(0)
 
 
 async def _events(exchange: _Exchange) -> AsyncGenerator[bytes, None]:
@@ -154,7 +161,7 @@ async def _events(exchange: _Exchange) -> AsyncGenerator[bytes, None]:
             is_first = False
             for event in (*events, *writer.add(delta)):
                 yield frame_event(event)
-    if (verdict := await verdict_json(generation.checker, 0)) is not None:
+    if (verdict := await last_verdict(generation.checker, 0)) is not None:
         writer.set_verdict(verdict)
     for event in writer.end(usage):
         yield frame_event(event)

@@ -19,9 +19,11 @@ from gateway.api.generation import (
     can_retry,
     count_delta,
     default_sampling,
+    is_violated,
+    last_verdict,
+    require_fit,
     schema_valid_header,
     template_args,
-    verdict_json,
 )
 from gateway.api.middleware import timings_field
 from gateway.api.requests import Service, ignored_header, serialise
@@ -29,6 +31,7 @@ from gateway.api.streams import ACCEPTED, DONE, EventStream, frame, while_connec
 from gateway.errors import GatewayError
 from gateway.jobs import GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
+from gateway.serving.generation.answer_checks import Fit
 from gateway.wire import chat as wire
 from gateway.wire.chat import ChatChoiceWriter, ChatCompletionWriter
 from gateway.wire.generation import read_tier
@@ -84,19 +87,19 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 async def _answer_whole(exchange: _Exchange) -> bytes:
     job, writer, headers = exchange.job, exchange.writer, exchange.headers
     choices = [_choice(index, exchange) for index in range(job.n)]
-    usage, verdicts = await _generate(exchange, job, choices)
-    invalid = [index for index, verdict in enumerate(verdicts) if verdict is False]
+    usage, fits, unenforced = await _generate(exchange, job, choices)
+    invalid = [index for index, fit in enumerate(fits) if is_violated(fit)]
     if invalid and can_retry(job):
         retries = [_choice(index, exchange) for index in invalid]
         with contextlib.suppress(GatewayError):  # no time or no room: keep the first answers
-            retry_usage, retry_verdicts = await _generate(
+            retry_usage, retry_fits, _ = await _generate(
                 exchange, replace(job, n=len(invalid)), retries
             )
             usage = add_usage(usage, retry_usage)
-            for index, choice, verdict in zip(invalid, retries, retry_verdicts, strict=True):
-                choices[index], verdicts[index] = choice, verdict
-    if "x-gateway-unenforced" in headers:
-        headers |= schema_valid_header(verdicts)
+            for index, choice, fit in zip(invalid, retries, retry_fits, strict=True):
+                choices[index], fits[index] = choice, fit
+    require_fit(*fits)
+    headers |= schema_valid_header(unenforced, fits)
     started = clock.now()
     logprobs = 0 if job.logprobs is None else usage.completion_tokens * (1 + job.logprobs)
     body = await serialise(lambda: orjson.dumps(writer.completion(choices, usage)), logprobs)
@@ -111,8 +114,10 @@ def _choice(index: int, exchange: _Exchange) -> ChatChoiceWriter:
 
 async def _generate(
     exchange: _Exchange, job: GenerateJob, choices: Sequence[ChatChoiceWriter]
-) -> tuple[Usage, list[bool | None]]:
-    """Generate every choice; return the usage, and of each choice whether it fits its schema."""
+) -> tuple[Usage, list[Fit | None], Sequence[str]]:
+    """Generate every choice; return the usage, of each choice whether it fits its schema, and what
+    of that no grammar enforced.
+    """
     async with (
         exchange.service.lease_chat(exchange.spec, job.caller, exchange.request) as batcher,
         batcher.generate(job) as generation,
@@ -123,7 +128,9 @@ async def _generate(
         async for delta in deltas:
             choices[delta.index].add(delta)
             usage = count_delta(usage, delta)
-    return usage, [await generation.checker.check(index) for index in range(job.n)]
+    checker = generation.checker
+    fits = [await checker.check(index) for index in range(job.n)]
+    return usage, fits, checker.unenforced
 
 
 async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
@@ -145,7 +152,7 @@ async def _events(exchange: _Exchange, *, with_usage: bool) -> AsyncGenerator[by
             usage = count_delta(usage, delta)
             verdict = None
             if delta.finish_reason is not None:
-                verdict = await verdict_json(generation.checker, delta.index)
+                verdict = await last_verdict(generation.checker, delta.index)
             for chunk in writer.chunks(delta, verdict):
                 yield frame(orjson.dumps(chunk))
     if with_usage:

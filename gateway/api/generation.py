@@ -5,19 +5,38 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.api.requests import MAX_HEADER_NAMES, named_header
+from gateway.errors import SchemaViolated
 from gateway.jobs import Delta, GenerateJob, Sampling, Usage
 from gateway.registry import ChatSpec, Resolved
-from gateway.serving.generation.answer_checks import AnswerChecker
+from gateway.serving.generation.answer_checks import AnswerChecker, Fit
 from gateway.serving.generation.batcher import Generation
 from gateway.wire.generation import SchemaVerdict
 
 
-async def verdict_json(checker: AnswerChecker, index: int) -> SchemaVerdict | None:
-    """Return a choice's verdict for its last event, or None if the schema was enforced fully."""
-    if not checker.unenforced:
+def verdict_json(checker: AnswerChecker, fit: Fit | None) -> SchemaVerdict | None:
+    """Return a choice's verdict as its answer has it; None if it says no more than a success."""
+    if fit is None or (fit is Fit.VALID and not checker.unenforced):
         return None
     pointers = list(checker.unenforced[:MAX_HEADER_NAMES])
-    return {"unenforced": pointers, "schema_valid": await checker.check(index)}
+    return {"unenforced": pointers, "schema_valid": fit.is_valid}
+
+
+async def last_verdict(checker: AnswerChecker, index: int) -> SchemaVerdict | None:
+    """Return a choice's verdict for its last event. Raises SchemaViolated if it is broken."""
+    fit = await checker.check(index)
+    require_fit(fit)
+    return verdict_json(checker, fit)
+
+
+def require_fit(*fits: Fit | None) -> None:
+    """Raise SchemaViolated if one of these choices is broken."""
+    if Fit.BROKEN in fits:
+        raise SchemaViolated
+
+
+def is_violated(fit: Fit | None) -> bool:
+    """Return True if a choice is known to violate a schema."""
+    return fit is not None and fit.is_valid is False
 
 
 def can_retry(job: GenerateJob) -> bool:
@@ -72,7 +91,10 @@ def answer_headers(generation: Generation) -> dict[str, str]:
     return headers | named_header("x-gateway-unenforced", generation.checker.unenforced)
 
 
-def schema_valid_header(verdicts: Sequence[bool | None]) -> dict[str, str]:
-    """Return the header for whether answers fit a schema that was enforced in part."""
+def schema_valid_header(unenforced: Sequence[str], fits: Sequence[Fit | None]) -> dict[str, str]:
+    """Return the header for whether answers fit; none if it says no more than a success."""
+    verdicts = [fit.is_valid for fit in fits if fit is not None]
     verdict = False if False in verdicts else None if None in verdicts else True
+    if not verdicts or (verdict and not unenforced):
+        return {}
     return {"x-gateway-schema-valid": {True: "true", False: "false", None: "unknown"}[verdict]}

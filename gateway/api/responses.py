@@ -18,6 +18,9 @@ from gateway.api.generation import (
     can_retry,
     count_delta,
     default_sampling,
+    is_violated,
+    last_verdict,
+    require_fit,
     schema_valid_header,
     template_args,
     verdict_json,
@@ -28,6 +31,7 @@ from gateway.errors import BadRequest, GatewayError, ResponseNotFound, shorten
 from gateway.ids import new_id
 from gateway.jobs import Caller, Delta, GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
+from gateway.serving.generation.answer_checks import AnswerChecker, Fit
 from gateway.serving.response_store import StoredItem, StoredResponse
 from gateway.wire import responses as wire
 from gateway.wire import responses_items
@@ -211,11 +215,15 @@ async def _count_tokens(exchange: _Exchange) -> int:
 
 async def _answer_whole(exchange: _Exchange, headers: dict[str, str]) -> bytes:
     job, writer = exchange.job, exchange.writer
-    deltas, usage = await _generate(exchange, headers)
-    if headers.get("x-gateway-schema-valid") == "false" and can_retry(job):
+    deltas, usage, checker, fit = await _generate(exchange, headers)
+    if is_violated(fit) and can_retry(job):
         with contextlib.suppress(GatewayError):  # no time or no room: keep the first answer
-            deltas, more = await _generate(exchange, headers)
+            deltas, more, checker, fit = await _generate(exchange, headers)
             usage = add_usage(usage, more)
+    require_fit(fit)
+    headers |= schema_valid_header(checker.unenforced, [fit])
+    if (verdict := verdict_json(checker, fit)) is not None:
+        writer.set_verdict(verdict)
     writer.begin()
     for delta in deltas:
         writer.add(delta)
@@ -227,8 +235,10 @@ async def _answer_whole(exchange: _Exchange, headers: dict[str, str]) -> bytes:
     return body
 
 
-async def _generate(exchange: _Exchange, headers: dict[str, str]) -> tuple[list[Delta], Usage]:
-    """Generate the answer once, and check it if its schema was enforced only in part."""
+async def _generate(
+    exchange: _Exchange, headers: dict[str, str]
+) -> tuple[list[Delta], Usage, AnswerChecker, Fit | None]:
+    """Generate the answer once, and check it."""
     async with (
         exchange.service.lease_chat(
             exchange.spec, exchange.job.caller, exchange.request
@@ -242,10 +252,7 @@ async def _generate(exchange: _Exchange, headers: dict[str, str]) -> tuple[list[
         async for delta in deltas:
             usage = count_delta(usage, delta)
             all_deltas.append(delta)
-    if (verdict := await verdict_json(generation.checker, 0)) is not None:
-        headers |= schema_valid_header([verdict["schema_valid"]])
-        exchange.writer.set_verdict(verdict)
-    return all_deltas, usage
+    return all_deltas, usage, generation.checker, await generation.checker.check(0)
 
 
 async def _frames(exchange: _Exchange, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
@@ -288,7 +295,7 @@ async def _events(
             usage = count_delta(usage, delta)
             for event in writer.add(delta):
                 yield event
-    if (verdict := await verdict_json(generation.checker, 0)) is not None:
+    if (verdict := await last_verdict(generation.checker, 0)) is not None:
         writer.set_verdict(verdict)
     end_events = writer.end(usage, int(time.time()))
     _store(exchange)

@@ -35,6 +35,8 @@ STACK_BYTES: Final = 4 << 20
 TRIAL_STEPS: Final = 8
 TRIAL_FORCED: Final = 64  # tokens at a step
 SPENT_BYTES: Final = 512 << 20  # malloc gives little back
+# Of keywords whose value depends on what does not fit, or on what was looked at.
+TURNING: Final = ("not", "oneOf", "if", "maxContains", "unevaluatedItems", "unevaluatedProperties")
 END: Final = "<|end of the trial|>"
 
 
@@ -120,7 +122,8 @@ def judge(request: Request) -> Answer:
     """Judge whether an answer, JSON, fits a schema, by the rules of a draft of jsonschema_rs's.
 
     Patterns take linear time; those with look-arounds backtrack, for a limited number of steps. A
-    reference that leads out of the schema is never followed, and allows everything.
+    reference that leads out of the schema is never followed, and allows everything: then an answer
+    that fits may not fit, and one that doesn't may, if a keyword turns what it allows around.
     """
     import json
 
@@ -130,6 +133,12 @@ def judge(request: Request) -> Answer:
     if isinstance(schema, dict):
         schema.pop("$schema", None)
     draft = getattr(rs, request["draft"])
+    followed: list[str] = []
+
+    def allow_all(address: str) -> dict[str, object]:
+        followed.append(address)
+        return {}
+
     options = (rs.RegexOptions(), rs.FancyRegexOptions(backtrack_limit=100_000))
     for patterns in options:
         try:
@@ -137,9 +146,12 @@ def judge(request: Request) -> Answer:
                 schema,
                 pattern_options=patterns,
                 validate_formats=False,
-                retriever=lambda address: {},
+                retriever=allow_all,
             )
-            return "judged", validator.is_valid(answer)
+            is_valid = validator.is_valid(answer)
+            if followed and (is_valid or any(f'"{name}"' in request["schema"] for name in TURNING)):
+                return "refused", f"it leads to {followed[0]}"
+            return "judged", is_valid
         except (ValueError, rs.ReferencingError) as error:
             problem = str(error)
     return "refused", problem

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
@@ -17,6 +17,7 @@ from gateway.wire.anthropic_blocks import (
     InputMessage,
     SystemPrompt,
     ToolChoiceParam,
+    check_input_schemas,
     is_continuation,
     to_turns,
 )
@@ -79,6 +80,11 @@ class CountMessageTokensRequest(Request):
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None
 
+    @model_validator(mode="after")
+    def _check_tools(self) -> "CountMessageTokensRequest":
+        check_input_schemas(self.tools)
+        return self
+
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
         match part:
@@ -101,7 +107,9 @@ class CountMessageTokensRequest(Request):
         param, form = "output_config.format", self.output_config.format
         if form is None and self.output_format is not None:
             param, form = "output_format", self.output_format
-        return param, json_schema(form.schema_, param=param) if form is not None else None
+        if form is None:
+            return param, None
+        return param, json_schema(form.schema_, param=param, must_fit=True)
 
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
         """Return the tools as templates read them, and which of them may be called."""

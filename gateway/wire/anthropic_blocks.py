@@ -297,6 +297,12 @@ class _Function(FunctionParam):
     name: ToolName
 
 
+_OF_AN_OBJECT: dict[str, Any] = {
+    "properties": {"type": {"const": "object"}},
+    "required": ["type"],
+}
+
+
 class CustomTool(Part):
     """A tool that the client runs."""
 
@@ -305,7 +311,7 @@ class CustomTool(Part):
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str | None = None
-    input_schema: Schema
+    input_schema: Annotated[Schema, Field(json_schema_extra=_OF_AN_OBJECT)]
     strict: bool | None = None
 
     def to_tool_param(self) -> ToolParam:
@@ -331,6 +337,20 @@ _CUSTOM = "custom tool"
 def _tool_tag(tool: object) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else None
     return OTHER if isinstance(kind, str) and kind != "custom" else _CUSTOM
+
+
+def check_input_schemas(tools: Sequence[CustomTool | ServerTool]) -> None:
+    """Raise BadRequest, in Anthropic's words, for a tool whose schema is not of an object."""
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, CustomTool) or tool.input_schema.get("type") == "object":
+            continue
+        is_missing = "type" not in tool.input_schema
+        problem = "Field required" if is_missing else "Input should be 'object'"
+        raise BadRequest(
+            f"tools.{i}.input_schema.type: {problem}",
+            param=f"tools[{i}].input_schema",
+            code="missing_required_parameter" if is_missing else "invalid_value",
+        )
 
 
 AnthropicTool = Annotated[

@@ -188,7 +188,7 @@ class ResponseFormat(Form):
 
 
 class StructuredOutputs(Form):
-    """vLLM's form: one of these."""
+    """vLLM's form: one of these. `json_object: false` is none."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -198,9 +198,18 @@ class StructuredOutputs(Form):
 
     @model_validator(mode="after")
     def _check_not_empty(self) -> "StructuredOutputs":
-        fields = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
-        if not any(value is not None for value in fields):
-            raise ValueError("it should have one of json, json_object, regex, choice, grammar")
+        fields = {
+            "json": self.json_,
+            "json_object": self.json_object,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+        }
+        if all(value is None for value in fields.values()):
+            raise ValueError(f"it should have one of {', '.join(fields)}")
+        asked = [name for name, value in fields.items() if value not in (None, False)]
+        if len(asked) > 1:
+            raise ValueError(f"it should have one form alone, and has {' and '.join(asked)}")
         return self
 
     def grammars(self, param: str) -> list[Grammar]:
@@ -220,12 +229,16 @@ class StructuredOutputs(Form):
 
 
 def json_schema(
-    schema: dict[str, Any] | str | None, *, param: str, strict: bool = False
+    schema: dict[str, Any] | str | None,
+    *,
+    param: str,
+    strict: bool = False,
+    must_fit: bool = False,
 ) -> Grammar:
     """Return the grammar of a schema, or of any object if it is None.
 
     The order of keys is kept: the model writes them in that order. A `strict` schema is enforced
-    completely or refused.
+    completely or refused; an answer that violates one, or what `must_fit`, is an error.
     """
     if schema is None:
         return ANY_OBJECT
@@ -234,7 +247,8 @@ def json_schema(
             schema = parse(schema.encode())
         except ValueError as error:
             raise BadRequest(f"The schema is not JSON: {error}.", param=param) from None
-    return Grammar("json_schema", orjson.dumps(schema).decode(), strict=strict)
+    source = orjson.dumps(schema).decode()
+    return Grammar("json_schema", source, strict=strict, must_fit=must_fit)
 
 
 class StructuredRequest(SampledRequest):

@@ -197,11 +197,15 @@ OWN: dict[str, dict[str, Grow]] = {
     "tools": TOOLS
     | {
         f"{name} of an input": within(
-            grow, lambda schema: [{"name": "f", "input_schema": {"type": "object", **schema}}]
+            grow, lambda schema: [{"name": "f", "input_schema": {**schema, "type": "object"}}]
         )
         for name, grow in SCHEMAS.items()
     }
-    | {"many": lambda n: [{"name": f"f{i}", "input_schema": {}} for i in range(n // 35)]},
+    | {
+        "many": lambda n: [
+            {"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(n // 51)
+        ]
+    },
     "system": {"blocks": repeated({"type": "text", "text": "x"}), "a text": lambda n: "x" * n},
     "stop_sequences": {"long ones": lambda n: ["x" * (n // 4)] * 4},
     "output_config": {

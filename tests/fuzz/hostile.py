@@ -173,7 +173,10 @@ def named(choose: random.Random) -> tuple[str, Body]:
             ("/responses", {"tools": [{"type": name, "name": name}]}),
             ("/messages", {"messages": [{"role": name, "content": "x"}]}),
             ("/messages", {"messages": [{"role": "user", "content": [{"type": name}]}]}),
-            ("/messages", {"tools": [{"type": name, "name": name, "input_schema": {}}]}),
+            (
+                "/messages",
+                {"tools": [{"type": name, "name": name, "input_schema": {"type": "object"}}]},
+            ),
             ("/messages", {"stop_sequences": [name]}),
         )
     )

@@ -232,6 +232,23 @@ def test_a_choice_of_a_tool_that_is_not_there_is_refused() -> None:
     assert refused(tool_choice={"type": "any"}).param == "tools"
     assert refused(tools=[WEATHER, WEATHER]).param == "tools"
     assert refused(tools=[{"name": "x"}]).param == "tools[0].input_schema"
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({}, "Field required"),
+        ({"properties": {}}, "Field required"),
+        ({"type": "string"}, "Input should be 'object'"),
+        ({"type": ["object", "null"]}, "Input should be 'object'"),
+    ],
+)
+def test_a_tools_schema_is_of_an_object(schema: Any, problem: str) -> None:
+    """What is none is refused in Anthropic's words, which name the first such tool."""
+    fault = refused(tools=[WEATHER, {"name": "x", "input_schema": schema}])
+    assert fault.message == f"tools.1.input_schema.type: {problem}"
+    assert fault.param == "tools[1].input_schema"
+    assert error_body(fault, "r")["error"]["type"] == "invalid_request_error"
     assert refused(tools=[{**WEATHER, "name": "two words"}]).param == "tools[0].name"
 
 
@@ -320,7 +337,7 @@ def test_a_form_is_held_by_a_grammar() -> None:
     """By its name of today, or the older one."""
     schema = {"type": "object", "properties": {"title": {"type": "string"}}}
     form = {"type": "json_schema", "schema": schema}
-    grammar = Grammar("json_schema", orjson.dumps(schema).decode())
+    grammar = Grammar("json_schema", orjson.dumps(schema).decode(), must_fit=True)
     assert job(output_config={"format": form}).grammar == grammar
     assert job(output_format=form).grammar == grammar
     assert read(output_config={"format": form}).param_of("answer_form") == "output_config.format"

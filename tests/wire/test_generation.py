@@ -107,6 +107,7 @@ def test_text_is_no_form() -> None:
     [
         {"response_format": {"type": "json_object"}, "guided_regex": "a"},
         {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        {"structured_outputs": {"json": {}, "json_object": True}},
         {"guided_regex": "a", "guided_json": SCHEMA},
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "yaml"}},
@@ -123,6 +124,14 @@ def test_what_is_no_form_or_two_at_once_is_refused(fields: dict[str, Any]) -> No
     """Never free text with a 200."""
     with pytest.raises((BadRequest, ValidationError)):
         grammar(**fields)
+
+
+def test_two_forms_are_told_apart_by_name() -> None:
+    """Of two fields, or of one."""
+    with pytest.raises(BadRequest, match="one form alone, and has regex and choice"):
+        grammar(structured_outputs={"regex": "a", "choice": ["a"], "json_object": False})
+    with pytest.raises(BadRequest, match="'response_format' and 'guided_regex' each ask"):
+        grammar(response_format={"type": "json_object"}, guided_regex="a")
 
 
 def test_a_schema_at_the_end_of_the_prompt_is_held_to_where_the_model_says_so() -> None:

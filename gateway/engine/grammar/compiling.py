@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
 from outlines.types.dsl import Choice, to_regex
 
 from gateway.engine.grammar import forms, schemas
@@ -47,6 +48,7 @@ from gateway.jobs import Grammar
 
 RENEW_AFTER: Final = 256  # copies share a lexer whose states only grow: start another now and then
 _LARK_SCHEMA: Final = re.compile(rf"{LARK_TEXT.pattern}|%json\s*")
+_GBNF: Final = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _LARK_SPECIAL: Final = re.compile(r"<[^<>\s]+>|\btemperature\s*=|@\w+|%llguidance\b")
 
 
@@ -130,6 +132,7 @@ def _text(
     """Compile a grammar other than a JSON Schema as it came; `source` is its text."""
     if grammar.kind in ("grammar", "calls"):
         if grammar.kind == "grammar":  # ours may say more than a caller's
+            source = _from_gbnf(source)
             _check_lark(source, bounds)
         spec = tokenizer.maker.get_cfg_logits_processor(source).grammar
     else:
@@ -183,6 +186,7 @@ def _loosen_calls(
 
 
 _CANNOT: Final = "The grammar cannot be compiled: "
+_CANNOT_GBNF: Final = "The GBNF grammar cannot be compiled: "
 _PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _REASON: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
 _CALL: Final = re.compile(r'^call_(\d+): ("(?:[^"\\]|\\.)*")', re.MULTILINE)
@@ -205,6 +209,8 @@ def _reword(grammar: Grammar, found: str) -> str:
             return f"The tools, or the answer's form beside them, cannot be held to: {reason}."
         name = json.JSONDecoder().raw_decode(json.loads(head).removeprefix('{"name":').lstrip())[0]
         return f"The parameters of '{name}' cannot be held to: {reason}."
+    if grammar.kind == "grammar" and _GBNF.search(grammar.source):
+        return f"{_CANNOT_GBNF}{reason}."
     if grammar.kind == "grammar" and place:
         return f"{_CANNOT}line {place[1]}, column {place[2]}: {reason}, in `{line[:64]}`."
     return f"The {grammar.kind} cannot be compiled: {reason}."
@@ -272,6 +278,16 @@ class _Schemas:
         except BadRequest as error:
             self.refusals[text] = error
             raise
+
+
+def _from_gbnf(source: str) -> str:
+    """Return a grammar in llama.cpp's form, GBNF, in Lark's; any other as it is."""
+    if not _GBNF.search(source):
+        return source
+    try:
+        return any_to_lark(source).removeprefix("%llguidance {}")
+    except Exception as error:  # a parser in Python, which raises whatever it likes
+        raise _refusal(f"{_CANNOT_GBNF}{str(error)[:300]}.") from None
 
 
 def _check_lark(source: str, bounds: Bounds) -> None:

@@ -33,6 +33,17 @@ _REWRITTEN: Final = frozenset(
         *("dependencies", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
     }
 )
+_NOUNS: Final = {
+    **{name: f"a {name}" for name in ("string", "number", "boolean")},
+    **{name: f"an {name}" for name in ("integer", "object", "array")},
+    "null": "null",
+}
+_PROBLEMS: Final = {
+    "minimum": "must be at least {}",
+    "exclusiveMinimum": "must be above {}",
+    "minItems": "must have at least {} item",
+    "uniqueItems": "must have no item twice",
+}
 _LARGEST: Final = 2**53  # beyond it neighbouring integers are one double, and llguidance has those
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _LOWER: Final = ("minimum", "exclusiveMinimum")
@@ -52,11 +63,23 @@ def check_draft(schema: Schema) -> Draft:
     found = next(_own_schema(draft).iter_errors(schema), None)
     if found is not None:
         path = [escape(str(part)) for part in found.instance_path] or [""]
+        name = draft.value.split("/")[-2].removeprefix("draft-").lstrip("0")
         raise refusal(
-            f"The JSON Schema is not valid: `{path[-1]}` at {'/'.join(['#', *path])} is not as "
-            f"{draft.value} has it."
+            f"The JSON Schema is not valid: `{path[-1]}` at {'/'.join(['#', *path])} "
+            f"{_problem(path[-1], found.kind)} in draft {name}."
         )
     return draft
+
+
+def _problem(keyword: str, kind: Any) -> str:
+    """Return what a keyword's value must be; `kind` is the error's, of jsonschema_rs."""
+    if kind.name == "type":
+        return f"must be {' or '.join(_NOUNS[name] for name in kind.types)}"
+    if kind.name in _PROBLEMS:
+        return _PROBLEMS[kind.name].format(kind.value)
+    if keyword == "type":
+        return "must be the name of a type, or an array of some,"
+    return "is not allowed"
 
 
 @cache

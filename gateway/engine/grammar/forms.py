@@ -45,9 +45,11 @@ COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}
 _CONDITIONS: Final = 6
 _ROUNDS: Final = 3
 _REPETITIONS: Final = 20_000  # in one pattern, beyond which it is tried alone
-_OPTIONS: Final = frozenset(
-    {"whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator"}
+_SPACE: Final = r"[ \t\n\r]|\\[tnr]|\\x(?:20|0[9AaDd])"
+_WHITE_SPACE: Final = re.compile(  # a regex of what JSON has as white space, and of nothing else
+    rf"(?:{_SPACE}|\[(?:{_SPACE})+\]|[*+?|()]|\(\?:|\{{[0-9]{{1,4}}(?:,[0-9]{{0,4}})?\}})*"
 )
+_WHITE_SPACE_CHARS: Final = 64
 _ESCAPES: Final = 'nrbtf\\"'
 _CONTROLS: Final = re.compile(r"\\u00[01]|\x7f")
 
@@ -86,13 +88,32 @@ def read_schema(source: str, *, max_bytes: int, max_depth: int, max_path: int) -
 
 
 def _options(schema: Schema) -> Mapping[str, Any]:
-    """Return llguidance's own options in the schema: those of form, none that loosen it."""
+    """Return llguidance's own options in the schema: those of white space, none that change what
+    else is written.
+    """
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
-    if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
+    allowed = {"whitespace_flexible": _is_boolean, "whitespace_pattern": _is_white_space}
+    if not isinstance(options, dict) or not options.keys() <= allowed.keys():
         raise refusal(
-            f"The JSON Schema keyword `x-guidance` may have {', '.join(sorted(_OPTIONS))} only."
+            f"The JSON Schema keyword `x-guidance` may have {' and '.join(allowed)} only."
         )
+    for name, value in options.items():
+        if not allowed[name](value):
+            raise refusal(
+                f"The JSON Schema keyword `x-guidance` has a `{name}` that cannot be taken: "
+                "whitespace_flexible is a boolean, whitespace_pattern a regex of JSON's white "
+                f"space, of at most {_WHITE_SPACE_CHARS} characters."
+            )
     return {**COMPACT, **options}  # or a model may write spaces for ever
+
+
+def _is_boolean(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_white_space(value: object) -> bool:
+    is_short = isinstance(value, str) and len(value) <= _WHITE_SPACE_CHARS
+    return is_short and _WHITE_SPACE.fullmatch(str(value)) is not None
 
 
 def first_form(read: Read, shape: Shape) -> Held:

@@ -4,6 +4,7 @@ Whatever fits the shaped schema fits the caller's own. Pure functions, copies th
 """
 
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 
 from gateway.engine.grammar.patterns import ENDLESS_FORMATS, all_but, widths, within
@@ -17,7 +18,10 @@ _OPEN: Final = "gateway-open"
 _OPEN_DEPTH: Final = 3
 _SHORTEST_FORMAT: Final = 16  # characters that an address or a link of any use has
 _SAFE: Final = 2**53 - 1  # the integers that every JSON reader keeps exact
-_NUMERIC: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LOWER: Final = ("minimum", "exclusiveMinimum")
+_UPPER: Final = ("maximum", "exclusiveMaximum")
+_PLACES: Final = 10  # after the point: llguidance 1.9.1 takes no step that is finer
+_PLACES_IF_SHORT: Final = 4  # where strings are bounded too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,21 +221,30 @@ def _bound_names(node: Node, limits: Node) -> Node:
 
 
 def _bound_counts(node: Node, limits: Node) -> Node:
-    """Bound the digits of integers, and of all numbers if strings are bounded.
+    """Bound the digits of integers and of numbers with bounds; of all if strings are bounded.
 
-    A small model repeats digits as it does letters.
+    A small model repeats digits as it does letters. A number without bounds may have an exponent.
     """
-    kinds = types(node)
-    if "integer" in kinds and "number" not in kinds:
-        if "maximum" not in node and "exclusiveMaximum" not in node:
-            node["maximum"] = _SAFE
-        if "minimum" not in node and "exclusiveMinimum" not in node:
-            node["minimum"] = -_SAFE
+    kinds, is_short = types(node), "maxLength" in limits
+    bounds = [node[key] for key in (*_LOWER, *_UPPER) if key in node]
+    if "number" in kinds and "multipleOf" not in node and (bounds or is_short):
+        places = max(_PLACES_IF_SHORT if is_short else _PLACES, *map(_places_near, bounds), 0)
+        if places > _PLACES:
+            return node
+        node["multipleOf"] = float(f"1e-{places}")
+    elif "integer" not in kinds or "number" in kinds:
         return node
-    if "number" in kinds and "maxLength" in limits and not any(key in node for key in _NUMERIC):
-        node["minimum"], node["maximum"] = -_SAFE, _SAFE
-        node["multipleOf"] = 1e-4
+    if not any(key in node for key in _UPPER):
+        node["maximum"] = _SAFE
+    if not any(key in node for key in _LOWER):
+        node["minimum"] = -_SAFE
     return node
+
+
+def _places_near(bound: float) -> int:
+    """Return the places after the point that numbers need near a bound: a few more than its own."""
+    exponent = Decimal(str(bound)).normalize().as_tuple().exponent
+    return 2 - min(0, int(exponent))
 
 
 def _open(node: Node, limits: Node) -> Node:

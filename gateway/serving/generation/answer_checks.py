@@ -1,8 +1,9 @@
-"""Checks finished answers by the parts of a schema that their grammar does not enforce."""
+"""Checks finished answers by schemas that are strict, or that a grammar enforces only in part."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from gateway import logs, metrics
 from gateway.errors import DeadlineExceeded
@@ -12,6 +13,20 @@ from gateway.serving.ports import GenerationEngine
 from gateway.serving.tokenize import ThreadPools
 
 log = logs.get("generation")
+
+
+class Fit(Enum):
+    """Whether a finished choice fits its schemas: BROKEN if it violates one that it must fit."""
+
+    VALID = "valid"
+    INVALID = "invalid"
+    BROKEN = "broken"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_valid(self) -> bool | None:
+        """Return True if it fits, False if not, None if that is unknown."""
+        return None if self is Fit.UNKNOWN else self is Fit.VALID
 
 
 @dataclass(slots=True)
@@ -24,7 +39,7 @@ class _Choice:
 
 
 class AnswerChecker:
-    """Collects the choices of one job, and checks them by its schemas if any is enforced in part.
+    """Collects the choices of one job, and checks them by its schemas if any has to be checked.
 
     `unenforced` are JSON pointers to the parts that are not enforced, after the function's name
     for parameters of one.
@@ -44,10 +59,14 @@ class AnswerChecker:
         self._job = job
         self._choices: dict[int, _Choice] = {}
         self.unenforced = unenforced
+        functions = () if job.calling is None else job.calling.functions
+        self._must_fit = job.grammar is not None and (job.grammar.strict or job.grammar.must_fit)
+        has_strict = self._must_fit or any(function.strict for function in functions)
+        self._is_needed = has_strict or bool(unenforced)
 
     def add(self, delta: Delta) -> None:
         """Add a delta to its choice."""
-        if not self.unenforced:
+        if not self._is_needed:
             return
         choice = self._choices.setdefault(delta.index, _Choice())
         choice.text.append(delta.text)
@@ -57,41 +76,49 @@ class AnswerChecker:
             name.append(delta.call.name or "")
             arguments.append(delta.call.arguments)
 
-    async def check(self, index: int) -> bool | None:
-        """Return True if a finished choice is valid, and count it; None if that is unknown.
+    async def check(self, index: int) -> Fit | None:
+        """Return whether a finished choice fits, and count it; None if it has nothing to fit.
 
-        It is unknown if every schema is enforced, the choice was cut, or the deadline has passed.
+        It is unknown if the choice was cut, the deadline has passed, or nobody can tell.
         """
         if (choice := self._choices.pop(index, None)) is None:
             return None
-        results: list[bool | None] = []
+        schemas = [] if choice.is_cut else list(self._schemas(choice))
+        if not schemas and not self.unenforced:
+            return None
+        fit = await self._fit(schemas)
+        if fit.is_valid is False:
+            log.info("schema_violated", model=self._name, unenforced=list(self.unenforced[:16]))
+        outcome = {True: "valid", False: "invalid", None: "unknown"}[fit.is_valid]
+        metrics.of(metrics.CHECKED_ANSWERS, self._name, outcome).inc()
+        return fit
+
+    async def _fit(self, schemas: Sequence[tuple[str, str, bool]]) -> Fit:
+        results: list[tuple[bool | None, bool]] = []
         try:
             async with until_deadline(self._job.caller):
-                for schema, answer in [] if choice.is_cut else self._schemas(choice):
+                for schema, answer, must_fit in schemas:
                     check = self._engine.matches_schema
-                    results.append(await self._pool.run(check, schema, answer, kind="checks"))
+                    is_valid = await self._pool.run(check, schema, answer, kind="checks")
+                    results.append((is_valid, must_fit))
         except DeadlineExceeded:
-            results.append(None)
-        is_valid = None if None in results or not results else all(results)
-        if False in results:
-            is_valid = False
-            log.info("schema_violated", model=self._name, unenforced=list(self.unenforced[:16]))
-        outcome = {True: "valid", False: "invalid", None: "unknown"}[is_valid]
-        metrics.of(metrics.CHECKED_ANSWERS, self._name, outcome).inc()
-        return is_valid
+            results.append((None, False))
+        if (False, True) in results:
+            return Fit.BROKEN
+        if (False, False) in results:
+            return Fit.INVALID
+        is_known = results and all(is_valid for is_valid, _ in results)
+        return Fit.VALID if is_known else Fit.UNKNOWN
 
-    def _schemas(self, choice: _Choice) -> list[tuple[str, str]]:
-        """Return pairs of a schema and the text to check by it."""
-        functions = {} if self._job.calling is None else {
-            each.name: each for each in self._job.calling.functions
-        }  # fmt: skip
-        found = []
+    def _schemas(self, choice: _Choice) -> Iterator[tuple[str, str, bool]]:
+        """Yield each schema, the text to check by it, and whether that must fit."""
+        calling, grammar = self._job.calling, self._job.grammar
+        functions = {} if calling is None else {each.name: each for each in calling.functions}
         for name, arguments in choice.calls.values():
             function = functions.get("".join(name))
-            is_forced = self._job.calling is not None and self._job.calling.forced
+            is_forced = calling is not None and calling.forced and self.unenforced
             if function is not None and (is_forced or function.strict):
-                found.append((json.dumps(dict(function.parameters)), "".join(arguments)))
-        grammar = self._job.grammar
+                schema = json.dumps(dict(function.parameters))
+                yield schema, "".join(arguments), function.strict
         if grammar is not None and grammar.kind == "json_schema" and not choice.calls:
-            found.append((grammar.source, "".join(choice.text)))
-        return found
+            yield grammar.source, "".join(choice.text), self._must_fit

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from gateway.engine.grammar.shaping import (
     complete,
     shape_schema,
 )
-from tests.engine.grammar.drawn_rows import answer, compiled, ids
+from tests.engine.grammar.drawn_rows import allowed, answer, compiled, ids
 
 TEXT: dict[str, Any] = {"type": "string"}
 NULLABLE = {"anyOf": [TEXT, {"type": "null"}]}
@@ -76,6 +77,49 @@ def test_numbers_are_bounded_where_strings_are() -> None:
     for seed in range(5):
         told = answer(compiled({"type": "number"}, Shape(max_string_chars=3)).matcher(), seed)
         assert len(told) <= 22
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(max_string_chars=3)])
+@pytest.mark.parametrize(
+    ("schema", "start", "digits"),
+    [
+        ({"type": "number", "minimum": 0, "maximum": 1}, "0.", 10),
+        ({"type": "number", "exclusiveMinimum": -1.5, "exclusiveMaximum": 0}, "-0.", 10),
+        ({"type": ["number", "null"], "minimum": 0.25, "maximum": 0.75}, "0.", 10),
+        ({"type": "number", "minimum": 1e-6, "maximum": 1}, "0.", 10),
+        ({"type": "number", "minimum": 0}, "1", 15),
+        ({"type": "number", "maximum": 5}, "-1", 15),
+    ],
+    ids=str,
+)
+def test_numbers_with_bounds_end(schema: Any, start: str, digits: int, shape: Shape) -> None:
+    """A model that never has enough of digits has to stop: at a few after the point."""
+    matcher = compiled(schema, shape).matcher(ids(start))
+    said = 0
+    while not matcher.is_over and said <= digits:
+        more = {ids(digit)[0] for digit in "137"} & {*allowed(matcher)}
+        if not more:
+            break
+        matcher.consume(min(more))
+        said += 1
+    assert matcher.may_end
+    assert said <= digits
+
+
+def test_numbers_keep_the_digits_that_their_bounds_need() -> None:
+    """And a step of their own; where nothing fits but finer ones, they are left as they came."""
+    small = {"type": "number", "minimum": 0.00025, "maximum": 0.0003}
+    assert compiled(small, Shape(max_string_chars=3)).matcher(ids("0.00027")).may_end
+    for schema in (
+        {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.5},
+        {"type": "number", "minimum": 1e-9, "maximum": 2e-9},
+    ):
+        assert bound_strings(schema, None, None) == schema
+    assert (
+        compiled({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, Shape())
+        .matcher(ids("0.0000000015"))
+        .may_end
+    )
 
 
 def test_integers_are_always_exact() -> None:

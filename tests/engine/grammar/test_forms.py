@@ -1,0 +1,133 @@
+"""What a caller may ask of a form, and what is said of one that cannot be had."""
+
+from typing import Any
+
+import pytest
+
+from gateway.engine.grammar.compiling import compile_grammar
+from gateway.errors import BadRequest
+from gateway.jobs import Grammar
+from tests.engine.grammar.drawn_rows import compiled, ids, tokenizer
+
+LIST = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+def spaced(**options: Any) -> dict[str, Any]:
+    return {**LIST, "x-guidance": options}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"whitespace_flexible": True},
+        {"whitespace_flexible": True, "whitespace_pattern": " ?"},
+        {"whitespace_pattern": "[ \\t\\r\\n]{0,2}"},
+        {"whitespace_pattern": "( |\\n *)?"},
+        {"whitespace_pattern": "[\\x20\\x0A\\x0D\\x09]+"},
+    ],
+)
+def test_a_caller_may_ask_for_white_space(options: dict[str, Any]) -> None:
+    """Of JSON's own four characters: what it makes is JSON still."""
+    texts = ['{"a": [1, 2]}', '{ "a" : [ 1 , 2 ] }']
+    assert any(compiled(spaced(**options)).matcher(ids(text)).is_over for text in texts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"item_separator": ";"},
+        {"item_separator": ", "},
+        {"key_separator": "="},
+        {"json_allowed_escapes": "n"},
+        {"whitespace_flexible": " ?"},
+        {"whitespace_pattern": "[a-z]*"},
+        {"whitespace_pattern": "\\s*"},
+        {"whitespace_pattern": "[^a]*"},
+        {"whitespace_pattern": "."},
+        {"whitespace_pattern": "[\\x20-z]*"},
+        {"whitespace_pattern": "\\\\t"},
+        {"whitespace_pattern": 1},
+        {"whitespace_pattern": " " * 1000},
+    ],
+)
+def test_a_caller_may_ask_for_nothing_that_makes_it_no_json(options: dict[str, Any]) -> None:
+    """Separators of another kind, letters for white space: a 400 that names the keyword."""
+    with pytest.raises(BadRequest, match="`x-guidance`") as caught:
+        compiled(spaced(**options))
+    assert caught.value.code == "invalid_json_schema"
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"minimum": "1"}, "`minimum` at #/minimum must be a number in draft 2020-12"),
+        ({"required": "a"}, "`required` at #/required must be an array in draft 2020-12"),
+        ({"minLength": -1}, "`minLength` at #/minLength must be at least 0 in draft 2020-12"),
+        ({"minLength": 1.5}, "`minLength` at #/minLength must be an integer in draft 2020-12"),
+        ({"multipleOf": 0}, "`multipleOf` at #/multipleOf must be above 0 in draft 2020-12"),
+        ({"anyOf": []}, "`anyOf` at #/anyOf must have at least 1 item in draft 2020-12"),
+        ({"required": ["a", "a"]}, "must have no item twice in draft 2020-12"),
+        ({"properties": {"a": 1}}, "`a` at #/properties/a must be a boolean or an object in"),
+        ({"type": "strin"}, "`type` at #/type must be the name of a type, or an array of some"),
+        (
+            {"$schema": "http://json-schema.org/draft-04/schema#", "exclusiveMinimum": 1},
+            "`exclusiveMinimum` at #/exclusiveMinimum must be a boolean in draft 4",
+        ),
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#", "items": 1},
+            "`items` at #/items is not allowed in draft 7",
+        ),
+    ],
+    ids=str,
+)
+def test_a_schema_that_is_none_is_told_what_it_must_be(schema: Any, message: str) -> None:
+    """By keyword, place and draft: an older one may have had it."""
+    with pytest.raises(BadRequest) as caught:
+        compiled(schema)
+    assert message in caught.value.message
+    assert "https://" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("source", "fits"),
+    [
+        ('root ::= "yes" | "no"', "no"),
+        ('root ::= object\nobject ::= "{" ws "}"\nws ::= [ \\t\\n]*', "{ }"),
+        ('# JSON\nroot   ::= "\\"" [^"\\\\]* "\\""', '"a"'),
+    ],
+)
+def test_llama_cpps_grammars_are_read(source: str, fits: str) -> None:
+    """GBNF: its classes may have quotes."""
+    grammar = compile_grammar(tokenizer(), Grammar("grammar", source))
+    assert grammar.matcher(ids(fits)).is_over or grammar.matcher(ids(fits)).may_end
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ('root ::= "a" (', "Expected ')'"),
+        ('root ::= "a" y', "y"),
+        ('root ::= (?=a) "b"', "'root ::= ('"),
+        ("root ::= root", "no answer"),
+        ('root ::= "a"{2,1}', "range end must be >= start"),
+    ],
+)
+def test_their_faults_are_not_told_as_larks(source: str, problem: str) -> None:
+    """The caller wrote no line of Lark."""
+    with pytest.raises(BadRequest) as caught:
+        compile_grammar(tokenizer(), Grammar("grammar", source))
+    assert caught.value.message.startswith("The GBNF grammar cannot be compiled: ")
+    assert problem in caught.value.message
+    assert "line 3" not in caught.value.message
+    assert caught.value.code == "invalid_grammar"
+
+
+def test_a_text_with_their_sign_is_no_such_grammar() -> None:
+    """Only a rule is."""
+    grammar = compile_grammar(tokenizer(), Grammar("grammar", 'start: "a ::= b"'))
+    assert grammar.matcher(ids("a ::= b")).is_over
