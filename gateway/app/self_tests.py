@@ -191,14 +191,14 @@ class SelfTest:
         """Apply the verdict to the engine, and log it."""
         async with self._lane.turn("load") as run:
             await run(self._engine.apply_verdict, self.verdict)
-        entry = {"model": self._model, "verdict": asdict(self.verdict)}
+        answers = "together" if self._engine.is_batched else "one at a time"
+        entry = {"model": self._model, "answers": answers}
         if self.verdict.forbids_batches or self.verdict.prefixes is False:
-            log.warning("batching_restricted", **entry)
+            log.warning("batching_restricted", **entry, problem=self.verdict.problem)
         elif self.verdict.is_whole:
             log.info("self_test_passed", **entry)
         else:
-            rows = "together" if self._engine.is_batched else "one at a time"
-            log.info("self_test_unfinished", rows=rows, **entry)
+            log.info("self_test_unfinished", **entry, rest="in idle time")
 
     async def _write(self) -> None:
         try:

@@ -15,6 +15,7 @@ _probe        a process for doctor's facts that need mlx
 _greeting     what a terminal shows once the gateway is ready
 _tools        the tools of launch and connect, and what each needs
 _gateways     finds the gateway for them, or starts one
+_options      options that several commands have
 _table        a table on a terminal, tab-separated lines elsewhere
 
 Commands import what they need when they run: only `serve` and `bench --engine` import mlx. Exit
@@ -33,6 +34,7 @@ from typing import Annotated
 import typer
 
 from gateway import __version__
+from gateway.cli._options import Command, Group
 from gateway.errors import BlasUnusable, RegistryInvalid
 from gateway.settings import SettingsInvalid, origin, variable
 
@@ -63,6 +65,7 @@ def _share_blas() -> None:
 def _application() -> typer.Typer:
     app = typer.Typer(
         help="The OpenAI-compatible gateway for MLX models.",
+        cls=Group,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -70,7 +73,7 @@ def _application() -> typer.Typer:
     names = (each.name for each in iter_modules(__path__) if not each.name.startswith("_"))
     for name in sorted(names, key=lambda name: (name != "serve", name)):
         command = getattr(import_module(f"{__name__}.{name}"), name)
-        app.command(name)(command)
+        app.command(name, cls=Command)(command)
 
     @app.callback()
     def _root(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gateway.cli._table import size
+from gateway.logs import human_bytes
 from gateway.settings import Settings
 
 State = Literal["ok", "warn", "fail"]
@@ -125,10 +125,10 @@ def check_packages(installed: Iterable[str]) -> Finding:
 def check_memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
     """Check that the largest model fits in the memory that models may hold."""
     name = max(sizes, key=lambda each: sizes[each], default=None)
-    may = f"models may hold {size(limit_bytes)}"
+    may = f"models may hold {human_bytes(limit_bytes)}"
     if name is None or sizes[name] <= limit_bytes:
         return Finding("memory", "ok", f"{may}.")
-    message = f"{name} would hold {size(sizes[name])}, and {may}. Use a smaller one."
+    message = f"{name} would hold {human_bytes(sizes[name])}, and {may}. Use a smaller one."
     return Finding("memory", "warn", message)
 
 
@@ -161,18 +161,24 @@ def check_port(bind: str) -> Finding:
         with socket.create_server((host.strip("[]"), int(number)), family=family):
             return Finding("port", "ok", f"{bind} is free.")
     except OSError as error:
-        message = (error.strerror or str(error)).partition(" (")[0]
-        return Finding("port", "fail", f"{bind}: {message}. {_port_advice(error.errno)}")
+        return Finding("port", "fail", bind_problem(bind, error))
 
 
-def _port_advice(number: int | None) -> str:
-    match number:
+def bind_problem(bind: str, error: OSError) -> str:
+    """Return why nothing can listen on a bind, and what to do."""
+    reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio repeats the address
+    is_path = bind.startswith("unix:")
+    match error.errno:
         case errno.EADDRINUSE:
-            return "Is a gateway running already? Else set GATEWAY_PORT to a free one."
-        case errno.EACCES:
-            return "Set GATEWAY_PORT to one above 1023."
+            other = "path: GATEWAY_BIND" if is_path else "port: GATEWAY_PORT"
+            advice = f"Is a gateway running already? If not, choose another {other}."
+        case errno.EACCES if not is_path:
+            advice = "Set GATEWAY_PORT to one above 1023."
+        case _ if is_path:
+            advice = "Set GATEWAY_BIND to another path."
         case _:
-            return "Set GATEWAY_HOST to an address of this machine."
+            advice = "Set GATEWAY_HOST to an address of this machine."
+    return f"{bind}: {reason}. {advice}"
 
 
 def check_temporary(folder: Path, device: str) -> Finding:

@@ -53,7 +53,7 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
     ready = f"mlx-gateway is ready on {where}"
     chat = next((spec for spec in models if isinstance(spec, ChatSpec)), None)
     if (spec := chat or next(iter(models), None)) is None:
-        return f"{ready}, and no model is loaded yet."
+        return f"{ready} (Ctrl-C stops it). No model is loaded yet."
     if settings.tls_cert:
         options.append("--insecure")  # few certificates are valid for this address
     if settings.api_keys:
@@ -62,7 +62,7 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
     path = "/v1/embeddings" if chat is None else "/v1/chat/completions"
     body = {"model": spec.id, **(_EMBEDDING if chat is None else _CHAT)}
     command = ["curl", *options, shlex.quote(url + path), "-d", shlex.quote(json.dumps(body))]
-    return f"{ready}. Ask it something:\n\n{' '.join(command)}"
+    return f"{ready} (Ctrl-C stops it). Ask it something:\n\n{' '.join(command)}"
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:

@@ -19,10 +19,3 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell, overflow="fold") for cell in row))
     Console().print(table)
-
-
-def size(count: int) -> str:
-    """Return a number of bytes as text: 91 MB, 2.3 GB."""
-    from rich.filesize import decimal
-
-    return decimal(count, precision=1 if count >= 1e9 else 0)

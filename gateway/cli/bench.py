@@ -46,51 +46,72 @@ def _numbers(given: object) -> Numbers:
 
 
 def bench(
-    kind: Annotated[Kind, typer.Argument(help="The work to ask for.")],
+    kind: Annotated[Kind, typer.Argument(help="The kind of requests.")],
     url: Annotated[
-        str, typer.Option(help="Any OpenAI-compatible server.")
+        str, typer.Option(help="Address of the server, any OpenAI-compatible one.")
     ] = "http://127.0.0.1:8000",
     model: Annotated[
         str | None,
-        typer.Option(help="The model; of mixed work, the chat model.", show_default="by kind"),
+        typer.Option(
+            help="The model to ask; of mixed work, the chat model.", show_default="by kind"
+        ),
     ] = None,
     embedder: Annotated[str, typer.Option(help="The embedding model of mixed work.")] = EMBEDDER,
-    api_key: Annotated[str | None, typer.Option(envvar=KEYS, help="A key, if needed.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=KEYS, help="API key, if the server needs one.")
+    ] = None,
     concurrency: Annotated[
         Numbers,
         typer.Option(
             parser=_numbers,
             metavar="N,N,…",
-            help="Clients at once; mixed has so many of each kind.",
+            help="Clients at once, one number after another; of mixed work, of each kind.",
         ),
     ] = Numbers((1, 8, 32)),
-    duration: Annotated[float, typer.Option(min=0.1, help="Seconds measured, of each.")] = 10,
-    warmup: Annotated[float, typer.Option(min=0, help="Seconds before them.")] = 2,
+    duration: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to measure each number of clients.")
+    ] = 10,
+    warmup: Annotated[
+        float, typer.Option(min=0, help="Seconds of load before each measurement.")
+    ] = 2,
     texts: Annotated[
         int | None,
-        typer.Option(min=1, help="Texts in a request to embed or rerank.", show_default="by kind"),
+        typer.Option(
+            min=1, help="Texts in a request of embeddings or rerank.", show_default="by kind"
+        ),
     ] = None,
     words: Annotated[
         Numbers,
-        typer.Option(parser=_numbers, metavar="N,N,…", help="Words in a text: a length, or a mix."),
+        typer.Option(
+            parser=_numbers, metavar="N,N,…", help="Words in a text; several numbers are mixed."
+        ),
     ] = Numbers((15,)),
     prompt_words: Annotated[
-        Numbers, typer.Option(parser=_numbers, metavar="N,N,…", help="Words in a prompt, likewise.")
+        Numbers,
+        typer.Option(
+            parser=_numbers, metavar="N,N,…", help="Words in a prompt; several numbers are mixed."
+        ),
     ] = Numbers((30,)),
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens in an answer.", show_default="by kind")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request.")] = 600,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds after which a request has failed.")
+    ] = 600,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="What the texts say.", show_default="new each time")
+        int | None,
+        typer.Option(min=0, help="Seed of the random texts.", show_default="new each time"),
     ] = None,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Measure the engine too, in this process; the ratio.")
+        bool,
+        typer.Option(
+            "--engine", help="Also measure the engine alone, in this process, and compare."
+        ),
     ] = False,
-    models: Annotated[Path | None, typer.Option(help="The file of models, for --engine.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    models: Annotated[Path | None, typer.Option(help="The models file, for --engine.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Load a server with clients that ask again once answered, and check every answer.
+    """Measure a server: rates, times and errors with 1 to many clients; every answer is checked.
 
     Ends with status 1 if any answer was wrong.
     """

@@ -1,20 +1,17 @@
 """`mlx-gateway check`: validate the settings and models.yaml; no weights are read."""
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from gateway.cli._checks import machine_problems
+from gateway.cli._options import ModelsFile
 from gateway.errors import RegistryInvalid
 from gateway.registry import read_models
 from gateway.settings import SettingsInvalid, load_settings, strays, variables
 
 
-def check(
-    models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
-) -> None:
-    """Report everything wrong with models.yaml: file, line and the nearest valid name."""
+def check(models: ModelsFile = None) -> None:
+    """Check the settings and the models file, without reading weights.
+
+    Each mistake is a line with file, line and the nearest valid name.
+    """
     settings = load_settings({"models": models})
     if problems := machine_problems(settings):
         raise SettingsInvalid(problems)

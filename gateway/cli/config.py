@@ -2,11 +2,8 @@
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from gateway.cli._options import Host, ModelsFile, Port
 from gateway.cli._table import show
 from gateway.registry import Reading, read_models
 from gateway.settings import VARIABLES, explain, load_settings, origin, strays, variables
@@ -18,11 +15,11 @@ _CHOICES = frozenset({"accept", "reject"})
 
 
 def config(
-    models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks one.")] = None,
+    models: ModelsFile = None,
+    host: Host = None,
+    port: Port = None,
 ) -> None:
-    """Print every setting with its value and source: default, .env, environment or flag."""
+    """Print every setting with its value and where it comes from."""
     flags = {"models": models, "host": host, "port": port}
     settings = load_settings(flags)
     rows = [(knob.env, knob.value, knob.source) for knob in explain(settings, flags)]

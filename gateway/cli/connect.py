@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +14,7 @@ from gateway.cli._gateways import (
     first_key,
     list_offers,
 )
+from gateway.cli._options import ModelsFile
 from gateway.cli._tools import NO_KEY, TOOLS, NoModel, Offer, Service, Tool, choose
 from gateway.registry import Catalog, load_catalog
 from gateway.settings import Settings, load_settings, origin, variable, variables
@@ -23,17 +23,22 @@ from gateway.settings import Settings, load_settings, origin, variable, variable
 def connect(
     tool: Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")],
     model: Annotated[
-        str | None, typer.Option(help="A chat model.", show_default="the first that suits")
+        str | None, typer.Option(help="The chat model.", show_default="the first that suits")
     ] = None,
     small_model: Annotated[
-        str | None, typer.Option(help="Another for small jobs.", show_default="the same")
+        str | None,
+        typer.Option(help="A model for titles and other small jobs.", show_default="the same"),
     ] = None,
-    models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
+    models: ModelsFile = None,
     show_key: Annotated[
-        bool, typer.Option("--show-key", help="Print the key, not the variable that it is in.")
+        bool,
+        typer.Option("--show-key", help="Print the key itself, not the variable that holds it."),
     ] = False,
 ) -> None:
-    """Print what makes a tool use this gateway, for a shell: eval "$(mlx-gateway connect …)"."""
+    """Print the shell commands that make a tool use this gateway.
+
+    To run them: eval "$(mlx-gateway connect claude)"
+    """
     chosen, settings = read_tool(tool), load_settings({"models": models})
     catalog = load_catalog(settings.models, variables())
     try:

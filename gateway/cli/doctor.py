@@ -17,6 +17,7 @@ import typer
 from gateway.app.hub import hub_of
 from gateway.cli import _checks as checks
 from gateway.cli._checks import Finding
+from gateway.cli._options import ModelsFile
 from gateway.cli._table import show
 from gateway.errors import GatewayError, ModelNotFound
 from gateway.registry import Catalog, ModelSpec, load_catalog, read_models
@@ -27,24 +28,27 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
+    models: ModelsFile = None,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Try the engine on this device, for about a minute.")
+        bool, typer.Option("--engine", help="Test the engine on this device: about a minute.")
     ] = False,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="A model to try it with.", show_default="those on board"),
+        typer.Option(
+            help="A model to test it with.", show_default="those that come with the gateway"
+        ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print what was tried as JSON, for a bug report.")
+        bool, typer.Option("--json", help="Print the results as JSON, for a bug report.")
     ] = False,
     report: Annotated[
-        bool, typer.Option(help="Try the engine, and print one block about the device to paste.")
+        bool,
+        typer.Option("--report", help="Test the engine, and print a block about it to paste."),
     ] = False,
 ) -> None:
-    """Check settings, models and machine: a line each, with what to do; or, instead, the engine.
+    """Check whether this machine can serve, with advice; or, with --engine, test the engine.
 
-    Ends with status 1 when it cannot serve, or when the engine fails.
+    The exit status is 1 if it cannot serve, or if a test of the engine fails.
     """
     if engine or report:
         form = Form.BLOCK if report else Form.JSON if as_json else Form.TABLE

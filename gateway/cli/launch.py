@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway.cli._gateways import NoGateway, find, first_key, started, wait_ready
+from gateway.cli._options import ModelsFile
 from gateway.cli._tools import TOOLS, NoModel, Service, Tool
 from gateway.cli.connect import choose_both, offered, read_tool
 from gateway.registry import load_catalog
@@ -30,16 +31,17 @@ def launch(
         list[str] | None, typer.Argument(help="The tool's own arguments, after `--`.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A chat model.", show_default="the first that suits")
+        str | None, typer.Option(help="The chat model.", show_default="the first that suits")
     ] = None,
     small_model: Annotated[
-        str | None, typer.Option(help="Another for small jobs.", show_default="the same")
+        str | None,
+        typer.Option(help="A model for titles and other small jobs.", show_default="the same"),
     ] = None,
-    models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
+    models: ModelsFile = None,
 ) -> None:
-    """Run a tool on the gateway that is there, or on one that lasts as long as the tool.
+    """Run a tool, such as claude, on the gateway that is running, or else on a new one.
 
-    Ends with the tool's status.
+    A new gateway is stopped when the tool ends. The exit status is the tool's.
     """
     chosen, settings = read_tool(tool), load_settings({"models": models})
     if (program := shutil.which(chosen.command)) is None:

@@ -1,13 +1,12 @@
 """`mlx-gateway models`: what models.yaml offers, and what of it is on this machine."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from gateway.app.hub import hub_of
-from gateway.cli._table import show, size
+from gateway.cli._options import ModelsFile
+from gateway.cli._table import show
 from gateway.errors import GatewayError
+from gateway.logs import human_bytes
 from gateway.registry import HubSource, ModelSpec, load_catalog
 from gateway.settings import load_settings, variables
 
@@ -15,10 +14,8 @@ if TYPE_CHECKING:
     from gateway.engine.hub import Hub
 
 
-def models(
-    models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
-) -> None:
-    """List each model: id, kind, aliases, source, whether it is on disk, and its size there."""
+def models(models: ModelsFile = None) -> None:
+    """List the models: id, kind, aliases, source, whether they are on disk, and their size."""
     settings = load_settings({"models": models})
     catalog = load_catalog(settings.models, variables())
     hub = hub_of(settings, may_download=False)
@@ -44,6 +41,6 @@ def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
     except GatewayError:
         folder = None
     if folder is not None and has_weights(folder):
-        return "yes", size(stored_bytes(folder))
+        return "yes", human_bytes(stored_bytes(folder))
     fetched = fetched_bytes(spec, hub) if isinstance(spec.source, HubSource) else 0
-    return ("in part", size(fetched)) if fetched else ("no", "")
+    return ("in part", human_bytes(fetched)) if fetched else ("no", "")

@@ -4,14 +4,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gateway.app.hub import hub_of
-from gateway.cli._table import size
+from gateway.cli._options import ModelsFile
 from gateway.errors import GatewayError
+from gateway.logs import human_bytes
 from gateway.registry import ChatSpec, HubSource, ModelSpec, load_catalog
 from gateway.settings import load_settings, variables
 
@@ -23,12 +23,12 @@ REFRESH_S = 0.2
 
 def pull(
     model: Annotated[str, typer.Argument(help="The model's id, or an alias.")],
-    models: Annotated[Path | None, typer.Option(help="The file of models.")] = None,
+    models: ModelsFile = None,
 ) -> None:
-    """Download a model, its base and their draft, or what is missing of them, and check each file
-    by size and hash.
+    """Download a model, so that no request has to wait for it.
 
-    Ended early, it goes on from there the next time.
+    An adapter's base and a draft model are downloaded too. Each file is checked by size and hash.
+    A pull that is interrupted is completed by the next one.
     """
     settings = load_settings({"models": models})
     catalog = load_catalog(settings.models, variables())
@@ -63,7 +63,7 @@ def _fetch(spec: ModelSpec, hub: "Hub") -> None:
         found = on_disk(spec, hub)
         assert found is not None, "only the hub's models can be missing without an error"
         folder = found
-    print(f"{spec.id}: {size(stored_bytes(folder))} in {folder}")
+    print(f"{spec.id}: {human_bytes(stored_bytes(folder))} in {folder}")
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _progress(name: str, total: int, fetched: Callable[[], int]) -> Iterator[Non
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as SpeedColumn
 
-    columns = "{task.description}", BarColumn(), DownloadColumn(), SpeedColumn()
+    columns = "{task.description}", BarColumn(), DownloadColumn(binary_units=True), SpeedColumn()
     bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     task, done = bar.add_task(name, total=total), threading.Event()
 

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
 from gateway import __version__, logs
-from gateway.cli._checks import machine_problems
+from gateway.cli._checks import bind_problem, machine_problems
 from gateway.cli._greeting import find_places, write_greeting
+from gateway.cli._options import Host, ModelsFile, Port
 from gateway.errors import GatewayError, RegistryInvalid
 from gateway.registry import read_models
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
@@ -36,11 +37,11 @@ SHUTDOWN_S = 10  # to close the models, after the drain
 
 
 def serve(
-    models: Annotated[Path | None, typer.Option(help="The file that says which models.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks one.")] = None,
+    models: ModelsFile = None,
+    host: Host = None,
+    port: Port = None,
 ) -> None:
-    """Serve the models of models.yaml."""
+    """Serve the models of the models file, until Ctrl-C or SIGTERM."""
     # A SIGHUP would end the process until there is a handler: it stays pending till then.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings({"models": models, "host": host, "port": port})
@@ -227,7 +228,7 @@ def _tcp_listener(bind: str, scheme: str) -> socket.socket:
     try:
         listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise SettingsInvalid([f"{bind} cannot be listened on: {error.strerror}"]) from None
+        raise SettingsInvalid([bind_problem(bind, error)]) from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     shown = f"[{host}]" if family == socket.AF_INET6 else host
     log.info("serving", url=f"{scheme}://{shown}:{listener.getsockname()[1]}")
@@ -249,8 +250,7 @@ def _unix_listener(path: Path) -> Iterator[socket.socket]:
         made = path.stat()
     except OSError as error:
         listener.close()
-        reason = error.strerror or str(error)
-        raise SettingsInvalid([f"unix:{path} cannot be listened on: {reason}"]) from None
+        raise SettingsInvalid([bind_problem(f"unix:{path}", error)]) from None
     try:
         yield listener
     finally:

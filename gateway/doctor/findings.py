@@ -10,6 +10,7 @@ import jsonschema  # type: ignore[import-untyped]
 
 from gateway.errors import PassFault
 from gateway.jobs import TokenLogprob, Verdict
+from gateway.logs import human_bytes
 
 State = Literal["ok", "warn", "fail", "skip"]
 
@@ -211,12 +212,16 @@ def judge_memory(before: int, loaded: int, idle: int, after: int) -> Finding:
     measured = {"before": before, "loaded": loaded, "idle": idle, "after": after}
     of_rows, of_model = idle - loaded, after - before
     if of_rows > SLACK_BYTES:
-        message = f"{megabytes(of_rows)} of its work stay while nothing runs."
+        message = f"{human_bytes(of_rows)} of its work stay while nothing runs."
         return Finding("memory", "fail", message, measured)
     if of_model > SLACK_BYTES:
-        message = f"{megabytes(of_model)} of {megabytes(loaded - before)} stay after it is closed."
+        message = (
+            f"{human_bytes(of_model)} of {human_bytes(loaded - before)} stay after it is closed."
+        )
         return Finding("memory", "fail", message, measured)
-    return Finding("memory", "ok", f"all of {megabytes(loaded - before)} is given back.", measured)
+    return Finding(
+        "memory", "ok", f"all of {human_bytes(loaded - before)} is given back.", measured
+    )
 
 
 def judge_speed(unit: str, rates: Mapping[int, float]) -> Finding:
@@ -233,8 +238,3 @@ def judge_fused(gains: Mapping[int, float]) -> Finding:
     advice = "set it in models.yaml" if is_worth_it else "leave it out"
     message = f"times as fast with `fuse_projections: true`, by rows at once: {each}; {advice}."
     return Finding("fused", "ok", message, {"gains": {str(rows): g for rows, g in gains.items()}})
-
-
-def megabytes(count: int) -> str:
-    """Return a number of bytes in megabytes."""
-    return f"{count / 1e6:,.1f} MB"

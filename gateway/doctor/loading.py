@@ -15,7 +15,7 @@ from gateway.app.self_tests import VerdictStore, default_folder
 from gateway.bench.engine import EmbeddingReference, GenerationReference, RerankReference
 from gateway.bench.kinds import Kind
 from gateway.bench.workloads import Texts, Wording
-from gateway.doctor.findings import megabytes, tolerance
+from gateway.doctor.findings import tolerance
 from gateway.doctor.trials import (
     EmbeddingTrial,
     GenerationTrial,
@@ -33,6 +33,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.self_test import bound_of
 from gateway.errors import InsufficientMemory
 from gateway.jobs import Verdict
+from gateway.logs import human_bytes
 from gateway.registry import ChatSpec, EmbeddingSpec, PackageSource, RerankSpec, Resolved
 from gateway.settings import Settings
 
@@ -71,7 +72,7 @@ def load(resolved: Resolved, engines: MlxEngines, settings: Settings) -> Trial:
         budget_bytes(settings, engines.memory_bytes),
     )
     if (needed := size.weights + size.kv) > room:
-        reason = f"it takes {megabytes(needed)}, and models may hold {megabytes(room)}."
+        reason = f"it takes {human_bytes(needed)}, and models may hold {human_bytes(room)}."
         raise InsufficientMemory(spec.id, reason)
     wording = Wording(
         model=resolved.name,

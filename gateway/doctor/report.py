@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from gateway import __version__
-from gateway.doctor.findings import Finding, megabytes
+from gateway.doctor.findings import Finding
+from gateway.logs import human_bytes
 from gateway.registry import ModelSpec, PackageSource
 
 COLUMNS: Final = ("Of", "Check", "State", "Found")
@@ -122,7 +123,7 @@ class Report:
         about = system()
         if (device := self.device.get("device")) is not None:
             yield f"{device} ({self.device.get('device_name', 'of no name')})"
-            yield f"models may hold {megabytes(self.device['models_may_hold_bytes'])}"
+            yield f"models may hold {human_bytes(self.device['models_may_hold_bytes'])}"
         if "blas_described" in self.device:
             yield f"{self.device['blas_described']} ({self.device['gflops']} GFLOP/s)"
         yield f"{about['cores']} cores"

@@ -32,6 +32,7 @@ from gateway.jobs import (
     Vectors,
     Verdict,
 )
+from gateway.logs import human_bytes
 from gateway.registry import EmbeddingSpec
 from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngine
 
@@ -84,7 +85,7 @@ def run_trial(open_: Callable[[], Trial], held_bytes: Callable[[], int]) -> Iter
         yield Finding(LOAD, "fail", _describe(error))
         return
     loaded, seconds = held_bytes(), time.perf_counter() - started
-    message = f"{findings.megabytes(loaded - before)}, {trial.dtype}, in {seconds:.1f} seconds."
+    message = f"{human_bytes(loaded - before)}, {trial.dtype}, in {seconds:.1f} seconds."
     measured = {"seconds": seconds, "bytes": loaded - before, "dtype": trial.dtype}
     yield Finding(LOAD, "ok", message, measured)
     for stage in trial.stages():

@@ -85,7 +85,7 @@ async def test_a_model_beyond_the_budget_is_507(models: Catalog) -> None:
         error = answer.json()["error"]
         assert error["code"] == "insufficient_memory"
         assert "`writer`" in error["message"]
-        assert "2,000 bytes, and 1,000 are allowed" in error["message"]
+        assert "2 KiB, and 1000 B are allowed" in error["message"]
         body = {"model": "embed", "input": "hi"}
         assert (await client.post("/v1/embeddings", json=body)).status_code == 200
 

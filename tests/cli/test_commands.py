@@ -41,6 +41,18 @@ def test_it_says_which_version_it_is(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"mlx-gateway {version('mlx-gateway')}\n"
 
 
+@pytest.mark.parametrize("command", [[], ["doctor"], ["bench"]])
+def test_help_shows_no_type_of_what_takes_no_value(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--version`, not `--version <bool>`; of others the type is there."""
+    assert run(*command, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "--help" in shown
+    assert "bool" not in shown
+    assert ("--models" in shown and "<path>" in shown) or not command
+
+
 def test_check_says_that_nothing_is_wrong(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 0, and how many models there are."""
     (here / "models.yaml").write_text(GOOD)
@@ -205,7 +217,7 @@ def test_models_lists_what_is_served(here: Path, capsys: pytest.CaptureFixture[s
     m, p = capsys.readouterr().out.splitlines()
     assert m.split("\t") == ["m", "chat", "n", "hub:org/name", "no", ""]
     folder = f"path:{(here / 'w').resolve()}"
-    assert p.split("\t") == ["p", "embedding", "", folder, "yes", "4 MB"]
+    assert p.split("\t") == ["p", "embedding", "", folder, "yes", "3 MiB"]
 
 
 def listed(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -226,17 +238,17 @@ def test_a_hub_model_is_on_disk_when_all_its_shards_are(
     assert listed(capsys) == ["no "]
     (repo / "blobs").mkdir(parents=True)
     (repo / "blobs" / "b.part").write_bytes(bytes(5_000_000))
-    assert listed(capsys) == ["in part 5 MB"]
+    assert listed(capsys) == ["in part 5 MiB"]
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     index = snapshot / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
     (snapshot / "1.safetensors").write_bytes(b"")
-    assert listed(capsys) == ["in part 5 MB"]
+    assert listed(capsys) == ["in part 5 MiB"]
     (snapshot / "2.safetensors").write_bytes(b"")
-    assert listed(capsys) == ["yes 62 bytes"]
+    assert listed(capsys) == ["yes 62 B"]
     index.write_text("[]")
-    assert listed(capsys) == ["in part 5 MB"]
+    assert listed(capsys) == ["in part 5 MiB"]
 
 
 def test_what_is_nowhere_is_not_on_disk(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

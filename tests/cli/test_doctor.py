@@ -125,7 +125,7 @@ def test_a_model_beyond_the_memory_that_is_set_is_a_warning(here: Path) -> None:
     status, found = doctor(here, GATEWAY_CACHE_MAX_BYTES="1000")
     assert status == 0
     assert found["memory"].startswith("warn mine would hold ")
-    assert found["memory"].endswith(", and models may hold 1 kB. Use a smaller one.")
+    assert found["memory"].endswith(", and models may hold 1000 B. Use a smaller one.")
 
 
 def test_a_slow_cpu_is_told_what_to_install() -> None:
@@ -168,7 +168,7 @@ def test_a_model_beyond_memory_is_named() -> None:
     sizes = {"small": 1 * GB, "large": 5 * GB}
     assert checks.check_memory(5 * GB, sizes).state == "ok"
     assert checks.check_memory(4 * GB, sizes).message.startswith(
-        "large would hold 5.0 GB, and models may"
+        "large would hold 4.7 GiB, and models may"
     )
     assert checks.check_memory(4 * GB, {}).state == "ok"
 

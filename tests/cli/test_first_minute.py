@@ -91,10 +91,13 @@ def test_a_terminal_sees_models_load_and_ends_with_a_line_to_paste(tiny: Path) -
         assert re.search(r" model=tiny [\d.]+ s [\d.]+ [KM]iB", loaded)
         url = re.search(r"url=(\S+)", "\n".join(lines))
         assert url is not None
-        assert lines[-3] == f"mlx-gateway is ready on {url[1]}. Ask it something:"
+        assert lines[-3] == f"mlx-gateway is ready on {url[1]} (Ctrl-C stops it). Ask it something:"
         assert lines[-1].startswith(f"curl {url[1]}/v1/chat/completions -d ")
         assert "choices" in answered(lines[-1])
         assert all(len(line) <= 100 for line in lines[:-1])
+        (tested,) = (line for line in lines if line.startswith("self_test_"))
+        assert re.search(r" model=tiny answers=(together|one at a time)", tested.replace('"', ""))
+        assert "None" not in tested
 
 
 @needs_curl

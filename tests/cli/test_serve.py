@@ -63,7 +63,7 @@ def test_a_broken_file_is_refused_in_checks_own_words(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
-    """No traceback."""
+    """Once, with what to do, and no traceback."""
     with serving(tmp_path) as (_, url):
         port = url.rpartition(":")[2]
         done = subprocess.run(
@@ -75,7 +75,10 @@ def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
             check=False,
         )
     assert done.returncode == 2
-    assert b"in use" in done.stderr
+    assert done.stderr.splitlines()[-1].decode() == (
+        f"127.0.0.1:{port}: Address already in use. Is a gateway running already? If not, choose "
+        "another port: GATEWAY_PORT."
+    )
     assert b"Traceback" not in done.stderr
 
 

@@ -1,7 +1,9 @@
 """The systemd unit and the launchd list: what their supervisors read, and what keeps promises."""
 
+import os
 import plistlib
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -89,15 +91,49 @@ def test_launchd_outwaits_the_drain_and_restarts_what_hung() -> None:
     with PLIST.open("rb") as file:
         job = plistlib.load(file)
     assert job["Label"] == PLIST.stem
-    assert job["ProgramArguments"] == [
-        f"{job['WorkingDirectory']}/.venv/bin/mlx-gateway",
-        "serve",
-    ]
+    assert job["ProgramArguments"][-1] == f"{job['WorkingDirectory']}/.venv/bin/mlx-gateway"
     assert job["RunAtLoad"] is True
     assert job["KeepAlive"] == {"SuccessfulExit": False}
     assert job["ExitTimeOut"] > DRAIN_S
     assert job["SoftResourceLimits"]["NumberOfFiles"] >= 4096
     assert job["Umask"] == 0o077
+
+
+def launched(gateway: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Start what launchd would, with a script in the place of the gateway."""
+    with PLIST.open("rb") as file:
+        command = plistlib.load(file)["ProgramArguments"]
+    program = folder / "mlx-gateway"
+    program.write_text(f"#!/bin/sh\n{gateway}\n")
+    program.chmod(0o755)
+    return subprocess.Popen([*command[:-1], str(program)], stdout=subprocess.PIPE)
+
+
+@pytest.mark.parametrize(("status", "told"), [(0, 0), (1, 1), (2, 0), (70, 70)])
+def test_launchd_is_told_of_success_where_no_restart_helps(
+    tmp_path: Path, status: int, told: int
+) -> None:
+    """It starts again whatever has failed, and a wrong setting stays wrong."""
+    with launched(f'[ "$*" = serve ] && exit {status}; exit 99', tmp_path) as supervised:
+        assert supervised.wait(20) == told
+
+
+def test_launchds_signals_reach_the_gateway(tmp_path: Path) -> None:
+    """A hangup ends nothing; a drain is waited for, and its status is the gateway's."""
+    gateway = """
+trap 'echo reloaded' HUP
+trap 'echo drained; exit 7' TERM
+echo up
+while :; do sleep 0.01; done
+"""
+    with launched(gateway, tmp_path) as supervised:
+        assert supervised.stdout is not None
+        assert supervised.stdout.readline() == b"up\n"
+        os.kill(supervised.pid, signal.SIGHUP)
+        assert supervised.stdout.readline() == b"reloaded\n"
+        os.kill(supervised.pid, signal.SIGTERM)
+        assert supervised.stdout.readline() == b"drained\n"
+        assert supervised.wait(20) == 7
 
 
 @pytest.mark.parametrize(

@@ -200,9 +200,9 @@ def test_memory_that_stays_fails() -> None:
     assert states(examined(writing(Writer()), held(0, 90 * MB, 90 * MB, 0))) == {}
     rows = examined(writing(Writer()), held(0, 90 * MB, 95 * MB, 5 * MB))
     assert states(rows) == {"memory": "fail"}
-    assert rows["memory"].said == "5.2 MB of its work stay while nothing runs."
+    assert rows["memory"].said == "5 MiB of its work stay while nothing runs."
     model = examined(writing(Writer()), held(0, 90 * MB, 90 * MB, 3 * MB))
-    assert model["memory"].said == "3.1 MB of 94.4 MB stay after it is closed."
+    assert model["memory"].said == "3 MiB of 90 MiB stay after it is closed."
 
 
 def test_an_embedder_that_is_right_passes_all() -> None:

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from gateway import clock, metrics
 from gateway.errors import GatewayError, InsufficientMemory, NoRoom
+from gateway.logs import human_bytes
 from gateway.serving.budget import Budget, Share
 from gateway.serving.models.entry import Entry, State
 from gateway.serving.models.eviction import (
@@ -266,7 +267,8 @@ class Room(Generic[M]):
             )
             suffix = f" beside {beside}" if pinned else ""
             return InsufficientMemory(
-                entry.spec.id, f"it needs {nbytes:,} bytes, and {allowed:,} are allowed{suffix}."
+                entry.spec.id,
+                f"it needs {human_bytes(nbytes)}, and {human_bytes(allowed)} are allowed{suffix}.",
             )
         places = sum(each.base is None for each in pinned)
         if entry.base is None and places >= self._max_models:

@@ -169,7 +169,7 @@ async def test_an_idle_adapter_makes_room_for_another_and_the_base_stays() -> No
 async def test_an_adapter_without_room_beside_its_base_is_refused_at_once() -> None:
     shelf = Shelf()
     async with cache(shelf, nbytes=105) as models:
-        with pytest.raises(InsufficientMemory, match="5 are allowed beside its base"):
+        with pytest.raises(InsufficientMemory, match="5 B are allowed beside its base"):
             await models.load(ONE)
         async with models.lease(BASE) as found:
             assert found == "base"

@@ -327,7 +327,7 @@ async def test_a_model_that_can_never_fit_is_refused_at_once() -> None:
     shelf.sizes["a"] = 1234
     async with cache(shelf, load_wait_s=60) as models:
         async with models.lease(spec("b")), asyncio.timeout(5):
-            with pytest.raises(InsufficientMemory, match=r"1,234 bytes, and 1,000 are allowed"):
+            with pytest.raises(InsufficientMemory, match=r"1 KiB, and 1000 B are allowed"):
                 await _use(models, "a")
         assert shelf.open == ["b"], "nobody had to leave for it"
         assert models.status(spec("a")).state == "failed"
@@ -495,7 +495,7 @@ async def test_a_pinned_model_stays() -> None:
         async with asyncio.timeout(5):
             while shelf.open != ["a"]:
                 await asyncio.sleep(0.01)
-        with pytest.raises(InsufficientMemory, match="95 bytes, and 90 are allowed beside"):
+        with pytest.raises(InsufficientMemory, match="95 B, and 90 B are allowed beside"):
             await _use(models, "b")
 
 
