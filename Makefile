@@ -7,7 +7,7 @@ QUIET ?= --quiet
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-signals doctor soak compat compat-ci lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured device simulate demo-train demo-evaluate clean
+.PHONY: help serve test test-signals doctor soak compat compat-ci screenshots lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured device simulate demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ compat: setup-compat setup-clients ## Run every test with real clients, the long
 
 compat-ci: setup-compat ## Run Graphiti with one short episode, and the dashboard in Chromium
 	$(BIN)/python -m pytest compat_tests/graphiti compat_tests/dashboard
+
+screenshots: setup-compat ## Make docs/dashboard-*.png anew, in Chromium and on an idle machine (two minutes)
+	$(BIN)/python -m compat_tests.dashboard.make_screenshots
 
 lint: setup-dev ## Check format, style and types
 	$(BIN)/ruff format --check .

@@ -41,6 +41,19 @@ def shipped_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @contextmanager
 def started(folder: Path, models: Path = DEMO, **settings: str) -> Iterator[str]:
     """Run `mlx-gateway serve` and give its address; stop it by its own process id."""
+    process, address = start(folder, models, **settings)
+    try:
+        yield address
+    finally:
+        process.terminate()
+        status = process.wait(30)
+    assert status == 0, (folder / "log").read_text()
+
+
+def start(
+    folder: Path, models: Path = DEMO, port: str = "0", **settings: str
+) -> tuple["subprocess.Popen[bytes]", str]:
+    """Start `mlx-gateway serve`, wait until it is ready, and return its process and address."""
     log = folder / "log"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GATEWAY_")}
     environment |= {
@@ -50,21 +63,19 @@ def started(folder: Path, models: Path = DEMO, **settings: str) -> Iterator[str]
         "GATEWAY_HUB_CACHE": str(folder / "hub"),
         **settings,
     }
+    command = [sys.executable, "-m", "gateway", "serve", "--port", port]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", "serve", "--port", "0", "--models", str(models)],
-            cwd=ROOT,
-            env=environment,
-            stderr=output,
+            [*command, "--models", str(models)], cwd=ROOT, env=environment, stderr=output
         )
     try:
         address = _address(process, log)
         _wait_ready(process, address, log)
-        yield address
-    finally:
-        process.terminate()
-        status = process.wait(30)
-    assert status == 0, log.read_text()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return process, address
 
 
 def _address(process: "subprocess.Popen[bytes]", log: Path) -> str:

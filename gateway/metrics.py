@@ -83,7 +83,7 @@ EMBEDDING_CACHE = Counter(
     "gateway_embedding_cache", "Texts looked up in the embedding cache.", ["model", "outcome"]
 )
 CACHED_TOKENS = Counter(
-    "gateway_cached_prompt_tokens", "Prompt tokens whose KV was at hand.", ["model"]
+    "gateway_cached_prompt_tokens", "Prompt tokens found in the prefix cache.", ["model"]
 )
 READ_AHEAD = Counter(
     "gateway_tokens_read_ahead",

@@ -171,7 +171,7 @@ def test_a_chat_is_shown_as_it_is_written(page: Any) -> None:
     """In more than one piece, with its figures."""
     page.fill("#chat textarea", QUESTION)
     page.keyboard.press("Enter")
-    page.locator("#chat .result", has_text="written").wait_for()
+    page.locator("#chat .result", has_text="completion tokens").wait_for()
     answer = page.locator("#chat .turn.assistant span:last-child")
     assert "Paris" in answer.text_content()
     assert answer.evaluate("one => one.childNodes.length") > 2
@@ -213,7 +213,7 @@ def test_it_fits_a_phone(browser: Any, url: str) -> None:
 
 def test_without_the_admin_key_no_request_is_told(browser: Any, url: str) -> None:
     with looking(browser, url) as page:
-        page.get_by_text("The admin key shows the last errors.").wait_for()
+        page.get_by_text("Enter the admin key under Keys to see the last errors.").wait_for()
         assert page.locator("#requests tbody tr, #errors tbody tr").count() == 0
         assert page.locator("#models").get_by_role("button").count() == 0
 
@@ -235,11 +235,11 @@ def test_a_key_is_asked_for_and_kept_in_its_tab_alone(
             if is_right:
                 page.locator("#status[data-is=good]").wait_for()
             else:
-                page.get_by_text("not one of this gateway").wait_for()
+                page.locator("#keys-reason", has_text="does not accept this API key").wait_for()
         page.locator("#chat option").first.wait_for(state="attached")
         page.fill("#chat textarea", QUESTION)
         page.get_by_role("button", name="Send").click()
-        page.locator("#chat .result", has_text="written").wait_for()
+        page.locator("#chat .result", has_text="completion tokens").wait_for()
         assert page.evaluate("localStorage.length") == 0
         assert context.cookies() == []
         assert not [each for each in fetched if "open-up" in each]

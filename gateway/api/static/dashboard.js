@@ -5,14 +5,26 @@ import { button, fill, find, list, make, say, sparkline } from "./elements.js";
 import * as read from "./readings.js";
 import { offerModels } from "./try_it.js";
 
-const STAGES = ["parse", "tokenise", "queue", "lane", "prefill", "decode", "inference", "serialise"];
+const STAGES = {
+  parse: "Reading and checking the request",
+  tokenise: "Text to tokens",
+  load: "Loading the model",
+  compile: "Preparing the grammar of a structured answer",
+  queue: "Waiting for a place in a batch",
+  lane: "Waiting for the device",
+  prefill: "From joining the batch to the first token",
+  decode: "From the first token to the last",
+  inference: "Computing embeddings or scores",
+  serialise: "Writing the answer as JSON",
+};
 const RARE_STAGES = ["load", "compile"]; // shown where a request had them
 const KINDS = ["decode", "prefill", "embedding", "rerank", "load"];
 const QUANTILES = [0.5, 0.95, 0.99];
 const RETRY_S = 3;
 
 const history = new read.History();
-let isRecent = true;
+let chosen = null; // "recent" or "start", by hand
+let isRecent = false; // else since the start, until a request has ended under this tab
 let problem = null; // what the last action ran into
 let answered = 0; // when the last sample came
 
@@ -39,7 +51,12 @@ async function follow(signal) {
     } catch (error) {
       if (signal.aborted) return;
       showStatus("bad", "not connected");
-      if (error.status === 401) return askForKeys(keys.get("admin") || keys.get("api") ? "That key is not one of this gateway’s." : "This gateway asks for a key.");
+      find("main").classList.add("old");
+      if (error.status === 401) {
+        const kind = ["admin", "api"].find(keys.get);
+        const name = kind === "admin" ? "admin" : "API";
+        return askForKeys(kind ? `The gateway does not accept this ${name} key.` : "This gateway asks for a key.");
+      }
       if (error.status === 404 && keys.get("admin")) {
         keys.set("admin", ""); // the gateway has no admin key
         continue;
@@ -60,7 +77,7 @@ function notify(text) {
 }
 
 function failed(error) {
-  if (error.status === 401) return askForKeys("That admin key is not this gateway’s.");
+  if (error.status === 401) return askForKeys("The gateway does not accept this admin key.");
   problem = error.message;
   notify(problem);
   setTimeout(() => {
@@ -75,6 +92,7 @@ const dialog = find("#keys");
 function askForKeys(reason = "") {
   const form = find("form", dialog);
   say(find("#keys-reason"), reason);
+  if (reason) notify(`${reason} Enter one under Keys.`); // for those who close the dialog
   form.elements.api.value = keys.get("api");
   form.elements.admin.value = keys.get("admin");
   if (!dialog.open) dialog.showModal();
@@ -85,10 +103,10 @@ dialog.addEventListener("close", () => {
   const isForgotten = dialog.returnValue === "forget";
   if (dialog.returnValue === "save" || isForgotten) {
     for (const kind of ["api", "admin"]) keys.set(kind, isForgotten ? "" : form.elements[kind].value.trim());
+    look();
   }
   form.reset();
   dialog.returnValue = "";
-  look();
 });
 find("#keys-button").addEventListener("click", () => askForKeys());
 
@@ -96,6 +114,8 @@ find("#keys-button").addEventListener("click", () => askForKeys());
 
 function show(sample) {
   notify(problem);
+  find("main").classList.remove("old");
+  isRecent = chosen ? chosen === "recent" : read.count(history.histogram("gateway_stage_seconds", {}, true)) > 0;
   const isReady = sample.status === "ready";
   showStatus(isReady ? "good" : ["loading", "draining"].includes(sample.status) ? "warn" : "bad", sample.status);
   say(find("#version"), sample.version);
@@ -124,7 +144,7 @@ const TILES = [
     unit: "/s",
     figure: () => history.rate("gateway_requests_total", {}),
     format: read.rate,
-    aside: (now) => `${read.integer(read.value(now, "gateway_requests_total"))} in all`,
+    aside: (now) => `${read.integer(read.value(now, "gateway_requests_total"))} in total`,
     series: "gateway_requests_total",
   },
   {
@@ -132,7 +152,7 @@ const TILES = [
     unit: "/s",
     figure: () => history.rate("gateway_prompt_tokens_total"),
     format: read.rate,
-    aside: (now) => `${read.integer(read.value(now, "gateway_prompt_tokens_total"))} in all`,
+    aside: (now) => `${read.integer(read.value(now, "gateway_prompt_tokens_total"))} in total`,
     series: "gateway_prompt_tokens_total",
   },
   {
@@ -140,7 +160,7 @@ const TILES = [
     unit: "/s",
     figure: () => history.rate("gateway_completion_tokens_total"),
     format: read.rate,
-    aside: (now) => `${read.integer(read.value(now, "gateway_completion_tokens_total"))} in all`,
+    aside: (now) => `${read.integer(read.value(now, "gateway_completion_tokens_total"))} in total`,
     series: "gateway_completion_tokens_total",
   },
   {
@@ -155,7 +175,7 @@ const TILES = [
     figure: (now) => read.value(now, "gateway_tickets"),
     format: read.integer,
     aside: (now) =>
-      `${read.integer(read.value(now, "gateway_queue_depth"))} inside, ${read.integer(read.value(now, "gateway_queue_tokens"))} tokens`,
+      `${read.integer(read.value(now, "gateway_queue_depth"))} in progress, ${read.integer(read.value(now, "gateway_queue_tokens"))} tokens`,
   },
   {
     name: "Memory",
@@ -163,7 +183,7 @@ const TILES = [
     format: read.bytes,
     most: (now) => read.value(now, "gateway_budget_limit_bytes"),
     aside: (now) =>
-      `of ${read.bytes(read.value(now, "gateway_budget_limit_bytes"))} to hold, ${read.bytes(read.value(now, "gateway_device_active_bytes"))} in arrays`,
+      `of ${read.bytes(read.value(now, "gateway_budget_limit_bytes"))} · MLX uses ${read.bytes(read.value(now, "gateway_device_active_bytes"))}`,
   },
 ].map((tile) => {
   const [svg, draw] = sparkline();
@@ -178,9 +198,14 @@ function showTiles(now) {
     const number = figure(now);
     say(elements.figure, format(number) + (unit && number != null ? ` ${unit}` : ""));
     say(elements.aside, aside(now));
-    elements.aside.title = elements.aside.textContent;
     elements.draw(history.draw(name, line(now) ?? 0), most?.(now));
   }
+}
+
+/** Show a table, or a sentence in its place while it has no rows. */
+function showTable(name, rows, ifEmpty, hint = "") {
+  find(`#${name}`).hidden = !rows.length;
+  say(find(`#${name}-hint`), rows.length ? hint : ifEmpty);
 }
 
 const cells = (count, classes = {}) =>
@@ -189,45 +214,35 @@ const numbers = (...indices) => Object.fromEntries(indices.map((index) => [index
 
 function showModels(now) {
   const create = ({ id, kind, aliases }) => {
-    const name = make("th", { scope: "row" }, id);
+    const name = make("th", { scope: "row", class: "long" }, id);
     const more = aliases.length ? `${kind} · ${aliases.join(", ")}` : kind;
-    name.append(make("span", { class: "sub", title: more }, more));
-    return make("tr", {}, name, ...cells(8, { ...numbers(1, 2, 3, 4, 5, 6), 7: "actions" }));
+    name.append(make("span", { class: "sub" }, more));
+    return make("tr", {}, name, ...cells(7, { ...numbers(1, 2, 3, 4, 5), 0: "long", 6: "actions" }));
   };
   list(find("#models tbody"), now.models, (each) => each.id, create, (row, model) => {
     const { id } = model;
     const gauge = (name) => read.integer(read.value(now, name, { model: id }));
     const named = (name) => `${name}{model=${JSON.stringify(id)}}`;
     const gauges = ["gateway_queue_depth", "gateway_tickets", "gateway_rows", "gateway_queue_tokens"];
-    showState(row.cells[1], model);
-    fill(
-      row,
-      [
-        undefined,
-        undefined,
-        read.bytes(model.bytes),
-        ...gauges.map(gauge),
-        model.last_used ? ago(now.at - model.last_used) : read.NONE,
-      ],
-      [null, null, null, ...gauges.map(named)],
-    );
-    list(row.cells[8], actionsFor(model), (each) => each, (action) => actionButton(id, action), () => {});
+    showState(row.cells[1], model, now.at);
+    fill(row, [undefined, undefined, read.bytes(model.bytes), ...gauges.map(gauge)], [null, null, null, ...gauges.map(named)]);
+    list(row.cells[7], actionsFor(model), (each) => each, (action) => actionButton(id, action), () => {});
   });
-  const hint = find("#models-hint");
-  hint.hidden = Boolean(now.requests);
-  say(hint, now.has_admin ? "The admin key lets you load, unload and pin." : "Set GATEWAY_ADMIN_KEY to load, unload and pin from here.");
+  const hint = adminHint(now, "", "load, unload and pin models");
+  showTable("models", now.models, "No models: add one to models.yaml.", hint);
 }
 
 const ago = (seconds) => (seconds < 5 ? "now" : `${read.duration(seconds)} ago`);
 
-function showState(cell, { state, pinned, error, batching }) {
+function showState(cell, { state, pinned, error, batching, last_used: used }, at) {
   if (!cell.firstElementChild) {
-    cell.append(make("span", { class: "state" }), make("span", { class: "pinned" }, "pinned"), make("span", { class: "sub wrong" }));
+    cell.append(make("span", { class: "state" }), make("span", { class: "pinned" }, "pinned"), make("span", { class: "sub" }), make("span", { class: "sub wrong" }));
   }
-  const [name, pin, wrong] = cell.children;
+  const [name, pin, last, wrong] = cell.children;
   name.dataset.is = state;
   say(name, state);
   pin.hidden = !pinned;
+  say(last, used ? `used ${ago(at - used)}` : "");
   const trouble = error ?? batching?.problem ?? "";
   say(wrong, trouble);
   wrong.hidden = !trouble;
@@ -269,27 +284,29 @@ function showLane(now) {
   });
 }
 
-const spanName = () => (isRecent ? "last 10 min" : "since start");
+const spanName = () => (isRecent ? `last ${watched()}` : "since start");
+const watched = () => read.duration(Math.max(1, history.now.at - history.start.at));
 
 function showSpan(now) {
-  const watchedS = now.at - history.start.at;
   say(find("#span-hint"), isRecent
-    ? `Of requests that ended in the last ${read.duration(Math.max(1, watchedS))}, as far as this tab has watched.`
-    : `Of all requests since the gateway started, ${read.duration(now.at - now.started)} ago.`);
+    ? `Requests that ended in the last ${watched()}, while this tab was watching.`
+    : `All requests since the gateway started, ${read.duration(now.at - now.started)} ago.`);
   for (const label of document.querySelectorAll(".span-label")) say(label, spanName());
+  for (const choice of document.querySelectorAll("[data-span]")) {
+    choice.setAttribute("aria-pressed", (choice.dataset.span === "recent") === isRecent);
+  }
 }
 
 for (const choice of document.querySelectorAll("[data-span]")) {
   choice.addEventListener("click", () => {
-    isRecent = choice.dataset.span === "recent";
-    for (const each of document.querySelectorAll("[data-span]")) each.setAttribute("aria-pressed", each === choice);
+    chosen = choice.dataset.span;
     if (history.now) show(history.now);
   });
 }
 
 function showBatches(now) {
   const models = now.models.filter(({ id }) => read.value(now, "gateway_prompt_tokens_total", { model: id }) > 0);
-  const create = ({ id }) => make("tr", {}, make("th", { scope: "row" }, id), ...cells(5, numbers(0, 1, 2, 3, 4)));
+  const create = ({ id }) => make("tr", {}, make("th", { scope: "row", class: "long" }, id), ...cells(5, numbers(0, 1, 2, 3, 4)));
   list(find("#batches tbody"), models, (each) => each.id, create, (row, { id: model }) => {
     const average = (name) => read.mean(history.histogram(name, { model }, isRecent));
     const total = (name, more = {}) => history.total(name, { model, ...more }, isRecent);
@@ -305,36 +322,40 @@ function showBatches(now) {
       read.percent(share(total(ahead, { kind: "accepted" }), total(ahead, { kind: "drafted" }))),
     ]);
   });
+  showTable("batches", models, "No model has read a prompt or a text yet.");
 }
 
 function showStages() {
   const name = "gateway_stage_seconds";
   const every = history.series(name);
-  const rare = RARE_STAGES.filter((stage) => every.some((labels) => labels.stage === stage));
-  const stages = [...STAGES.slice(0, 2), ...rare, ...STAGES.slice(2)];
+  const stages = Object.keys(STAGES).filter((stage) => !RARE_STAGES.includes(stage) || every.some((labels) => labels.stage === stage));
   const head = find("#stages thead tr");
-  list(head, ["", ...stages], (each) => each, (stage) => make("th", { scope: "col" }, stage || "Model and path"), () => {});
+  list(head, ["", ...stages], (each) => each, (stage) => make("th", { scope: "col", class: stage && "number", title: STAGES[stage] ?? "" }, stage || "Model and path"), () => {});
   const pairs = new Map(every.map(({ model, route }) => [`${model} ${route}`, { model, route }]));
-  const rows = [...pairs.values()].sort((a, b) => a.model.localeCompare(b.model) || a.route.localeCompare(b.route));
-  const create = ({ model, route }) => make("tr", {}, make("th", { scope: "row", title: `${model} ${route}` }, model, make("span", { class: "sub" })));
-  list(find("#stages tbody"), rows, ({ model, route }) => `${model} ${route}`, create, (row, { model, route }) => {
-    const requests = Math.max(...stages.map((stage) => read.count(history.histogram(name, { model, route, stage }, isRecent))));
-    say(find(".sub", row), `${route} · ${read.integer(requests)}`);
+  const counted = ({ model, route }, stage) => history.histogram(name, { model, route, stage }, isRecent);
+  const requests = (pair) => Math.max(...stages.map((stage) => read.count(counted(pair, stage))));
+  const rows = [...pairs.values()].filter(requests).sort((a, b) => a.model.localeCompare(b.model) || a.route.localeCompare(b.route));
+  const create = ({ model }) => make("tr", {}, make("th", { scope: "row", class: "long" }, model, make("span", { class: "sub" })));
+  list(find("#stages tbody"), rows, ({ model, route }) => `${model} ${route}`, create, (row, pair) => {
+    const ended = requests(pair);
+    say(find(".sub", row), `${pair.route} · ${read.integer(ended)} ${ended === 1 ? "request" : "requests"}`);
     stages.forEach((stage, index) => {
       const cell = row.cells[index + 1] ?? row.insertCell();
       if (!cell.children.length) cell.append(make("b"), make("span"), make("span"));
-      const counted = history.histogram(name, { model, route, stage }, isRecent);
-      cell.title = `${stage}: ${read.integer(read.count(counted))} requests`;
-      cell.dataset.stage = stage;
-      const texts = QUANTILES.map((q) => read.count(counted) ? read.seconds(read.quantile(counted, q)) : "");
+      const times = counted(pair, stage);
+      cell.title = `${stage}: ${read.integer(read.count(times))} requests`;
+      cell.dataset.stage = cell.dataset.label = stage;
+      cell.className = read.count(times) ? "number" : "number empty";
+      const texts = QUANTILES.map((q) => read.count(times) ? read.seconds(read.quantile(times, q)) : "");
       texts.forEach((text, nth) => say(cell.children[nth], text));
     });
   });
+  showTable("stages", rows, `No request has ended ${isRecent ? `in the last ${watched()}` : "since the gateway started"}.`);
 }
 
 function showRequests(now) {
   const create = ({ number }) => {
-    const made = make("tr", {}, ...cells(8, { ...numbers(0, 4, 5), 6: "id", 7: "actions" }));
+    const made = make("tr", {}, ...cells(8, { ...numbers(0, 4, 5), 1: "long", 2: "long path", 6: "id", 7: "actions" }));
     made.cells[7].append(button("cancel", () => cancelRequest(number), failed, { class: "danger", "aria-label": `cancel request ${number}` }));
     return made;
   };
@@ -345,31 +366,30 @@ function showRequests(now) {
     fill(row, texts.map((text) => text ?? read.NONE));
     row.cells[6].title = each.key ? `${each.request_id} (${each.key})` : each.request_id;
   });
-  find("#requests").hidden = !requests.length;
   say(find("#in-flight-count"), now.requests ? read.integer(requests.length) : "");
-  say(find("#requests-hint"), requests.length ? "" : adminHint(now, "No request is in flight.", "requests in flight, and cancel them"));
+  showTable("requests", requests, adminHint(now, "No request is in flight.", "see and cancel requests in flight"));
 }
 
 function showErrors(now) {
-  const create = () => make("tr", {}, ...cells(7, { ...numbers(1, 5), 6: "id" }));
+  const create = () => make("tr", {}, ...cells(7, { ...numbers(1, 5), 2: "long", 3: "long", 4: "long path", 6: "id" }));
   const errors = now.errors ?? [];
   list(find("#errors tbody"), errors, (each) => `${each.at} ${each.request_id}`, create, (row, each) => {
     const when = new Date(1000 * each.at).toLocaleTimeString([], { hour12: false });
     fill(row, [when, String(each.status), each.code, each.model ?? read.NONE, `${each.method} ${each.route}`, read.seconds(each.ms / 1000), each.request_id]);
     row.cells[6].title = each.request_id;
   });
-  find("#errors").hidden = !errors.length;
-  say(find("#errors-hint"), errors.length ? "Messages may repeat what callers sent, so they are not kept: find a request by its id in the log." : adminHint(now, "No request has failed.", "the last errors"));
+  const hint = "Messages may repeat what callers sent, so they are not kept: look for the request id in the log.";
+  showTable("errors", errors, adminHint(now, "No request has failed.", "see the last errors"), hint);
 }
 
 function adminHint(now, nothing, what) {
   if (now.requests) return nothing;
-  return now.has_admin ? `The admin key shows ${what}.` : `Set GATEWAY_ADMIN_KEY to see ${what}.`;
+  return now.has_admin ? `Enter the admin key under Keys to ${what}.` : `Set GATEWAY_ADMIN_KEY to ${what}.`;
 }
 
 document.addEventListener("visibilitychange", look);
 window.addEventListener("pagehide", () => watch?.abort());
 setInterval(() => {
-  if (watch && answered && Date.now() - answered > 5000 && find("#status").dataset.is !== "bad") showStatus("warn", "no sample for a while");
+  if (watch && answered && Date.now() - answered > 5000 && find("#status").dataset.is !== "bad") showStatus("warn", "no news for 5 s");
 }, 1000);
 look();

@@ -58,11 +58,12 @@ export function list(parent, items, key, create, update) {
   for (const child of old.values()) child.remove();
 }
 
-/** Fill a row's cells: texts, null for a dash. `series` are the names in /metrics of its numbers. */
+/** Fill a row's cells: texts, undefined to leave one. `series` are the names in /metrics of its numbers. */
 export function fill(row, texts, series = []) {
   texts.forEach((text, index) => {
     const cell = row.cells[index];
     if (text !== undefined) say(cell, text);
+    cell.dataset.label ??= row.closest("table").tHead.rows[0].cells[index].textContent; // seen on a phone
     if (series[index]) cell.dataset.series = series[index];
   });
 }

@@ -2,6 +2,7 @@
 
 const ROOT = new URL("../", import.meta.url); // also right behind a proxy that adds a prefix
 const NAMES = { api: "mlx-gateway.api-key", admin: "mlx-gateway.admin-key" };
+const UNREACHABLE = "The gateway cannot be reached.";
 
 /** The keys of this tab: session storage ends with it, and no other tab reads it. */
 export const keys = {
@@ -38,7 +39,7 @@ export async function call(path, { kind = "api", body, method = body ? "POST" : 
     });
   } catch (error) {
     if (signal?.aborted) throw error;
-    throw new CallError(0, "unreachable", "The gateway cannot be reached.");
+    throw new CallError(0, "unreachable", UNREACHABLE);
   }
   if (answer.ok) return answer;
   let told = null;
@@ -60,7 +61,9 @@ async function* lines(answer) {
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new CallError(0, "unreachable", UNREACHABLE);
+      });
       if (done) return;
       const parts = (rest + value).split("\n");
       rest = parts.pop();

@@ -160,7 +160,6 @@ export function duration(number) {
 
 export function bytes(number) {
   if (number == null) return NONE;
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  const power = Math.min(units.length - 1, number < 1 ? 0 : Math.floor(Math.log2(number) / 10));
-  return `${(power > 2 ? tenths : whole).format(number / 1024 ** power)} ${units[power]}`;
+  const gib = number / 2 ** 30;
+  return gib > 0 && gib < 0.01 ? "<0.01 GiB" : `${decimal(gib)} GiB`;
 }

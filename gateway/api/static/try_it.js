@@ -37,9 +37,11 @@ export function offerModels(models) {
     const select = form(name).elements.model;
     const before = select.value;
     const items = select.options.length ? fitting : loadedFirst; // the order stays while one chooses
-    list(select, items, (each) => each.id, ({ id }) => make("option", { value: id }), (option, { id, state }) => {
-      const note = state === "loaded" ? "" : ` (${state})`;
-      if (option.text !== id + note) option.text = id + note;
+    const shown = items.length ? items : [{ id: "", state: "no model of this kind" }];
+    list(select, shown, (each) => each.id, ({ id }) => make("option", { value: id }), (option, { id, state }) => {
+      const text = state === "loaded" ? id : `${id} (${state})`;
+      if (option.text !== text) option.text = text;
+      option.dataset.state = state;
     });
     if (!before && loadedFirst.length) select.value = loadedFirst[0].id;
     find("button[type=submit]", form(name)).disabled = !fitting.length || form(name).dataset.busy === "true";
@@ -52,12 +54,14 @@ async function run(name, work) {
   const submit = find("button[type=submit]", own);
   own.dataset.busy = submit.disabled = true;
   result.classList.remove("wrong");
+  const { state } = own.elements.model.selectedOptions[0].dataset;
+  result.replaceChildren(state === "loaded" ? "" : "Loading the model first …");
   const started = performance.now();
   try {
     await work(result, () => (performance.now() - started) / 1000);
   } catch (error) {
     result.classList.add("wrong");
-    result.replaceChildren(error.status === 401 ? "This needs the API key: enter it under Keys." : error.message);
+    result.replaceChildren(error.status === 401 ? "This needs an API key of the gateway: enter it under Keys." : error.message);
   } finally {
     own.dataset.busy = submit.disabled = false;
   }
@@ -92,7 +96,6 @@ on("chat", async (result, elapsed) => {
   messages.push({ role: "user", content });
   addTurn("user", content);
   text.value = "";
-  result.replaceChildren();
   const { turn, thought, words } = addTurn("assistant");
   writing = new AbortController();
   stop.hidden = false;
@@ -130,10 +133,10 @@ function describe(usage, timings, firstS, totalS) {
   if (!usage) return "";
   const { completion_tokens: written, prompt_tokens: readTokens } = usage;
   const decodeS = (timings?.decode_ms ?? 0) / 1000;
-  const parts = [`${integer(readTokens)} tokens read, ${integer(written)} written`];
-  if (firstS != null) parts.push(`first after ${seconds(firstS)}`);
+  const parts = [`${integer(readTokens)} prompt tokens, ${integer(written)} completion tokens`];
+  if (firstS != null) parts.push(`first token after ${seconds(firstS)}`);
   if (decodeS > 0 && written > 1) parts.push(`${decimal((written - 1) / decodeS)} tokens/s`);
-  return `${parts.join(" · ")} · ${seconds(totalS)} in all`;
+  return `${parts.join(" · ")} · ${seconds(totalS)} in total`;
 }
 
 stop.addEventListener("click", () => writing?.abort());
@@ -161,7 +164,7 @@ on("embed", async (result, elapsed) => {
   const cosine = dot(a, b) / Math.sqrt(dot(a, a) * dot(b, b));
   result.replaceChildren(
     make("div", { class: "figure" }, cosine.toFixed(3)),
-    make("div", { class: "quiet" }, `cosine of two vectors of ${integer(a.length)} · ${seconds(elapsed())}`),
+    make("div", { class: "quiet" }, `cosine similarity · ${integer(a.length)} dimensions · ${seconds(elapsed())}`),
   );
 });
 
