@@ -12,6 +12,8 @@ from typing import Any, Final, TypeAlias
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, _BaseCache, make_prompt_cache
 
 STEP: Final = 256  # tokens by which a buffer grows, as mlx-lm's do
@@ -33,6 +35,7 @@ class RowLengths:
         self.longest = max(self.counts, default=0)
         self.are_equal = len(set(self.counts)) <= 1
         self._arrays: dict[Hashable, mx.array] = {}
+        self._indices: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = {}
         # Weak, or lengths that are held would hold all that came after them.
         self._next: WeakValueDictionary[Hashable, RowLengths] = WeakValueDictionary()
 
@@ -57,11 +60,25 @@ class RowLengths:
     def join(self, others: tuple[int, ...]) -> "RowLengths":
         return self._follow(("join", others), (*self.counts, *others))
 
-    def places(self, tokens: int) -> mx.array:
-        """Return where the next tokens of each row go, (rows, tokens)."""
-        return self._array(
-            ("places", tokens), lambda: mx.array(self.counts)[:, None] + mx.arange(tokens)
-        )
+    def indices(self, heads: int, tokens: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the row, head and place of each of the next tokens' vectors, each (rows, heads,
+        tokens).
+
+        Being of one shape and type they need no cast and no broadcast in any layer. A single flat
+        index would not fit in 32 bits for the largest buffers.
+        """
+        if (indices := self._indices.get((heads, tokens))) is None:
+            row, head, _ = np.indices((len(self.counts), heads, tokens), np.int32)
+            place = np.broadcast_to(self._places(tokens)[:, None], row.shape)
+            indices = self._indices[heads, tokens] = mx.array(row), mx.array(head), mx.array(place)
+        return indices
+
+    def _places(self, tokens: int) -> npt.NDArray[np.int32]:
+        """Return where the next tokens of each row go, (rows, tokens). On the host: made by the
+        device, a few numbers would cost a kernel each.
+        """
+        counts = np.array(self.counts, np.int32)
+        return np.add.outer(counts, np.arange(tokens, dtype=np.int32))
 
     def mask(self, tokens: int, window: int | None, *, is_array: bool) -> mx.array | str | None:
         """Return what each of the next tokens may attend to, as mlx-lm's models take it.
@@ -74,7 +91,7 @@ class RowLengths:
         return self._array(("mask", tokens, window), lambda: self._make_mask(tokens, window))
 
     def _make_mask(self, tokens: int, window: int | None) -> mx.array:
-        own = self.places(tokens)[:, None, :, None]
+        own = mx.array(self._places(tokens)[:, None, :, None])
         others = mx.arange(self.longest + tokens)
         return others <= own if window is None else (others <= own) & (others > own - window)
 
@@ -392,13 +409,12 @@ def _reserve(buffer: mx.array | None, like: mx.array, rows: int, places: int) ->
 
 def _write(buffer: mx.array, tokens: mx.array, lengths: RowLengths) -> mx.array:
     """Write tokens, (rows, heads, tokens, size), at the rows' ends."""
-    rows, _, count, _ = tokens.shape
+    rows, heads, count, _ = tokens.shape
     if lengths.are_equal:
         at = lengths.longest
         buffer[:rows, :, at : at + count] = tokens
     elif count <= _FEW:
-        places = lengths.places(count)
-        buffer[mx.arange(rows)[:, None], :, places] = tokens.transpose(0, 2, 1, 3)
+        buffer[lengths.indices(heads, count)] = tokens
     else:
         for row, at in enumerate(lengths.counts):
             buffer[row : row + 1, :, at : at + count] = tokens[row : row + 1]
