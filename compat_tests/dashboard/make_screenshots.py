@@ -7,6 +7,7 @@ import itertools
 import json
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from compat_tests.conftest import ROOT, SHIPPED, started
 from compat_tests.dashboard.conftest import ADMIN, CHROMIUM
 
 LOAD_S = 60
-SIZE = {"width": 1440, "height": 1180}
+WIDTH, HEIGHT = 1440, 1400
 TOPICS = ("rivers", "bridges", "bread", "violins", "glaciers", "maps", "bees", "clocks")
 QUESTIONS = ("Who wrote Faust?", "Where do penguins live?", "What is a fugue?")
 
@@ -34,7 +35,8 @@ def chat(url: str, topic: str) -> None:
 
 
 def embed(url: str, topic: str) -> None:
-    texts = [f"A short text about {topic}.", f"A longer one, which tells more about {topic}." * 4]
+    """One text that the cache has after a while, and a longer one that is always new."""
+    texts = [f"A text about {topic}.", f"A longer one about {topic}. " * 4 + f"{time.time()}"]
     ask(url, "/v1/embeddings", model="all-minilm-l6-v2", input=texts)
 
 
@@ -65,7 +67,7 @@ def repeat(
 
 
 def open_page(browser: Any, url: str, scheme: str) -> Any:
-    page = browser.new_page(viewport=SIZE, color_scheme=scheme)
+    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
     page.add_init_script(f"sessionStorage.setItem('mlx-gateway.admin-key', {ADMIN!r})")
     page.goto(f"{url}/dashboard")
     page.locator("#status[data-is=good]").wait_for()
@@ -73,9 +75,12 @@ def open_page(browser: Any, url: str, scheme: str) -> Any:
 
 
 def main() -> None:
-    folder = Path(tempfile.mkdtemp())
     settings = {"GATEWAY_ADMIN_KEY": ADMIN, "GATEWAY_EMBEDDING_CACHE_SIZE": "1000"}
-    with started(folder, SHIPPED, **settings) as url, sync_playwright() as playwright:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started(Path(folder), SHIPPED, **settings) as url,
+        sync_playwright() as playwright,
+    ):
         browser = playwright.chromium.launch(executable_path=CHROMIUM)
         light, dark = (open_page(browser, url, scheme) for scheme in ("light", "dark"))
         ends = [repeat(chat, url, TOPICS[start::2], 0.5) for start in (0, 1)]
@@ -88,7 +93,9 @@ def main() -> None:
             light.locator("#chat .result", has_text="in total").wait_for(timeout=120_000)
             dark.locator("#rerank li").first.wait_for(timeout=120_000)
             for page, scheme in ((light, "light"), (dark, "dark")):
-                page.screenshot(path=ROOT / "docs" / f"dashboard-{scheme}.png")
+                last = page.locator("section", has=page.locator("#stages")).bounding_box()
+                clip = {"x": 0, "y": 0, "width": WIDTH, "height": last["y"] + last["height"] + 14}
+                page.screenshot(path=ROOT / "docs" / f"dashboard-{scheme}.png", clip=clip)
         finally:
             for end in ends:
                 end()

@@ -38,6 +38,8 @@ def crowd(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(request) as answer:
         sample: dict[str, Any] = json.loads(answer.readline())
     [chat] = [model for model in sample["models"] if model["id"] == "demo-chat"]
+    stages: dict[str, Any] = {"edges": [0.1, 1.0], "series": []}
+    sample["histograms"]["gateway_stage_seconds"] = stages
     states = ("loaded", "loading", "failed", "unloaded")
     for number in range(20):
         state = states[number % 4]
@@ -50,11 +52,9 @@ def crowd(url: str) -> dict[str, Any]:
         labels = {"model": f"{LONG}-{number}"}
         for name in ("gateway_queue_tokens", "gateway_prompt_tokens_total", "gateway_rows"):
             sample["values"].setdefault(name, []).append([labels, 123_456_789])
-        stages = sample["histograms"]["gateway_stage_seconds"]
-        counts = [0, *[7] * len(stages["edges"])]
         for stage in STAGES:
             where = {**labels, "route": "/v1/chat/completions", "stage": stage}
-            stages["series"].append([where, counts, 1.0])
+            stages["series"].append([where, [0, 6, 7], 1.0])
     sample["requests"] = [
         {
             "number": number,
@@ -97,6 +97,8 @@ def test_nothing_is_cut_off(browser: Any, url: str, width: int, scheme: str) -> 
         page.route("**/admin/samples", lambda route: route.fulfill(body=line))
         page.reload()
         page.locator("#requests tbody tr").nth(7).wait_for()
+        rows = {name: page.locator(f"#{name} tbody tr").count() for name in ("stages", "errors")}
+        assert rows == {"stages": 20, "errors": 8}
         assert page.evaluate("document.documentElement.scrollWidth") == width
         assert page.evaluate(CUT_OFF) == []
         assert page.evaluate(OUTSIDE) == []

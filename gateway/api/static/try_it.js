@@ -54,8 +54,8 @@ async function run(name, work) {
   const submit = find("button[type=submit]", own);
   own.dataset.busy = submit.disabled = true;
   result.classList.remove("wrong");
-  const { state } = own.elements.model.selectedOptions[0].dataset;
-  result.replaceChildren(state === "loaded" ? "" : "Loading the model first …");
+  const state = own.elements.model.selectedOptions[0]?.dataset.state;
+  result.replaceChildren(["loading", "unloaded"].includes(state) ? "Loading the model first …" : "");
   const started = performance.now();
   try {
     await work(result, () => (performance.now() - started) / 1000);
