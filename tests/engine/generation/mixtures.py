@@ -192,12 +192,12 @@ def draw_sampling(chance: random.Random) -> Sampling:
             ),
         ]
     )
-    if chance.random() < 0.2:
-        sampling = replace(sampling, min_tokens=chance.randrange(1, 8))
+    if chance.random() < 0.3:
+        sampling = replace(sampling, min_tokens=chance.randrange(1, 20))
     if chance.random() < 0.1:
         sampling = replace(sampling, ignore_eos=True)
     if chance.random() < 0.15:
-        ends = frozenset(chance.randrange(VOCABULARY) for _ in range(12))
+        ends = frozenset(chance.choices(range(VOCABULARY), k=chance.choice([4, 100])))
         sampling = replace(sampling, stop_token_ids=ends)
     return sampling
 
@@ -230,7 +230,7 @@ def draw_job(chance: random.Random, heads: Sequence[str], past: Sequence[list[in
         ids = ids[
             : chance.choice([len(ids), len(ids), max(1, edge), chance.randrange(len(ids)) + 1])
         ]
-        more = [chance.randrange(8, 1000) for _ in range(chance.choice([0, 1, 3, 70]))]
+        more = [chance.randrange(8, 1000) for _ in range(chance.choice([0, 1, 3, 3, 70]))]
         return ask(prompt=[*ids, *more][:LONGEST], **given)
     given["template_args"] = {"enable_thinking": chance.random() < 0.2}
     if kind == "form":
