@@ -47,7 +47,9 @@ from tests.engine.generation.test_engine import open_engine
 from tests.engine.generation.ties import ROUNDING
 from tests.fakes import caller
 
-VOCABULARY: Final = 1028  # demo-chat's tokens and two marks of thinking
+# More than demo-chat's tokens, and than the window that a nucleus is first looked for in; the last
+# two are marks of thinking.
+VOCABULARY: Final = 1400
 # Heads of 32 numbers, which `kv_bits` needs; no experts, which a rounding may choose otherwise.
 BASE: Final[dict[str, Any]] = {"head_dim": 32, "vocab_size": VOCABULARY}
 KINDS: Final[dict[str, dict[str, Any]]] = {
@@ -99,7 +101,7 @@ WORDS: Final = (
     *('{"a": 1} ', "\n\n", "x", "Answer: ", "<think>"),
 )
 JOBS: Final = (*["free"] * 3, *["next turn"] * 2, *["form"] * 2, "bare", "calls", "labels")
-STOPS: Final = ("e", "at", " ", "the", "\n", "ab", "�", "on", "ing")
+STOPS: Final = ("e", " t", "the", "\n", "ab", "�", "on", "ing", "er", "a b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,7 @@ def draw_job(chance: random.Random, heads: Sequence[str], past: Sequence[list[in
             given["max_tokens"] = 0
         return ask(prompt=text, echo=echoes, **given)
     if kind == "next turn":
-        ids = chance.choice(past)
+        ids = chance.choice(past[-6:])
         edge = len(ids) // BLOCK * BLOCK + chance.choice([-1, 0, 1])
         ids = ids[
             : chance.choice([len(ids), len(ids), max(1, edge), chance.randrange(len(ids)) + 1])
