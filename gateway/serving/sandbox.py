@@ -218,6 +218,8 @@ class _Process:
                 stderr=subprocess.DEVNULL,
                 env={**public, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
+        # Reaps it, however it ends: no call may come that finds it gone.
+        threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
         self._socket = ours
         self._expect(HEAD.size, is_head=True)
         self._max_bytes: int | None = None
@@ -302,7 +304,7 @@ class _Process:
         self._process.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL, close the socket and reap the process, which no call waits for."""
+        """Send SIGKILL, close the socket and wait for the process, which no call waits for."""
         self._process.kill()
         self._socket.close()
         self._process.wait()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dotenv import dotenv_values
+from dotenv.parser import parse_stream
 from pydantic import ValidationError
 
 from gateway.settings.settings import PREFIX, Settings, variable
@@ -156,12 +157,13 @@ VARIABLES = frozenset(
 
 
 def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> list[str]:
-    """Return a line for each GATEWAY_ variable that has no effect, with the nearest that has one.
+    """Return a line for each GATEWAY_ variable that has no effect, with the nearest that has one,
+    and for each line of .env that sets nothing.
 
     `known` are the variables of models.yaml.
     """
     valid = VARIABLES | set(known)
-    lines = []
+    lines = _empty_lines(env_file)
     given = variables(env_file)
     for field, schema in Settings.model_json_schema()["properties"].items():
         text = given.get(variable(field))
@@ -172,6 +174,21 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
             near = _nearest(name, valid)
             hint = f"; did you mean {near}?" if near else ""
             lines.append(f"{name} is set, and nothing reads it{hint}")
+    return lines
+
+
+def _empty_lines(env_file: Path | None) -> list[str]:
+    """Return a line for each statement of .env without a value, by its number: it may be secret."""
+    if env_file is None or not env_file.is_file():
+        return []
+    with env_file.open(encoding="utf-8") as file:
+        statements = list(parse_stream(file))
+    lines = []
+    for statement in statements:
+        if statement.error or (statement.key is not None and statement.value is None):
+            text, number = statement.original.string, statement.original.line
+            number += text[: len(text) - len(text.lstrip())].count("\n")
+            lines.append(f"{env_file}, line {number}: it sets nothing, as it is not NAME=VALUE")
     return lines
 
 

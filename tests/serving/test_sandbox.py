@@ -175,6 +175,20 @@ def test_a_process_that_is_gone_is_replaced() -> None:
         assert outcomes == ["tried", "tried", "tried"]
 
 
+def test_a_process_that_the_system_ends_leaves_no_zombie() -> None:
+    """Even if no call comes that would find it gone."""
+    with sandbox("grammar") as box:
+        box.warm()
+        pids = [each._process.pid for each in box._idle]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for _ in range(200):
+            if not any(map(_state, pids)):
+                break
+            time.sleep(0.05)
+        assert [_state(pid) for pid in pids] == [b"", b""]
+
+
 GATEWAY = """
 import socket, sys, time
 from tests.sandboxes import SLOW, sandbox, template
@@ -224,11 +238,13 @@ def test_no_process_starts_before_it_is_warmed() -> None:
 
 def _lives(pid: int) -> bool:
     """Tell whether a process runs; one that nobody has reaped does not."""
+    return _state(pid) not in (b"", b"Z")
+
+
+def _state(pid: int) -> bytes:
+    """Return the letter of a process's state; nothing if there is none."""
     asked = ["ps", "-o", "stat=", "-p", str(pid)]
-    return subprocess.run(asked, capture_output=True, check=False).stdout.strip()[:1] not in (
-        b"",
-        b"Z",
-    )
+    return subprocess.run(asked, capture_output=True, check=False).stdout.strip()[:1]
 
 
 @pytest.mark.parametrize("kind", ["grammar", "template"])

@@ -47,7 +47,9 @@ from tests.engine.generation.test_engine import open_engine
 from tests.engine.generation.ties import ROUNDING
 from tests.fakes import caller
 
-VOCABULARY: Final = 1028  # demo-chat's tokens and two marks of thinking
+# More than demo-chat's tokens, and than the window that a nucleus is first looked for in; the last
+# two are marks of thinking.
+VOCABULARY: Final = 1400
 # Heads of 32 numbers, which `kv_bits` needs; no experts, which a rounding may choose otherwise.
 BASE: Final[dict[str, Any]] = {"head_dim": 32, "vocab_size": VOCABULARY}
 KINDS: Final[dict[str, dict[str, Any]]] = {
@@ -99,7 +101,7 @@ WORDS: Final = (
     *('{"a": 1} ', "\n\n", "x", "Answer: ", "<think>"),
 )
 JOBS: Final = (*["free"] * 3, *["next turn"] * 2, *["form"] * 2, "bare", "calls", "labels")
-STOPS: Final = ("e", "at", " ", "the", "\n", "ab", "�", "on", "ing")
+STOPS: Final = ("e", " t", "the", "\n", "ab", "�", "on", "ing", "er", "a b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +194,12 @@ def draw_sampling(chance: random.Random) -> Sampling:
             ),
         ]
     )
-    if chance.random() < 0.2:
-        sampling = replace(sampling, min_tokens=chance.randrange(1, 8))
+    if chance.random() < 0.3:
+        sampling = replace(sampling, min_tokens=chance.randrange(1, 20))
     if chance.random() < 0.1:
         sampling = replace(sampling, ignore_eos=True)
     if chance.random() < 0.15:
-        ends = frozenset(chance.randrange(VOCABULARY) for _ in range(12))
+        ends = frozenset(chance.choices(range(VOCABULARY), k=chance.choice([4, 100])))
         sampling = replace(sampling, stop_token_ids=ends)
     return sampling
 
@@ -225,12 +227,12 @@ def draw_job(chance: random.Random, heads: Sequence[str], past: Sequence[list[in
             given["max_tokens"] = 0
         return ask(prompt=text, echo=echoes, **given)
     if kind == "next turn":
-        ids = chance.choice(past)
+        ids = chance.choice(past[-6:])
         edge = len(ids) // BLOCK * BLOCK + chance.choice([-1, 0, 1])
         ids = ids[
             : chance.choice([len(ids), len(ids), max(1, edge), chance.randrange(len(ids)) + 1])
         ]
-        more = [chance.randrange(8, 1000) for _ in range(chance.choice([0, 1, 3, 70]))]
+        more = [chance.randrange(8, 1000) for _ in range(chance.choice([0, 1, 3, 3, 70]))]
         return ask(prompt=[*ids, *more][:LONGEST], **given)
     given["template_args"] = {"enable_thinking": chance.random() < 0.2}
     if kind == "form":

@@ -1,7 +1,6 @@
-"""Rows that are parked, preempted and resumed at random say what they would have said alone."""
+"""Rows that are parked, preempted, resumed and bounded, wherever they are."""
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -155,57 +154,6 @@ def open_engine(
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     return teach_thinking(write_chat(path, **KINDS[request.param]), opens=False)
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> list[tuple[str, dict[str, Any], Answer]]:
-    """Answer every job on every text by itself, without any disturbance."""
-    engine, told = open_engine(folder), []
-    for text in TEXTS:
-        for given in JOBS:
-            batch = Batch(engine)
-            row = batch.join(text, given)
-            while batch.is_busy:
-                batch.step(512)
-            told.append((text, given, batch.answers[row]))
-    assert any(answer.ends == ["stop"] for _, _, answer in told)
-    assert any(answer.ends == ["length"] for _, _, answer in told)
-    assert sum(len(answer.text) for _, _, answer in told) > 500
-    engine.close()
-    return told
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_no_preemption_changes_an_answer(
-    folder: Path, alone: list[tuple[str, dict[str, Any], Answer]], seed: int
-) -> None:
-    """Tokens, logprobs, stop strings, grammars and calls: greedy, seeded and penalised."""
-    chance = random.Random(seed)
-    engine = open_engine(folder, chance.choice([0, 10_000_000]), chance.choice([0, 8]))
-    batch, asked = Batch(engine), {}
-    waiting = chance.sample(alone, 14)
-    stopped: set[int] = set()
-    done = dict.fromkeys(("park", "preempt", "resume"), 0)
-    while waiting or batch.open:
-        if waiting and chance.random() < 0.3:
-            text, given, expected = waiting.pop()
-            asked[batch.join(text, given)] = text, given, expected
-        if batch.open and chance.random() < 0.4:
-            row = chance.choice(batch.open)
-            act = chance.choice(["park", "preempt", "resume"])
-            getattr(engine, act)(row)
-            done[act] += 1
-            stopped = stopped - {row} if act == "resume" else stopped | {row}
-        if not batch.is_busy and stopped and not waiting:
-            engine.resume(stopped.pop())
-        batch.step(chance.choice([16, 64, 512]))
-        stopped &= set(batch.open)
-    assert min(done.values()) > 5
-    for row, (text, given, expected) in asked.items():
-        assert batch.answers[row].says_as(expected), (text, given, batch.answers[row], expected)
-    assert not engine.rows
-    assert not engine._parked
-    engine.close()
 
 
 def test_a_parked_row_says_nothing_and_keeps_its_kv(folder: Path) -> None:

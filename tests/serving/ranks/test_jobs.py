@@ -1,8 +1,9 @@
-"""Every kind of chat job, as a real engine prepares it, arrives at the other ranks."""
+"""Every kind of chat job, and every call, of a real engine comes to the same on another rank."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,13 @@ from gateway.jobs import (
     Grammar,
     Question,
     Sampling,
+    SequenceDelta,
     SequenceParams,
+    Verdict,
 )
 from gateway.serving.ranks.calls import Call, decode, encode
+from gateway.serving.ranks.following import FollowingEngine
+from gateway.serving.ranks.leading import LeadingEngine
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.generation.test_engine import open_engine
 from tests.fakes import caller
@@ -71,21 +76,75 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
+# What changes nothing in an engine is not sent.
+NOT_SENT = {
+    *("prepare", "compile", "matches_schema", "synchronize", "take_faults", "nbytes", "rows"),
+    *("tokens", "max_context", "is_batched", "self_test_tokens", "prefix_bytes", "prefix_names"),
+    *("last_pass", "kv_cost", "prefilling", "is_prefilling", "is_decoding"),
+}
+
+
+class Pair:
+    """Two ranks of one process: what rank 0's engine sends, the other does once rank 0 has."""
+
+    def __init__(self, open_one: Callable[[], GenerationEngine]) -> None:
+        leader: Any = self
+        self.other = open_one()
+        self._following = FollowingEngine(self.other)
+        self.engine = LeadingEngine(leader, "m", open_one())
+        self.sent: set[str] = set()
+
+    def send(self, frame: bytes) -> Call:
+        call = decode(frame)
+        self.sent.add(call.method)
+        if call.method == "drop":
+            self._following.close()
+        return call
+
+    def agree(self, call: Call, outcome: str) -> None:
+        assert self._following.make(call) == outcome, call
+
+    def join(self, params: SequenceParams) -> int:
+        engine = self.engine
+        if params.grammar is not None:
+            params = replace(params, compiled=engine.compile(params.grammar))
+        return engine.join(replace(params, max_tokens=min(params.max_tokens, 12)))
+
+    def finish(self) -> list[SequenceDelta]:
+        deltas: list[SequenceDelta] = []
+        while self.engine.is_prefilling or self.engine.is_decoding:
+            deltas += self.engine.prefill(64)
+            deltas += self.engine.decode()
+        return deltas
+
+
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[SequenceParams]]:
-    """Return what each job's sequences are."""
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]:
+    """Return the two ranks that each job is for."""
     folder = tmp_path_factory.mktemp("jobs")
     thinking = teach_thinking(write_chat(folder / "thinking", vocab_size=1040), opens=True)
     plain = write_chat(folder / "plain")
-    engine = open_engine(plain)
+    options: dict[str, Any] = {"prefix_cache_bytes": 1 << 24, "speculate_rows": 4}
+    unknown = "{{ tools }}{{ messages }}"
     others = {
-        "thinking": open_engine(thinking),
-        "calls in an unknown form": open_engine(plain, chat_template="{{ tools }}{{ messages }}"),
+        "thinking": Pair(partial(open_engine, thinking, **options)),
+        "calls in an unknown form": Pair(
+            partial(open_engine, plain, chat_template=unknown, **options)
+        ),
     }
-    return {name: prepare(others.get(name, engine), **job) for name, job in JOBS.items()}
+    pair = Pair(partial(open_engine, plain, **options))
+    yield {name: others.get(name, pair) for name in JOBS}
+    for each in (pair, *others.values()):
+        each.engine.close()
 
 
-def prepare(engine: GenerationEngine, **job: Any) -> list[SequenceParams]:
+@pytest.fixture(scope="module")
+def rows(pairs: dict[str, Pair]) -> dict[str, list[SequenceParams]]:
+    """Return what each job's sequences are."""
+    return {name: prepare(pairs[name].engine, **job) for name, job in JOBS.items()}
+
+
+def prepare(engine: LeadingEngine, **job: Any) -> list[SequenceParams]:
     asking = replace(caller(), beginning=Beginning([b"\x00\xff"], 0.5))
     return engine.prepare(GenerateJob(**{"caller": asking, "sampling": Sampling(), **job}))
 
@@ -97,6 +156,54 @@ def test_a_job_arrives_as_it_was_sent(name: str, rows: dict[str, list[SequencePa
         [arrived] = decode(encode(Call("m", "join", [sent]))).arguments
         assert list(arrived.prompt) == list(sent.prompt)
         assert replace(arrived, prompt=sent.prompt) == sent
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_is_answered_alike_on_every_rank(
+    name: str, pairs: dict[str, Pair], rows: dict[str, list[SequenceParams]]
+) -> None:
+    """To its end, pass by pass: also one whose seed is drawn, and whose grammar each compiles."""
+    pair = pairs[name]
+    joined = {pair.join(row) for row in rows[name]}
+    deltas = pair.finish()
+    assert not [delta.error for delta in deltas if delta.error is not None]
+    assert {delta.sequence_id for delta in deltas if delta.finish_reason is not None} == joined
+    assert pair.engine.rows == pair.other.rows == 0
+    assert not pair.engine.take_faults()
+
+
+def test_every_call_that_changes_an_engine_is_made_on_every_rank(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A new one is to be sent, or to be listed here as one that changes nothing."""
+    folder = write_chat(tmp_path_factory.mktemp("calls"))
+    pair = Pair(partial(open_engine, folder, prefix_cache_bytes=1 << 24))
+    engine = pair.engine
+    parked, preempted, left, capped, kept = [
+        pair.join(row) for row in prepare(engine, messages=HELLO, n=5, max_tokens=12)
+    ]
+    engine.prefill(512)
+    engine.decode()
+    engine.park(parked)
+    engine.preempt(preempted)
+    engine.leave(left)
+    assert engine.cap_tokens(capped, 1)[-1].finish_reason == "length"
+    engine.decode()
+    engine.clear_prefixes()
+    engine.resume(parked)
+    engine.resume(preempted)
+    ends = {delta.sequence_id for delta in pair.finish() if delta.finish_reason is not None}
+    assert ends == {parked, preempted, kept}
+    engine.probe()
+    for verdict in engine.self_test():
+        engine.apply_verdict(verdict)
+    engine.apply_verdict(Verdict(rows=False))
+    assert engine.is_batched is pair.other.is_batched is False
+    engine.drop_adapter(1)
+    engine.close()
+    public = {name for name in vars(LeadingEngine) if not name.startswith("_")}
+    names = {"test": "self_test", "drop": "close"}
+    assert {names.get(method, method) for method in pair.sent} == public - NOT_SENT
 
 
 def test_no_kind_of_job_is_left_out(rows: dict[str, list[SequenceParams]]) -> None:
