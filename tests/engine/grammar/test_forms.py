@@ -1,13 +1,16 @@
 """What a caller may ask of a form, and what is said of one that cannot be had."""
 
 import json
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.engine.grammar.compiling import Bounds, compile_grammar, read_schema
 from gateway.engine.grammar.forms import Allowance, form_that_compiles
+from gateway.engine.grammar.patterns import DATES, FORMATS
 from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest, Unavailable
 from gateway.jobs import Grammar
@@ -197,3 +200,13 @@ def test_a_thread_that_waits_takes_no_processor_time() -> None:
     assert (allowance.processor, allowance.wall) == (time.thread_time, time.monotonic)
     assert not allowance.is_spent()
     assert Allowance(-1, 60).is_spent()
+
+
+def test_the_docs_say_which_formats_are_held() -> None:
+    """All of them, and no other."""
+    docs = Path(__file__).parents[3] / "docs" / "structured-output.md"
+    (line,) = re.findall(r"\*\*Formats\*\*: (.*?)\.", docs.read_text(), re.DOTALL)
+    assert {*re.findall(r"`([^`]+)`", line)} == {*FORMATS, *DATES}
+    for name in (*FORMATS, *DATES):
+        assert compiled({"type": "string", "format": name}).matcher(ids('" ')).error
+    assert compiled({"type": "string", "format": "regex"}).matcher(ids('"?"')).is_over
