@@ -5,8 +5,9 @@ descriptor of a socket, over which pickled frames go, each behind its length: a 
 it is ready, then a request and its answer in turns. At the end of file it ends. Its second argument
 is the kind of request that it makes ready for.
 
-A request is a dict: `kind`, `seconds` after which the kernel ends the process even if the gateway
-is gone, `max_bytes` of memory beyond what it holds at the start, and what the kind needs. An answer
+A request is a dict: `kind`, `processor_s` of processor time after which the kernel ends the process
+by SIGPROF, `seconds` after which it does so even if the gateway is gone, `max_bytes` of memory
+beyond what it holds at the start, and what the kind needs. An answer
 is an outcome, its value, and whether the process has grown so large that another should take its
 place.
 """
@@ -188,6 +189,7 @@ class Served:
         self._send(("ready", None))
         while (request := self._receive()) is not None:
             signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+            signal.setitimer(signal.ITIMER_PROF, request["processor_s"])
             self._bound(request["max_bytes"])
             try:
                 answer = KINDS[request["kind"]](request)
@@ -197,7 +199,8 @@ class Served:
                 answer = "refused", f"{type(error).__name__}: {error}"
             del request
             self._send(answer)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
+                signal.setitimer(timer, 0)
 
     def _bound(self, max_bytes: int) -> None:
         """Bound the address space. macOS takes the call and does nothing: there the gateway looks

@@ -2,7 +2,7 @@
 
 Native code can neither be stopped nor kept from overflowing its stack, and a template is a program.
 So such work runs in a persistent process, spawned and never forked (MLX does not survive a fork),
-that is killed at a deadline or a memory limit, and replaced at once.
+that is killed at a limit of processor time, of memory or of waiting, and replaced at once.
 """
 
 import contextlib
@@ -24,18 +24,20 @@ from gateway import logs
 log = logs.get("sandbox")
 
 Outcome: TypeAlias = tuple[str, Any]
-"""The process's answer, or `busy`, `late`, `died` or `killed` with a reason."""
+"""The process's answer, or `busy`, `slow`, `late`, `died` or `killed` with a reason."""
 End: TypeAlias = Literal["late", "died"]
 
 HEAD: Final = struct.Struct("!Q")
 READY: Final = 2  # processes: importing what they need takes one to two seconds
+WAITS: Final = 6  # times its processor time, for work on a machine that others use too
 WAIT_S: Final = 30.0  # for earlier calls, each of which takes `quick_s` at most
 START_S: Final = 60.0  # for a process to import what it needs
 POLL_S: Final = 0.1  # of the memory of a process that the system does not limit
 MOST_KEPT: Final = 1024  # keys of work that was killed
-LATE_LASTS_S: Final = 600.0  # the machine may have been busy; a crash is kept for good
+LATE_LASTS_S: Final = 600.0  # other work slows it; a crash is kept for good
 GRACE_S: Final = 1.0
 KILLED: Final = "killed"
+LATE: Final = "late"
 
 
 class Sandbox:
@@ -45,8 +47,9 @@ class Sandbox:
 
     `command` is passed a socket's file descriptor; engine/sandboxed.py has the protocol. Calls run
     one after another, but one that takes longer than `quick_s` continues in its process while
-    another process serves the next. Only one may: a second slow call fails as busy. Work that was
-    killed is remembered by its key, and not tried again.
+    another process serves the next. Only one may: a second slow call fails as busy. Work may take
+    `timeout_s` of processor time, within `wait_s`; what takes more of that, or was killed, is
+    remembered by its key, and not tried again.
     """
 
     def __init__(
@@ -55,10 +58,12 @@ class Sandbox:
         *,
         timeout_s: float,
         quick_s: float = 1.0,
+        wait_s: float | None = None,
         is_memory_bounded: bool = sys.platform != "darwin",
     ) -> None:
         self._command = command
         self._timeout_s = timeout_s
+        self._wait_s = WAITS * timeout_s if wait_s is None else wait_s
         self._quick_s = min(quick_s, timeout_s)
         self._is_memory_bounded = is_memory_bounded
         self._turn = threading.Lock()
@@ -72,10 +77,10 @@ class Sandbox:
     def __call__(self, request: Mapping[str, Any], key: bytes) -> Outcome:
         """Run a request and return its outcome, or that of work with this key that was killed.
 
-        The outcome is `busy` if other calls took all the time, `late` past the deadline, `died` if
-        the process did, and `killed` if the system ended it twice: it does where memory is short,
-        these processes first, so that says nothing of the request. Never raises for what is in the
-        request.
+        The outcome is `busy` if other calls took all the time, `late` if it took too much processor
+        time, `died` if the process did, `slow` if it waited too long for a processor, and `killed`
+        if the system ended it twice: it does where memory is short, these processes first. The last
+        two say nothing of the request. Never raises for what is in the request.
         """
         outcome = self._call(request, key)
         if outcome[0] == KILLED and not self._is_closed:
@@ -89,8 +94,9 @@ class Sandbox:
             return "busy", "others take all the time there is"
         try:
             process = self._take()
-            ends_at = time.monotonic() + self._timeout_s
-            bounded = {**request, "seconds": self._timeout_s + GRACE_S}
+            ends_at = time.monotonic() + self._wait_s
+            limits = {"processor_s": self._timeout_s, "seconds": self._wait_s + GRACE_S}
+            bounded = {**request, **limits}
             outcome = self._attempt(process, bounded, self._quick_s)
             if outcome is None:
                 with self._lock:
@@ -98,7 +104,7 @@ class Sandbox:
                         self._idle.append(_Process(self._command))
         finally:
             self._turn.release()
-        if outcome is None and self._quick_s < self._timeout_s:
+        if outcome is None:
             if self._slow.acquire(blocking=False):
                 try:
                     outcome = self._attempt(process, None, ends_at - time.monotonic())
@@ -110,10 +116,13 @@ class Sandbox:
                     self._discard(process)
                     return "busy", "another takes as long"
         if outcome is None:
-            return self._end(process, key, "late", f"it took over {self._timeout_s:g} seconds")
+            outcome = "slow", f"it waited over {self._wait_s:g} seconds for a processor"
+        if outcome[0] == LATE:
+            why = f"it took over {self._timeout_s:g} seconds of processor time"
+            return self._end(process, key, "late", why)
         if outcome[0] == "died":
             return self._end(process, key, "died", outcome[1])
-        if outcome[0] == KILLED:
+        if outcome[0] in (KILLED, "slow"):
             self._discard(process)
             log.warning("sandbox_killed", why=outcome[1])
             return outcome
@@ -295,6 +304,8 @@ class _Process:
         code = self._process.returncode
         if code == -signal.SIGKILL:
             return KILLED, "the system ended the process that tried it"
+        if code == -signal.SIGPROF:
+            return LATE, "its processor time was up"
         if code is not None and code < 0:
             return "died", f"it ended the process that tried it ({signal.Signals(-code).name})"
         return "died", "it ended the process that tried it"

@@ -298,7 +298,11 @@ class Settings(BaseSettings):
         default=1, ge=1, le=1024, description="Grammar-bound answers decoded together, per model."
     )
     structured_compile_timeout_s: float = Field(
-        default=10, gt=0, le=600, description="How long a grammar may take to compile; then 400."
+        default=10,
+        gt=0,
+        le=600,
+        description="Processor time that a grammar may take to compile; beyond it is a 400. A "
+        "request waits three times as long for one, then gets a 503.",
     )
     structured_cache_size: int = Field(
         default=128, ge=1, le=65_536, description="Compiled grammars kept, per model."

@@ -57,10 +57,13 @@ def test_what_crashes_ends_only_the_process_that_tried_it() -> None:
 
 
 class Killer:
-    """Kills the process that has the work, so many times, as the system does for want of memory."""
+    """Kills the process that has the work, so many times, as the system does for want of memory;
+    or stops it, as one that gets no processor.
+    """
 
-    def __init__(self, box: Sandbox, times: int) -> None:
+    def __init__(self, box: Sandbox, times: int, by: signal.Signals = signal.SIGKILL) -> None:
         self._box = box
+        self._by = by
         self.left = times
 
     def __enter__(self) -> None:
@@ -80,7 +83,7 @@ class Killer:
                 if process._is_ready and pid not in killed:
                     killed.add(pid)
                     self.left -= 1
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, self._by)
 
 
 def test_work_whose_process_the_system_kills_is_tried_once_more() -> None:
@@ -98,6 +101,23 @@ def test_what_takes_too_long_is_killed(templates: Sandbox) -> None:
     assert templates(template(SLOW), b"slow")[0] == "late"
     assert templates(template("ok"), b"slow")[0] == "late"
     assert templates(template("ok"), b"ok") == OK
+
+
+def test_what_gets_no_processor_is_not_blamed() -> None:
+    """Others have it: the work is given up, and not remembered, as it may be small."""
+    with sandbox("template", 20, quick_s=0.2, wait_s=1) as box:
+        assert box(template("ok"), b"ok") == OK
+        with Killer(box, 1, signal.SIGSTOP):
+            outcome, why = box(template(LONG), b"long")
+        assert outcome == "slow"
+        assert "1 seconds" in why
+        assert box(template("ok"), b"long") == OK
+
+
+def test_what_takes_too_much_of_the_processor_is_told_so(templates: Sandbox) -> None:
+    """By its own clock, so on a machine of any load."""
+    outcome, why = templates(template(SLOW), b"costly")
+    assert (outcome, why) == ("late", "it took over 3 seconds of processor time")
 
 
 def test_what_takes_long_keeps_nobody_else() -> None:
@@ -194,7 +214,7 @@ import socket, sys, time
 from tests.sandboxes import SLOW, sandbox, template
 listener = socket.create_server(("127.0.0.1", 0))
 listener.set_inheritable(True)
-with sandbox("template", 3) as box:
+with sandbox("template", 3, wait_s=3) as box:
     box(template("ok"), b"ok")
     print(listener.getsockname()[1], box._idle[0]._process.pid, flush=True)
     if len(sys.argv) > 1:

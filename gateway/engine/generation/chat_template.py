@@ -47,7 +47,7 @@ class ChatTemplate:
 
         Raises BadRequest with the template's own words if it refuses the conversation, or if
         rendering takes too much, Overloaded if other templates take all the time, and Unavailable
-        if the system ended the process that rendered it.
+        if the system ended the process that rendered it, or gave it no processor.
         """
         outcome, value = self._render_once(messages, tools, arguments)
         late = [turn for turn in messages[1:] if turn["role"] == "system"]
@@ -59,7 +59,7 @@ class ChatTemplate:
             raise Overloaded(
                 "Other chat templates are being rendered; ask again.", retry_after_s=BUSY_S
             )
-        if outcome == "killed":
+        if outcome in ("killed", "slow"):
             raise Unavailable(
                 f"The model's chat template was not rendered: {value}.", retry_after_s=BUSY_S
             )

@@ -8,7 +8,6 @@ milliseconds and more: run it on a worker thread, never on the lane.
 import itertools
 import json
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -22,6 +21,7 @@ from gateway.engine.grammar import forms, schemas
 from gateway.engine.grammar.calls import with_forms
 from gateway.engine.grammar.forms import (
     COMPACT,
+    Allowance,
     Read,
     check_strict,
     form_that_compiles,
@@ -62,7 +62,12 @@ class Bounds:
     max_text_chars: int = 32 * 1024
     max_calls_chars: int = 4 * 1024 * 1024  # of our own making, from schemas bounded one by one
     max_choices: int = 4096
-    max_forms_s: float = 4.0  # for all forms of a schema together: no other is begun afterwards
+    max_forms_s: float = 4.0  # of processor time, for all forms of a schema together
+    max_wait_s: float = 60.0  # by the clock, for the same on a busy machine
+
+    def allowance(self) -> Allowance:
+        """Return the time that the forms of a schema may take from now on."""
+        return Allowance(self.max_forms_s, self.max_wait_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,9 @@ def compile_grammar(
     if grammar.kind == "json_schema":
         read = read_schema(grammar.source, bounds)
         compile_form = _Schemas(tokenizer, read.options, sandbox)
-        until = time.monotonic() + bounds.max_forms_s
-        form, compiled = form_that_compiles(read, shape or Shape(), compile_form, until=until)
+        form, compiled = form_that_compiles(
+            read, shape or Shape(), compile_form, bounds.allowance()
+        )
         if grammar.strict:
             check_strict(form)
         return replace(compiled, unenforced=form.unenforced)
@@ -162,14 +168,14 @@ def _loosen_calls(
     """
     forms, unenforced = dict[str, schemas.Schema](), list[str]()
     compile_form = _Schemas(tokenizer, COMPACT, sandbox)
-    until = time.monotonic() + bounds.max_forms_s
+    allowance = bounds.allowance()
     for rule in grammar.schemas:
         try:
             form, _ = form_that_compiles(
                 read_schema(rule.schema, bounds),
                 shape,
                 lambda schema: compile_form(schemas.bare(schema)),
-                until=until,
+                allowance,
             )
             if rule.strict:
                 check_strict(form)

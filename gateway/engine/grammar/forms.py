@@ -1,11 +1,10 @@
 """The forms of a JSON Schema that may be compiled, tightest first, and what each leaves out."""
 
 import json
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from gateway.engine.grammar.drafts import NEWEST, check_draft, modernize
@@ -36,8 +35,8 @@ from gateway.engine.grammar.schemas import (
 )
 from gateway.engine.grammar.shaping import Shape, close_objects, shape_schema
 from gateway.engine.grammar.translation import translate
-from gateway.engine.grammar.trial import DiedCompiling
-from gateway.errors import BadRequest
+from gateway.engine.grammar.trial import BUSY_S, DiedCompiling
+from gateway.errors import BadRequest, Unavailable
 
 T = TypeVar("T")
 
@@ -64,6 +63,36 @@ class Read:
     schema: Schema
     options: Mapping[str, Any]
     is_older: bool
+
+
+@dataclass(slots=True)
+class Allowance:
+    """How long the forms of one schema may take together.
+
+    Of the processor's time, as this thread has it, which is the schema's own cost: no form is begun
+    afterwards. And by the clock on the wall, which other work may take.
+    """
+
+    processor_s: float
+    wall_s: float
+    processor: Callable[[], float] = time.thread_time
+    wall: Callable[[], float] = time.monotonic
+    _since: tuple[float, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._since = self.processor(), self.wall()
+
+    def is_spent(self) -> bool:
+        """Return True if no more is to be tried. Raises Unavailable if the machine is too busy."""
+        processor, wall = self._since
+        if self.processor() - processor > self.processor_s:
+            return True
+        if self.wall() - wall > self.wall_s:
+            raise Unavailable(
+                "The machine is too busy to compile the JSON Schema; ask again.",
+                retry_after_s=BUSY_S,
+            )
+        return False
 
 
 def read_schema(source: str, *, max_bytes: int, max_depth: int, max_path: int) -> Read:
@@ -129,20 +158,19 @@ def _translate(read: Read, conditions: int, *, is_plain: bool = False) -> Schema
 
 
 def form_that_compiles(
-    read: Read, shape: Shape, compiled: Callable[[Schema], T], *, until: float = math.inf
+    read: Read, shape: Shape, compiled: Callable[[Schema], T], allowance: Allowance
 ) -> tuple[Held, T]:
     """Compile the tightest form possible, leaving out what keeps all others from compiling.
 
     `compiled` raises BadRequest with the compiler's words. Raises BadRequest with our own words
-    when nothing compiles, or not by `until` (of the monotonic clock), after which no other form is
-    begun.
+    when nothing compiles, or not within its allowance, and Unavailable on a machine too busy.
     """
     problem = ""
 
     def attempt(schema: Schema, leaves: Leaves) -> tuple[Held, T] | None:
         nonlocal problem
         for form in _forms(read, shape, schema, leaves):
-            if time.monotonic() > until:
+            if allowance.is_spent():
                 raise refusal("The JSON Schema takes too long to compile: simplify it.")
             try:
                 return form, compiled(form.schema)
@@ -163,7 +191,7 @@ def form_that_compiles(
             if (found := attempt(schema, leaves)) is not None:
                 return found
             more = keep_own_keywords(
-                read.schema, schema, suspects(schema, problem, compiled, until)
+                read.schema, schema, suspects(schema, problem, compiled, allowance.is_spent)
             )
             if more <= leaves:
                 break
@@ -183,7 +211,7 @@ def form_that_compiles(
         for step in STEPS:
             if is_contradiction(problem) and step is not STEPS[0]:
                 break  # what is looser than the schema has no answer, so nor has that
-            more = step(schema) | suspects(schema, problem, compiled, until)
+            more = step(schema) | suspects(schema, problem, compiled, allowance.is_spent)
             more = keep_own_keywords(own, schema, more)
             if more <= leaves:
                 continue

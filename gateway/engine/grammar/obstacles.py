@@ -1,6 +1,5 @@
 """What keeps a JSON Schema from compiling: keywords to leave out, and words for a refusal."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 from urllib.parse import quote
@@ -23,18 +22,20 @@ _BOUNDS: Final = (
 
 
 def suspects(
-    schema: Schema, found: str, compiled: Callable[[Schema], object], until: float
+    schema: Schema,
+    found: str,
+    compiled: Callable[[Schema], object],
+    is_late: Callable[[], bool],
 ) -> Leaves:
-    """Guess which keywords the compiler could not take; past the deadline, too many."""
+    """Guess which keywords the compiler could not take; if it is late, too many."""
     leaves = set[tuple[int, str]]()
     if "egex" in found or "look" in found or "expressions" in found:
         broken: dict[str, bool] = {}
 
         def is_broken(pattern: str) -> bool:
-            is_late = len(broken) >= _PATTERNS or time.monotonic() > until
-            if is_late and pattern not in broken:
-                return True
             if pattern not in broken:
+                if len(broken) >= _PATTERNS or is_late():
+                    return True
                 try:
                     compiled({"type": "string", "pattern": pattern})
                     broken[pattern] = False

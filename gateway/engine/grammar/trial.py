@@ -12,7 +12,7 @@ from gateway.errors import BadRequest, Overloaded, Unavailable
 
 Sandbox: TypeAlias = Callable[[Mapping[str, Any], bytes], tuple[str, Any]]
 """Does a request of engine/sandboxed.py, unless one of that key has ended a process, and returns an
-outcome and its value: one of its kind, large with a reason, or busy, late, died or killed with one.
+outcome and its value: one of its kind, or large, busy, slow, late, died or killed with a reason.
 """
 
 # Bounds of llguidance's parser, here and there.
@@ -45,8 +45,9 @@ def is_open(found: re.Match[str]) -> bool:
 def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
     """Compile llguidance's own form of a grammar in the sandbox.
 
-    Raises BadRequest with `code` when that ended the process, TimeoutError past the deadline and
-    Overloaded when other grammars leave no time.
+    Raises BadRequest with `code` when that ended the process, TimeoutError when it takes too much
+    processor time, Overloaded when other grammars leave none, and Unavailable when other work
+    leaves it no processor or memory.
     """
     specials = tuple(sorted(set(_SPECIAL.findall(without_texts(spec)))))
     request: dict[str, Any] = {"spec": spec, "specials": specials, "limits": dict(LIMITS)}
@@ -64,7 +65,7 @@ def check_survived(outcome: str, value: Any, code: str) -> None:
         )
     if outcome == "late":
         raise TimeoutError
-    if outcome == "killed":
+    if outcome in ("killed", "slow"):
         raise Unavailable(f"The grammar was not compiled: {value}.", retry_after_s=BUSY_S)
     if outcome == "busy":
         raise Overloaded("Other grammars are being compiled; ask again.", retry_after_s=BUSY_S)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from gateway import clock, metrics
-from gateway.errors import BadRequest, Overloaded
+from gateway.errors import BadRequest, Overloaded, Unavailable
 from gateway.jobs import Grammar
 
 T = TypeVar("T")
 
 ERRORS_LAST_S = 60.0
+WAITS = 3  # times a grammar's processor time, for a request on a machine that others use too
+AGAIN_S = 2.0
 
 
 class RunInThread(Protocol):
@@ -73,9 +75,9 @@ class _Entry(Generic[T]):
 class GrammarCache(Generic[T]):
     """At most `size` compiled grammars of one model, the least recently used evicted first.
 
-    `compile` is called through `run`, for at most `at_once` grammars. Callers of the same grammar
-    wait for one compilation, which goes on if some of them leave. Refusals are kept for
-    ERRORS_LAST_S.
+    `compile` is called through `run`, for at most `at_once` grammars, and raises TimeoutError for
+    one that takes more than `timeout_s` of the processor. Callers of the same grammar wait for one
+    compilation, which goes on if some of them leave. Refusals are kept for ERRORS_LAST_S.
     """
 
     def __init__(
@@ -102,8 +104,9 @@ class GrammarCache(Generic[T]):
     async def get(self, grammar: Grammar) -> T:
         """Return the compiled grammar.
 
-        Raises BadRequest when it cannot be compiled or takes too long, and Overloaded when others
-        took all of the time.
+        Raises BadRequest when it cannot be compiled or costs too much, Overloaded when others took
+        all of the time, and Unavailable when it is still being compiled after a while: who asks
+        again waits for the same compilation.
         """
         entry = self._entries.get(grammar)
         if entry is not None and self._is_stale(entry):
@@ -114,7 +117,14 @@ class GrammarCache(Generic[T]):
         else:
             self._count("hit" if entry.task.done() else "joined")
         self._entries.move_to_end(grammar)
-        return await asyncio.shield(entry.task)
+        if not entry.task.done():
+            await asyncio.wait([entry.task], timeout=WAITS * self._timeout_s)
+        if not entry.task.done():
+            self._count("timeout")
+            raise Unavailable(
+                "The grammar is still being compiled; ask again.", retry_after_s=AGAIN_S
+            )
+        return entry.task.result()
 
     def _begin(self, grammar: Grammar) -> _Entry[T]:
         entry = _Entry(asyncio.create_task(self._compile_in_thread(grammar), name="grammar"))
@@ -136,14 +146,12 @@ class GrammarCache(Generic[T]):
         work = asyncio.ensure_future(self._run(self._compile, grammar))
         work.add_done_callback(self._release)
         try:
-            done, _ = await asyncio.wait([work], timeout=self._timeout_s)
-            if not done:
-                raise TimeoutError
-            return work.result()
+            return await work
         except TimeoutError:
             self._count("timeout")
             raise BadRequest(
-                f"The grammar was not compiled within {self._timeout_s:g} seconds: simplify it.",
+                f"The grammar takes over {self._timeout_s:g} seconds of processor time to compile: "
+                "simplify it.",
                 part="answer_form",
                 code="invalid_json_schema" if grammar.kind == "json_schema" else "invalid_grammar",
             ) from None
