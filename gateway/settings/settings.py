@@ -89,7 +89,7 @@ class Settings(BaseSettings):
     # Who may ask
     api_keys: Secrets = Field(
         default=(),
-        description="Keys, as a bearer token or in x-api-key; without any all are let in.",
+        description="Keys, as a bearer token or in x-api-key; without any nobody needs one.",
     )
     admin_key: SecretStr | None = Field(
         default=None, description="Bearer key of /admin; without it /admin is off (404)."
@@ -117,7 +117,7 @@ class Settings(BaseSettings):
         Field(default="info", description="The least serious event that is logged.")
     )
     log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(lower)] = Field(
-        default="auto", description="Of log lines; auto is console on a terminal, else JSON."
+        default="auto", description="Form of log lines; auto is console on a terminal, else JSON."
     )
     log_prompts: bool = Field(default=False, description="Log all that callers ask, in full.")
 
@@ -166,7 +166,7 @@ class Settings(BaseSettings):
         ge=1,
         le=16_777_216,
         description="Answer tokens that must have room in memory for an answer to begin. If "
-        "memory runs out later, the youngest answer is continued later.",
+        "memory runs out then, the youngest answer waits and goes on later.",
     )
     load_wait_s: float = Field(
         default=20,
@@ -182,7 +182,7 @@ class Settings(BaseSettings):
     )
     ready_in_part: bool = Field(
         default=False,
-        description="Answer 200 on /ready although some of the preloaded models failed to load.",
+        description="Answer 200 on /ready though some (not all) preloaded models failed to load.",
     )
     warm_up: bool = Field(
         default=True,
@@ -242,22 +242,25 @@ class Settings(BaseSettings):
         default=10, ge=0, le=1000, description="How long an idle device waits for more texts."
     )
     embedding_adaptive_window: bool = Field(
-        default=False, description="Let the load choose that wait: low, medium or high."
+        default=False, description="Let the load choose the wait for more texts."
     )
     embedding_window_low_ms: float = Field(
-        default=2, ge=0, le=1000, description="The wait at less than a quarter of a full batch."
+        default=2,
+        ge=0,
+        le=1000,
+        description="Wait for texts at under a quarter of a batch.",
     )
     embedding_window_medium_ms: float = Field(
-        default=10, ge=0, le=1000, description="The wait at less than a full batch."
+        default=10, ge=0, le=1000, description="Wait for texts at under a full batch."
     )
     embedding_window_high_ms: float = Field(
-        default=25, ge=0, le=1000, description="The wait at a full batch or more."
+        default=25, ge=0, le=1000, description="Wait for texts at a full batch or more."
     )
     embedding_min_batch_size: int = Field(
         default=1,
         ge=1,
         le=4096,
-        description="Fewer texts than this always wait, even if no request is on its way.",
+        description="Fewer texts than this wait for more, even if no request is on its way.",
     )
     embedding_batch_deadline_ms: float = Field(
         default=100, ge=0, le=10_000, description="The longest that a text waits for more."
@@ -445,7 +448,7 @@ class Settings(BaseSettings):
         default=600,
         gt=0,
         le=86_400,
-        description="The same limit for a step of loading and the first call of its kind.",
+        description="The stall limit for a step of loading, and the first call of its kind.",
     )
     exit_on_stall: bool = Field(
         default=True,
