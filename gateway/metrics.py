@@ -65,19 +65,21 @@ OUTPUT_TOKEN_SECONDS = Histogram(
     ["model"],
     buckets=_SECONDS,
 )
-BATCH_ROWS = Histogram("gateway_batch_rows", "Rows in a forward pass.", ["model"], buckets=_ROWS)
+BATCH_ROWS = Histogram(
+    "gateway_batch_rows", "Texts or answers in a pass.", ["model"], buckets=_ROWS
+)
 BATCH_PADDING = Histogram(
     "gateway_batch_padding_ratio",
-    "Share of a batch's tokens that only fill its rows up to the longest.",
+    "Share of a batch's tokens that are padding.",
     ["model"],
     buckets=_SHARES,
 )
 BATCH_FAULTS = Counter(
-    "gateway_batch_faults", "Passes that failed, and whose rows were read again.", ["model"]
+    "gateway_batch_faults", "Passes that failed, and whose answers were read again.", ["model"]
 )
 SHEDDINGS = Counter("gateway_sheddings", "Times that the device's memory ended in a pass.")
 FAST_PATH = Counter(
-    "gateway_fast_path", "Embedding batches that began at once, on an idle lane.", ["model"]
+    "gateway_fast_path", "Embedding batches that began at once, on an idle device.", ["model"]
 )
 EMBEDDING_CACHE = Counter(
     "gateway_embedding_cache", "Texts looked up in the embedding cache.", ["model", "outcome"]
@@ -87,22 +89,22 @@ CACHED_TOKENS = Counter(
 )
 READ_AHEAD = Counter(
     "gateway_tokens_read_ahead",
-    "Tokens forced by a grammar, and tokens of drafts, read and accepted: passes that were saved.",
+    "Tokens read several at a time: forced by a grammar, drafted, and accepted drafts.",
     ["model", "kind"],
 )
 PREEMPTIONS = Counter(
-    "gateway_preemptions", "Answers that gave their memory back, to be read again.", ["model"]
+    "gateway_preemptions", "Answers that gave their memory back, to continue later.", ["model"]
 )
 QUEUE_DEPTH = Gauge("gateway_queue_depth", "Requests waiting or running.", ["model"])
 QUEUE_CHOICES = Gauge("gateway_queue_choices", "Answers of requests waiting or running.", ["model"])
 QUEUE_TOKENS = Gauge("gateway_queue_tokens", "Tokens of requests waiting or running.", ["model"])
-QUEUE_TOKENS_LIMIT = Gauge("gateway_queue_tokens_limit", "The bound on those tokens.", ["model"])
+QUEUE_TOKENS_LIMIT = Gauge("gateway_queue_tokens_limit", "Limit of queued tokens.", ["model"])
 MODELS_LOADED = Gauge("gateway_models_loaded", "Models held in the cache.")
 MODEL_LOADS = Counter("gateway_model_loads", "Loads by outcome.", ["model", "outcome"])
 EVICTIONS = Counter("gateway_model_evictions", "Models freed to make room.", ["model"])
-LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Waited for a turn.", ["kind"], buckets=_SECONDS)
-LANE_HOLD = Histogram("gateway_lane_hold_seconds", "Held the lane.", ["kind"], buckets=_SECONDS)
-LANE_SECONDS = Counter("gateway_lane_seconds", "The lane's time, by who held it.", ["kind"])
+LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Device waited for.", ["kind"], buckets=_SECONDS)
+LANE_HOLD = Histogram("gateway_lane_hold_seconds", "Device in use.", ["kind"], buckets=_SECONDS)
+LANE_SECONDS = Counter("gateway_lane_seconds", "Seconds of the device, by kind of work.", ["kind"])
 GRAMMARS = Counter("gateway_grammars", "Grammars asked for, by outcome.", ["model", "outcome"])
 CHECKED_ANSWERS = Counter(
     "gateway_checked_answers",
@@ -150,16 +152,16 @@ HEARTBEAT_AGE = Level(
 LOG_LINES_LOST = Level(
     "gateway_log_lines_lost", "Log lines that could not be written: a full disk, a reader gone."
 )
-ROWS = Level("gateway_rows", "Answers in the batch, being read for or written.")
-TICKETS = Level("gateway_tickets", "Rows, or requests of embeddings, that wait for a batch.")
+ROWS = Level("gateway_rows", "Answers under way: prompts being read, or answers being written.")
+TICKETS = Level("gateway_tickets", "Answers, or requests of embeddings, that wait for a batch.")
 LEASES = Level("gateway_leases", "Requests that use a model, or wait for it to be loaded.")
 TASKS = Level("gateway_tasks", "Tasks of the event loop.")
-BUDGET_HELD = Level("gateway_budget_held_bytes", "Bytes that models and their rows may take now.")
-BUDGET_LIMIT = Level("gateway_budget_limit_bytes", "Bytes that they may take at the most.")
-DEVICE_ACTIVE = Level("gateway_device_active_bytes", "Bytes of arrays there are.")
-DEVICE_CACHED = Level("gateway_device_cached_bytes", "Bytes freed, and kept for reuse.")
+BUDGET_HELD = Level("gateway_budget_held_bytes", "Bytes that models and answers hold.")
+BUDGET_LIMIT = Level("gateway_budget_limit_bytes", "Bytes that they may hold at most.")
+DEVICE_ACTIVE = Level("gateway_device_active_bytes", "Bytes of MLX's arrays.")
+DEVICE_CACHED = Level("gateway_device_cached_bytes", "Freed bytes that MLX keeps for reuse.")
 RESPONSES_KEPT = Level("gateway_responses_kept", "Responses kept for clients to go on from.")
-RESPONSES_BYTES = Level("gateway_responses_kept_bytes", "Bytes of JSON that they hold.")
+RESPONSES_BYTES = Level("gateway_responses_kept_bytes", "Bytes of JSON of the kept responses.")
 BODY_BYTES = Level(
     "gateway_body_bytes",
     "Bytes of the bodies of requests inside and of answers not yet read, beyond 64 KiB of each.",

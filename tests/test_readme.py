@@ -1,5 +1,8 @@
 """README and docs say what is: tables are the code's, and links lead somewhere."""
 
+import ast
+import errno
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -7,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.cli._checks import bind_problem
 from gateway.errors import GatewayError
 from gateway.registry import ChatSpec, EmbeddingSpec
 from gateway.registry.specs import ChatBatching, EmbeddingBatching, Sampling, Structured
@@ -33,6 +37,13 @@ def test_a_generated_table_is_that_of_the_code(name: str) -> None:
 def test_the_readme_is_read_in_one_sitting() -> None:
     """What is looked up is in docs/."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
+
+
+def test_the_readme_begins_with_what_it_is_and_how_to_start_it() -> None:
+    """On the first screen: a sentence, the clone, the two commands and the way to the third."""
+    head = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:10])
+    for said in ("OpenAI-compatible", "git clone", "make serve", "make test", ".venv/bin:$PATH"):
+        assert said in head
 
 
 def test_every_link_leads_to_a_page_and_a_heading_that_exist() -> None:
@@ -130,3 +141,25 @@ def test_nothing_in_the_repository_is_a_link() -> None:
     if listed.returncode != 0:
         pytest.skip("not a clone: what is tracked is not known")
     assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []
+
+
+def test_every_message_of_troubleshooting_is_one_of_the_gateways() -> None:
+    """Who sees one searches for it: each is in the code, or in the section of other programs."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    own = page.partition("\n## It does not install")[2].partition("\n## Messages of other")[0]
+    constants = (
+        node.value
+        for path in (ROOT / "gateway").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    states = (f"{part}_{state}" for part in ("lane", "loop") for state in ("stalled", "dead"))
+    known = "\n".join((*constants, *states, "GATEWAY_DEVICE=gpu:"))
+    known += (
+        f"\n{os.strerror(errno.EADDRINUSE)}. Is a gateway running already? If not, choose another"
+    )
+    cells = [line[2:].split(" | ")[0] for line in own.splitlines() if line.startswith("| ")]
+    messages = [each for cell in cells for _, each in re.findall(r"(`+)(.+?)\1(?!`)", cell)]
+    pieces = {piece.strip(" `") for message in messages for piece in message.split("…")}
+    assert len(pieces) > 60
+    assert [piece for piece in pieces if piece not in known] == []

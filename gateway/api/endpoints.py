@@ -122,7 +122,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         also="/v2/rerank",
         summary="Sort documents by how well they answer a query",
         details="Takes the bodies of Cohere, Jina, vLLM, infinity and llama.cpp; one with `texts` "
-        "is [TEI's](#reranking). By a rerank model or, with the cosine, any embedding model.",
+        "is [TEI's](#reranking). With a rerank model or, by cosine, any embedding model.",
         request=RerankRequest,
         form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody),
         answer=Reranking,
@@ -134,8 +134,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/score",
         rerank.score,
         summary="Score pairs of texts",
-        details="As vLLM does: `text_1` is one text, or as many as `text_2`; in the order of the "
-        "request.",
+        details="As vLLM does: `text_1` is one text for all of `text_2`, or a list as long. The "
+        "scores come in that order.",
         request=ScoreRequest,
         answer=Scores,
         errors=REQUEST_ERRORS,
@@ -171,8 +171,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/decisions",
         decisions.answer,
         summary="Answer questions about an input with probabilities",
-        details="Up to 400 predicates, choices and scores, on any chat model. Nothing is "
-        "generated: the probabilities are those of the labels as answers.",
+        details="Up to 400 predicates, choices and scores, with any chat model. No text is "
+        "generated: the probabilities are those of each label as the answer.",
         request=DecisionsRequest,
         answer=Decision,
         errors=REQUEST_ERRORS,
@@ -183,8 +183,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/responses",
         responses.answer,
         summary="Answer a conversation, and keep the answer to continue from",
-        details="Messages, function tools alone or in namespaces, structured text, streaming "
-        "events; continues from `previous_response_id` and reads `item_reference`s.",
+        details="Messages, functions (alone or in namespaces), structured text, streaming "
+        "events; `previous_response_id` and `item_reference` continue from kept answers.",
         request=ResponsesRequest,
         answer=WireResponse,
         events=ResponseEvent,
@@ -196,7 +196,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/responses/input_tokens",
         responses.count_tokens,
         summary="Count the tokens of a prompt",
-        details="The prompt is that of the same request to `/responses`.",
+        details="Takes the request that `/responses` takes.",
         request=ResponsesRequest,
         answer=InputTokens,
         errors=(*REQUEST_ERRORS, ResponseNotFound),
@@ -224,7 +224,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST",
         "/v1/responses/{name}/cancel",
         responses.cancel,
-        summary="Refused: no response is made in the background",
+        summary="Refused, since no response is made in the background",
         statuses=(),
         errors=STORED_ERRORS,
     ),
@@ -255,7 +255,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/messages/count_tokens",
         anthropic.count_tokens,
         summary="Count the tokens of a prompt",
-        details="The prompt is that of the same request to `/messages`.",
+        details="Takes the request that `/messages` takes.",
         request=CountMessageTokensRequest,
         answer=MessageTokensCount,
         errors=(*REQUEST_ERRORS, Overloaded),
@@ -265,8 +265,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/tokenize",
         tokenization.tokenize,
         summary="Return the tokens of a prompt or of a conversation, as vLLM does",
-        details="For lm-eval's `remote` tokenizer too. Without a `model`, those of a loaded chat "
-        "model, else of the first one.",
+        details="For lm-eval's `remote` tokenizer too. Without a `model`, a loaded chat model is "
+        "taken, else the first one.",
         request=TokenizeRequest,
         answer=Tokenized,
         errors=REQUEST_ERRORS,
@@ -285,7 +285,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/tokenizer_info",
         tokenization.info,
         summary="Return a model's special tokens and chat template, as vLLM does",
-        details="Of the model that is named by `?model=`, else of the one at hand.",
+        details="Of the model `?model=`; without it, of a loaded chat model, else the first one.",
         answer=TokenizerInfo,
         errors=(*MODEL_ERRORS, BadRequest, RateLimited, DeadlineExceeded),
     ),
@@ -297,7 +297,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         details="Every id and alias; `root` is the id, `parent` the base of an adapter; `state`, "
         "`bytes`, `last_used` and `error` "
         "describe the model's condition; of a chat model that is loaded, `max_context` is its "
-        "context, and `batching` says whether its answers are decoded together. With the header "
+        "context, and `batching` says whether its answers are written together. With the header "
         "`anthropic-version`: the chat models in Anthropic's form, with `limit`, `after_id` and "
         "`before_id`.",
         answer=models.ModelList,
@@ -315,8 +315,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET",
         "/",
         ops.index,
-        summary="Say what answers here",
-        details="Agents ask before their first request.",
+        summary="Name and version of the server",
+        details="Agents ask for it before their first request.",
         answer=ops.Index,
         is_open=True,
         is_traced=False,
@@ -326,7 +326,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/health",
         ops.health,
         summary="Check that the engine works",
-        details="200 while the engine's thread does its work.",
+        details="200 while the thread of the device does its work, else 503.",
         answer=ops.Health,
         statuses=(200, 503),
         is_open=True,
@@ -337,8 +337,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/ready",
         ops.ready,
         summary="Check that requests are accepted",
-        details="200 from when all preloaded models are loaded until shutdown begins; lists the "
-        "models' states to callers who may list models.",
+        details="200 once all preloaded models are loaded and until the gateway stops, else 503; "
+        "lists the models' states to callers who may list models.",
         answer=ops.Ready,
         statuses=(200, 503),
         is_open=True,
@@ -356,15 +356,15 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET",
         "/openapi.json",
         _describe,
-        summary="Return the OpenAPI document of all this",
+        summary="Return the OpenAPI document of these endpoints",
     ),
     Endpoint(
         "GET",
         "/dashboard",
         dashboard.page,
         summary="Watch the gateway, and try its models, in a browser",
-        details="[The page](dashboard.md) holds no data and needs no key: it asks for one. Beyond "
-        "loopback it is there only if API keys are set.",
+        details="[The page](dashboard.md) holds no data and needs no key; it asks for one to show "
+        "any. Beyond loopback it is there only if API keys are set.",
         content_type="text/html",
         errors=PAGE_ERRORS,
         is_open=True,
@@ -375,7 +375,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/dashboard/samples",
         dashboard.samples,
         summary="Stream a sample of models and metrics each second",
-        details="For the page: lines of JSON, to at most four readers, until they leave.",
+        details="Lines of JSON for the dashboard, for at most four readers, until they leave.",
         content_type="application/x-ndjson",
         errors=(TooManyWatchers,),
         is_page=True,
@@ -384,7 +384,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET",
         "/dashboard/{file}",
         dashboard.page,
-        summary="Return a file of the page",
+        summary="Return a file of the dashboard",
         content_type="*/*",
         errors=(*PAGE_ERRORS, UnknownUrl),
         is_open=True,
@@ -395,7 +395,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/admin/models/{name:path}/load",
         models.load,
         summary="Load a model",
-        details="Needs `GATEWAY_ADMIN_KEY`; without that setting, what is under `/admin` is a 404.",
+        details="Needs `GATEWAY_ADMIN_KEY`; without it `/admin` is off (404).",
         answer=models.Model,
         errors=MODEL_ERRORS,
         is_admin=True,
@@ -416,7 +416,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/admin/models/{name:path}/pin",
         models.pin,
         summary="Pin a model",
-        details="It is not evicted, whatever models.yaml says, until that is reloaded.",
+        details="It is not unloaded to make room, whatever models.yaml says, until a reload.",
         answer=models.Model,
         errors=(ModelNotFound,),
         is_admin=True,
@@ -426,7 +426,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/admin/models/{name:path}/unpin",
         models.unpin,
         summary="Unpin a model",
-        details="It may be evicted, whatever models.yaml says, until that is reloaded.",
+        details="It may be unloaded to make room, whatever models.yaml says, until a reload.",
         answer=models.Model,
         errors=(ModelNotFound,),
         is_admin=True,
@@ -436,7 +436,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/admin/samples",
         dashboard.admin_samples,
         summary="Stream samples with the requests in flight and the last errors",
-        details="As `/dashboard/samples`, and on where that is; what requests say is not in them.",
+        details="Like `/dashboard/samples`, and off if that is. They hold no text of requests.",
         content_type="application/x-ndjson",
         errors=(TooManyWatchers,),
         is_admin=True,
@@ -447,8 +447,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/admin/requests/{number:number}/cancel",
         dashboard.cancel,
         summary="Cancel a request in flight",
-        details="By its `number` in the samples. What it held is freed as if its client had left; "
-        "its client gets an error.",
+        details="`number` is that of the samples. Its memory is freed; its client gets an error.",
         answer=dashboard.Cancelled,
         errors=(RequestNotFound,),
         is_admin=True,

@@ -74,13 +74,13 @@ class Settings(BaseSettings):
     )
     bind: Texts = Field(
         default=(),
-        description="Hypercorn binds (`unix:/run/gw.sock`, `[::1]:80`) in place of the host.",
+        description="Listen on these in place of the host: `[::1]:80`, `unix:/run/gw.sock`.",
     )
     tls_cert: FilePath | None = Field(
-        default=None, description="Certificate chain, PEM; needs the key."
+        default=None, description="Certificate chain in PEM; needs the key."
     )
     tls_key: FilePath | None = Field(
-        default=None, description="The certificate's private key, PEM."
+        default=None, description="Private key in PEM, without a password."
     )
     keep_alive_timeout_s: float = Field(
         default=75, gt=0, le=3600, description="How long an idle connection is kept."
@@ -88,37 +88,38 @@ class Settings(BaseSettings):
 
     # Who may ask
     api_keys: Secrets = Field(
-        default=(), description="Keys, as a bearer token or in x-api-key; none leaves it open."
+        default=(),
+        description="Keys, as a bearer token or in x-api-key; without any nobody needs one.",
     )
     admin_key: SecretStr | None = Field(
-        default=None, description="Bearer key of the /admin routes; without one there are none."
+        default=None, description="Bearer key of /admin; without it /admin is off (404)."
     )
     allow_unauthenticated: bool = Field(
         default=False, description="Allow listening beyond loopback without keys."
     )
     allowed_hosts: Texts = Field(
         default=(),
-        description="Host headers allowed, besides this machine's, while there are no keys.",
+        description="`Host` headers allowed while there are no keys, besides this machine's.",
     )
     cors_origins: Origins = Field(
         default=(),
-        description="Browser origins that may call, besides desktop apps; `http://localhost:*` is "
-        "any port, `*` is all.",
+        description="Web pages' origins that may call, besides desktop apps; `http://localhost:*` "
+        "is any port, `*` is all.",
     )
 
     dashboard: bool = Field(
         default=True,
-        description="Serve `/dashboard`; beyond loopback only where there are API keys.",
+        description="Serve /dashboard; beyond loopback only if there are API keys.",
     )
 
     # What it logs
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
-        Field(default="info", description="Least serious event that is logged.")
+        Field(default="info", description="The least serious event that is logged.")
     )
     log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(lower)] = Field(
-        default="auto", description="auto is console on a terminal and JSON elsewhere."
+        default="auto", description="Form of log lines; auto is console on a terminal, else JSON."
     )
-    log_prompts: bool = Field(default=False, description="Log what callers ask, in full.")
+    log_prompts: bool = Field(default=False, description="Log all that callers ask, in full.")
 
     # ── Models: the device, the hub, memory ───────────────────────────────────────────────────────
 
@@ -128,29 +129,30 @@ class Settings(BaseSettings):
     blas: Annotated[str, AfterValidator(library)] = Field(
         default="wheel",
         description="What multiplies matrices on Linux: OpenBLAS of the package scipy-openblas32 "
-        "(`wheel`; where it can't be used, the system's), the system's (`system`), or the path of "
-        "one.",
+        "(`wheel`), else the system's; the system's (`system`); or the path of a library.",
     )
     auto_pull: bool = Field(default=True, description="Download a hub model at its first request.")
     hub_endpoint: str | None = Field(
-        default=None, pattern=r"^https?://", description="Another model hub, a mirror for instance."
+        default=None,
+        pattern=r"^https?://",
+        description="Address of another model hub, such as a mirror.",
     )
     hub_timeout_s: float = Field(
         default=4, gt=0, le=600, description="How long the hub may take to answer; then 503."
     )
     hub_cache: HomePath | None = Field(
-        default=None, description="Folder of downloaded models; Hugging Face's own when unset."
+        default=None, description="Folder of downloaded models; when unset, Hugging Face's."
     )
     cache_max_models: int = Field(
         default=3,
         ge=1,
         le=64,
-        description="Models loaded at once; the least recently used idle one leaves.",
+        description="Models loaded at once; the idle one used longest ago makes room.",
     )
     cache_max_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Memory that loaded models and their rows may hold.",
+        description="Memory that loaded models and answers under way may take.",
         json_schema_extra={"default_text": "three quarters of what the device offers"},
     )
     kv_allowance_tokens: int = Field(
@@ -163,33 +165,34 @@ class Settings(BaseSettings):
         default=256,
         ge=1,
         le=16_777_216,
-        description="Answer tokens whose KV must be free for a request to join; a longer answer "
-        "grows, and when memory ends the youngest is read again later.",
+        description="Answer tokens that must have room in memory for an answer to begin. If "
+        "memory runs out then, the youngest answer waits and goes on later.",
     )
     load_wait_s: float = Field(
         default=20,
         ge=0,
         le=3600,
-        description="How long a request waits for its model, a model for room (twice as long after "
-        "each refusal in a row), and answers for memory that other models hold; then 503.",
+        description="How long a request waits for its model, a model for room (twice as long "
+        "after each refusal in a row), and answers for memory that other models hold; then 503.",
     )
     model_ttl_s: float | None = Field(
         default=None,
         gt=0,
-        description="Idle seconds after which a model is unloaded; never when unset.",
+        description="Seconds without a request after which a model is unloaded.",
     )
     ready_in_part: bool = Field(
         default=False,
-        description="Answer 200 on `/ready` while some of the preloaded models failed to load, but "
-        "not all.",
+        description="Answer 200 on /ready though some (not all) preloaded models failed to load.",
     )
     warm_up: bool = Field(
-        default=True, description="Run one small pass at load, so that no request is the first."
+        default=True,
+        description="Run a model once when it is loaded, so that no request is the first.",
     )
     self_test: bool = Field(
         default=True,
-        description="At load, compare a chat model's answers in a batch with those alone, for two "
-        "seconds at most, and on while it is idle; where they differ, its rows run one at a time.",
+        description="When a chat model is loaded, compare its answers in a batch with those "
+        "alone, for at most two seconds, then while it is idle; if they differ, it answers one "
+        "at a time.",
     )
     self_test_folder: HomePath | None = Field(
         default=None,
@@ -206,86 +209,89 @@ class Settings(BaseSettings):
         ge=0,
         le=1_000_000,
         description="Responses kept in memory for `previous_response_id`, item references and "
-        "`GET /v1/responses/{id}`, shared evenly by the API keys; 0 keeps none.",
+        "`GET /v1/responses/{id}`, in even shares for the API keys; 0 keeps none.",
     )
     responses_max_bytes: int = Field(
         default=256 * 1024 * 1024,
         ge=1024,
-        description="JSON that kept responses may hold, shared evenly by the API keys.",
+        description="JSON that kept responses may take, in even shares for the API keys.",
     )
     responses_ttl_s: float = Field(default=86_400, gt=0, description="How long a response is kept.")
     mlx_cache_limit_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="Freed memory MLX keeps for reuse; when unset a quarter of Metal's working "
-        "set, 32 MiB on a CPU.",
+        description="Freed memory that MLX keeps for reuse; when unset a quarter of Metal's "
+        "working set, 32 MiB on a CPU.",
     )
     mlx_wired_limit_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="Memory Metal keeps resident; none when unset: wired memory was seen to panic "
-        "macOS's kernel under loads like this one's (mlx issue 3186).",
+        description="Memory that Metal keeps resident; none when unset: wired memory was seen to "
+        "panic macOS's kernel under such loads (mlx issue 3186).",
     )
 
     # ── Batches, grammars, shares of the device, queues ───────────────────────────────────────────
 
     embedding_max_batch_size: int = Field(
-        default=32, ge=1, le=4096, description="Inputs in one pass; 1 turns batching off."
+        default=32, ge=1, le=4096, description="Texts in one pass; 1 turns batching off."
     )
     embedding_max_batch_tokens: int = Field(
-        default=16_384, ge=1, le=4_194_304, description="Padded tokens in one pass."
+        default=16_384, ge=1, le=4_194_304, description="Tokens in one pass, with padding."
     )
     embedding_batch_window_ms: float = Field(
-        default=10, ge=0, le=1000, description="How long an idle lane waits for a burst."
+        default=10, ge=0, le=1000, description="How long an idle device waits for more texts."
     )
     embedding_adaptive_window: bool = Field(
-        default=False, description="Let the load choose the window: low, medium or high."
+        default=False, description="Let the load choose the wait for more texts."
     )
     embedding_window_low_ms: float = Field(
-        default=2, ge=0, le=1000, description="Window below a quarter of a full batch."
+        default=2,
+        ge=0,
+        le=1000,
+        description="Wait for texts at under a quarter of a batch.",
     )
     embedding_window_medium_ms: float = Field(
-        default=10, ge=0, le=1000, description="Window up to a full batch."
+        default=10, ge=0, le=1000, description="Wait for texts at under a full batch."
     )
     embedding_window_high_ms: float = Field(
-        default=25, ge=0, le=1000, description="Window from a full batch on."
+        default=25, ge=0, le=1000, description="Wait for texts at a full batch or more."
     )
     embedding_min_batch_size: int = Field(
         default=1,
         ge=1,
         le=4096,
-        description="Fewer inputs than this wait for the whole window, even if no request is on "
-        "its way.",
+        description="Fewer texts than this wait for more, even if no request is on its way.",
     )
     embedding_batch_deadline_ms: float = Field(
-        default=100, ge=0, le=10_000, description="Longest an input waits for a burst, at any load."
+        default=100, ge=0, le=10_000, description="The longest that a text waits for more."
     )
     embedding_cache_size: int = Field(
-        default=0, ge=0, le=10_000_000, description="Vectors kept by text, per model; 0 is none."
+        default=0, ge=0, le=10_000_000, description="Vectors kept by text, per model; 0 keeps none."
     )
     generation_max_batch_size: int = Field(
-        default=32, ge=1, le=1024, description="Answers decoded together; 1 turns batching off."
+        default=32, ge=1, le=1024, description="Answers written together; 1 turns batching off."
     )
     prefill_chunk_tokens: int = Field(
         default=512,
         ge=16,
         le=65_536,
         description=(
-            "Prompt tokens read in one turn: rows times longest. The end of a prompt is read with "
-            "its last chunk, if it is at most a quarter of one."
+            "Prompt tokens read in one pass: prompts times their longest piece. What is "
+            "left of a prompt is read with its last piece if it is at most a quarter of one."
         ),
     )
     prefix_cache_bytes: int = Field(
         default=1024 * 1024 * 1024,
         ge=0,
-        description="KV kept of prompts that others may begin with, per chat model; 0 is none.",
+        description="KV kept of prompts, for others that begin alike, per chat model; 0 keeps "
+        "none.",
     )
     speculate_rows: int = Field(
         default=4,
         ge=0,
         le=8,
-        description="Answers that decode together up to which tokens are read ahead: those a "
-        "grammar leaves no choice of, and drafts by prompt lookup or a draft model; 0 is never.",
+        description="Up to so many answers at once, tokens are read ahead: those that a grammar "
+        "leaves no choice of, and guesses from the prompt or a draft model; 0 is never.",
     )
     structured_backend: Annotated[
         Literal["llguidance", "outlines_core"], BeforeValidator(lower)
@@ -295,7 +301,7 @@ class Settings(BaseSettings):
         json_schema_extra={"deprecated": True},
     )
     structured_rows: int = Field(
-        default=1, ge=1, le=1024, description="Grammar-bound answers decoded together, per model."
+        default=1, ge=1, le=1024, description="Structured answers written together, per model."
     )
     structured_compile_timeout_s: float = Field(
         default=10,
@@ -311,42 +317,42 @@ class Settings(BaseSettings):
         default=1,
         gt=0,
         le=1000,
-        description="Share of the device, while others wait: embedding, and reranking.",
+        description="Share of the device for embeddings and reranking, while other work waits.",
     )
     lane_weight_prefill: float = Field(
-        default=1, gt=0, le=1000, description="The same: reading prompts."
+        default=1, gt=0, le=1000, description="Share of the device for reading prompts."
     )
     lane_weight_decode: float = Field(
-        default=1, gt=0, le=1000, description="The same: writing answers."
+        default=1, gt=0, le=1000, description="Share of the device for writing answers."
     )
     lane_weight_load: float = Field(
-        default=1, gt=0, le=1000, description="The same: loading models."
+        default=1, gt=0, le=1000, description="Share of the device for loading models."
     )
     pass_limit_s: float = Field(
         default=0.25,
         gt=0,
         le=60,
-        description="How long one pass of embeddings or of prompts may keep the device, as "
-        "measured; what takes longer is cut, and others have their turn between.",
+        description="How long one pass of embeddings or prompts may take, as measured; longer "
+        "work is cut, and other work has its turn in between.",
     )
     tier_head_start_s: float = Field(
         default=5,
         ge=0,
         le=3600,
-        description="What `service_tier` is worth: priority counts as come so much sooner, flex "
-        "so much later.",
+        description="What `service_tier` is worth: priority counts as so much earlier, flex as so "
+        "much later.",
     )
     queue_limit: int = Field(
         default=256,
         ge=1,
         description="Requests that a model may have at once, waiting or running, and likewise "
-        "their choices; beyond it, 429.",
+        "choices; beyond it, 429.",
     )
     queue_max_tokens: int = Field(
         default=2_000_000,
         ge=1,
-        description="Tokens that a model's requests may have, waiting or running, though a single "
-        "request may have more; beyond it, 429.",
+        description="Tokens that a model's requests may have, waiting or running (one that is "
+        "alone may have more); beyond it, 429.",
     )
 
     # ── Limits of requests, deadlines, stalls ─────────────────────────────────────────────────────
@@ -364,8 +370,8 @@ class Settings(BaseSettings):
     max_bodies_bytes: int = Field(
         default=256 * 1024 * 1024,
         ge=1024,
-        description="Bytes of the bodies of all requests inside and of all answers that wait to be "
-        "read, together, 64 KiB of each left out; beyond it, 503.",
+        description="Bytes of the bodies of all requests under way and of all answers not yet "
+        "read, without the first 64 KiB of each; beyond it, 503.",
     )
     max_header_bytes: int = Field(
         default=32 * 1024,
@@ -374,7 +380,7 @@ class Settings(BaseSettings):
         description="Largest request head: path, query and headers; beyond it, 431.",
     )
     body_timeout_s: float = Field(
-        default=30, gt=0, le=3600, description="Time a body may take to arrive."
+        default=30, gt=0, le=3600, description="Time a body may take to arrive; then 408."
     )
     max_input_chars: int = Field(
         default=1_000_000, ge=1, description="Longest text that is tokenised; beyond it, 400."
@@ -419,36 +425,39 @@ class Settings(BaseSettings):
         default=10,
         gt=0,
         le=600,
-        description="How long an accepted stream's 200 is held for its first token.",
+        description="How long an accepted stream's 200 waits for its first token.",
     )
     send_timeout_s: float = Field(
         default=30,
         gt=0,
         le=3600,
-        description="How long a client may leave its answer unread; beyond that, on average, it "
-        "should read 128 KiB a second.",
+        description="How long a client may leave its answer unread; after that it must read 128 "
+        "KiB a second on average.",
     )
     drain_s: float = Field(
-        default=30, ge=0, le=3600, description="How long answers may take to finish at shutdown."
+        default=30,
+        ge=0,
+        le=3600,
+        description="How long answers may take to finish after SIGTERM or Ctrl-C.",
     )
 
     stall_limit_s: float = Field(
         default=60,
         gt=0,
         le=86_400,
-        description="How long one call may keep the device, or four times as long as its like "
-        "did before; then it counts as stuck, and /health is 503.",
+        description="How long one call may keep the device, or four times as long as the longest "
+        "of its kind did; then it counts as stuck, and /health is 503.",
     )
     load_stall_limit_s: float = Field(
         default=600,
         gt=0,
         le=86_400,
-        description="The same, for a step of loading and the first call of a shape.",
+        description="The stall limit for a step of loading, and the first call of its kind.",
     )
     exit_on_stall: bool = Field(
         default=True,
-        description="End the process, with status 70, when a call is stuck or the device has "
-        "failed for good: its supervisor starts it again.",
+        description="End the process with status 70 when a call is stuck or the device has failed "
+        "for good, for its supervisor to start it again.",
     )
 
     @field_validator("bind")
