@@ -409,7 +409,7 @@ class KvCost:
     """The bytes of KV that a sequence takes: `token` for each of its tokens; for each window,
     (bytes per token, most tokens kept); `constant` for what does not grow, such as states. What a
     draft model takes beside is in `draft`: (bytes per token, of at most so many sequences). `plane`
-    are a token's bytes in the largest array of KV.
+    are a token's bytes in the largest array of KV, `states` those of all full windows and states.
 
     The zero cost is that of an unknown model, for which nothing is counted.
     """
@@ -419,6 +419,7 @@ class KvCost:
     constant: int = 0
     draft: tuple[int, int] = (0, 0)
     plane: int = 0
+    states: int = 0
 
     def of(self, tokens: int, beyond: int = 0) -> int:
         """Return the bytes of so many tokens; in prefill a window holds `beyond` its size, too."""

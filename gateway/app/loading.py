@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from gateway import logs
 from gateway.app import self_tests
 from gateway.app.limits import embedding_limits, generation_limits
 from gateway.app.self_tests import SelfTest, VerdictStore
@@ -29,6 +30,7 @@ from gateway.serving.ports import EmbeddingEngine, GenerationEngine, RerankEngin
 from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
+log = logs.get("loading")
 _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
 
 
@@ -267,6 +269,8 @@ class ModelLoader:
                 timeout_s=settings.structured_compile_timeout_s,
             )
             kv = engine.kv_cost or KvCost(size.kv_token)
+            if kv.states:  # docs/performance.md: how many of them `prefix_cache_bytes` is to hold
+                log.info("prefix_states", model=spec.id, bytes=kv.states)
             # The size from the config may be many times that of the loaded layers.
             allowance, (draft_token, _) = settings.kv_allowance_tokens, kv.draft
             included = min(size.kv, kv.of(allowance) + draft_token * allowance)

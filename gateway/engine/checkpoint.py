@@ -372,6 +372,7 @@ def measure_kv(model: Any) -> KvCost:
         windows=tuple((token, most) for most, token in by_most.items()),
         constant=_and_one_more([each.constant for each in layers]),
         plane=max((each.plane for each in layers), default=0),
+        states=sum(each.constant + sum(map(math.prod, each.windows)) for each in layers),
     )
 
 

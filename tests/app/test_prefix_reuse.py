@@ -6,8 +6,11 @@ from typing import Any
 
 import httpx2
 import pytest
+import structlog
 
 from gateway.app.engines import MlxEngines
+from gateway.engine.device import Device
+from gateway.engine.generation.loading import load_generation
 from gateway.engine.hub import Hub
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.serving_app import catalog, served
@@ -41,6 +44,21 @@ class Asked:
         series = rf'gateway_cached_prompt_tokens_total{{model="{self._model}"}} (\S+)'
         found = re.search(series, (await self._client.get("/metrics")).text)
         return 0.0 if found is None else float(found[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_log_says_what_a_set_of_states_weighs(tmp_path: Path, kind: str) -> None:
+    """Of models that have some: what is kept of prompts has to hold several."""
+    folder = write_chat(tmp_path / kind, **KINDS[kind])
+    entry = {"kind": "chat", "source": f"path:{kind}", "preload": True}
+    with structlog.testing.capture_logs() as logged:
+        async with served(catalog(tmp_path, {kind: entry}), MlxEngines("cpu", None, Hub())):
+            pass
+    engine = load_generation(folder, name=kind, device=Device.CPU)
+    states = engine.kv_cost.states
+    engine.close()
+    told = [(line["model"], line["bytes"]) for line in logged if line["event"] == "prefix_states"]
+    assert told == ([] if kind == "plain" else [(kind, states)])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -130,18 +130,28 @@ class DecodeBatch:
         if not prefixes.needs_block_ends:
             return
         for i, row in enumerate(self.rows):
-            if (end := len(row.context)) % BLOCK:
+            end, is_growing = len(row.context), bool(row.tokens)
+            if end % BLOCK or (is_growing and not prefixes.keeps_growing):
                 continue
             ends = [*row.kept_ends, end]
             staying = spread(ends)
             dropped = [each for each in ends if each not in staying]
-            is_new = prefixes.store_next(row.context, self.cache, i, dropped, row.root)
-            if is_new and row.tokens:  # what ends the prompt stays
+            is_new = prefixes.store_next(
+                row.context, self.cache, i, dropped, row.root, is_growing=is_growing
+            )
+            if is_new and is_growing:  # what ends the prompt stays
                 row.kept_ends = staying
 
     def keep_answers(self, prefixes: PrefixCache, ended: abc.Sequence[int]) -> None:
-        """Store the KV of ended answers: a conversation's next prompt begins with it."""
-        if not prefixes.is_on or prefixes.needs_block_ends:  # few answers end with a block
+        """Store the KV of ended answers: a conversation's next prompt begins with it. Of those that
+        are kept only at ends of blocks, which few answers end with, what was kept so far counts as
+        used.
+        """
+        if not prefixes.is_on or not ended:
+            return
+        if prefixes.needs_block_ends:
+            for row in [self.rows[i] for i in ended]:
+                prefixes.note_ended(row.context, row.kept_ends, row.root)
             return
         lengths = self.cache[0].lengths.counts  # forced tokens at the end were not read
         for i in ended:

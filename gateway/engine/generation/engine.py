@@ -66,7 +66,9 @@ class GenerationEngine:
         self._max_context = max_context
         self._sampling_defaults = sampling_defaults or {}
         bounds, empty = bounds or Bounds(), make_prompt_cache(self._model)
-        self._prefixes = PrefixCache(empty, prefix_cache_bytes, bounds.kept)
+        self.kv_cost = measure_kv(self._model)
+        states = self.kv_cost.states
+        self._prefixes = PrefixCache(empty, prefix_cache_bytes, bounds.kept, states)
         self.adapters = Adapters(model)
         self._prefill = Prefill(
             self._model,
@@ -83,7 +85,6 @@ class GenerationEngine:
         if not can_batch(model):
             self.apply_verdict(ALONE)
         self._parked: dict[int, Sequence | DecodeBatch] = {}
-        self.kv_cost = measure_kv(self._model)
         if draft_model is not None:
             self.kv_cost = draft_model.with_kv(self.kv_cost, speculate_rows)
         self.last_pass = Pass()

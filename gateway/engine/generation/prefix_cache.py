@@ -8,9 +8,9 @@ continue only from such a block.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -22,6 +22,10 @@ from gateway.engine.generation.kv_cache import RaggedKVCache, as_ragged, copy_ro
 # In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
 # than the one pass that a prompt needs anyway. At most this many are read again after a hit.
 BLOCK = 64
+# So many sets of states must fit, or none are kept of answers under way: a few of these would push
+# out what prompts share. Where they fit, they have at most this share of the room.
+MIN_SETS = 8
+GROWING_SHARE = 0.5
 _TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
 ROOT = 0  # of the model itself; an adapter's is its number below it
 
@@ -42,13 +46,22 @@ class PrefixCache:
     """The KV of one model's prompts: at most `limit` bytes, least recently used evicted first.
 
     `empty` is the model's prompt cache before anything was read. A limit of 0 keeps nothing. All
-    models' arrays are counted in `buffers`, and no more are kept than those may be.
+    models' arrays are counted in `buffers`, and no more are kept than those may be. `states` are
+    the bytes of a set of states, at most.
+
+    States of answers under way are evicted before all others, the oldest first: most are never
+    taken up, and those of a prompt that many share would have to make room for them.
     """
 
     def __init__(
-        self, empty: Sequence[Any], limit: int, buffers: KeptBuffers | None = None
+        self,
+        empty: Sequence[Any],
+        limit: int,
+        buffers: KeptBuffers | None = None,
+        states: int = 0,
     ) -> None:
         self._limit = limit
+        self._states = states
         self._buffers = buffers or KeptBuffers()
         self._empty = [as_ragged(layer) for layer in empty]
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
@@ -57,6 +70,7 @@ class PrefixCache:
         # so the first of all has no block that follows it, and can be evicted.
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._nbytes = 0
+        self._growing: dict[Key, None] = {}  # the states of answers under way, the oldest first
         self._names: dict[tuple[int, bytes], Key] = {}  # a router's, of what ends in a block
 
     @property
@@ -68,6 +82,11 @@ class PrefixCache:
     def needs_block_ends(self) -> bool:
         """Return True if prompts are kept only as they are at the end of a block."""
         return self.is_on and not all(self._is_plain)
+
+    @property
+    def keeps_growing(self) -> bool:
+        """Return True if states are kept of answers under way."""
+        return self._limit >= MIN_SETS * self._states
 
     @property
     def nbytes(self) -> int:
@@ -116,12 +135,15 @@ class PrefixCache:
         row: int,
         named: Sequence[tuple[int, bytes]] = (),
         root: int = ROOT,
+        *,
+        is_growing: bool = False,
     ) -> int:
         """Keep the whole blocks of the tokens that row `row` of a batch with these caches has read.
 
         Return how many tokens those blocks have that were not there before. If the cache
         `needs_block_ends`, the tokens must end with a block, or nothing is kept. `named` are names
-        of beginnings of the tokens, each with the token that it ends before.
+        of beginnings of the tokens, each with the token that it ends before. `is_growing`: they end
+        within an answer under way.
         """
         whole = len(tokens) - len(tokens) % BLOCK
         if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
@@ -135,12 +157,12 @@ class PrefixCache:
         for start in range(BLOCK * len(path), whole, BLOCK):
             pages = [layer.copy_tokens(row, start, start + BLOCK) for layer in plain]
             key = (self._after(path, root), *tokens[start : start + BLOCK])
-            if not self._put(key, pages, path):
+            if not self._put(key, pages, path, is_growing=is_growing):
                 break
         new = BLOCK * (len(path) - known)
         is_there = bool(path) and len(path) * BLOCK == whole
-        if others and is_there and self._state_key(path) not in self._kept:
-            self._put(self._state_key(path), [_extract(layer, row) for layer in others], path)
+        if others and is_there:
+            self._keep_states(path, others, row, is_growing=is_growing)
         self._use(path)
         self._name(path, named, root)
         return new
@@ -152,6 +174,8 @@ class PrefixCache:
         row: int,
         dropped: Sequence[int],
         root: int = ROOT,
+        *,
+        is_growing: bool = True,
     ) -> bool:
         """Keep the last block of tokens that row `row` of a batch has just read, all of them, and
         the states after it, if the blocks before it are kept. Return True if these states are new.
@@ -163,7 +187,7 @@ class PrefixCache:
         if len(path) < len(tokens) // BLOCK - 1:
             return False  # all was dropped to free memory: it is not filled again from here
         was_there = self._has_states(path, tokens)
-        self.store(tokens, layers, row, root=root)
+        self.store(tokens, layers, row, root=root, is_growing=is_growing)
         path = self._path(tokens, root)
         if was_there or not self._has_states(path, tokens):
             return False
@@ -171,6 +195,15 @@ class PrefixCache:
             if (key := self._state_key(path[: end // BLOCK])) in self._kept:
                 self._drop(key)
         return True
+
+    def note_ended(self, tokens: Sequence[int], ends: Sequence[int], root: int = ROOT) -> None:
+        """Count the states kept after the first `ends` tokens of an answer as used: it is whole."""
+        path = self._path(tokens, root)
+        for end in ends:
+            key = self._state_key(path[: end // BLOCK])
+            if BLOCK * len(path) >= end and key in self._kept:
+                self._use([key])
+        self._use(path)
 
     def forget(self, root: int) -> None:
         """Drop all that is kept of an adapter."""
@@ -192,6 +225,7 @@ class PrefixCache:
 
     def _drop(self, key: Key) -> None:
         dropped = self._kept.pop(key)
+        self._growing.pop(key, None)
         self._nbytes -= dropped.nbytes
         self._buffers.count -= dropped.buffers
 
@@ -242,8 +276,30 @@ class PrefixCache:
     def _use(self, path: Sequence[Key]) -> None:
         for key in reversed(path):
             self._kept.move_to_end(key)
+            self._growing.pop(key, None)
 
-    def _put(self, key: Key, layers: Sequence[Any], path: list[Key]) -> bool:
+    def _keep_states(
+        self, path: Sequence[Key], layers: Sequence[Any], row: int, *, is_growing: bool
+    ) -> None:
+        """Keep what the other layers have of a row after a path."""
+        key = self._state_key(path)
+        if key not in self._kept:
+            states = [_extract(layer, row) for layer in layers]
+            if self._put(key, states, list(path), is_growing=is_growing) and is_growing:
+                self._growing[key] = None
+        elif not is_growing:
+            self._use([key])
+
+    def _next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
+        """Return what has to go first for so many bytes more."""
+        growing = sum(self._kept[key].nbytes for key in self._growing)
+        if not is_growing or growing + nbytes > GROWING_SHARE * self._limit:
+            keys: Iterable[Key] = chain(self._growing, self._kept)
+        else:
+            keys = (key for key in self._kept if key not in self._growing)
+        return next(iter(keys), None)
+
+    def _put(self, key: Key, layers: Sequence[Any], path: list[Key], *, is_growing: bool) -> bool:
         """Keep layers after a path if they are finite and fit; return whether they were kept."""
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
@@ -251,10 +307,10 @@ class PrefixCache:
             self._nbytes + nbytes > self._limit
             or self._buffers.count + len(arrays) > self._buffers.limit
         ):
-            oldest = next(iter(self._kept), None)
-            if oldest is None or oldest in path:
+            evicted = self._next_evicted(nbytes, is_growing=is_growing)
+            if evicted is None or evicted in path:
                 return False
-            self._drop(oldest)
+            self._drop(evicted)
         # NaN in one layer is NaN in all after it: checking the last one is enough.
         are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
         # Before it is kept: an error belongs to the sequence that was read. One wait for all.
