@@ -1,5 +1,7 @@
 """Access to the API: keys, hosts, origins, rate limits; and all of it around an app."""
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -38,6 +40,8 @@ EXPOSED_HEADERS = [
 # Of desktop apps: no web page can have these schemes. Tauri's is a host of http on Windows.
 APP_ORIGINS = r"(?:tauri|app|vscode-webview|vscode-file)://[^/\s]+|https?://tauri\.localhost"
 ADMIN = "/admin/"
+DISCARD_BYTES = 16 * 1024 * 1024  # of the body of a request beyond its key's rate
+DISCARD_S = 5.0
 
 
 def protect(
@@ -249,12 +253,26 @@ class Rates:
         try:
             admit(buckets)
         except RateLimited as error:
+            await _discard_body(receive)
             await ErrorResponse(error, scope)(scope, receive, meter)
             return
         try:
             await self._app(scope, receive, meter)
         finally:
             meter.read()
+
+
+async def _discard_body(receive: Receive) -> None:
+    """Read a body, or as much of it as may be. Were its connection closed while the client still
+    sends, it would be reset before the answer arrived.
+    """
+    size, more = 0, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while more and size <= DISCARD_BYTES:
+                message = await receive()
+                more = message.get("more_body", False)
+                size += len(message.get("body", b""))
 
 
 class _Meter:

@@ -95,6 +95,21 @@ async def test_a_connection_whose_refused_body_goes_on_is_closed(
                     assert await reader.read() == b""
 
 
+async def test_a_client_beyond_its_rate_is_told_so_however_large_its_body(
+    models: Catalog, engines: HeldEngines
+) -> None:
+    """A connection closed while it still sends would be reset, and the answer lost."""
+    size = 8_000_000
+    async with served(models, engines, api_keys=["k"], requests_per_minute=1) as client:
+        head = "POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer k\r\n"
+        async with connected(client) as (reader, writer):
+            writer.write(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
+            assert (await answer(reader))[0] == 400
+            writer.write(f"{head}Content-Length: {size}\r\n\r\n".encode())
+            await drained(writer, b"x" * size)
+            assert (await answer(reader))[0] == 429
+
+
 async def test_over_http1_a_client_waits_until_its_body_is_read(
     of_reader: httpx2.AsyncClient, reader: Reader
 ) -> None:
