@@ -406,20 +406,16 @@ class SequenceParams:
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """The bytes of KV that a sequence takes: `token` for each of its tokens; for each window,
-    (bytes per token, most tokens kept); `constant` for what does not grow, such as states. What a
-    draft model takes beside is in `draft`: (bytes per token, of at most so many sequences). `plane`
-    are a token's bytes in the largest array of KV, `states` those of all full windows and states.
-
-    The zero cost is that of an unknown model, for which nothing is counted.
+    """The bytes of KV that a sequence takes. The zero cost is that of an unknown model, for which
+    nothing is counted.
     """
 
-    token: int = 0
-    windows: tuple[tuple[int, int], ...] = ()
-    constant: int = 0
-    draft: tuple[int, int] = (0, 0)
-    plane: int = 0
-    states: int = 0
+    token: int = 0  # of each token
+    windows: tuple[tuple[int, int], ...] = ()  # of each: bytes a token, and most tokens kept
+    constant: int = 0  # of what does not grow, such as states
+    draft: tuple[int, int] = (0, 0)  # beside: bytes a token, and of at most so many sequences
+    plane: int = 0  # a token's, in the largest array
+    states: int = 0  # of all full windows and states
 
     def of(self, tokens: int, beyond: int = 0) -> int:
         """Return the bytes of so many tokens; in prefill a window holds `beyond` its size, too."""
