@@ -30,6 +30,8 @@ const responded = {
   input: weather[0].content,
   tools: [{ type: "function", strict: true, ...get_weather }],
 };
+const rain = { type: "predicate", instructions: "It rains." };
+const decision = { ...common, input: "The sky is grey.", questions: [rain] };
 const embeddings = { model: "all-minilm-l6-v2", input: ["one", "two"] };
 
 // A whole answer's type, and that of a stream's events.
@@ -47,8 +49,10 @@ const WHOLE = [
     "Wire<OpenAI.Responses.Response>"],
   ["/responses/input_tokens", response, "OpenAI.Responses.InputTokenCountResponse"],
   ["/embeddings", embeddings, "OpenAI.CreateEmbeddingResponse"],
+  ["/decisions", decision, "OpenAI.Decision"],
   ["/messages", message, "Message"],
   ["/messages", { ...message, max_tokens: 1 }, "Message"],
+  ["/messages", { ...message, stop_sequences: ["Paris"] }, "Message"],
   ["/messages", used, "Message"],
   ["/messages", { ...message, thinking: { type: "adaptive" } }, "Message"],
   ["/messages/count_tokens", { ...common, messages }, "Anthropic.MessageTokensCount"],
@@ -82,7 +86,7 @@ type Wire<T> = T extends { response: OpenAI.Responses.Response }
   ? Omit<T, "response"> & { response: Own<T["response"]> }
   : Own<T>;
 type Uncited<T> = T extends Anthropic.TextBlock
-  ? Omit<T, "citations">
+  ? Omit<T, "citations"> & { citations?: Anthropic.TextCitation[] }
   : T extends { content_block: Anthropic.ContentBlock }
     ? Omit<T, "content_block"> & { content_block: Uncited<T["content_block"]> }
     : T;
@@ -136,7 +140,15 @@ const typed = (answer, type, index) =>
 test("the compiler sees a null and a missing field", () => {
   const name = { id: "m", object: "model", created: 1 };
   const bad = [{ ...name, owned_by: null }, name].map((m, i) => typed(m, "OpenAI.Model", i));
-  assert.equal(complaints(bad).length, 2);
+  const text = { type: "text", text: "a" };
+  bad.push(typed({ ...text, citations: null }, "Uncited<Anthropic.TextBlock>", 2));
+  const said = { role: "assistant", content: "a", refusal: null };
+  bad.push(typed({ ...said, tool_calls: null }, "OpenAI.ChatCompletionMessage", 3));
+  const good = [
+    typed(text, "Uncited<Anthropic.TextBlock>", 4),
+    typed(said, "OpenAI.ChatCompletionMessage", 5),
+  ];
+  assert.equal(complaints([...bad, ...good]).length, bad.length);
 });
 
 test("whole answers are of their types", async () => {

@@ -1,6 +1,7 @@
-"""Answers of every wire by OpenAI's own types, strictly; no null but where its API writes one.
+"""Answers of every wire by OpenAI's and Anthropic's own types, strictly; no null but where these
+vendors' APIs write one.
 
-compat_tests/js/types.test.mjs holds them to the types for TypeScript, Anthropic's too.
+compat_tests/js/types.test.mjs holds them to the types for TypeScript.
 """
 
 from collections.abc import Iterator
@@ -10,11 +11,19 @@ from typing import Any
 import httpx2
 import orjson
 import pytest
-from openai.types import Completion, CreateEmbeddingResponse, Model
+from anthropic.types import (
+    ErrorResponse,
+    Message,
+    MessageTokensCount,
+    ModelInfo,
+    RawMessageStreamEvent,
+)
+from openai.types import Completion, CompletionChoice, CreateEmbeddingResponse, Decision, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
-from pydantic import TypeAdapter, ValidationError
+from openai.types.shared import ErrorObject
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from gateway.jobs import CallDelta, SequenceDelta
 from tests.fakes import ScriptedChat, ScriptedEngines
@@ -29,18 +38,64 @@ CLOCK = {"name": "clock", "parameters": {"type": "object", "properties": {}}}
 FUNCTIONS = [{"type": "function", "function": CLOCK}]
 FLAT = [{"type": "function", "strict": False, **CLOCK}]
 USED = [{"name": "clock", "input_schema": CLOCK["parameters"]}]
-# Fields that the vendors' APIs write though they are null, by endpoint.
-NULLABLE = {
-    "/chat/completions": {"content", "refusal", "logprobs", "finish_reason"},
-    "/completions": {"logprobs", "finish_reason", "token_logprobs", "top_logprobs"},
-    "/responses": {
-        *("access_programs", "completed_at", "error", "incomplete_details", "instructions"),
-        *("max_output_tokens", "max_tool_calls", "previous_response_id", "effort", "summary"),
-        *("verbosity", "usage", "description"),
+UNIQUE = {"type": "array", "uniqueItems": True}  # which no grammar holds: there is a verdict
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIQUE}}
+TEXT = {"format": {"type": "json_schema", "name": "a", "schema": UNIQUE}}
+OUTPUT = {"format": {"type": "json_schema", "schema": UNIQUE}}
+THOUGHT = {"thinking": {"type": "adaptive"}}
+EVIDENCE = {"model": "writer", "input": "The sky is grey."}
+PREDICATE = {"type": "predicate", "instructions": "It rains."}
+DECISION = {**EVIDENCE, "questions": [PREDICATE]}
+ANTHROPICS = {"anthropic-version": "2023-06-01"}
+
+
+class _ChunkChoice(CompletionChoice):
+    """A completion's, which in a stream may not have ended: OpenAI's type of one always has."""
+
+    finish_reason: Any = None
+
+
+class CompletionChunk(Completion):
+    """An event of a completion."""
+
+    choices: list[_ChunkChoice]  # type: ignore[assignment]
+
+
+class ErrorEvent(BaseModel):
+    """OpenAI's envelope, which its SDK has no type of."""
+
+    error: ErrorObject
+
+
+# Where the vendors' APIs write a null, by endpoint; lists have no step of their own. A verdict is
+# this gateway's own, and null where nobody can tell.
+_ANSWERED = {"choices.logprobs", "choices.finish_reason", "gateway.schema_valid"}
+_RESPONDED = {
+    *("access_programs", "completed_at", "error", "incomplete_details", "instructions"),
+    *("max_output_tokens", "max_tool_calls", "previous_response_id", "usage"),
+    *("reasoning.effort", "reasoning.summary", "text.verbosity", "tools.description"),
+    *("text.format.description", "gateway.schema_valid"),
+}
+_MESSAGED = {
+    *("container", "diagnostics", "stop_details", "stop_reason", "stop_sequence"),
+    *("usage.cache_creation", "usage.inference_geo", "usage.server_tool_use"),
+    "gateway.schema_valid",
+}
+NULLABLE: dict[str, set[str]] = {
+    "/chat/completions": {
+        *_ANSWERED,
+        *("choices.message.content", "choices.message.refusal", "choices.logprobs.refusal"),
     },
+    "/completions": _ANSWERED,
+    "/responses": {*_RESPONDED, *(f"response.{name}" for name in _RESPONDED), "param"},
     "/messages": {
-        *("cache_creation", "container", "diagnostics", "inference_geo", "server_tool_use"),
-        *("stop_details", "stop_reason", "stop_sequence"),
+        *_MESSAGED,
+        *(f"message.{name}" for name in _MESSAGED),
+        *("delta.container", "delta.stop_details", "delta.stop_sequence"),
+    },
+    "/decisions": {"answers.name"},
+    "/models": {
+        *("capabilities", "deprecated_at", "line", "max_input_tokens", "max_tokens", "retires_at"),
     },
 }
 
@@ -58,112 +113,207 @@ def _voiced(delta: SequenceDelta) -> SequenceDelta:
     return replace(delta, text="", reasoning=delta.text) if delta.text.isupper() else delta
 
 
-def nulls(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the names of the fields that are null, at any depth."""
+@pytest.fixture
+def engines() -> ScriptedEngines:
+    """Give the engines behind `client`, of which one answers in every way there is."""
+    return ScriptedEngines(chat=Caller(max_context=1000))
+
+
+def nulls(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of the fields that are null, at any depth."""
     if value is None:
-        yield name
+        yield path
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from nulls(inner, key)
+            yield from nulls(inner, f"{path}.{key}" if path else key)
     elif isinstance(value, list):
         for inner in value:
-            yield from nulls(inner, name)
+            yield from nulls(inner, path)
 
 
 def check(path: str, kind: Any, raw: bytes) -> None:
-    """Hold an answer to its type, if there is one, without any conversion."""
-    if kind is not None:
-        TypeAdapter(kind).validate_json(raw, strict=True)
+    """Hold an answer to its type without any conversion, and to the fields that may be null."""
+    TypeAdapter(kind).validate_json(raw, strict=True)
     assert set(nulls(orjson.loads(raw))) <= NULLABLE.get(path, set())
+
+
+def events_of(answer: httpx2.Response) -> list[bytes]:
+    """Give the data of a stream's events, without the mark of its end and Anthropic's pings."""
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    told = [line for line in lines if line != "[DONE]"]
+    return [line.encode() for line in told if orjson.loads(line).get("type") != "ping"]
+
+
+WAYS = [
+    ("/chat/completions", CHAT),
+    ("/chat/completions", {**CHAT, "tools": FUNCTIONS}),
+    ("/chat/completions", {**CHAT, "functions": [CLOCK]}),
+    ("/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "n": 2}),
+    ("/chat/completions", {**CHAT, "max_tokens": 1}),
+    ("/chat/completions", {**CHAT, "response_format": FORM}),
+    ("/completions", COMPLETION),
+    ("/completions", {**COMPLETION, "logprobs": 1}),
+    ("/responses", RESPONSE),
+    ("/responses", {**RESPONSE, "tools": FLAT, "max_output_tokens": 99}),
+    ("/responses", {**RESPONSE, "max_output_tokens": 1}),
+    ("/responses", {**RESPONSE, "text": TEXT, "instructions": "Be brief."}),
+    ("/responses", {**RESPONSE, "include": ["message.output_text.logprobs"], "top_logprobs": 1}),
+    ("/messages", MESSAGE),
+    ("/messages", {**MESSAGE, **THOUGHT, "tools": USED}),
+    ("/messages", {**MESSAGE, "stop_sequences": ["k"]}),
+    ("/messages", {**MESSAGE, "max_tokens": 1}),
+    ("/messages", {**MESSAGE, "output_config": OUTPUT}),
+]
+WHOLE = {
+    "/chat/completions": ChatCompletion,
+    "/completions": Completion,
+    "/responses": Response,
+    "/messages": Message,
+}
+EVENTS: dict[str, Any] = {
+    "/chat/completions": ChatCompletionChunk,
+    "/completions": CompletionChunk,
+    "/responses": ResponseStreamEvent,
+    "/messages": RawMessageStreamEvent,
+}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [
-        ("/chat/completions", CHAT, ChatCompletion),
-        ("/chat/completions", {**CHAT, "tools": FUNCTIONS}, ChatCompletion),
-        ("/chat/completions", {**CHAT, "functions": [CLOCK]}, ChatCompletion),
-        ("/chat/completions", {**CHAT, "logprobs": True, "n": 2}, ChatCompletion),
-        ("/completions", COMPLETION, Completion),
-        ("/completions", {**COMPLETION, "logprobs": 1}, Completion),
-        ("/responses", RESPONSE, Response),
-        ("/responses", {**RESPONSE, "tools": FLAT, "max_output_tokens": 99}, Response),
-        ("/responses", {**RESPONSE, "max_output_tokens": 1}, Response),
+        *((path, body, WHOLE[path]) for path, body in WAYS),
         ("/responses/input_tokens", RESPONSE, InputTokenCountResponse),
         ("/embeddings", {"model": "embed", "input": ["a", "b"]}, CreateEmbeddingResponse),
-        ("/messages", MESSAGE, None),
-        ("/messages", {**MESSAGE, "thinking": {"type": "adaptive"}, "tools": USED}, None),
-        ("/messages/count_tokens", {"model": "writer", "messages": USER}, None),
+        ("/decisions", DECISION, Decision),
+        ("/messages/count_tokens", {"model": "writer", "messages": USER}, MessageTokensCount),
     ],
 )
 async def test_a_whole_answer_is_of_its_type(
-    client: httpx2.AsyncClient, engines: ScriptedEngines, path: str, body: Any, kind: Any
+    client: httpx2.AsyncClient, path: str, body: Any, kind: Any
 ) -> None:
-    """Text, reasoning, calls, logprobs."""
-    engines.chat = Caller()
+    """Text, reasoning, calls, logprobs, verdicts, answers that were cut."""
     answer = await client.post(f"/v1{path}", json=body)
     assert answer.status_code == 200, answer.text
     check(path, kind, answer.content)
 
 
+@pytest.mark.parametrize(("path", "body"), WAYS)
+async def test_every_event_is_of_its_type(client: httpx2.AsyncClient, path: str, body: Any) -> None:
+    """From the first to the one before `[DONE]`, with usage where it is asked for."""
+    usage = {"stream_options": {"include_usage": True}} if "completions" in path else {}
+    answer = await client.post(f"/v1{path}", json={**body, **usage, "stream": True})
+    assert answer.status_code == 200, answer.text
+    events = events_of(answer)
+    assert len(events) > 2
+    for event in events:
+        check(path, EVENTS[path], event)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [
-        ("/chat/completions", CHAT, ChatCompletionChunk),
-        (
-            "/chat/completions",
-            {**CHAT, "tools": FUNCTIONS, "stream_options": {"include_usage": True}},
-            ChatCompletionChunk,
-        ),
-        ("/chat/completions", {**CHAT, "logprobs": True, "n": 2}, ChatCompletionChunk),
-        ("/completions", {**COMPLETION, "logprobs": 1}, None),  # its type has always ended
+        ("/chat/completions", CHAT, ErrorEvent),
+        ("/completions", {**COMPLETION, "prompt": "hm ok"}, ErrorEvent),
         ("/responses", RESPONSE, ResponseStreamEvent),
-        ("/responses", {**RESPONSE, "tools": FLAT}, ResponseStreamEvent),
-        ("/messages", MESSAGE, None),
-        ("/messages", {**MESSAGE, "thinking": {"type": "adaptive"}, "tools": USED}, None),
+        ("/messages", MESSAGE, ErrorResponse),
     ],
 )
-async def test_every_event_is_of_its_type(
+async def test_a_stream_that_fails_is_of_its_types_to_the_end(
     client: httpx2.AsyncClient, engines: ScriptedEngines, path: str, body: Any, kind: Any
 ) -> None:
-    """From the first to the one before `[DONE]`."""
-    engines.chat = Caller()
+    """Its last event is an error, as each vendor's SDK reads it."""
+    engines.chat.fail_at_step = 4
     answer = await client.post(f"/v1{path}", json={**body, "stream": True})
-    assert answer.status_code == 200, answer.text
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-    events = [line.encode() for line in lines if line != "[DONE]"]
-    assert len(events) > 2
-    for event in events:
-        check(path, kind, event)
+    assert answer.status_code == 200
+    *before, last = events_of(answer)
+    for event in before:
+        check(path, EVENTS[path], event)
+    TypeAdapter(kind).validate_json(last, strict=True)
+    assert b"engine_failed" in b"".join(events_of(answer)[-2:])
+
+
+async def test_an_echoed_prompts_first_token_has_no_logprob(client: httpx2.AsyncClient) -> None:
+    """OpenAI's API writes a null there, of which its types know nothing."""
+    body = {**COMPLETION, "echo": True, "logprobs": 1}
+    whole = (await client.post("/v1/completions", json=body)).json()
+    (choice,) = whole["choices"]
+    for name, value in (("token_logprobs", -1.0), ("top_logprobs", {})):
+        assert choice["logprobs"][name][0] is None
+        choice["logprobs"][name][0] = value
+    check("/completions", Completion, orjson.dumps(whole))
+
+
+async def test_a_kept_response_and_its_items_are_of_their_types(
+    client: httpx2.AsyncClient,
+) -> None:
+    """As they were given, whenever they are asked for."""
+    body = {**RESPONSE, "store": True, "tools": FLAT}
+    kept = (await client.post("/v1/responses", json=body)).json()["id"]
+    check("/responses", Response, (await client.get(f"/v1/responses/{kept}")).content)
+    items = await client.get(f"/v1/responses/{kept}/input_items")
+    check("/responses", ResponseItemList, items.content)
 
 
 async def test_every_model_is_of_its_type(client: httpx2.AsyncClient) -> None:
-    """Besides what this gateway tells of each."""
-    for model in (await client.get("/v1/models")).json()["data"]:
+    """Of OpenAI's, besides what this gateway tells of each; and of Anthropic's."""
+    models = (await client.get("/v1/models")).json()["data"]
+    assert models
+    for model in models:
         told = {name: value for name, value in model.items() if name in Model.model_fields}
         check("/models", Model, orjson.dumps(told))
+    page = (await client.get("/v1/models", headers=ANTHROPICS)).json()
+    assert page["data"]
+    one = await client.get(f"/v1/models/{page['first_id']}", headers=ANTHROPICS)
+    for model in (*page["data"], one.json()):
+        check("/models", ModelInfo, orjson.dumps(model))
 
 
 @pytest.mark.parametrize(
-    ("path", "allowed"),
+    ("path", "kind", "allowed"),
     [
-        ("/chat/completions", {"param", "code"}),
-        ("/responses", {"param", "code"}),
-        ("/messages", {""}),
+        ("/chat/completions", ErrorEvent, {"error.param", "error.code"}),
+        ("/completions", ErrorEvent, {"error.param", "error.code"}),
+        ("/responses", ErrorEvent, {"error.param", "error.code"}),
+        ("/embeddings", ErrorEvent, {"error.param", "error.code"}),
+        ("/messages", ErrorResponse, set[str]()),
+        ("/messages/count_tokens", ErrorResponse, set[str]()),
     ],
 )
-async def test_an_error_has_its_vendors_fields(
-    client: httpx2.AsyncClient, path: str, allowed: set[str]
+@pytest.mark.parametrize("body", [b"[]", b"{}", b'{"model":"nobody","messages":1,"max_tokens":1}'])
+async def test_an_error_is_of_its_vendors_type(
+    client: httpx2.AsyncClient, path: str, kind: Any, allowed: set[str], body: bytes
 ) -> None:
     """OpenAI's has nulls for what is unknown, Anthropic's none."""
-    answer = await client.post(f"/v1{path}", content=b"[]")
-    assert answer.status_code == 400
+    answer = await client.post(f"/v1{path}", content=body)
+    assert answer.status_code in (400, 404)
+    TypeAdapter(kind).validate_json(answer.content, strict=True)
     assert set(nulls(answer.json())) <= allowed
 
 
-def test_a_null_is_seen_where_none_may_be() -> None:
-    """The check itself: by type, and by name."""
-    with pytest.raises(ValidationError):
-        check("/models", Model, b'{"id":null}')
-    with pytest.raises(AssertionError):
-        check("/messages", None, b'{"content":[{"type":"text","text":"a","citations":null}]}')
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/chat/completions", ("choices", 0, "message", "tool_calls")),
+        ("/chat/completions", ("choices", 0, "message", "function_call")),
+        ("/chat/completions", ("service_tier",)),
+        ("/completions", ("usage",)),
+        ("/responses", ("output", 0, "summary")),
+        ("/responses", ("output", 1, "content", 0, "logprobs")),
+        ("/responses", ("user",)),
+        ("/messages", ("content", 0, "citations")),
+        ("/messages", ("usage", "output_tokens_details")),
+    ],
+)
+async def test_a_null_where_the_api_leaves_a_field_out_is_seen(
+    client: httpx2.AsyncClient, path: str, field: tuple[Any, ...]
+) -> None:
+    """The check itself: of a field that a type calls optional, and says may be null."""
+    body = next(body for way, body in WAYS if way == path)
+    whole = (await client.post(f"/v1{path}", json=body)).json()
+    check(path, WHOLE[path], orjson.dumps(whole))
+    at = whole
+    for step in field[:-1]:
+        at = at[step]
+    at[field[-1]] = None
+    with pytest.raises((AssertionError, ValidationError)):
+        check(path, WHOLE[path], orjson.dumps(whole))

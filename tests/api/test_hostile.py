@@ -335,6 +335,40 @@ async def test_an_image_is_refused_and_nobody_looks_where_it_is(
     assert not visits
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/health", None),
+        ("GET", "/v1/models", None),
+        ("POST", "/v1/embeddings", {"model": "embed", "input": "hi"}),
+        ("POST", "/embed", {"inputs": "hi"}),
+        ("POST", "/v1/rerank", {"model": "judge", "query": "a", "documents": ["b"]}),
+        ("POST", "/v1/completions", {"model": "writer", "prompt": "hi"}),
+        ("POST", "/v1/responses", {"model": "writer", "input": "hi", "stream": True}),
+        ("POST", "/v1/messages", {"model": "writer", "max_tokens": 4, "messages": USER}),
+        ("POST", "/v1/chat/completions", {"model": "nobody", "messages": USER}),
+    ],
+)
+async def test_who_shuts_the_sending_side_hears_of_no_failure(
+    client: httpx2.AsyncClient, method: str, path: str, body: Any
+) -> None:
+    """On any endpoint: the answer, a refusal of its own, or nothing."""
+    text = b"" if body is None else orjson.dumps(body)
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+    with structlog.testing.capture_logs() as lines:
+        writer.write(head.encode() + b"connection: close\r\n\r\n" + text)
+        writer.write_eof()
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+            while not (told := [line for line in lines if line["event"] == "request"]):
+                await asyncio.sleep(0.01)
+    writer.close()
+    assert not answer or answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 404"))
+    assert not [line for line in lines if line["log_level"] in ("error", "critical")]
+    assert {line["status"] for line in told} <= {200, 404, 499}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_shuts_the_sending_side_has_left(
     client: httpx2.AsyncClient, engines: ScriptedEngines, stream: bool
