@@ -133,9 +133,7 @@ class Settings(BaseSettings):
     )
     auto_pull: bool = Field(default=True, description="Download a hub model at its first request.")
     hub_endpoint: str | None = Field(
-        default=None,
-        pattern=r"^https?://",
-        description="Address of another model hub, such as a mirror.",
+        default=None, pattern=r"^https?://", description="Another model hub, such as a mirror."
     )
     hub_timeout_s: float = Field(
         default=4, gt=0, le=600, description="How long the hub may take to answer; then 503."
@@ -185,14 +183,12 @@ class Settings(BaseSettings):
         description="Answer 200 on /ready though some (not all) preloaded models failed to load.",
     )
     warm_up: bool = Field(
-        default=True,
-        description="Run a model once when it is loaded, so that no request is the first.",
+        default=True, description="Run a model once at load, so that no request is the first."
     )
     self_test: bool = Field(
         default=True,
-        description="When a chat model is loaded, compare its answers in a batch with those "
-        "alone, for at most two seconds, then while it is idle; if they differ, it answers one "
-        "at a time.",
+        description="At load, compare a chat model's answers in a batch with those alone, for at "
+        "most two seconds, then while it is idle; if they differ, it answers one at a time.",
     )
     self_test_folder: HomePath | None = Field(
         default=None,
