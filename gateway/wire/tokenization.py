@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticKnownError
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
@@ -21,7 +22,16 @@ from gateway.wire.messages import (
 )
 from gateway.wire.validation import Request, check_length
 
+MAX_TOKENS = 1_000_000  # of a text: their answer is written on the event loop
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _count_tokens(value: object) -> object:
+    """Count a list before its items are validated."""
+    if isinstance(value, list) and len(value) > MAX_TOKENS:
+        lengths = {"max_length": MAX_TOKENS, "actual_length": len(value)}
+        raise PydanticKnownError("too_long", {"field_type": "List", **lengths})
+    return value
 
 
 class TokenizeRequest(Request):
@@ -84,7 +94,12 @@ class DetokenizeRequest(Request):
     example: ClassVar = {"tokens": [1, 2]}
 
     model: Annotated[Label, Field(min_length=1)] | None = None
-    tokens: Annotated[list[TokenId], FAIL_FAST]
+    tokens: Annotated[
+        list[TokenId],
+        FAIL_FAST,
+        BeforeValidator(_count_tokens),
+        Field(json_schema_extra={"maxItems": MAX_TOKENS}),
+    ]
 
 
 class Tokenized(TypedDict):

@@ -6,6 +6,7 @@ import httpx2
 import pytest
 
 from gateway.registry import Catalog
+from gateway.wire.tokenization import MAX_TOKENS
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
 
@@ -79,6 +80,8 @@ async def test_the_tokenizer_is_described(client: httpx2.AsyncClient) -> None:
         ("/detokenize", {"tokens": [2**31]}, "tokens[0]"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
         ("/detokenize", {"tokens": [97, 999]}, "tokens"),
+        ("/detokenize", {"tokens": [97] * (MAX_TOKENS + 1)}, "tokens"),
+        ("/detokenize", {"tokens": ["a"] * (MAX_TOKENS + 1)}, "tokens"),
     ],
 )
 async def test_what_is_wrong_is_a_400_that_names_the_field(
