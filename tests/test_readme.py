@@ -153,10 +153,8 @@ def test_every_message_of_troubleshooting_is_one_of_the_gateways() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     states = (f"{part}_{state}" for part in ("lane", "loop") for state in ("stalled", "dead"))
-    known = "\n".join((*constants, *states, "GATEWAY_DEVICE=gpu:"))
-    known += (
-        f"\n{os.strerror(errno.EADDRINUSE)}. Is a gateway running already? If not, choose another"
-    )
+    in_use = OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    known = "\n".join((*constants, *states, bind_problem("127.0.0.1:8000", in_use)))
     cells = [line[2:].split(" | ")[0] for line in own.splitlines() if line.startswith("| ")]
     messages = [each for cell in cells for _, each in re.findall(r"(`+)(.+?)\1(?!`)", cell)]
     pieces = {piece.strip(" `") for message in messages for piece in message.split("…")}
