@@ -101,7 +101,7 @@ WORDS: Final = (
     *('{"a": 1} ', "\n\n", "x", "Answer: ", "<think>"),
 )
 JOBS: Final = (*["free"] * 3, *["next turn"] * 2, *["form"] * 2, "bare", "calls", "labels")
-STOPS: Final = ("e", " t", "the", "\n", "ab", "�", "on", "ing", "er", "a b")
+STOPS: Final = (" t", "the", "\n", "ab", "�", "on", "ing", "er", "a b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +219,8 @@ def draw_job(chance: random.Random, heads: Sequence[str], past: Sequence[list[in
     given: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 8, 20, 20, 40, 80])}
     if chance.random() < 0.25:
         given["logprobs"] = chance.choice([0, 1, 5])
-    if chance.random() < 0.25:
-        given["stop"] = chance.sample(STOPS, chance.randrange(1, 3))
+    if chance.random() < 0.35:
+        given["stop"] = chance.sample(STOPS, chance.randrange(1, 5))
     if kind == "bare" or (kind == "next turn" and not past):
         echoes = chance.random() < 0.5
         if echoes and chance.random() < 0.3:
