@@ -16,5 +16,6 @@ checkpoints        models with random weights, as much work as trained ones
 tiny_models        configurations of every architecture, as small as they can be
 batch_generator    mlx-lm's own generator, in-process or in a process of its own
 llama_cpp          llama.cpp, as node brings it
+raw_client         streams over plain sockets, which take next to nothing to read
 echo               the least that Starlette and Hypercorn can do
 """

@@ -85,12 +85,12 @@ BGE_BASE = {
 }
 
 
-def write_chat(folder: Path, **config: Any) -> Path:
-    """Write a llama of 8 layers by 512 with a vocabulary of 16k, as far as `config` says no other.
+def write_chat(folder: Path, vocabulary: int = VOCABULARY, **config: Any) -> Path:
+    """Write a llama of 8 layers by 512, as far as `config` says no other.
 
     It takes 175 MB on disk, and some seconds.
     """
-    tokenizer = write_chat_tokenizer(folder)
+    tokenizer = write_chat_tokenizer(folder, vocabulary)
     whole = {**LLAMA, "vocab_size": tokenizer.get_vocab_size(), **config}
     _write(folder / "config.json", whole)
     mx.random.seed(0)

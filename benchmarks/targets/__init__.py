@@ -8,6 +8,7 @@ measurement alternates with its reference, five times; the median counts.
     embedding   MiniLM: many clients, one client, a burst, a long request
     small       a near-free model: requests a second; errors with many connections
     chatting    tokens a second beside mlx-lm's generator and its server
+    host        a token's cost beside the arithmetic: in-process, and over HTTP
     onboard     SmolLM2's tokens a second beside mlx-lm's server and llama.cpp
     structured  grammar-bound answers together; one beside a free one
     beside      embeddings beside chat, and chat beside embeddings

@@ -4,7 +4,7 @@ import copy
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, Final
 
 import mlx.core as mx
@@ -171,7 +171,8 @@ class DecodeBatch:
         doubts: list[Doubt],
     ) -> None:
         """Put newly chosen tokens in the place of these sequences' next tokens."""
-        places = [self._places(self.rows.index(row))[0] for row in rows]
+        first = [at.start for at in self._places()]
+        places = [first[self.rows.index(row)] for row in rows]
         self.tokens[mx.array(places)] = tokens
         self.scores += scores  # the later ones count
         self.doubts += doubts
@@ -185,7 +186,8 @@ class DecodeBatch:
         if len(indices) == len(self.rows):
             return  # caches of a single row cannot be filtered
         indices = compact(indices)
-        places = mx.array([place for i in indices for place in self._places(i)])
+        spans = self._places()
+        places = mx.array([place for i in indices for place in spans[i]])
         self.tokens, self.finite = self.tokens[places], self.finite[places]
         self.rows = [self.rows[i] for i in indices]
         self.drafts = [self.drafts[i] for i in indices]
@@ -252,27 +254,30 @@ class DecodeBatch:
         scores = {
             id(row): score for some, rows in self.scores for row, score in _to_host(some, rows)
         }
+        if not any(self.drafts):
+            return [
+                SequenceOutput(row, (token,), is_finite, scores.get(id(row)))
+                for row, token, is_finite in zip(self.rows, tokens, finite, strict=True)
+            ]
         outputs = []
-        for i, (row, draft) in enumerate(zip(self.rows, self.drafts, strict=True)):
-            at = self._places(i)
+        for row, draft, at in zip(self.rows, self.drafts, self._places(), strict=True):
             theirs = tokens[at.start : at.stop]
             numbers = sum(1 for _ in takewhile(bool, finite[at.start : at.stop]))
             end = 1 + count_accepted(draft[: max(0, numbers - 1)], theirs)
             outputs.append(SequenceOutput(row, theirs[:end], numbers > 0, scores.get(id(row))))
-        if any(self.drafts):
-            kept = [len(output.tokens) - 1 for output in outputs]
-            rewind_layers(
-                self.cache, [len(draft) - n for draft, n in zip(self.drafts, kept, strict=True)]
-            )
-            self.drafts = [()] * len(self.rows)
-            self.tokens = mx.array([output.tokens[-1] for output in outputs])
-            self.finite = mx.array([output.is_finite for output in outputs])
+        kept = [len(output.tokens) - 1 for output in outputs]
+        rewind_layers(
+            self.cache, [len(draft) - n for draft, n in zip(self.drafts, kept, strict=True)]
+        )
+        self.drafts = [()] * len(self.rows)
+        self.tokens = mx.array([output.tokens[-1] for output in outputs])
+        self.finite = mx.array([output.is_finite for output in outputs])
         return outputs
 
-    def _places(self, index: int) -> range:
-        """Return where the tokens of one sequence are."""
-        start = sum(1 + len(draft) for draft in self.drafts[:index])
-        return range(start, start + 1 + len(self.drafts[index]))
+    def _places(self) -> list[range]:
+        """Return where the tokens of each sequence are."""
+        starts = accumulate((1 + len(draft) for draft in self.drafts), initial=0)
+        return [range(start, end) for start, end in pairwise(starts)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ And what single tokens are: their text, their bytes, and which are marks rather 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from tokenizers import Tokenizer
@@ -64,9 +64,11 @@ _REPLACEMENT = "\ufffd"
 _WRITTEN = _REPLACEMENT.encode()
 
 
-def held_back(text: str, marks: Sequence[str]) -> int:
+def held_back(text: str, marks: Collection[str]) -> int:
     """Count the characters at the end of `text` that may be the beginning of one of `marks`."""
-    longest = max((len(mark) for mark in marks), default=1) - 1
+    longest = max(map(len, marks), default=1) - 1
+    if not any(mark[:1] in text for mark in marks):
+        return 0  # as nearly every token of an answer
     for size in range(min(longest, len(text)), 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):
             return size
@@ -150,6 +152,8 @@ class StopScanner:
         """Return the text that is certain now; empty after a stop string."""
         if self.is_stopped:
             return ""
+        if not self._stops:
+            return piece
         text = self._held + piece
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:

@@ -117,7 +117,7 @@ class Parser:
         marks = self._marks()
         found = [(at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0]
         if not found:
-            cut = len(self._held) - held_back(self._held, list(marks))
+            cut = len(self._held) - held_back(self._held, marks)
             sure, self._held = self._held[:cut], self._held[cut:]
             if self._state == "call":
                 self._call.append(sure)

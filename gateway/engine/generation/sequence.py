@@ -66,6 +66,8 @@ class OutputProcessor:
 
     def take_logprobs(self, *, is_last: bool) -> abc.Sequence[TokenLogprob]:
         """Return the logprobs of tokens whose text is out, never those of a stop string."""
+        if not self._pending:
+            return ()
         every = is_last and not self.stops.is_stopped
         ready = [(start, each) for start, each in self._pending if every or start < self._shown]
         self._pending = self._pending[len(ready) :]
@@ -80,7 +82,7 @@ class OutputProcessor:
         self._parsed += len(part.text)
         text = self.stops.push(part.text) if may_stop else part.text
         self._shown += len(text)
-        return OutputPart(text=text)
+        return part if text == part.text else OutputPart(text=text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,13 +327,13 @@ class Sequence:
         tokens: int = 1,
     ) -> list[SequenceDelta]:
         ready = self._output.take_logprobs(is_last=ended is not None)
+        # The token, its logprobs and the end go with the last of its parts.
+        filled = [part for part in parts if part.text or part.reasoning or part.call]
+        *others, last = filled or [OutputPart()]
         deltas = [
             SequenceDelta(self.id, part.text, reasoning=part.reasoning, call=part.call)
-            for part in parts
-            if part.text or part.reasoning or part.call
+            for part in others
         ]
-        # The token, its logprobs and the end go with the last of its parts.
-        last = deltas.pop() if deltas else SequenceDelta(self.id)
         deltas.append(
             SequenceDelta(
                 self.id,
