@@ -16,6 +16,7 @@ from gateway.errors import GatewayError, TooManyWatchers, Unavailable
 
 LAST_ERRORS = 50
 MOST_WATCHERS = 4
+SMALL_BYTES = 1024 * 1024  # of an answer that is never refused, as metrics are
 UNCOUNTED_BYTES = 64 * 1024  # of each body, so that most requests always have room
 
 
@@ -206,3 +207,9 @@ class Body:
             )
         self._bodies.nbytes += more
         self._nbytes = nbytes
+
+    def count_answer(self, size: int) -> None:
+        """Set the bytes of an answer, before it is written. Raises Unavailable if there is no room,
+        but for a small one.
+        """
+        self.count(size, is_refusable=size > SMALL_BYTES)

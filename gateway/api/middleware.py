@@ -27,7 +27,6 @@ log = logs.get("http")
 
 CLIENT_CLOSED = 499  # nginx's status for a client that closed the connection; it is only logged
 LEAST_RATE = 128 * 1024  # bytes a second that a client reads of its answer, after the send timeout
-SMALL_BYTES = 1024 * 1024  # of an answer that is never refused, as metrics are
 PIECE_BYTES = 256 * 1024  # of a large body, sent at a time; the send timeout is for each piece
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
@@ -274,7 +273,7 @@ class _Reply:
         """Count an answer of known length; return False if it was refused: there is no room."""
         length = int(dict(start["headers"]).get(b"content-length", b"0"))
         try:
-            self._unread.count(length, is_refusable=length > SMALL_BYTES)
+            self._unread.count_answer(length)
         except Unavailable as error:
             await ErrorResponse(error, self._scope)(self._scope, _receive_nothing, self)
             self._is_refused = True

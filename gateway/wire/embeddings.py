@@ -16,6 +16,7 @@ from gateway.wire.bounds import Label
 from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, Request, read_inputs
 
 PIECE_FLOATS = 65_536
+NUMBER_BYTES = 16  # of a float32 in JSON, at most: -1.1754944e-38 and a comma
 _INVALID = (
     "'$.{}' is invalid. It must be a string, an array of 1 to {} non-empty strings, "
     "an array of token ids, or an array of such arrays; {}"

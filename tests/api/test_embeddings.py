@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from gateway.jobs import Embedded
-from gateway.wire.embeddings import PIECE_FLOATS, write_pieces
+from gateway.wire.embeddings import NUMBER_BYTES, PIECE_FLOATS, write_pieces, write_vectors
 from tests.fakes import ScriptedEngines
 
 pytestmark = pytest.mark.anyio
@@ -202,3 +202,16 @@ def test_a_large_answer_is_written_in_pieces(encoding: str, rows: int) -> None:
     if encoding == "base64":
         last = np.frombuffer(base64.b64decode(last), dtype="<f4")
     assert np.array_equal(np.array(last, dtype=np.float32), vectors[-1])
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64", "TEI's"])
+def test_no_answer_is_larger_than_what_is_counted_for_it(encoding: str) -> None:
+    """Before it is written: of the longest numbers there are, and of small and large ones."""
+    rng = np.random.default_rng(1)
+    bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
+    longest = np.full(1000, -np.finfo(np.float32).tiny, np.float32)
+    usable = bits[np.abs(bits) < 1e15]  # whose squares have a sum; a NaN is not less
+    vectors = np.concatenate([usable[:99_000], longest]).reshape(100, 1000)
+    answer = Embedded(vectors=vectors, prompt_tokens=5, truncated=0)
+    pieces = write_vectors(answer) if encoding == "TEI's" else write_pieces(answer, "m", encoding)
+    assert sum(map(len, pieces)) <= vectors.size * NUMBER_BYTES

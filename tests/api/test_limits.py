@@ -8,7 +8,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.api.in_flight import UNCOUNTED_BYTES
+from gateway.api.in_flight import SMALL_BYTES, UNCOUNTED_BYTES, Bodies, Body
+from gateway.errors import Unavailable
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines
 from tests.serving_app import served
@@ -264,3 +265,16 @@ async def test_a_body_is_held_until_its_answer_ends(
         engines.embedder.gate.open()
         assert (await asking).status_code == 200
         await until_held(client, 0)
+
+
+def test_a_large_answer_is_counted_before_it_is_written_or_finds_no_room() -> None:
+    """A small one always has room, and what is sent gives its own back."""
+    bodies = Bodies(3 * SMALL_BYTES)
+    first, second, small = Body(bodies), Body(bodies), Body(bodies)
+    first.count_answer(2 * SMALL_BYTES)
+    with pytest.raises(Unavailable):
+        second.count_answer(2 * SMALL_BYTES)
+    small.count_answer(SMALL_BYTES)
+    first.count(0)
+    second.count_answer(2 * SMALL_BYTES)
+    assert bodies.nbytes == 3 * SMALL_BYTES - 2 * UNCOUNTED_BYTES
