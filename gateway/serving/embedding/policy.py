@@ -3,6 +3,7 @@
 Also the cache of vectors, and the checks of inputs.
 """
 
+import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -124,11 +125,11 @@ class TextVector:
 
 
 class EmbeddingCache:
-    """An LRU cache of at most `size` vectors, by text with its prompt."""
+    """An LRU cache of at most `size` vectors, by a digest of the text with its prompt."""
 
     def __init__(self, model: str, size: int) -> None:
         self._size = size
-        self._vectors: OrderedDict[str, TextVector] = OrderedDict()
+        self._vectors: OrderedDict[bytes, TextVector] = OrderedDict()
         self._hits = metrics.of(metrics.EMBEDDING_CACHE, model, "hit")
         self._misses = metrics.of(metrics.EMBEDDING_CACHE, model, "miss")
 
@@ -142,11 +143,12 @@ class EmbeddingCache:
         """Return a text's vector; that of a truncated text only if `truncate`."""
         if not self._size:
             return None
-        found = self._vectors.get(text)
+        key = _digest(text)
+        found = self._vectors.get(key)
         if found is None or (found.is_truncated and not truncate):
             self._misses.inc()
             return None
-        self._vectors.move_to_end(text)
+        self._vectors.move_to_end(key)
         self._hits.inc()
         return found
 
@@ -154,11 +156,16 @@ class EmbeddingCache:
         """Keep a text's vector, evicting the least recently used one if full."""
         if not self._size:
             return
+        key = _digest(text)
         # A copy: the array is a view of its whole request's.
-        self._vectors[text] = replace(vector, vector=vector.vector.copy())
-        self._vectors.move_to_end(text)
+        self._vectors[key] = replace(vector, vector=vector.vector.copy())
+        self._vectors.move_to_end(key)
         if len(self._vectors) > self._size:
             self._vectors.popitem(last=False)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:

@@ -1,12 +1,16 @@
 """Which inputs share a pass and how long others are waited for, with numbers."""
 
+import sys
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.serving.embedding.policy import (
+    EmbeddingCache,
     EmbeddingLimits,
+    TextVector,
     Windows,
     patience,
     take_batch,
@@ -106,3 +110,15 @@ def test_the_window_follows_the_load_where_it_is_adaptive() -> None:
     loads = (0, 7, 8, 31, 32, 500)
     assert [window(load, limits) for load in loads] == [0.001, 0.001, 0.010, 0.010, 0.030, 0.030]
     assert window(500, LIMITS) == 0.010
+
+
+def test_the_cache_keeps_no_text() -> None:
+    """Which may be of a million characters: its digest is enough."""
+    cache = EmbeddingCache("m", 2)
+    text = "a" * 1000
+    holders = sys.getrefcount(text)
+    vector = TextVector(np.ones(2, np.float32), tokens=1, is_truncated=False)
+    cache.put(text, vector)
+    assert sys.getrefcount(text) == holders
+    assert cache.get("a" * 1000, truncate=False) is not None
+    assert cache.get("a" * 999 + "b", truncate=False) is None
