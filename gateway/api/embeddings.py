@@ -84,7 +84,8 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
         embedded = await while_connected(
             request.receive, _embed(service, spec, job, parsed.request, arrival)
         )
-    request.scope["gateway.unread"].count_answer(embedded.vectors.size * wire.NUMBER_BYTES)
+    number_bytes = wire.NUMBER_BYTES[parsed.request.encoding_format]
+    request.scope["gateway.unread"].count_answer(embedded.vectors.size * number_bytes)
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
         headers["x-gateway-truncated"] = str(embedded.truncated)

@@ -16,7 +16,8 @@ from gateway.wire.bounds import Label
 from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, Request, read_inputs
 
 PIECE_FLOATS = 65_536
-NUMBER_BYTES = 16  # of a float32 in JSON, at most: -1.1754944e-38 and a comma
+# Of a float32, at most: -1.1754944e-38 and a comma; in base64, four thirds of four and quotes.
+NUMBER_BYTES = {"float": 16, "base64": 6}
 _INVALID = (
     "'$.{}' is invalid. It must be a string, an array of 1 to {} non-empty strings, "
     "an array of token ids, or an array of such arrays; {}"
@@ -70,6 +71,7 @@ class InputsRequest(EmbedRequest):
     """What TEI's /embed takes; without a model, it is asked of the one at hand."""
 
     field = "inputs"
+    encoding_format: ClassVar[Literal["float"]] = "float"
     example: ClassVar = {"inputs": ["Hello!"]}
     refused: ClassVar = {
         "normalize": "Vectors are of length 1 here; /v1/embeddings gives those that a model's own "

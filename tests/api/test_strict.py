@@ -170,3 +170,23 @@ async def test_text_beside_strict_tools_is_free(
     assert answer.status_code == 200
     assert not engines.chat.judged
     assert orjson.loads(answer.content)["choices"][0]["message"]["content"] == "[1]"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("path", "body"), WAYS)
+async def test_one_that_a_stop_string_cut_is_as_it_was_asked_for(
+    client: httpx2.AsyncClient,
+    engines: ScriptedEngines,
+    path: str,
+    body: Any,
+    *,
+    is_streamed: bool,
+) -> None:
+    """It is not whole, so it is not checked."""
+    last = {"tokens": 1, "finish_reason": "stop", "stop": "]"}
+    engines.chat.script = [{"text": "[1", "tokens": 2}, last]
+    engines.chat.verdicts = [False, False]
+    answer = await client.post(path, json={**body, "stream": is_streamed})
+    assert answer.status_code == 200
+    assert "schema_violated" not in answer.text
+    assert engines.chat.judged == []

@@ -70,7 +70,7 @@ class AnswerChecker:
             return
         choice = self._choices.setdefault(delta.index, _Choice())
         choice.text.append(delta.text)
-        choice.is_cut = delta.finish_reason == "length"
+        choice.is_cut = delta.finish_reason == "length" or delta.stop is not None
         if delta.call is not None:
             name, arguments = choice.calls.setdefault(delta.call.index, ([], []))
             name.append(delta.call.name or "")
