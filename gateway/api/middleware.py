@@ -292,7 +292,7 @@ class _Reply:
                 log.warning("client_stopped_reading")
                 raise ClientDisconnect from None
             self._waited_s += clock.now() - began
-            if left > PIECE_BYTES:
+            if left > PIECE_BYTES and not message.get("more_body"):  # a stream counts its own
                 left -= PIECE_BYTES
                 self._unread.count(left)
 
