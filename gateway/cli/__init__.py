@@ -18,7 +18,7 @@ _gateways     finds the gateway for them, or starts one
 _options      options that several commands have
 _table        a table on a terminal, tab-separated lines elsewhere
 
-Commands import what they need when they run: only `serve` and `bench --engine` import mlx. Exit
+Commands import what they need when they run: only `serve` and `doctor --engine` import mlx. Exit
 status: 1 for what cannot be served, downloaded or answered, 2 for wrong usage or settings.
 """
 

@@ -11,15 +11,16 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from gateway import __version__
-from gateway.doctor.findings import Finding
 from gateway.logs import human_bytes
 from gateway.registry import ModelSpec, PackageSource
+
+State = Literal["ok", "warn", "fail", "skip"]
 
 COLUMNS: Final = ("Of", "Check", "State", "Found")
 MACHINE: Final = "machine"
@@ -30,6 +31,18 @@ PACKAGES: Final = (
 # An absolute path, up to its end or to the next word; not part of a URL, nor of "tokens/s".
 _REST: Final = r"""[^\s'"`,;:()<>\[\]]*"""
 _ABSOLUTE: Final = rf"(?<![\w.~/…])~?/(?!/){_REST}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A check's outcome, in words and in numbers. fail: something is wrong; warn: it could be
+    better; skip: it was not tried.
+    """
+
+    check: str
+    state: State
+    message: str
+    measured: Mapping[str, Any] = field(default_factory=dict)
 
 
 def versions() -> dict[str, str]:
@@ -197,4 +210,4 @@ class Report:
 
 def _row(name: str, found: Finding) -> tuple[str, str, str, str]:
     """Return a row of one line; the text of an answer may have several."""
-    return name, found.check, found.state, " ".join(found.said.split())
+    return name, found.check, found.state, " ".join(found.message.split())

@@ -400,7 +400,7 @@ class ChatSpec(_Spec):
     fuse_projections: bool = Field(
         default=False,
         description="Compute q, k and v as one product, and gate and up, which a GPU may be "
-        "faster with: `mlx-gateway doctor --engine` measures it.",
+        "faster with: `mlx-gateway doctor --engine` shows the speed of each.",
     )
     kv_bits: Literal[8, 4] | None = Field(
         default=None, description="Bits of what is kept of each token read; absent, all of them."

@@ -254,7 +254,7 @@ def test_without_the_load_tools_extra_bench_names_it_in_one_line() -> None:
 
 def test_what_serves_and_what_examines_the_engine_need_no_load_tool() -> None:
     """They are whole without its extra."""
-    rooms = "import gateway.app.gateway, gateway.cli.serve, gateway.doctor.loading"
+    rooms = "import gateway.app.gateway, gateway.cli.serve, gateway.doctor.trial"
     done = python(WITHOUT_AIOHTTP + rooms)
     assert done.returncode == 0, done.stderr
 
