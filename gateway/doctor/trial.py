@@ -17,7 +17,7 @@ from gateway.app.engines import MlxEngines, mlx_engines
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Batcher, ModelLoader
 from gateway.app.self_tests import SelfTest, verdict_store
-from gateway.bench.workloads import Texts
+from gateway.bench.requests import Texts
 from gateway.doctor.report import Checked, Finding, Report
 from gateway.engine.blas import BLAS
 from gateway.engine.device import Device, device_facts, gflops
@@ -200,7 +200,7 @@ def judge_verdict(verdict: Verdict) -> Finding:
 
 
 async def _compare_rows(batcher: EmbeddingBatcher | RerankBatcher, lane: Lane) -> Finding:
-    texts = [_LENGTHS[i] for i in range(6)]
+    texts = _LENGTHS.part(0, 6)
     if isinstance(batcher, EmbeddingBatcher):
         embedder = batcher.engine
         rows: Sequence[Any] = [embedder.truncate(row) for row in embedder.encode(texts)]
@@ -244,14 +244,14 @@ def _caller() -> Caller:
 
 
 async def _embed(batcher: EmbeddingBatcher, numbers: "count[int]", size: int) -> int:
-    texts = [_TEXTS[next(numbers)] for _ in range(size)]
+    texts = _TEXTS.part(next(numbers), size)
     await batcher.embed(EmbedJob(caller=_caller(), texts=texts, truncate=True))
     return size
 
 
 async def _rerank(batcher: RerankBatcher, numbers: "count[int]", size: int) -> int:
     number = next(numbers)
-    documents = [_TEXTS[number * size + i] for i in range(size)]
+    documents = _TEXTS.part(number, size)
     await batcher.rerank(RerankJob(caller=_caller(), query=_TEXTS[number], documents=documents))
     return size
 
