@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,9 @@ class Spread:
     p50: float
     p95: float
     p99: float
+
+    def in_ms(self) -> dict[str, float]:
+        return {name: seconds * 1000 for name, seconds in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)

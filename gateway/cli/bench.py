@@ -5,7 +5,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -161,7 +160,7 @@ def _row(clients: int, unit: str, figures: "Figures") -> tuple[str, ...]:
 def _milliseconds(spread: "Spread | None", *names: str) -> list[str]:
     if spread is None:
         return ["–"] * len(names)
-    return [f"{getattr(spread, name) * 1000:.1f}" for name in names]
+    return [f"{spread.in_ms()[name]:.1f}" for name in names]
 
 
 def describe_problems(measured: "Measured") -> Iterator[str]:
@@ -174,17 +173,12 @@ def describe_problems(measured: "Measured") -> Iterator[str]:
 
 
 def _as_json(clients: int, unit: str, figures: "Figures") -> dict[str, Any]:
-    def in_ms(spread: "Spread | None") -> dict[str, float] | None:
-        if spread is None:
-            return None
-        return {name: seconds * 1000 for name, seconds in asdict(spread).items()}
-
     return {
         "clients": clients,
         "requests": figures.requests,
         "requests_per_s": figures.requests_per_s,
         f"{unit}_per_s": figures.units_per_s,
-        "latency_ms": in_ms(figures.latency),
-        "first_token_ms": in_ms(figures.first),
+        "latency_ms": figures.latency and figures.latency.in_ms(),
+        "first_token_ms": figures.first and figures.first.in_ms(),
         "errors": dict(figures.errors),
     }

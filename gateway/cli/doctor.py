@@ -7,7 +7,7 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -164,47 +164,32 @@ def _check_machine(models: Path | None) -> Iterator[Finding]:
     if not notes and not problems:
         yield Finding("settings", "ok", "each is known and within its bounds.")
     yield from (checks.check_port(bind) for bind in settings.binds)
-    sizes = yield from _check_mlx(settings)
-    if reading.problems:
-        yield from (Finding("models", "fail", problem) for problem in reading.problems)
-    else:
-        yield from _check_models(reading.catalog, sizes, settings)
-
-
-def _check_mlx(settings: Settings) -> Generator[Finding, None, Mapping[str, int | str | None]]:
-    """Yield the findings of the device; return the models' sizes or problems, if mlx works."""
+    yield from (Finding("models", "fail", problem) for problem in reading.problems)
     try:
         probe = checks.run_probe(settings.models)
     except checks.MlxBroken as error:
         advice = "Install mlx for this machine afresh, or set GATEWAY_DEVICE=cpu."
         yield Finding("device", "fail", f"mlx does not work: {error}. {advice}")
-        return {}
+        return
     yield Finding("device", "ok", f"mlx computes on {probe.device}.")
     yield checks.check_blas(probe.device, probe.blas, probe.gflops, probe.blas_hint)
     yield checks.check_compiler(probe.device, shutil.which("g++"))
     yield checks.check_temporary(Path(tempfile.gettempdir()), probe.device)
     sizes = {name: size for name, size in probe.sizes.items() if isinstance(size, int)}
     yield checks.check_memory(probe.limit_bytes, sizes)
-    return probe.sizes
+    if not reading.problems:
+        yield from _check_models(reading.catalog, probe.sizes, settings)
 
 
 def _check_models(
     catalog: Catalog, sizes: Mapping[str, int | str | None], settings: Settings
 ) -> Iterator[Finding]:
-    from gateway.engine.hub import on_disk
-
-    hub = hub_of(settings, may_download=settings.auto_pull)
-    problems = {name: problem for name, problem in sizes.items() if isinstance(problem, str)}
-    missing: list[ModelSpec] = []
-    for spec in catalog.specs:
-        try:
-            if on_disk(spec, hub) is None:
-                missing.append(spec)
-        except GatewayError as error:
-            problems[spec.id] = str(error)
-    yield from (Finding("models", "warn", problem) for problem in problems.values())
+    problems = [problem for problem in sizes.values() if isinstance(problem, str)]
+    yield from (Finding("models", "warn", problem) for problem in problems)
+    missing = [spec for spec in catalog.specs if sizes[spec.id] is None]
     whole = len(catalog) - len(problems) - len(missing)
     yield Finding("models", "ok", f"{whole} of {len(catalog)} are on disk.")
+    hub = hub_of(settings, may_download=settings.auto_pull)
     refusal = _refusal(missing[0], hub) if missing and hub.may_download else None
     ids = [spec.id for spec in missing]
     yield checks.check_hub(ids, may_download=hub.may_download, refusal=refusal)
