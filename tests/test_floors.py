@@ -52,24 +52,14 @@ OUTSIDE: dict[str, set[str]] = {
 INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {
-            *("grammar", "gguf", "context", "decoders", "sharding", "checkpoint"),
-            *("device_faults", "bounds", "device", "missing_kernels", "control_tokens"),
+            *("prompting", "answers", "kv", "models", "grammar", "control_tokens"),
+            *("device_faults", "bounds", "device"),
         },
-        "missing_kernels": {"checkpoint", "device_faults", "device"},
-        "embedding": {
-            *("decoders", "exponential", "checkpoint", "device", "missing_kernels"),
-            "control_tokens",
-        },
+        "prompting": {"generation", "answers", "grammar", "control_tokens"},
+        "embedding": {"models", "control_tokens", "device"},
+        "kv": {"models", "device_faults", "bounds"},
+        "models": {"device_faults", "device"},
         "grammar": {"sandboxed"},
-        "context": {"gguf"},
-        "decoders": {
-            *("gguf", "decoder_kernels", "fused_projections", "sharding", "checkpoint", "device"),
-            "missing_kernels",
-        },
-        "sharding": {"checkpoint"},
-        "gguf": {"decoder_kernels", "checkpoint", "device"},
-        "decoder_kernels": {"exponential"},
-        "checkpoint": {"device"},
         "bounds": {"device"},
         "device": {"blas"},
     },
@@ -289,6 +279,13 @@ def test_the_rooms_of_serving_are_strangers(name: str) -> None:
     others = [file for file in serving.rglob("*.py") if serving / name not in file.parents]
     known = {each for file in others for each in imports(file)}
     assert not [each for each in known if f"{each}.".startswith(f"gateway.serving.{name}.")]
+
+
+def test_answers_are_read_without_mlx() -> None:
+    """The room of detokenizers and parsers can be tried in milliseconds, without a device."""
+    files = (GATEWAY / "engine" / "answers").glob("*.py")
+    libraries = {name.partition(".")[0] for file in files for name in imports(file)}
+    assert not libraries & {"mlx", "mlx_lm", "transformers"}
 
 
 def test_no_module_is_two_things() -> None:

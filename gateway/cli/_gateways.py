@@ -91,8 +91,8 @@ def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
 
 
 def _context(spec: ModelSpec | None, settings: Settings) -> int | None:
-    from gateway.engine.context import read_context
     from gateway.engine.hub import on_disk
+    from gateway.engine.models.context import read_context
 
     if not isinstance(spec, ChatSpec):
         return None
