@@ -52,21 +52,9 @@ class ErrorResponse(Response):
         await super().__call__(scope, receive, send)
 
 
-def milliseconds(timings: Timings) -> dict[str, float]:
-    """Return the milliseconds of each stage so far, in their order, and the total."""
-    stages = {str(stage): round(1000 * s, 2) for stage, s in timings.seconds.items()}
-    stages["total"] = round(1000 * (clock.now() - timings.started), 2)
-    return stages
-
-
 def server_timing(timings: Timings) -> str:
     """Return the header's value, https://www.w3.org/TR/server-timing/, with the stages so far."""
-    return ", ".join(f"{stage};dur={ms:g}" for stage, ms in milliseconds(timings).items())
-
-
-def timings_field(timings: Timings) -> dict[str, float]:
-    """Return the `timings` of a stream's usage chunk."""
-    return {f"{stage}_ms": ms for stage, ms in milliseconds(timings).items()}
+    return ", ".join(f"{stage};dur={ms:g}" for stage, ms in timings.milliseconds.items())
 
 
 def timings_log(timings: Timings) -> dict[str, str | int | float]:

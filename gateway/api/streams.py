@@ -25,12 +25,13 @@ _HEADERS = [
 ]
 # A comment line, which every decoder skips; with one line feed only, as some decoders take a blank
 # line after it for an empty event.
-_COMMENT = b": keep-alive\n"
+COMMENT = b": keep-alive\n"
 
 
-def frame(data: bytes) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + data + b"\n\n"
+def frame(data: bytes, name: str = "") -> bytes:
+    """Return one server-sent event, with a name if it has one."""
+    event = b"data: " + data + b"\n\n"
+    return b"event: " + name.encode() + b"\n" + event if name else event
 
 
 DONE = frame(b"[DONE]")
@@ -107,7 +108,7 @@ class EventStream:
         request: Request,
         *,
         write_error: Callable[[GatewayError], bytes] = _frame_error,
-        keep_alive: bytes = _COMMENT,
+        keep_alive: bytes = COMMENT,
     ) -> None:
         self._headers = headers
         self._write_error = write_error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
-from gateway.api.generation import template_args
+from gateway.api.exchange import template_args
 from gateway.app.engines import mlx_engines
 from gateway.app.limits import settings_of
 from gateway.bench.kinds import USUAL, Kind

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.api.generation import template_args
+from gateway.api.exchange import template_args
 from gateway.app.engines import MlxEngines
 from gateway.app.limits import budget_bytes, settings_of
 from gateway.app.self_tests import VerdictStore, default_folder
