@@ -15,7 +15,9 @@ exchange                      a request for text → jobs → deltas → an answ
 openapi, endpoint             the document and the docs' tables; what an endpoint is
 middleware                    ids, timings, every error as JSON
 traces                        a span for each request, where the extra `otel` sends them
-streams                       server-sent events; cancelling work when the client leaves
-requests                      the service that handlers use; bodies within limits
-in_flight                     requests in flight, the bytes they hold, the last errors, who watches
+streams                       server-sent events: framing, priming, silences
+disconnects                   clients that leave: their work is cancelled
+requests                      the service that handlers use; bodies → checked requests
+bodies                        request bodies within limits, each and all together
+in_flight                     requests in flight, the last errors, who watches
 """

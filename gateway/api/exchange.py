@@ -14,14 +14,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from gateway import clock
-from gateway.api.requests import (
-    MAX_HEADER_NAMES,
-    Service,
-    ignored_header,
-    named_header,
-    serialise,
-)
-from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame, while_connected
+from gateway.api.disconnects import while_connected
+from gateway.api.requests import MAX_HEADER_NAMES, Service, ignored_header, named_header, serialise
+from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame
 from gateway.errors import GatewayError, SchemaViolated
 from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
 from gateway.registry import ChatSpec, Resolved
