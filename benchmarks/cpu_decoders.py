@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from benchmarks.checkpoints import write_chat
-from gateway.engine.decoder_kernels import use_cpu_kernels
+from gateway.engine.models.decoder_kernels import use_cpu_kernels
 
 TURNS = 6
 STEPS = 15

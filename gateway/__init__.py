@@ -14,7 +14,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
                        models (leases within a memory budget), embedding and generation
                        (batchers); no mlx import
     wire | engine      the APIs' shapes | tensors, token ids and model files, in rooms called
-                       embedding, generation and grammar: strangers
+                       models, kv, prompting, answers, grammar, embedding and generation: strangers
     registry           models.yaml → specs, as the environment has them
     settings           environment → settings
     jobs, errors       what crosses floors; what can go wrong, each with its status

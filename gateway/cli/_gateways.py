@@ -101,8 +101,8 @@ def _is_capped(spec: ModelSpec | None, context: int | None) -> bool:
 
 
 def _context(spec: ModelSpec | None, settings: Settings) -> int | None:
-    from gateway.engine.context import read_context
     from gateway.engine.hub import on_disk
+    from gateway.engine.models.context import read_context
 
     if not isinstance(spec, ChatSpec):
         return None

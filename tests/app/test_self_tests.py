@@ -17,9 +17,9 @@ import pytest
 
 from gateway import metrics
 from gateway.app.self_tests import VerdictStore
-from gateway.engine.checkpoint import Checkpoint
 from gateway.engine.device import Device
 from gateway.engine.generation.self_test import self_test_digest
+from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import Fault, PassFault
 from gateway.jobs import KvCost, Verdict
 from tests.checkpoints import write_chat
@@ -343,7 +343,7 @@ def test_a_verdict_holds_for_the_blas_that_it_was_found_with(tmp_path: Path) -> 
     folder = write_chat(tmp_path / "one")
     code = (
         "import sys; from pathlib import Path; from gateway.engine.generation.self_test import *\n"
-        "from gateway.engine.checkpoint import Checkpoint\n"
+        "from gateway.engine.models.checkpoint import Checkpoint\n"
         "print(self_test_digest(Checkpoint('m', Path(sys.argv[1])), Device.CPU, None))"
     )
     digests = {

@@ -40,9 +40,9 @@ from gateway.doctor.findings import Finding
 from gateway.doctor.report import Checked, Report
 from gateway.engine.device import Device
 from gateway.engine.generation import engine as engines
-from gateway.engine.generation.adapters import Adapters
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.quantized_kv import quantize_kv
+from gateway.engine.kv.quantized import quantize_kv
+from gateway.engine.models.adapters import Adapters
 from gateway.jobs import Verdict
 from gateway.registry import ChatSpec, PackageSource
 

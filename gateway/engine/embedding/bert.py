@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from gateway.engine.checkpoint import Checkpoint, dequantize, fit_weights
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.embedding.kernels import (
     ACTIVATIONS,
@@ -21,6 +20,7 @@ from gateway.engine.embedding.kernels import (
     Normalization,
     arithmetic,
 )
+from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights
 
 
 @dataclass(frozen=True, slots=True)

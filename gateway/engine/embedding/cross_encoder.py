@@ -7,7 +7,6 @@ from typing import Any, Final, Literal, get_args
 
 import mlx.core as mx
 
-from gateway.engine.checkpoint import Checkpoint, at_once, dequantize, fit_weights, read_in_slices
 from gateway.engine.device import Device
 from gateway.engine.embedding.bert import Dense, Norm, arrays_of, make_dense, make_norm
 from gateway.engine.embedding.encoder import (
@@ -26,6 +25,13 @@ from gateway.engine.embedding.tokenizer import (
     TextTokenizer,
     load_text_tokenizer,
     read_pair_template,
+)
+from gateway.engine.models.checkpoint import (
+    Checkpoint,
+    at_once,
+    dequantize,
+    fit_weights,
+    read_in_slices,
 )
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Pair

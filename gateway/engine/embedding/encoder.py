@@ -15,7 +15,6 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from gateway.engine.checkpoint import Checkpoint, join_names
 from gateway.engine.device import (
     Device,
     clear_cache,
@@ -26,6 +25,7 @@ from gateway.engine.device import (
 )
 from gateway.engine.embedding.bert import Bert, Roberta
 from gateway.engine.embedding.modernbert import ModernBert
+from gateway.engine.models.checkpoint import Checkpoint, join_names
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
 
 if TYPE_CHECKING:
@@ -276,8 +276,8 @@ def open_encoder(
 
 def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
     with keep_file_limits():
-        from gateway.engine.decoders import is_known  # with mlx-lm, which takes a second
         from gateway.engine.embedding.decoder import Decoder
+        from gateway.engine.models.decoders import is_known  # with mlx-lm, which takes a second
 
     if not is_known(kind):
         raise checkpoint.failed(

@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx.nn.layers import activations
 
 from gateway.engine.device import Device
-from gateway.engine.exponential import LOG2_E, exp2
+from gateway.engine.models.exponential import LOG2_E, exp2
 
 Activation = Callable[[mx.array], mx.array]
 Attention = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]

@@ -16,12 +16,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from gateway.engine.checkpoint import Checkpoint, measure_kv, read_in_slices
 from gateway.engine.control_tokens import Piece
-from gateway.engine.decoders import floating_dtype, open_decoder, parameters
 from gateway.engine.device import Device, clear_cache
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
-from gateway.engine.missing_kernels import Report, replace_missing
+from gateway.engine.models.checkpoint import Checkpoint, measure_kv, read_in_slices
+from gateway.engine.models.decoders import floating_dtype, open_decoder, parameters
+from gateway.engine.models.missing_kernels import Report, replace_missing
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Pair, TokenIds, Vectors
 

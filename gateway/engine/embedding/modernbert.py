@@ -12,7 +12,6 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 
-from gateway.engine.checkpoint import Checkpoint, dequantize, fit_weights
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.embedding.bert import Dense, Norm, arrays_of, make_dense, make_norm
 from gateway.engine.embedding.kernels import (
@@ -23,6 +22,7 @@ from gateway.engine.embedding.kernels import (
     Attention,
     arithmetic,
 )
+from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights
 
 # Queries that attend at once where there is a window, which wastes few of their scores.
 BLOCK: Final = 128

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gateway.engine.generation.chat import ChatTokenizer
 from gateway.engine.generation.judging import prepare_questions
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.grammar.structured import Structured
+from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import GenerateJob, Sampling, SequenceParams
 
