@@ -34,8 +34,8 @@ vectors.
 A chat request: the same by api/chat and wire/chat, until serving/generation/scheduler lets its rows
 join, when there is memory for their KV. Reading prompts (engine/generation/prefill) and decoding
 (decode_batch) take turns of the lane of their own: rows join and a chunk is read, or rows leave and
-each of the others gets a token; the deltas travel up one async generator to api/streams, whose end,
-however it comes, takes its row out of the batch.
+each of the others gets a token; the deltas travel up one async generator to api/exchange, whose
+end, however it comes, takes its row out of the batch.
 """
 
 __version__ = "0.1.0"

@@ -58,6 +58,13 @@ class Timings:
             seconds[stage] = seconds.get(stage, 0.0) + (ended - started)
         return seconds
 
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """Return the milliseconds of each stage so far, and the `total`."""
+        stages = {str(stage): round(1000 * s, 2) for stage, s in self.seconds.items()}
+        stages["total"] = round(1000 * (now() - self.started), 2)
+        return stages
+
     def add(self, stage: Stage, started: float, ended: float | None = None) -> None:
         """Add a stage's time, from one reading of the monotonic clock to another, or to now."""
         self.intervals.append((stage, started, now() if ended is None else ended))

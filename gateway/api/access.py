@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.in_flight import Bodies, InFlight, shutting_down
+from gateway.api.bodies import Bodies
+from gateway.api.in_flight import InFlight, shutting_down
 from gateway.api.middleware import Context, ErrorResponse
 from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
 from gateway.jobs import Timings

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from gateway import metrics
 from gateway.api import dashboard
 from gateway.api.access import protect
+from gateway.api.bodies import Bodies
 from gateway.api.endpoints import ENDPOINTS, METERED_PATHS, OPEN_PATHS, PATHS
-from gateway.api.in_flight import Bodies, InFlight
+from gateway.api.in_flight import InFlight
 from gateway.api.middleware import ErrorResponse
 from gateway.api.requests import Service
 from gateway.errors import (

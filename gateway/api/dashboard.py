@@ -22,11 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from gateway import __version__, clock, metrics
+from gateway.api.disconnects import count_cancelled, while_connected
 from gateway.api.in_flight import RequestInFlight
-from gateway.api.middleware import count_cancelled
 from gateway.api.models import describe_model
 from gateway.api.requests import Service, reply
-from gateway.api.streams import while_connected
 from gateway.errors import Forbidden, RequestCancelled, RequestNotFound
 from gateway.jobs import Timings
 from gateway.registry import Resolved

@@ -6,9 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api import (
-    anthropic,
     chat,
-    completions,
     dashboard,
     decisions,
     embeddings,
@@ -157,7 +155,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         "/v1/completions",
-        completions.answer,
+        chat.complete,
         summary="Continue prompts",
         details="The older form: `prompt` as text, token ids, or a list of either.",
         request=CompletionRequest,
@@ -240,7 +238,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         "/v1/messages",
-        anthropic.answer,
+        chat.answer_message,
         summary="Answer a conversation, as Anthropic's API does",
         details="[For its SDKs and agents](agents.md): text, tools, thinking, stop sequences, "
         "streaming; keys in `x-api-key` too, and errors in Anthropic's envelope.",
@@ -253,7 +251,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         "/v1/messages/count_tokens",
-        anthropic.count_tokens,
+        chat.count_message_tokens,
         summary="Count the tokens of a prompt",
         details="Takes the request that `/messages` takes.",
         request=CountMessageTokensRequest,

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
+from gateway.api.disconnects import while_connected
 from gateway.api.requests import Service, reply
-from gateway.api.streams import while_connected
 from gateway.registry import ChatSpec, ModelSpec, Resolved
 from gateway.serving.generation.adapted import ChatBatcher
 from gateway.serving.generation.batcher import GenerationBatcher

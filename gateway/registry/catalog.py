@@ -18,7 +18,7 @@ ADOPTABLE: Final = MappingProxyType(
             *("sampling", "thinking"),
             *("overflow", "matryoshka", "token_ids", "default_prompt_name", "max_tokens_per_doc"),
         },
-        "structured": {"backend", "rows", "schema_in_prompt"},
+        "structured": {"rows", "schema_in_prompt"},
         "batching": {
             *("max_batch_size", "max_batch_tokens", "batch_window_ms", "adaptive_window"),
             *("min_batch_size", "batch_deadline_ms", "cache_size", "prefill_chunk_tokens"),

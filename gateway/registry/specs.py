@@ -46,9 +46,8 @@ class _Overrides:
 def override(setting: str) -> Any:
     """Declare a key that overrides a setting: declared as that is, but it may be absent."""
     declared = Settings.model_fields[setting]
-    words, extra = declared.description, declared.json_schema_extra
-    if not (isinstance(extra, dict) and extra.get("deprecated")):
-        words = f"{words} If absent, {variable(setting)}."
+    words = f"{declared.description} If absent, {variable(setting)}."
+    extra = declared.json_schema_extra
     field: Any = Field(default=None, description=words, json_schema_extra=extra)
     field.metadata = [*declared.metadata, _Overrides(setting)]
     return field
@@ -129,7 +128,6 @@ class ChatBatching(Section):
 class Structured(Section):
     """How grammars constrain answers."""
 
-    backend: Literal["llguidance", "outlines_core"] | None = override("structured_backend")
     rows: int | None = override("structured_rows")
     max_string_chars: int | None = Field(
         default=None, ge=1, description="Longest string where a schema sets no bound."

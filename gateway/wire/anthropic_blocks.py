@@ -17,7 +17,7 @@ from gateway.wire.messages import (
     ToolChoice,
     ToolParam,
 )
-from gateway.wire.validation import Part, missing_parameter
+from gateway.wire.validation import Part, require
 
 # Claude Code's first system block: a header for Anthropic's billing, which changes from one session
 # to the next. A model has no use for it, and no two prompts would begin alike.
@@ -191,9 +191,7 @@ def _text_of(block: InputBlock | ResultPart, place: str) -> str:
     found, its title and where it is from, a line each.
     """
     if block.type == "text":
-        if block.text is None:
-            raise missing_parameter(f"{place}.text")
-        return block.text
+        return require(block.text, f"{place}.text")
     source = block.source
     if block.type == "search_result":
         address = source if isinstance(source, str) else None
@@ -205,8 +203,7 @@ def _text_of(block: InputBlock | ResultPart, place: str) -> str:
             content, field = source.content, f"{place}.source.content"
     else:
         raise _not_served(block.type, place, "unless its source is text")
-    if content is None:
-        raise missing_parameter(field)
+    content = require(content, field)
     texts = [content] if isinstance(content, str) else _texts(content, field)
     return "\n".join(filter(None, (block.title, address, _join(texts))))
 
@@ -216,9 +213,7 @@ def _texts(parts: Sequence[TextPart | ResultPart], place: str) -> list[str]:
     for i, part in enumerate(parts):
         if part.type != "text":
             raise _not_served(part.type, f"{place}[{i}]", "there")
-        if part.text is None:
-            raise missing_parameter(f"{place}[{i}].text")
-        texts.append(part.text)
+        texts.append(require(part.text, f"{place}[{i}].text"))
     return texts
 
 
@@ -228,9 +223,7 @@ def _join(texts: Iterator[str] | Sequence[str]) -> str:
 
 def _require(placed: _Placed, field: Literal["text", "thinking", "id", "name"]) -> str:
     value: str | None = getattr(placed.block, field)
-    if value is None:
-        raise missing_parameter(f"{placed.place}.{field}")
-    return value
+    return require(value, f"{placed.place}.{field}")
 
 
 def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[str, Any]:
@@ -272,8 +265,7 @@ def _user_turns(placed: Sequence[_Placed], names: dict[str, str]) -> Iterator[di
 
 def _result_turn(placed: _Placed, names: dict[str, str]) -> dict[str, Any]:
     block, place = placed.block, placed.place
-    if (call_id := block.tool_use_id) is None:
-        raise missing_parameter(f"{place}.tool_use_id")
+    call_id = require(block.tool_use_id, f"{place}.tool_use_id")
     if call_id not in names:
         raise BadRequest(
             f"Invalid '{place}.tool_use_id': no 'tool_use' before it has the id '{call_id}'.",

@@ -16,7 +16,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
-from gateway.jobs import Grammar, Sampling, Tier, TokenLogprob, Usage
+from gateway.jobs import Grammar, Sampling, Tier, Timings, TokenLogprob, Usage
 from gateway.wire.bounds import (
     FAIL_FAST,
     NAME_CHARS,
@@ -351,6 +351,15 @@ class ChoiceLogprobs(TypedDict):
     refusal: None
 
 
+class Heading(TypedDict):
+    """What every chunk of a completion repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 class SchemaVerdict(TypedDict):
     """What of its schema no grammar held an answer to, and whether it fits; null if unknown."""
 
@@ -371,6 +380,11 @@ def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
     ]
     first, *top = tokens
     return {**first, "top_logprobs": top}
+
+
+def timings_dict(timings: Timings) -> dict[str, float]:
+    """Return the `timings` of a stream's usage chunk."""
+    return {f"{stage}_ms": ms for stage, ms in timings.milliseconds.items()}
 
 
 def usage_dict(usage: Usage) -> CompletionUsage:

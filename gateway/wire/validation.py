@@ -93,6 +93,7 @@ class Part(BaseModel):
 
 
 R = TypeVar("R", bound=Request)
+V = TypeVar("V")
 MAX_IGNORED_NAMES = 64  # of unknown fields inside a request's parts
 MAX_FIELDS = 1024  # at the top level
 
@@ -290,6 +291,28 @@ def missing_parameter(param: str) -> BadRequest:
     return BadRequest(
         f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
     )
+
+
+def require(value: V | None, param: str) -> V:
+    """Return a field's value. Raises BadRequest if it is missing."""
+    if value is None:
+        raise missing_parameter(param)
+    return value
+
+
+def read_limit(query: Mapping[str, str], most: int) -> int:
+    """Return the `limit` of a page: 20 unless the query has another. Raises BadRequest."""
+    text = query.get("limit", "20")
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= most):
+        raise BadRequest(f"Invalid 'limit': it should be 1 to {most}.", param="limit")
+    return int(text)
+
+
+def find_place(ids: Sequence[str], query: Mapping[str, str], name: str, noun: str) -> int:
+    """Return the place of the id that a query names. Raises BadRequest if it is not there."""
+    if query[name] not in ids:
+        raise BadRequest(f"Invalid '{name}': there is no such {noun}.", param=name)
+    return ids.index(query[name])
 
 
 def _is_beyond_64_bits(value: object) -> bool:
