@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from gateway.api.generation import template_args
+from gateway.api.exchange import template_args
 from gateway.app.engines import MlxEngines, mlx_engines
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Batcher, ModelLoader
