@@ -203,10 +203,7 @@ def _text_of(block: InputBlock | ResultPart, place: str) -> str:
             content, field = source.content, f"{place}.source.content"
     else:
         raise _not_served(block.type, place, "unless its source is text")
-    if isinstance(content, str):
-        texts = [content]
-    else:
-        texts = _texts(require(content, field), field)
+    texts = [content] if isinstance(content, str) else _texts(require(content, field), field)
     return "\n".join(filter(None, (block.title, address, _join(texts))))
 
 
