@@ -48,7 +48,7 @@ class Timings:
     @property
     def tokens(self) -> int:
         """Return all the request's tokens so far, prompt and completion."""
-        return self.tokens_in + self.tokens_out + sum(each.tokens for each in self.parallel)
+        return self.tokens_in + self.tokens_out + sum(part.tokens for part in self.parallel)
 
     @property
     def seconds(self) -> dict[Stage, float]:

@@ -135,23 +135,23 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2735,
+    "api": 2748,
     "app": 1163,
     "bench": 275,
     "cli": 1272,
     "clock": 40,
-    "doctor": 322,
-    "engine": 11327,
+    "doctor": 325,
+    "engine": 11376,
     "errors": 264,
     "ids": 8,
     "jobs": 242,
-    "logs": 132,
+    "logs": 137,
     "metrics": 189,
     "registry": 1267,
     "server": 256,
-    "serving": 4478,
-    "settings": 605,
-    "wire": 3780,
+    "serving": 4484,
+    "settings": 608,
+    "wire": 3783,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -67,6 +67,6 @@ def count_cancelled(timings: Timings) -> None:
     """Count a client that left before its answer was complete, once, by the stage of the request:
     that of its first job still running, if it has several.
     """
-    stages = (each.stage for each in (timings, *timings.parallel) if each.stage is not None)
+    stages = (part.stage for part in (timings, *timings.parallel) if part.stage is not None)
     if timings.model is not None and (stage := next(stages, None)) is not None:
         metrics.of(metrics.CANCELLED, timings.model, stage).inc()

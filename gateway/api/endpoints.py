@@ -463,11 +463,18 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
-    return frozenset(path.removeprefix("/v1") for each in endpoints for path in each.paths)
+    return frozenset(path.removeprefix("/v1") for endpoint in endpoints for path in endpoint.paths)
 
 
-PATHS = _paths(each for each in ENDPOINTS if not each.is_admin)
-OPERATIONS = {path: each.operation for each in ENDPOINTS for path in each.paths if each.operation}
-UNTRACED_PATHS = frozenset(path for each in ENDPOINTS if not each.is_traced for path in each.paths)
-OPEN_PATHS = _paths(each for each in ENDPOINTS if each.is_open and not each.is_page)
-METERED_PATHS = _paths(each for each in ENDPOINTS if each.is_metered)
+PATHS = _paths(endpoint for endpoint in ENDPOINTS if not endpoint.is_admin)
+OPERATIONS = {
+    path: endpoint.operation
+    for endpoint in ENDPOINTS
+    for path in endpoint.paths
+    if endpoint.operation
+}
+UNTRACED_PATHS = frozenset(
+    path for endpoint in ENDPOINTS if not endpoint.is_traced for path in endpoint.paths
+)
+OPEN_PATHS = _paths(endpoint for endpoint in ENDPOINTS if endpoint.is_open and not endpoint.is_page)
+METERED_PATHS = _paths(endpoint for endpoint in ENDPOINTS if endpoint.is_metered)

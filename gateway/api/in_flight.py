@@ -140,9 +140,9 @@ class Watchers:
 
         Raises TooManyWatchers if none is free.
         """
-        most = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
-        if self.count >= most:
-            raise TooManyWatchers(most)
+        watcher_limit = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
+        if self.count >= watcher_limit:
+            raise TooManyWatchers(watcher_limit)
         self.count += 1
         try:
             yield
@@ -153,6 +153,6 @@ class Watchers:
 
     def sample(self, second: int, make: Callable[[bool], bytes], *, is_admin: bool) -> bytes:
         """Return the sample of a second, made by the first who asks: for admins or for others."""
-        if (kept := self._samples.get(is_admin)) is None or kept[0] != second:
-            kept = self._samples[is_admin] = (second, make(is_admin))
-        return kept[1]
+        if (sample := self._samples.get(is_admin)) is None or sample[0] != second:
+            sample = self._samples[is_admin] = (second, make(is_admin))
+        return sample[1]

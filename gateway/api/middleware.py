@@ -288,5 +288,5 @@ def split_body(message: Message) -> Iterator[Message]:
         return
     last = range(0, len(body), PIECE_BYTES)[-1]
     for start in range(0, len(body), PIECE_BYTES):
-        more = start < last or message.get("more_body", False)
-        yield {**message, "body": body[start : start + PIECE_BYTES], "more_body": more}
+        has_more = start < last or message.get("more_body", False)
+        yield {**message, "body": body[start : start + PIECE_BYTES], "more_body": has_more}

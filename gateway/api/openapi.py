@@ -36,7 +36,7 @@ def document(
 ) -> Schema:
     """Return the OpenAPI document for these settings, with the catalog's models as examples."""
     names = {
-        kind: [each.name for each in catalog if each.spec.kind == kind]
+        kind: [entry.name for entry in catalog if entry.spec.kind == kind]
         for kind in ("chat", "embedding", "rerank")
     }
     names["rerank"] += names["embedding"]  # which score by cosine
@@ -55,12 +55,14 @@ def document(
             if endpoint.also is not None:
                 path = paths.setdefault(template(endpoint.also), {"servers": ROOT})
                 path[endpoint.method.lower()] = _operation(endpoint, endpoint.also, names)
-    forms = [each.form for each in endpoints if each.form]
-    requests = list(dict.fromkeys(each.request for each in endpoints if each.request))
+    forms = [endpoint.form for endpoint in endpoints if endpoint.form]
+    requests = list(dict.fromkeys(endpoint.request for endpoint in endpoints if endpoint.request))
     requests += [form.request for form in forms]
-    shapes = [shape for each in endpoints for shape in (each.answer, each.events) if shape]
+    shapes = [
+        shape for endpoint in endpoints for shape in (endpoint.answer, endpoint.events) if shape
+    ]
     shapes += [shape for form in forms for shape in (form.item, form.error)]
-    shapes += [each.texts_error for each in endpoints if each.texts_error]
+    shapes += [endpoint.texts_error for endpoint in endpoints if endpoint.texts_error]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -142,14 +144,16 @@ def _error_responses(endpoint: Endpoint) -> Schema:
     if is_anthropic(endpoint.path):
         shapes = {error_status(error): [AnthropicErrorBody] for error in endpoint.all_errors}
     if endpoint.bare_path.startswith(MODELS):
-        shapes = {status: [*each, AnthropicErrorBody] for status, each in shapes.items()}
+        shapes = {status: [*bodies, AnthropicErrorBody] for status, bodies in shapes.items()}
     form_error = endpoint.form.error if endpoint.form is not None else endpoint.texts_error
     if form_error is not None:
         for status in TEXTS_ERROR_STATUSES:
             shapes[status] = [*shapes.get(status, ()), form_error]
     responses: Schema = {}
-    for status, each in shapes.items():
-        schema = reference(each[0]) if len(each) == 1 else {"anyOf": list(map(reference, each))}
+    for status, bodies in shapes.items():
+        schema = (
+            reference(bodies[0]) if len(bodies) == 1 else {"anyOf": list(map(reference, bodies))}
+        )
         responses[str(status)] = _response(status, {"application/json": {"schema": schema}})
     return responses
 

@@ -135,8 +135,8 @@ class Started:
         """Wait until its preloaded models are loaded; raises NoGateway if it ends before."""
         while not self.url or _ask(self.url, "/ready")[0] != HTTPStatus.OK:
             self.require_alive()
-            if found := re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace")):
-                self.url = found[1]
+            if match := re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace")):
+                self.url = match[1]
             time.sleep(POLL_S)
 
     def require_alive(self) -> None:

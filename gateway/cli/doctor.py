@@ -149,12 +149,12 @@ def _show_stages() -> Iterator[Callable[[str, str], None]]:
 
 
 def _check_machine(models: Path | None) -> Iterator[Finding]:
-    yield checks.check_packages(each.name for each in distributions())
+    yield checks.check_packages(distribution.name for distribution in distributions())
     yield checks.check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:
         settings = load_settings({"models": models})
     except SettingsInvalid as error:  # all other checks need them
-        yield from (Finding("settings", "fail", each) for each in error.problems)
+        yield from (Finding("settings", "fail", problem) for problem in error.problems)
         return
     reading = read_models(settings.models, variables())
     notes = strays(reading.variables)

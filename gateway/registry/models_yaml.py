@@ -159,13 +159,13 @@ class _Reader:
         earlier: list[ModelVariables] = []
         for model, entry in models.items():
             if isinstance(entry, dict):
-                own = ModelVariables(model, entry, self._variables)
-                for clash in own.clashes(earlier):
+                variables = ModelVariables(model, entry, self._variables)
+                for clash in variables.clashes(earlier):
                     self._report(("models", model), f"{model}: the variable {clash}")
-                earlier.append(own)
-                overridden[model], names = own.override(self._variables)
+                earlier.append(variables)
+                overridden[model], names = variables.override(self._variables)
                 self._set |= {("models", model, *path): name for path, name in names.items()}
-                self.overrides |= {*own.paths, *names.values()}
+                self.overrides |= {*variables.paths, *names.values()}
         return overridden
 
     def _check_version(self, top: Mapping[str, Any]) -> None:
@@ -226,7 +226,7 @@ class _Reader:
                 self._report(where[:-1], f"{about}`{key}` is missing")
             case "literal_error":
                 expected = details["ctx"]["expected"]
-                valid = [each.strip("'") for each in expected.replace(" or ", ", ").split(", ")]
+                valid = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
                 hint = did_you_mean(nearest(str(value), valid))
                 self._report(where, f"{about}`{key}` must be {expected}, not {value!r}{hint}")
             case "misplaced_key":
@@ -328,7 +328,7 @@ class _Reader:
         noun, exists = ("file", Path.is_file) if spec.source.is_gguf else ("folder", Path.is_dir)
         if not exists(path):
             siblings = path.parent.iterdir() if path.parent.is_dir() else ()
-            names = [each.name for each in siblings if exists(each)]
+            names = [sibling.name for sibling in siblings if exists(sibling)]
             hint = did_you_mean(nearest(path.name, names))
             where = ("models", spec.id, _source_key(spec))
             self._report(where, f"{spec.id}: there is no {noun} {path}{hint}")
@@ -386,12 +386,12 @@ def _path_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
 def _list_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
     """Yield each alias of an entry, valid or not: its place, its name and whether it is text."""
     aliases = entry.get("aliases") if isinstance(entry, dict) else None
-    for place, each in enumerate(aliases if isinstance(aliases, list) else [aliases]):
+    for place, alias in enumerate(aliases if isinstance(aliases, list) else [aliases]):
         inside: Where = (place,) if isinstance(aliases, list) else ()
-        if isinstance(each, str):
-            yield from ((inside, name, True) for name in split_names(each))
-        elif isinstance(each, dict) and isinstance(each.get("name"), str):
-            yield inside, each["name"], False
+        if isinstance(alias, str):
+            yield from ((inside, name, True) for name in split_names(alias))
+        elif isinstance(alias, dict) and isinstance(alias.get("name"), str):
+            yield inside, alias["name"], False
 
 
 def _drop_aliases(spec: ModelSpec, dropped: Collection[tuple[str, str]]) -> ModelSpec:

@@ -37,11 +37,11 @@ def load_settings(
 
     Raises SettingsInvalid with one line per problem.
     """
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    set_flags = {name: value for name, value in (flags or {}).items() if value is not None}
     try:
-        return Settings(_env_file=env_file, **given)  # type: ignore[call-arg, arg-type]
+        return Settings(_env_file=env_file, **set_flags)  # type: ignore[call-arg, arg-type]
     except ValidationError as error:
-        raise SettingsInvalid(_lines(error, given, env_file)) from None
+        raise SettingsInvalid(_lines(error, set_flags, env_file)) from None
     except UnicodeDecodeError:
         raise SettingsInvalid([f"{env_file}: not UTF-8 text"]) from None
 
@@ -136,14 +136,14 @@ def explain(
 
     `flags` and `env_file` are those that the settings were loaded with.
     """
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    set_flags = {name: value for name, value in (flags or {}).items() if value is not None}
     dumped = settings.model_dump(mode="json")
     return [
         Knob(
             name,
             variable(name),
             _CREDENTIALS.sub("**********@", in_words(value)),
-            find_source(name, given, env_file)[1],
+            find_source(name, set_flags, env_file)[1],
         )
         for name, value in dumped.items()
     ]
@@ -195,9 +195,12 @@ def _nearest(name: str, valid: Collection[str]) -> str | None:
         return typo[0]
     gaps = [place for place, letter in enumerate(name) if letter == "_"]
     longer = [
-        each
-        for each in valid
-        if any(each.startswith(name[: gap + 1]) and each.endswith(name[gap:]) for gap in gaps)
+        valid_name
+        for valid_name in valid
+        if any(
+            valid_name.startswith(name[: gap + 1]) and valid_name.endswith(name[gap:])
+            for gap in gaps
+        )
     ]
     alike = difflib.get_close_matches(name, valid, n=1, cutoff=0.75)
     return min(longer, key=lambda each: (len(each), each)) if longer else next(iter(alike), None)
@@ -211,7 +214,7 @@ def in_words(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case list() | tuple():
-            return ",".join(in_words(each) for each in value)
+            return ",".join(in_words(item) for item in value)
         case float():
             return f"{value:g}"
         case _:

@@ -112,11 +112,11 @@ def is_continuation(messages: Sequence[InputMessage]) -> bool:
 
     Raises BadRequest for one that ends with anything but text.
     """
-    said = [(i, each) for i, each in enumerate(messages) if _blocks(each.content)]
+    said = [(i, message) for i, message in enumerate(messages) if _blocks(message.content)]
     if not said or said[-1][1].role != "assistant":
         return False
     last = takewhile(lambda each: each[1].role == "assistant", reversed(said))
-    blocks = [block for _, each in last for block in _blocks(each.content)]
+    blocks = [block for _, message in last for block in _blocks(message.content)]
     place = f"messages[{said[-1][0]}]"
     if any(block.type == "tool_use" for block in blocks):
         raise BadRequest(
@@ -144,7 +144,7 @@ def to_turns(system: SystemPrompt | None, messages: Sequence[InputMessage]) -> l
         elif role == "user":
             turns += _user_turns(list(placed), names)
         else:
-            text = _join(_require(each, "text") for each in placed)
+            text = _join(_require(block, "text") for block in placed)
             if turns and turns[-1]["role"] == "system":
                 text = _join((turns.pop()["content"], text))
             turns.append({"role": "system", "content": text})
@@ -231,14 +231,14 @@ def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[st
     A template leaves out the thinking that its model should not read again.
     """
     texts, thinking, calls = [], [], []
-    for each in placed:
-        block = each.block
+    for placed_block in placed:
+        block = placed_block.block
         if block.type == "text":
-            texts.append(_require(each, "text"))
+            texts.append(_require(placed_block, "text"))
         elif block.type == "thinking":
-            thinking.append(_require(each, "thinking"))
+            thinking.append(_require(placed_block, "thinking"))
         elif block.type == "tool_use":
-            call_id, name = _require(each, "id"), _require(each, "name")
+            call_id, name = _require(placed_block, "id"), _require(placed_block, "name")
             names[call_id] = name
             function = {"name": name, "arguments": block.input or {}}
             calls.append({"id": call_id, "type": "function", "function": function})
@@ -258,7 +258,9 @@ def _user_turns(placed: Sequence[_Placed], names: dict[str, str]) -> Iterator[di
         else:
             yield {
                 "role": "user",
-                "content": _join(_text_of(each.block, each.place) for each in run),
+                "content": _join(
+                    _text_of(placed_block.block, placed_block.place) for placed_block in run
+                ),
             }
 
 

@@ -137,8 +137,8 @@ class QuestionParam(Part):
     def values(self) -> Sequence[str | bool]:
         """Return the values of the choices, or the labels of the levels."""
         if self.type == "choice":
-            return [each.value for each in self.choices or ()]
-        return [each.label for each in self.levels or ()]
+            return [choice.value for choice in self.choices or ()]
+        return [level.label for level in self.levels or ()]
 
 
 class DecisionsRequest(Request):
@@ -176,9 +176,9 @@ def to_jobs(
     for content that is not text.
     """
     head = HEAD.format(input=_input_text(request.input))
-    questions = [_question(i, each) for i, each in enumerate(request.questions)]
+    questions = [_question(i, question) for i, question in enumerate(request.questions)]
     bounds.check([head], param="input", noun="The input")
-    bounds.check([each.text for each in questions], param="questions", noun="A question")
+    bounds.check([question.text for question in questions], param="questions", noun="A question")
     slices = _slice(questions)
     caller.timings.parallel = [Timings() for _ in slices[1:]]
     return [
@@ -350,8 +350,8 @@ def to_decision(
 ) -> Decision:
     """Return the answers, from the logprob of every label by question."""
     answers = [
-        _answer(question, _normalise(each))
-        for question, each in zip(request.questions, logprobs, strict=True)
+        _answer(question, _normalise(row))
+        for question, row in zip(request.questions, logprobs, strict=True)
     ]
     return {"model": request.model, "answers": answers, "usage": usage_dict(usage)}
 
@@ -359,14 +359,14 @@ def to_decision(
 def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
     if question.type == "predicate":
         return {"type": "predicate", "name": question.name, "probability": probabilities[0]}
-    count, most = len(probabilities), max(probabilities)
+    count, highest = len(probabilities), max(probabilities)
     # 0 if all are equally likely, 1 if one is certain.
-    confidence = max(0.0, (count * most - 1) / (count - 1))
+    confidence = max(0.0, (count * highest - 1) / (count - 1))
     if question.type == "choice":
         return {
             "type": "choice",
             "name": question.name,
-            "choice": question.values[probabilities.index(most)],
+            "choice": question.values[probabilities.index(highest)],
             "confidence": confidence,
             "probabilities": [
                 {"value": value, "probability": probability}
@@ -376,7 +376,7 @@ def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
     return {
         "type": "score",
         "name": question.name,
-        "score": math.fsum(level * each for level, each in enumerate(probabilities)),
+        "score": math.fsum(level * probability for level, probability in enumerate(probabilities)),
         "confidence": confidence,
         "probabilities": [
             {"label": str(label), "value": level, "probability": probability}
@@ -389,7 +389,7 @@ def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
 
 def _normalise(logprobs: Sequence[float]) -> list[float]:
     """Return probabilities that add up to 1."""
-    most = max(logprobs)
-    weights = [math.exp(each - most) for each in logprobs]
+    highest = max(logprobs)
+    weights = [math.exp(logprob - highest) for logprob in logprobs]
     total = math.fsum(weights)
-    return [each / total for each in weights]
+    return [weight / total for weight in weights]

@@ -369,14 +369,14 @@ class SchemaVerdict(TypedDict):
 
 def logprobs_dict(logprobs: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     """Return the tokens' logprobs in OpenAI's shape."""
-    return {"content": [token_dict(each) for each in logprobs], "refusal": None}
+    return {"content": [token_dict(logprob) for logprob in logprobs], "refusal": None}
 
 
 def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
     """Return a token's logprob and those of the likeliest at its place, likeliest first."""
     tokens: list[TopLogprob] = [
-        {"token": each.token, "logprob": each.logprob, "bytes": list(each.bytes)}
-        for each in (logprob.chosen, *logprob.top)
+        {"token": token.token, "logprob": token.logprob, "bytes": list(token.bytes)}
+        for token in (logprob.chosen, *logprob.top)
     ]
     first, *top = tokens
     return {**first, "top_logprobs": top}

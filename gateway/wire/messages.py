@@ -95,8 +95,8 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
     template_turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    others = (turn for turn in turns if turn["role"] != "system")
-    for role, turns_of_role in groupby(others, key=itemgetter("role")):
+    rest_turns = (turn for turn in turns if turn["role"] != "system")
+    for role, turns_of_role in groupby(rest_turns, key=itemgetter("role")):
         if role != "user":
             template_turns += turns_of_role
             continue
@@ -247,9 +247,9 @@ def read_tools(
     """
     functions = [tool for tool in tools if isinstance(tool, ToolParam)]
     if tools and not functions:
-        others = ", ".join(sorted({f"'{tool.type[:64]}'" for tool in tools}))
+        tool_types = ", ".join(sorted({f"'{tool.type[:64]}'" for tool in tools}))
         raise BadRequest(
-            f"Invalid 'tools[0].type': functions are the only tools served, not {others}.",
+            f"Invalid 'tools[0].type': functions are the only tools served, not {tool_types}.",
             param="tools[0].type",
             code="unsupported_value",
         )

@@ -220,8 +220,8 @@ def to_messages(
 
 def _call(item: Item, place: str, names: Mapping[QualifiedName, str]) -> ToolCall:
     call_id = require(item.call_id or None, f"{place}.call_id")
-    own = require(item.name or None, f"{place}.name")
-    name = names.get((item.namespace, own), own)
+    function = require(item.name or None, f"{place}.name")
+    name = names.get((item.namespace, function), function)
     arguments = item.arguments or "{}"
     try:
         parse(arguments.encode())

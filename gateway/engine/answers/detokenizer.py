@@ -18,9 +18,9 @@ def _byte_of() -> dict[str, int]:
     follow from U+0100 on. Source: GPT-2's encoder.py, `bytes_to_unicode`.
     """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
+    unprintable = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {
-        chr(0x100 + place): byte for place, byte in enumerate(others)
+        chr(0x100 + place): byte for place, byte in enumerate(unprintable)
     }
 
 

@@ -152,4 +152,4 @@ class HarmonyParser:
             calls = self._calls.write(self._read(self._recipient, call))
         except Exception:  # whatever a parser trips over: what cannot be read is text
             return [OutputPart(text=call)] if call else []
-        return [OutputPart(call=each) for each in calls]
+        return [OutputPart(call=call) for call in calls]

@@ -31,9 +31,9 @@ class Marks:
 
     def __init__(self, added: Mapping[int, AddedToken], named: Collection[str]) -> None:
         self._spelled = {
-            token: f"{_SPECIAL if each.special else _ADDED}{each.content}{_END}"
-            for token, each in added.items()
-            if each.special or any(_is_in(each.content, name) for name in named)
+            token: f"{_SPECIAL if added_token.special else _ADDED}{added_token.content}{_END}"
+            for token, added_token in added.items()
+            if added_token.special or any(_is_in(added_token.content, name) for name in named)
         }
         self._contents = {added[token].content: spelled for token, spelled in self._spelled.items()}
         longest_first = sorted(self._contents, key=len, reverse=True)
@@ -138,12 +138,12 @@ def own_ids(messages: Sequence[Mapping[str, Any]], new_id: NewId) -> list[dict[s
 def _own_id(call: Mapping[str, Any], named: dict[str, str], new_id: NewId) -> str:
     token = str(call["id"])
     if new_id is kimi_id:
-        own = kimi_id(str(call["function"]["name"]), len(named))
+        id_ = kimi_id(str(call["function"]["name"]), len(named))
     elif new_id is mistral_id and not re.fullmatch(r"[A-Za-z0-9]{9}", token):
-        own = hashlib.sha256(token.encode()).hexdigest()[:9]
+        id_ = hashlib.sha256(token.encode()).hexdigest()[:9]
     else:
-        own = token
-    return named.setdefault(token, own)
+        id_ = token
+    return named.setdefault(token, id_)
 
 
 class CallWriter:
@@ -172,9 +172,11 @@ class CallWriter:
             if self._most is not None and self.count + i >= self._most:
                 break
             name, place = str(call["name"]), self.count + i
-            own = call.get("id")
+            call_id = call.get("id")
             token = (
-                own if isinstance(own, str) and own else self._new_id(name, self._earlier + place)
+                call_id
+                if isinstance(call_id, str) and call_id
+                else self._new_id(name, self._earlier + place)
             )
             calls.append(CallDelta(place, token, name, arguments_json(call["arguments"])))
         self.count += len(calls)

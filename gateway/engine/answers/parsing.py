@@ -95,17 +95,17 @@ class Parser:
         """Return what was held back, once no more text comes."""
         if self._calls.is_full:
             return []
-        held, self._held = "".join((*self._call, self._held)), ""
+        text, self._held = "".join((*self._call, self._held)), ""
         self._call = []
         parts: list[OutputPart] = []
         if self._state == "call":
             start, end = self._pair
             self._state = "text"
-            parts = [] if end else self._read(held)
-            held = "" if parts else start + held
-            parts += self._to_parts(held, is_call=True)
+            parts = [] if end else self._read(text)
+            text = "" if parts else start + text
+            parts += self._to_parts(text, is_call=True)
         else:
-            parts = self._to_parts(held)
+            parts = self._to_parts(text)
         if self.mode == "forced" and not self.is_thinking:
             parts += [OutputPart(call=call) for call in self._forced.flush()]
         return parts
@@ -115,8 +115,8 @@ class Parser:
         if self._calls.is_full or self._is_waiting():
             return False
         marks = self._marks()
-        found = [(at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0]
-        if not found:
+        places = [(at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        if not places:
             cut = len(self._held) - held_back(self._held, marks)
             sure, self._held = self._held[:cut], self._held[cut:]
             if self._state == "call":
@@ -124,7 +124,7 @@ class Parser:
             else:
                 parts += self._to_parts(sure)
             return False
-        at, _, mark = min(found)
+        at, _, mark = min(places)
         before, self._held = self._held[:at], self._held[at + len(mark) :]
         if self._state == "call":
             before, self._call = "".join((*self._call, before)), []

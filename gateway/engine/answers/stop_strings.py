@@ -33,9 +33,9 @@ class StopScanner:
         if not self._stops:
             return piece
         text = self._held + piece
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            end, at = min(found)
+        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            end, at = min(matches)
             self.met = text[at:end]
             return text[:at]
         cut = len(text) - held_back(text, self._stops)

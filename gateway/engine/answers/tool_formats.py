@@ -50,8 +50,8 @@ class ToolFormat:
         """Return a pattern of the beginning of a bare call of one of the functions."""
         if self.bare is None or not names:
             return None
-        some = "|".join(map(regex.escape, sorted(names)))
-        return regex.compile(self.bare.replace("{}", some).replace("{{", "{"))
+        alternatives = "|".join(map(regex.escape, sorted(names)))
+        return regex.compile(self.bare.replace("{}", alternatives).replace("{{", "{"))
 
 
 _TOOL_CALL = (("<tool_call>", "</tool_call>"),)

@@ -76,7 +76,7 @@ def read_python(text: str, schemas: Schemas) -> list[Call]:
     read = ast.parse(text, mode="eval").body
     if not isinstance(read, ast.List):
         raise ValueError("no list of calls")
-    return [_python_call(each) for each in read.elts]
+    return [_python_call(element) for element in read.elts]
 
 
 class _Literals(ast.NodeTransformer):
@@ -96,7 +96,7 @@ def _python_call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call by names")
     arguments: dict[Any, Any] = {
-        each.arg: ast.literal_eval(_Literals().visit(each.value)) for each in node.keywords
+        keyword.arg: ast.literal_eval(_Literals().visit(keyword.value)) for keyword in node.keywords
     }
     if None in arguments:
         raise ValueError("an argument without a name")
@@ -112,7 +112,7 @@ def read_gemma(text: str, schemas: Schemas) -> list[Call]:
 def read_kimi(text: str, schemas: Schemas) -> list[Call]:
     """Read K2's `functions.f:0<|tool_call_argument_begin|>{…}`, whose id its template needs."""
     read = _read_as_mlx_lm("kimi_k2", text)
-    return [_call(each["name"], each["arguments"], each["id"]) for each in read]
+    return [_call(call["name"], call["arguments"], call["id"]) for call in read]
 
 
 def read_kimi_k3(text: str, schemas: Schemas) -> list[Call]:
@@ -132,21 +132,21 @@ def _rename_keys(call: str, pair: str, *, wraps: bool = False) -> Reader:
     def read(text: str, schemas: Schemas) -> list[Call]:
         if text.lstrip().startswith("{"):  # GLM and Longcat also write JSON
             return read_json(text, schemas)
-        found = [
+        calls_read = [
             _call(
-                (name := each["name"].strip().strip("\"'")),
+                (name := match["name"].strip().strip("\"'")),
                 {
                     pair["name"].strip().strip("\"'"): _value(
                         pair, schemas.get(name, {}), wraps=wraps
                     )
-                    for pair in pairs.finditer(each["body"])
+                    for pair in pairs.finditer(match["body"])
                 },
             )
-            for each in calls.finditer(text)
+            for match in calls.finditer(text)
         ]
-        if not found:
+        if not calls_read:
             raise ValueError("no call")
-        return found
+        return calls_read
 
     return read
 
@@ -206,8 +206,8 @@ def _json_calls(text: str) -> Iterator[Call]:
             if count:
                 return
             raise
-        for each in value if isinstance(value, list) else [value]:
-            yield _json_call(each)
+        for call in value if isinstance(value, list) else [value]:
+            yield _json_call(call)
             count += 1
 
 
@@ -216,11 +216,11 @@ def _json_call(value: Any) -> Call:
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name") or value.get("tool_name") or value["function"]
-    given: Any = next(
+    arguments: Any = next(
         (value[key] for key in ("arguments", "parameters") if value.get(key) is not None), {}
     )
-    own = value.get("id")
-    return _call(name, given, own if isinstance(own, str) else None)
+    call_id = value.get("id")
+    return _call(name, arguments, call_id if isinstance(call_id, str) else None)
 
 
 def _call(name: Any, arguments: Any, own: str | None = None) -> Call:
@@ -306,20 +306,20 @@ class _Types:
     def of(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset()
-        found = [_stated_types(schema)]
+        type_sets = [_stated_types(schema)]
         if isinstance(ref := schema.get("$ref"), str):
-            found.append(self._at(ref, depth))
-        if isinstance(every := schema.get("allOf"), list):
-            found += [self.of(one, depth - 1) for one in every]
-        some: frozenset[str] = frozenset()
+            type_sets.append(self._at(ref, depth))
+        if isinstance(schemas := schema.get("allOf"), list):
+            type_sets += [self.of(one, depth - 1) for one in schemas]
+        allowed: frozenset[str] = frozenset()
         for key in ("anyOf", "oneOf"):
             if isinstance(alternatives := schema.get(key), list):
-                each = [self.of(one, depth - 1) for one in alternatives]
-                some = frozenset().union(*each)
-                found.append(some if all(each) else frozenset())
-        if found := [types for types in found if types]:
-            return reduce(_both, found)
-        return some or frozenset({"object"} if "properties" in schema else ())
+                options = [self.of(one, depth - 1) for one in alternatives]
+                allowed = frozenset().union(*options)
+                type_sets.append(allowed if all(options) else frozenset())
+        if type_sets := [types for types in type_sets if types]:
+            return reduce(_both, type_sets)
+        return allowed or frozenset({"object"} if "properties" in schema else ())
 
     def _at(self, ref: str, depth: int) -> frozenset[str]:
         if ref not in self._referred:
@@ -334,7 +334,7 @@ def _stated_types(schema: Mapping[str, Any]) -> frozenset[str]:
     if isinstance(stated, str):
         return frozenset({stated})
     if isinstance(stated, list):
-        return frozenset(each for each in stated if isinstance(each, str))
+        return frozenset(name for name in stated if isinstance(name, str))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return frozenset(map(_type_of, values)) if isinstance(values, list) else frozenset()
 

@@ -51,8 +51,8 @@ class RowLengths:
 
     def minus(self, tokens: tuple[int, ...]) -> "RowLengths":
         """Return the lengths with so many tokens of each row taken off."""
-        less = (count - gone for count, gone in zip(self.counts, tokens, strict=True))
-        return self._follow(("minus", tokens), less)
+        counts = (count - gone for count, gone in zip(self.counts, tokens, strict=True))
+        return self._follow(("minus", tokens), counts)
 
     def at(self, rows: tuple[int, ...]) -> "RowLengths":
         return self._follow(("at", rows), (self.counts[row] for row in rows))
@@ -91,9 +91,13 @@ class RowLengths:
         return self._array(("mask", tokens, window), lambda: self._make_mask(tokens, window))
 
     def _make_mask(self, tokens: int, window: int | None) -> mx.array:
-        own = mx.array(self._places(tokens)[:, None, :, None])
-        others = mx.arange(self.longest + tokens)
-        return others <= own if window is None else (others <= own) & (others > own - window)
+        row_places = mx.array(self._places(tokens)[:, None, :, None])
+        key_places = mx.arange(self.longest + tokens)
+        return (
+            key_places <= row_places
+            if window is None
+            else (key_places <= row_places) & (key_places > row_places - window)
+        )
 
     def _array(self, key: Hashable, make: Callable[[], mx.array]) -> mx.array:
         if key not in self._arrays:
@@ -326,7 +330,8 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         """Return the planes, like these, with room for so many rows of so many tokens."""
         buffers: Sequence[mx.array | None] = self.planes or [None] * len(like)
         return [
-            _reserve(buffer, each, rows, places) for buffer, each in zip(buffers, like, strict=True)
+            _reserve(buffer, shape, rows, places)
+            for buffer, shape in zip(buffers, like, strict=True)
         ]
 
     def _place(self, planes: Sequence[mx.array], first: int) -> None:
@@ -360,7 +365,7 @@ def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
     ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
     movers = [layer.take_movers(rows) for layer in ragged]
     if any(movers):
-        mx.eval([planes for some in movers for _, planes in some or ()])
+        mx.eval([planes for moves in movers for _, planes in moves or ()])
     for layer, some in zip(ragged, movers, strict=True):
         layer.keep(rows, some)
     for layer in layers:
@@ -403,8 +408,8 @@ def _reserve(buffer: mx.array | None, like: mx.array, rows: int, places: int) ->
         return buffer
     slots_after = slots if rows <= slots else rows + rows // SPARE
     there_after = there if places <= there else _round_up(places)
-    more = [(0, slots_after - slots), (0, 0), (0, there_after - there), (0, 0)]
-    return mx.pad(buffer, more)
+    padding = [(0, slots_after - slots), (0, 0), (0, there_after - there), (0, 0)]
+    return mx.pad(buffer, padding)
 
 
 def _write(buffer: mx.array, tokens: mx.array, lengths: RowLengths) -> mx.array:

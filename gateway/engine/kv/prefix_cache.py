@@ -119,9 +119,9 @@ class PrefixCache:
         length = BLOCK * len(blocks)
         pages = zip(*(block.layers for block in blocks), strict=True)
         empty, _ = self._split(self._empty)
-        plain = iter([_join(*each) for each in zip(empty, pages, strict=True)])
-        others = iter(states)
-        return length, [next(plain if is_plain else others) for is_plain in self._is_plain]
+        plain = iter([_join(*page) for page in zip(empty, pages, strict=True)])
+        state_iter = iter(states)
+        return length, [next(plain if is_plain else state_iter) for is_plain in self._is_plain]
 
     def names(self, root: int = ROOT) -> list[bytes]:
         """List the names of what is kept, the oldest first. Safe on any thread."""
@@ -148,7 +148,7 @@ class PrefixCache:
         whole = len(tokens) - len(tokens) % BLOCK
         if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
             return 0
-        plain, others = self._split(layers)
+        plain, stateful = self._split(layers)
         if any(layer.size() < whole for layer in plain):
             return 0  # this model leaves a layer's cache unused
         path = self._path(tokens, root)
@@ -161,8 +161,8 @@ class PrefixCache:
                 break
         new = BLOCK * (len(path) - known)
         is_there = bool(path) and len(path) * BLOCK == whole
-        if others and is_there:
-            self._keep_states(path, others, row, is_growing=is_growing)
+        if stateful and is_there:
+            self._keep_states(path, stateful, row, is_growing=is_growing)
         self._use(path)
         self._name(path, named, root)
         return new
@@ -208,9 +208,9 @@ class PrefixCache:
     def forget(self, root: int) -> None:
         """Drop all that is kept of an adapter."""
         gone = {root}
-        for key, each in sorted(self._kept.items(), key=lambda item: item[1].number):
+        for key, block in sorted(self._kept.items(), key=lambda item: item[1].number):
             if key[0] in gone:  # it follows another that is gone
-                gone.add(each.number)
+                gone.add(block.number)
                 self._drop(key)
 
     def stop(self) -> None:
@@ -232,8 +232,8 @@ class PrefixCache:
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Separate the plain layers from the others."""
         both = list(zip(layers, self._is_plain, strict=True))
-        return [each for each, is_plain in both if is_plain], [
-            each for each, is_plain in both if not is_plain
+        return [layer for layer, is_plain in both if is_plain], [
+            layer for layer, is_plain in both if not is_plain
         ]
 
     def _path(self, tokens: Sequence[int], root: int) -> list[Key]:

@@ -103,15 +103,22 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
     evaluated of a model that `is_shared`, since other ranks would have to make them too. Raises
     ModelLoadFailed for a model without plain layers, or whose heads cannot be quantised.
     """
-    own = _own_caches(model)
-    packings = [_choose_packing(checkpoint, layer, bits) for layer in _read(model, own(), (1,))]
+    caches = _own_caches(model)
+    packings = [_choose_packing(checkpoint, layer, bits) for layer in _read(model, caches(), (1,))]
     if not any(packings):
-        kinds = sorted({type(layer).__name__ for layer in own()})
+        kinds = sorted({type(layer).__name__ for layer in caches()})
         raise checkpoint.failed(
             f"no layer of it keeps plain KV, which `kv_bits` is for: they have {', '.join(kinds)}"
         )
-    for most in (MOST_PACKED, 0):  # its attention may take no packed keys, or have no kernel for it
-        _set_caches(model, own, [each and replace(each, most_packed=most) for each in packings])
+    for max_packed in (
+        MOST_PACKED,
+        0,
+    ):  # its attention may take no packed keys, or have no kernel for it
+        _set_caches(
+            model,
+            caches,
+            [packing and replace(packing, most_packed=max_packed) for packing in packings],
+        )
         try:
             _read(model, make_prompt_cache(model), _TRIED, is_evaluated=not is_shared)
         except Exception as error:
@@ -127,7 +134,7 @@ def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | Non
     """Return how a layer that has read a token is to keep it; None if it is to stay as it is."""
     if type(layer) is not KVCache or layer.keys is None:
         return None
-    size, other = (each.shape[-1] for each in layer.keys_and_values())  # type: ignore[no-untyped-call]
+    size, other = (plane.shape[-1] for plane in layer.keys_and_values())  # type: ignore[no-untyped-call]
     if size != other:
         raise checkpoint.failed(
             f"its keys have {size} numbers a head and its values {other}, as latent attention has "
@@ -146,10 +153,10 @@ def _own_caches(model: Any) -> Callable[[], list[Any]]:
     """
     kind: Any = type(model)
     plain: Any = KVCache  # untyped in mlx-lm
-    held: Callable[[], Any] = ref(model)
+    model_ref: Callable[[], Any] = ref(model)
     if hasattr(kind, "make_cache"):
-        return lambda: list(kind.make_cache(held()))
-    return lambda: [plain() for _ in held().layers]
+        return lambda: list(kind.make_cache(model_ref()))
+    return lambda: [plain() for _ in model_ref().layers]
 
 
 def _set_caches(

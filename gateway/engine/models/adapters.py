@@ -54,7 +54,7 @@ class _Rows:
         return self._found[held]
 
     def _look_up(self, held: tuple[int, ...]) -> _Places | None:
-        places = [held.index(each) if each in held else None for each in self.numbers]
+        places = [held.index(number) if number in held else None for number in self.numbers]
         if all(place is None for place in places):
             return None
         index = mx.array([place or 0 for place in places])
@@ -98,11 +98,11 @@ class _Stack(_Module):  # type: ignore[misc]
 
     def without(self, number: int) -> "_Stack | None":
         """Return the stack without an adapter; None if nothing is left."""
-        kept = [i for i, each in enumerate(self.numbers) if each != number]
-        if not kept:
+        places = [i for i, other in enumerate(self.numbers) if other != number]
+        if not places:
             return None
-        at = mx.array(kept)
-        return _Stack([self.numbers[i] for i in kept], self.lora_a[at], self.lora_b[at])
+        at = mx.array(places)
+        return _Stack([self.numbers[i] for i in places], self.lora_a[at], self.lora_b[at])
 
     def multiply(self, x: mx.array, places: _Places, *, gathers: bool) -> mx.array:
         """Return the products of x, (rows, …, in), each row's by its own factors; zeros for rows
@@ -253,9 +253,11 @@ class Adapters:
                 "lora_a": (shape_a, (columns, files.rank)),
                 "lora_b": (shape_b, (files.rank, rows)),
             }
-            for factor, (found, wanted) in expected.items():
-                if found != wanted:
-                    raise failed(f"{path}.{factor} is {found}, not {wanted}, which fits its base")
+            for factor, (shape, expected_shape) in expected.items():
+                if shape != expected_shape:
+                    raise failed(
+                        f"{path}.{factor} is {shape}, not {expected_shape}, which fits its base"
+                    )
             if files.rank > min(columns, rows):
                 raise failed(
                     f"its rank is {files.rank}, and {path} is {columns} by {rows}: a product of "

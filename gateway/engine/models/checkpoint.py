@@ -136,16 +136,16 @@ class Checkpoint:
                 arrays = json.loads(content.read(length))
             arrays.pop("__metadata__", None)
             tensors = {
-                name: Tensor(each["dtype"], tuple(each["shape"]), end - start)
-                for name, each in arrays.items()
-                for start, end in [each["data_offsets"]]
+                name: Tensor(entry["dtype"], tuple(entry["shape"]), end - start)
+                for name, entry in arrays.items()
+                for start, end in [entry["data_offsets"]]
             }
-            wanted = 8 + length + max(each["data_offsets"][1] for each in arrays.values())
+            nbytes = 8 + length + max(entry["data_offsets"][1] for entry in arrays.values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
-        if there < wanted:
+        if there < nbytes:
             raise self.failed(
-                f"{file} is not a whole safetensors file: it has {there:,} of {wanted:,} bytes"
+                f"{file} is not a whole safetensors file: it has {there:,} of {nbytes:,} bytes"
             )
         return tensors
 
@@ -208,8 +208,8 @@ def dequantize(
     """
     unpacked = dict(arrays)
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
-        own = quantization.get(module)
-        packed = own if isinstance(own, Mapping) else quantization
+        module_config = quantization.get(module)
+        packed = module_config if isinstance(module_config, Mapping) else quantization
         with checkpoint.blame():
             unpacked[f"{module}.weight"] = mx.dequantize(
                 unpacked[f"{module}.weight"],
@@ -229,9 +229,9 @@ def read_in_slices(
 
     Raises ModelLoadFailed for what the files turn out to lack.
     """
-    for some in slices(arrays, slice_bytes):
+    for part in slices(arrays, slice_bytes):
         with checkpoint.blame():
-            mx.eval(some)
+            mx.eval(part)
         yield
 
 
@@ -246,16 +246,16 @@ def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
 
 def slices(arrays: Iterable[mx.array], most_bytes: int) -> Iterator[list[mx.array]]:
     """Cut arrays, in order, into lists of at most so many bytes; a larger array is alone."""
-    some: list[mx.array] = []
+    part: list[mx.array] = []
     room = most_bytes
     for array in arrays:
-        if some and array.nbytes > room:
-            yield some
-            some, room = [], most_bytes
-        some.append(array)
+        if part and array.nbytes > room:
+            yield part
+            part, room = [], most_bytes
+        part.append(array)
         room -= array.nbytes
-    if some:
-        yield some
+    if part:
+        yield part
 
 
 def join_names(names: Iterable[str], most: int = 5) -> str:
@@ -362,17 +362,17 @@ def measure_kv(model: Any) -> KvCost:
     """
     one, two = list(_plain(_read(model, 1))), list(_plain(_read(model, 2)))
     layers = [_layer_cost(*both) for both in zip(one, two, strict=True)]
-    windows = list(chain.from_iterable(each.windows for each in layers))
+    windows = list(chain.from_iterable(layer.windows for layer in layers))
     by_most: dict[int, int] = {}
     for token, most in [*windows, *([max(windows)] if windows else [])]:
         by_most[most] = by_most.get(most, 0) + token
     return KvCost(
-        token=sum(each.token for each in layers)
+        token=sum(layer.token for layer in layers)
         + max((_working_bytes(*both) for both in zip(one, layers, strict=True)), default=0),
         windows=tuple((token, most) for most, token in by_most.items()),
-        constant=_and_one_more([each.constant for each in layers]),
-        plane=max((each.plane for each in layers), default=0),
-        states=sum(each.constant + sum(map(math.prod, each.windows)) for each in layers),
+        constant=_and_one_more([layer.constant for layer in layers]),
+        plane=max((layer.plane for layer in layers), default=0),
+        states=sum(layer.constant + sum(map(math.prod, layer.windows)) for layer in layers),
     )
 
 
@@ -409,10 +409,10 @@ def _layer_cost(one: Any, two: Any) -> KvCost:
     if all(isinstance(plane, mx.array) and plane.ndim == 4 for plane in planes):
         sizes = [plane.nbytes // max(1, plane.shape[2]) for plane in planes]
         token, plane = sum(sizes), max(sizes)
-        most = getattr(one, "max_size", None) or getattr(one, "chunk_size", None)
-        if most is None:
+        window = getattr(one, "max_size", None) or getattr(one, "chunk_size", None)
+        if window is None:
             return KvCost(token, plane=plane)
-        return KvCost(windows=((token, int(most)),), plane=plane)
+        return KvCost(windows=((token, int(window)),), plane=plane)
     token = max(0, int(two.nbytes) - int(one.nbytes))
     return KvCost(token, constant=max(0, int(one.nbytes) - token))
 
@@ -428,7 +428,7 @@ def _and_one_more(layers: Sequence[int]) -> int:
 
 
 def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
-    floating = (_FLOATING[each.dtype] for each in tensors.values() if each.dtype in _FLOATING)
+    floating = (_FLOATING[tensor.dtype] for tensor in tensors.values() if tensor.dtype in _FLOATING)
     return next(floating, mx.float32)
 
 
@@ -438,8 +438,12 @@ def _group_size(checkpoint: Listing, module: str) -> int:
     quantization: dict[str, Any] = (
         config.get("quantization") or config.get("quantization_config") or {}
     )
-    own = quantization.get(module)
-    size = own.get("group_size") if isinstance(own, dict) else quantization.get("group_size")
+    module_config = quantization.get(module)
+    size = (
+        module_config.get("group_size")
+        if isinstance(module_config, dict)
+        else quantization.get("group_size")
+    )
     if not isinstance(size, int):
         raise checkpoint.failed("config.json does not say the group_size of its quantised weights")
     return size

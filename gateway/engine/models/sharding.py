@@ -59,8 +59,8 @@ def share_bytes(group: Group, data: bytes) -> bytes:
     """Return rank 0's data, on every rank. What the others pass is ignored."""
     is_first = group.rank() == 0
     size: Any = _sum(mx.array(len(data) if is_first else 0)).item()
-    own = np.frombuffer(data, np.uint8) if is_first else np.zeros(size, np.uint8)
-    return np.asarray(_sum(mx.array(own))).tobytes()
+    sent = np.frombuffer(data, np.uint8) if is_first else np.zeros(size, np.uint8)
+    return np.asarray(_sum(mx.array(sent))).tobytes()
 
 
 def _sum(array: mx.array) -> mx.array:
@@ -76,8 +76,8 @@ class Share:
 
     def layers(self, count: int) -> range:
         """Return the layers of this rank's stage: the last ones are rank 0's, as in mlx-lm."""
-        least, more = divmod(count, self.group.size())
-        sizes = [least + (rank < more) for rank in range(self.group.size())]
+        share, remainder = divmod(count, self.group.size())
+        sizes = [share + (rank < remainder) for rank in range(self.group.size())]
         start = sum(sizes[self.group.rank() + 1 :])
         return range(start, start + sizes[self.group.rank()])
 
@@ -143,8 +143,8 @@ class SharedListing:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """List the arrays that this rank holds, with the shape of its share."""
-        own = ((name, self._cut(name, each)) for name, each in self._whole.tensors().items())
-        return {name: each for name, each in own if each is not None}
+        shards = ((name, self._cut(name, tensor)) for name, tensor in self._whole.tensors().items())
+        return {name: tensor for name, tensor in shards if tensor is not None}
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return what this rank has of an array: all of what is in no layer."""

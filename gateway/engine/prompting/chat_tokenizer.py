@@ -203,7 +203,7 @@ class ChatTokenizer:
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
         """Return the texts of a bare prompt's tokens; `prompt` is what the caller sent."""
         added = self.backend.get_added_tokens_decoder()
-        special = {token for token, each in added.items() if each.special}
+        special = {token for token, added_token in added.items() if added_token.special}
         return texts_of(ids, prompt if isinstance(prompt, str) else None, self.vocabulary, special)
 
     def _render(self, job: GenerateJob) -> tuple[str, str]:
@@ -228,17 +228,21 @@ class ChatTokenizer:
         return text, text.rstrip().splitlines()[-1] if is_own else ""
 
     def _apply(self, job: GenerateJob, *, is_asking: bool) -> str:
-        if taken := RESERVED & job.template_args.keys():
-            raise BadRequest(f"'{min(taken)}' is not for a request to set.", part="template_args")
+        if reserved := RESERVED & job.template_args.keys():
+            raise BadRequest(
+                f"'{min(reserved)}' is not for a request to set.", part="template_args"
+            )
         new_id = self._tools.new_id if self._tools else openai_id
         messages: Sequence[Mapping[str, Any]] = own_ids(job.messages, new_id)
-        tools, own = job.tools, job.template_args
+        tools, template_args = job.tools, job.template_args
         if self._splits_controls:
             # A template looks for the marks of thinking in earlier answers.
-            kept = {"assistant": self._reasoning.marks}
-            messages = [self.controls.split(turn, kept.get(turn["role"], ())) for turn in messages]
-            tools, own = self.controls.split(tools), self.controls.split(own)
-        arguments = self._thinking_arguments({**self._template_args, **own})
+            kept_marks = {"assistant": self._reasoning.marks}
+            messages = [
+                self.controls.split(turn, kept_marks.get(turn["role"], ())) for turn in messages
+            ]
+            tools, template_args = self.controls.split(tools), self.controls.split(template_args)
+        arguments = self._thinking_arguments({**self._template_args, **template_args})
         return self._template.render(
             messages, tools, {**arguments, "add_generation_prompt": is_asking}
         )
@@ -326,7 +330,11 @@ class ChatTokenizer:
             mode = "forced"
         elif calling is not None and tools is not None:
             mode = "either" if job.is_either else "free"
-        functions = {each.name: each.parameters for each in calling.functions} if calling else {}
+        functions = (
+            {function.name: function.parameters for function in calling.functions}
+            if calling
+            else {}
+        )
         is_single = calling is not None and not calling.parallel and mode != "forced"
         calls = CallWriter(
             tools.new_id if tools else openai_id, job.earlier_calls, most=1 if is_single else None

@@ -81,15 +81,15 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, Place]:
     listed = set(header.tensors)
     if config["model_type"] == "llama":
         listed.discard(ROPE_FACTORS)  # no weight, but a part of the rotations
-    wanted = {place.tensor for place in expected.values()}
+    tensor_names = {place.tensor for place in expected.values()}
     for what, names in (
-        ("weights are missing", wanted - listed),
-        ("weights are unknown", listed - wanted),
+        ("weights are missing", tensor_names - listed),
+        ("weights are unknown", listed - tensor_names),
     ):
         if names:
-            some = ", ".join(map(quote, sorted(names)[:5]))
-            more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-            raise GgufError(f"{what}: {some}{more}")
+            shown = ", ".join(map(quote, sorted(names)[:5]))
+            rest = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+            raise GgufError(f"{what}: {shown}{rest}")
     for place in expected.values():
         if (shape := header.tensors[place.tensor].shape) != place.shape:
             raise GgufError(f"{place.tensor} is {shape}, where the metadata asks for {place.shape}")
@@ -248,15 +248,15 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
         "post_attention_layernorm.weight": ("ffn_norm.weight", (hidden,)),
         "self_attn.o_proj.weight": ("attn_output.weight", (hidden, queries)),
     }
-    for each, shape in attention.items():
-        weights[f"self_attn.{each}_proj.weight"] = (f"attn_{each}.weight", shape)
+    for part, shape in attention.items():
+        weights[f"self_attn.{part}_proj.weight"] = (f"attn_{part}.weight", shape)
         if config.get("attention_bias", config["model_type"] == "qwen2"):
-            weights[f"self_attn.{each}_proj.bias"] = (f"attn_{each}.bias", shape[:1])
-    for each, shape in feed.items():
-        weights[f"mlp.{each}_proj.weight"] = (f"ffn_{each}.weight", shape)
+            weights[f"self_attn.{part}_proj.bias"] = (f"attn_{part}.bias", shape[:1])
+    for part, shape in feed.items():
+        weights[f"mlp.{part}_proj.weight"] = (f"ffn_{part}.weight", shape)
         if config.get("mlp_bias"):
-            weights[f"mlp.{each}_proj.bias"] = (f"ffn_{each}.bias", shape[:1])
+            weights[f"mlp.{part}_proj.bias"] = (f"ffn_{part}.bias", shape[:1])
     if config["model_type"] == "qwen3":
-        for each in ("q", "k"):
-            weights[f"self_attn.{each}_norm.weight"] = (f"attn_{each}_norm.weight", (head,))
+        for part in ("q", "k"):
+            weights[f"self_attn.{part}_norm.weight"] = (f"attn_{part}_norm.weight", (head,))
     return weights

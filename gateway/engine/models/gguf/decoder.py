@@ -112,10 +112,14 @@ def _pack(
     words = columns * PACKED_BITS[info.type.name] // 32
     weight = np.empty((rows, words), np.uint32)
     scales, biases = (np.empty((rows, columns // GROUP), _numpy(target)) for _ in range(2))
-    for some, raw in _chunks(file, info):
+    for row_slice, raw in _chunks(file, info):
         with np.errstate(all="ignore"):
             packed = pack(info.type.name, raw)
-            weight[some], scales[some], biases[some] = packed.weight, packed.scales, packed.biases
+            weight[row_slice], scales[row_slice], biases[row_slice] = (
+                packed.weight,
+                packed.scales,
+                packed.biases,
+            )
         yield
     return {
         f"{module}.weight": mx.array(weight),
@@ -127,10 +131,10 @@ def _pack(
 def _chunks(file: RawIOBase, info: TensorInfo) -> Iterator[tuple[slice, Bytes]]:
     """Read a tensor's rows, some at a time: which they are, and their bytes, a row each."""
     rows = _rows(info)
-    some = max(1, CHUNK_WEIGHTS // info.shape[-1])
+    row_count = max(1, CHUNK_WEIGHTS // info.shape[-1])
     file.seek(info.offset)
-    for start in range(0, rows, some):
-        stop = min(start + some, rows)
+    for start in range(0, rows, row_count):
+        stop = min(start + row_count, rows)
         raw = np.empty((stop - start, info.nbytes // rows), np.uint8)
         _fill(file, raw)
         yield slice(start, stop), raw

@@ -119,7 +119,7 @@ class Metadata(Mapping[str, Any]):
         if value.type == _STRING:
             return list(self._texts(key, value))
         if value.type == _BOOL:
-            return [bool(each) for each in self._content[value.start : value.start + value.count]]
+            return [bool(byte) for byte in self._content[value.start : value.start + value.count]]
         return np.frombuffer(
             self._content, _NUMBERS[value.type].format, value.count, value.start
         ).tolist()
@@ -172,8 +172,8 @@ def read_header(path: Path) -> Header:
 
 def stamp_of(file: IOBase) -> tuple[int, ...]:
     """Return what changes when an open file does."""
-    found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _Cursor:
@@ -193,8 +193,8 @@ class _Cursor:
             raise GgufError("it is cut off, or none: its header would end after the file")
         if end > HEADER_BYTES:
             raise GgufError(f"its header is longer than {HEADER_BYTES:,} bytes")
-        wanted = min(self.size, max(end, 2 * len(self.read), _FIRST_BYTES))
-        self.read += self._file.read(wanted - len(self.read))
+        target = min(self.size, max(end, 2 * len(self.read), _FIRST_BYTES))
+        self.read += self._file.read(target - len(self.read))
         if end > len(self.read):
             raise GgufError("it was cut off while it was read")
 
@@ -309,10 +309,10 @@ def _array(cursor: _Cursor, key: str) -> _Array:
 
 def _booleans(cursor: _Cursor, key: str, start: int) -> bytearray:
     """Return the bytes of booleans, from `start` to where the cursor is."""
-    found = cursor.read[start : cursor.at]
-    if found.strip(b"\0\1"):
+    content = cursor.read[start : cursor.at]
+    if content.strip(b"\0\1"):
         raise GgufError(f"{quote(key)} is neither true nor false")
-    return found
+    return content
 
 
 def _alignment(values: Mapping[str, Any]) -> int:
@@ -327,12 +327,12 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInf
     """Read the list of tensors; their offsets count from the first aligned byte after it."""
     listed: dict[str, TensorInfo] = {}
     for _ in range(count):
-        each = _tensor(cursor, alignment)
-        if each.name in listed:
-            raise GgufError(f"it lists the tensor {quote(each.name)} twice")
-        listed[each.name] = each
+        info = _tensor(cursor, alignment)
+        if info.name in listed:
+            raise GgufError(f"it lists the tensor {quote(info.name)} twice")
+        listed[info.name] = info
     first = -(-cursor.at // alignment) * alignment
-    infos = {name: replace(each, offset=first + each.offset) for name, each in listed.items()}
+    infos = {name: replace(info, offset=first + info.offset) for name, info in listed.items()}
     _check_places(infos.values(), cursor.size)
     return infos
 
@@ -357,12 +357,12 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 def _check_places(infos: Iterable[TensorInfo], size: int) -> None:
     """Raise GgufError for tensors that are not in the file, or in one another."""
     end = 0
-    for each in sorted(infos, key=lambda each: each.offset):
-        if each.offset < end:
-            raise GgufError(f"{quote(each.name)} lies in the place of another tensor")
-        end = each.offset + each.nbytes
+    for info in sorted(infos, key=lambda each: each.offset):
+        if info.offset < end:
+            raise GgufError(f"{quote(info.name)} lies in the place of another tensor")
+        end = info.offset + info.nbytes
         if end > size:
-            raise GgufError(f"it is cut off: {quote(each.name)} ends at byte {end:,} of {size:,}")
+            raise GgufError(f"it is cut off: {quote(info.name)} ends at byte {end:,} of {size:,}")
 
 
 def _text(content: bytes | bytearray, what: str) -> str:

@@ -30,7 +30,9 @@ class Splitting:
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         """Return what cuts a text and spells its bytes in GPT-2's alphabet."""
-        cuts = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in self.patterns]
+        cuts = [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns
+        ]
         spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([*cuts, spelling])
 

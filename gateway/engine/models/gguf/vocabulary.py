@@ -198,14 +198,14 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[t
     if sum(len(token) ** 2 for token in tokens) > _MOST_WORK:
         raise ValueError("its tokens are too long")
     no_text = (*_SPECIAL, TokenType.BYTE)
-    found = (
+    merges_read = (
         (-score, -len(token), ids[token[:cut]], ids[token[cut:]])
         for token, score, kind in zip(tokens, scores, vocabulary.types, strict=True)
         if kind not in no_text
         for cut in range(1, len(token))
         if token[:cut] in ids and token[cut:] in ids
     )
-    ranked = sorted(islice(found, _MOST_MERGES + 1))
+    ranked = sorted(islice(merges_read, _MOST_MERGES + 1))
     if len(ranked) > _MOST_MERGES:
         raise ValueError(f"its tokens make one another in more than {_MOST_MERGES:,} ways")
     return [(tokens[left], tokens[right]) for *_, left, right in ranked]
@@ -233,14 +233,14 @@ def _added(vocabulary: _Vocabulary) -> list[AddedToken]:
 
     A token that ends answers is special whatever its type: files say otherwise by mistake.
     """
-    found = {
+    added = {
         token: kind in _SPECIAL or token in _ENDS
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
         if kind in (*_SPECIAL, TokenType.USER_DEFINED) or token in _ENDS
     }
-    if sum(map(len, found)) > _MOST_ADDED_CHARS:
+    if sum(map(len, added)) > _MOST_ADDED_CHARS:
         raise ValueError("its control and user-defined tokens are too long")
-    return [AddedToken(token, normalized=False, special=found[token]) for token in found]
+    return [AddedToken(token, normalized=False, special=added[token]) for token in added]
 
 
 def _vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
