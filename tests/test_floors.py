@@ -136,12 +136,12 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 BUDGET: dict[str, int] = {
     "__main__": 2,
     "api": 2748,
-    "app": 1163,
+    "app": 1154,
     "bench": 275,
     "cli": 1272,
     "clock": 40,
     "doctor": 325,
-    "engine": 11376,
+    "engine": 11320,
     "errors": 264,
     "ids": 8,
     "jobs": 242,
@@ -149,7 +149,7 @@ BUDGET: dict[str, int] = {
     "metrics": 189,
     "registry": 1267,
     "server": 256,
-    "serving": 4484,
+    "serving": 4293,
     "settings": 608,
     "wire": 3783,
 }

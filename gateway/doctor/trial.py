@@ -81,8 +81,6 @@ async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage:
                 pool,
                 Arrivals(),
                 budget,
-                clear=lambda *_: None,
-                pinned_bytes=lambda _: 0,
             )
             place = Workplace(settings, engines, lane, budget, loader)
             async with lane.turn("load") as run:

@@ -170,8 +170,8 @@ class Settings(BaseSettings):
         default=20,
         ge=0,
         le=3600,
-        description="How long a request waits for its model, a model for room (twice as long "
-        "after each refusal in a row), and answers for memory that other models hold; then 503.",
+        description="How long a request waits for its model, and answers for memory that other "
+        "models hold; then 503.",
     )
     model_ttl_s: float | None = Field(
         default=None,

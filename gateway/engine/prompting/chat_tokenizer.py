@@ -101,12 +101,10 @@ class ChatTokenizer:
 
     @property
     def tokenizer(self) -> Any:
-        """Return the transformers tokenizer, for callers that build on it."""
         return self._wrapper._tokenizer
 
     @property
     def reads_calls(self) -> bool:
-        """Return True if the model's own form of calls is known."""
         return self._tools is not None
 
     @property
@@ -229,18 +227,15 @@ class ChatTokenizer:
 
     def _apply(self, job: GenerateJob, *, is_asking: bool) -> str:
         if reserved := RESERVED & job.template_args.keys():
-            raise BadRequest(
-                f"'{min(reserved)}' is not for a request to set.", part="template_args"
-            )
+            name = min(reserved)
+            raise BadRequest(f"'{name}' is not for a request to set.", part="template_args")
         new_id = self._tools.new_id if self._tools else openai_id
         messages: Sequence[Mapping[str, Any]] = own_ids(job.messages, new_id)
         tools, template_args = job.tools, job.template_args
         if self._splits_controls:
             # A template looks for the marks of thinking in earlier answers.
-            kept_marks = {"assistant": self._reasoning.marks}
-            messages = [
-                self.controls.split(turn, kept_marks.get(turn["role"], ())) for turn in messages
-            ]
+            marks = {"assistant": self._reasoning.marks}
+            messages = [self.controls.split(turn, marks.get(turn["role"], ())) for turn in messages]
             tools, template_args = self.controls.split(tools), self.controls.split(template_args)
         arguments = self._thinking_arguments({**self._template_args, **template_args})
         return self._template.render(
@@ -286,7 +281,6 @@ class ChatTokenizer:
         return CallFormat(start, end, *(i is not None and is_special(i) for i in ids))
 
     def output_processor(self, job: SequenceParams) -> OutputProcessor:
-        """Return what turns the tokens of a sequence into parts."""
         return OutputProcessor(
             Detokenizer(self.vocabulary, continues=job.is_bare or job.is_continued),
             self._parser(job),
@@ -296,7 +290,6 @@ class ChatTokenizer:
         )
 
     def thinking(self, job: SequenceParams) -> Thinking:
-        """Return what tracks, by its tokens, whether a sequence is thinking."""
         spell, pattern = self._spell, self._marks.pattern
         if self._is_harmony:
             # A call ends the answer too, if calls are allowed.
@@ -330,11 +323,9 @@ class ChatTokenizer:
             mode = "forced"
         elif calling is not None and tools is not None:
             mode = "either" if job.is_either else "free"
-        functions = (
-            {function.name: function.parameters for function in calling.functions}
-            if calling
-            else {}
-        )
+        functions = {}
+        if calling is not None:
+            functions = {function.name: function.parameters for function in calling.functions}
         is_single = calling is not None and not calling.parallel and mode != "forced"
         calls = CallWriter(
             tools.new_id if tools else openai_id, job.earlier_calls, most=1 if is_single else None
