@@ -144,13 +144,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2909,
+    "api": 2913,
     "app": 1163,
     "bench": 740,
     "cli": 1272,
     "clock": 35,
     "doctor": 828,
-    "engine": 11327,
+    "engine": 10578,
     "errors": 264,
     "ids": 8,
     "jobs": 242,
@@ -158,7 +158,7 @@ BUDGET: dict[str, int] = {
     "metrics": 186,
     "registry": 1283,
     "server": 256,
-    "serving": 4478,
+    "serving": 4485,
     "settings": 650,
     "wire": 3793,
 }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gateway.api.requests import MAX_HEADER_NAMES, named_header
+from gateway.api.requests import first_names, named_header
 from gateway.errors import SchemaViolated
 from gateway.jobs import Delta, GenerateJob, Sampling, Usage
 from gateway.registry import ChatSpec, Resolved
@@ -17,8 +17,7 @@ def verdict_json(checker: AnswerChecker, fit: Fit | None) -> SchemaVerdict | Non
     """Return a choice's verdict as its answer has it; None if it says no more than a success."""
     if fit is None or (fit is Fit.VALID and not checker.unenforced):
         return None
-    pointers = list(checker.unenforced[:MAX_HEADER_NAMES])
-    return {"unenforced": pointers, "schema_valid": fit.is_valid}
+    return {"unenforced": list(first_names(checker.unenforced)), "schema_valid": fit.is_valid}
 
 
 async def last_verdict(checker: AnswerChecker, index: int) -> SchemaVerdict | None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from gateway.engine.grammar.forms import to_llguidance
 from gateway.engine.grammar.schemas import Node, Schema, bare
+from gateway.engine.grammar.unenforced import to_llguidance
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Grammar, SchemaRule
 
@@ -117,6 +117,14 @@ def with_forms(source: str, forms: Mapping[str, Schema]) -> str:
         rule, _, _ = line.partition(":")
         rules.append(f"{rule}: {_json(forms[rule])}" if rule in forms else line)
     return "\n".join(rules)
+
+
+def of_function(function: str, error: BadRequest) -> BadRequest:
+    """Name, in a refusal, the function whose parameters it is about, if there is one."""
+    if not function:
+        return error
+    message = f"The parameters of '{function}': {error.message}"
+    return BadRequest(message, part="tools", code=error.code)
 
 
 def _close(parameters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
 
-from gateway.engine.grammar.patterns import ENDLESS_FORMATS, all_but, widths, within
-from gateway.engine.grammar.schemas import Node, Schema, can_end, rebuild, types, walk
+from gateway.engine.grammar.patterns import ENDLESS_FORMATS, FORMATS, widths
+from gateway.engine.grammar.schemas import (
+    Node,
+    Schema,
+    can_end,
+    is_number,
+    rebuild,
+    tuple_items,
+    types,
+    walk,
+)
 
-_APPLICATORS: Final = ("$ref", "anyOf", "oneOf", "allOf")
-_SETTLED: Final = (*_APPLICATORS, "enum", "const")
+_SETTLED: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _CONSTRAINTS: Final = ("properties", "patternProperties", "required")
 _MARK: Final = "gateway-closed"
 _OPEN: Final = "gateway-open"
@@ -175,7 +183,7 @@ def _limit(node: Node, limits: Node) -> Node:
     if most is not None and "string" in kinds and "maxLength" not in node:
         node["maxLength"] = most
     if "maxItems" in limits and "array" in kinds and "maxItems" not in node:
-        least = max(node.get("minItems", 0), len(node.get("prefixItems", ())))
+        least = max(node.get("minItems", 0), len(tuple_items(node)[0]))
         node["maxItems"] = max(limits["maxItems"], least)
     return node
 
@@ -186,37 +194,20 @@ def _most_chars(node: Node, limit: int) -> int | None:
     if "pattern" in node:
         least, widest = widths(node["pattern"])
         return None if widest is not None else max(most, least + limit if least else 0)
-    if "format" in node:
+    if node.get("format") in FORMATS:
         return max(most, _SHORTEST_FORMAT) if node["format"] in ENDLESS_FORMATS else None
     return most
 
 
 def _bound_names(node: Node, limits: Node) -> Node:
-    """Bound the names of properties, and how many an object has beyond those declared."""
-    own, patterns = node.get("properties", {}), node.get("patternProperties")
-    rest = node.get("additionalProperties", True)
-    if "maxLength" not in limits or "object" not in types(node):
+    """Bound the names, and the number, of the properties of an object that declares none."""
+    value = node.get("additionalProperties", False)
+    is_map = value is not False and not any(key in node for key in _CONSTRAINTS)
+    if not is_map or "object" not in types(node) or "maxLength" not in limits:
         return node
-    chars, required = limits["maxLength"], node.get("required", ())
-    if patterns is not None:
-        is_alone = rest is not False and any(key in node for key in _APPLICATORS)
-        if is_alone or any(len(name) > chars for name in (*own, *required)):
-            return node
-        drawn = {
-            pattern if widths(pattern)[1] is not None else within(pattern, chars): value
-            for pattern, value in patterns.items()
-        }
-        node = {**node, "patternProperties": drawn, "additionalProperties": False}
-    elif rest is not False and ("additionalProperties" in node or own):
-        names = all_but(own, chars) if own else _any_name(chars)
-        if names is None:
-            return node
-        node = {**node, "patternProperties": {names: rest}, "additionalProperties": False}
-    else:
-        return node
-    if "maxItems" in limits and "maxProperties" not in node and own.keys() <= set(required):
-        most = max(limits["maxItems"], node.get("minProperties", 0)) + len(required)
-        node["maxProperties"] = most
+    node = {**node, **_any_properties(limits, value)}
+    if "maxItems" in limits and "maxProperties" not in node:
+        node["maxProperties"] = max(limits["maxItems"], node.get("minProperties", 0))
     return node
 
 
@@ -226,7 +217,7 @@ def _bound_counts(node: Node, limits: Node) -> Node:
     A small model repeats digits as it does letters. A number without bounds may have an exponent.
     """
     kinds, is_short = types(node), "maxLength" in limits
-    bounds = [node[key] for key in (*_LOWER, *_UPPER) if key in node]
+    bounds = [node[key] for key in (*_LOWER, *_UPPER) if is_number(node.get(key))]
     if "number" in kinds and "multipleOf" not in node and (bounds or is_short):
         places = max(_PLACES_IF_SHORT if is_short else _PLACES, *map(_places_near, bounds), 0)
         if places > _PLACES:
@@ -285,9 +276,5 @@ def _any_properties(limits: Node, value: Node) -> Node:
     """Allow any properties, their names bounded as other strings are."""
     if "maxLength" not in limits:
         return {"additionalProperties": value}
-    names = _any_name(limits["maxLength"])
+    names = f"^(?s:.{{0,{limits['maxLength']}}})$"
     return {"patternProperties": {names: value}, "additionalProperties": False}
-
-
-def _any_name(chars: int) -> str:
-    return f"^(?s:.{{0,{chars}}})$"
