@@ -110,7 +110,16 @@ def draft_of(schema: Schema) -> Draft:
     name = schema.get("$schema") if isinstance(schema, dict) else None
     if not isinstance(name, str):
         return Draft.D2020
-    return _DRAFTS.get(name.partition("://")[2].rstrip("#"), Draft.D2020)
+    return _DRAFTS.get(_address(name), Draft.D2020)
+
+
+def is_draft(name: str) -> bool:
+    """Return True for a `$schema` that names a known draft."""
+    return _address(name) in _DRAFTS
+
+
+def _address(name: str) -> str:
+    return name.partition("://")[2].rstrip("#")
 
 
 def check_draft(schema: Schema) -> None:

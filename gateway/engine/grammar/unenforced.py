@@ -23,6 +23,7 @@ from gateway.engine.grammar.schemas import (
     endless_refs,
     escape,
     has_plain_refs,
+    is_draft,
     is_number,
     reachable,
     rebuild,
@@ -97,6 +98,8 @@ def hold(root: Schema, max_path: int) -> Held:
             unenforced += [] if is_local and len(addresses) <= 1 else [f"{place}/$ref"]
             if not is_local:
                 del node["$ref"]
+        if "$schema" in node and not is_draft(node["$schema"]):
+            del node["$schema"]  # llguidance would look for it
         for rule in _RULES:
             unenforced += [f"{place}/{key}" for key in rule(node)]
     for place, node in nodes:  # after all rules, which look into alternatives
@@ -172,7 +175,7 @@ def _near_bounds(node: Node) -> Iterator[str]:
     highest = [node[key] for key in _UPPER if is_number(node.get(key))]
     if "number" not in types(node) or not lowest or not highest:
         return
-    if min(highest) - max(lowest) >= 1:
+    if not 0 < min(highest) - max(lowest) < 1:
         return
     places = max(_STEP_PLACES, *(2 + _places(bound) for bound in (*lowest, *highest)))
     step = Decimal(10) ** -places
@@ -181,15 +184,11 @@ def _near_bounds(node: Node) -> Iterator[str]:
         ("exclusiveMaximum", "maximum", -1, min),
     ):
         value = node.get(bound) if node.get(key) is True else node.get(key)  # draft 4 has a flag
-        if not is_number(value) or node.get(key, False) is False:
-            continue
-        nearest = float(Decimal(str(value)) + sign * step)
-        del node[key]
-        node[bound] = tighter(nearest, node.get(bound, nearest))
-    if node.get("minimum", 0) > node.get("maximum", node.get("minimum", 0)):
-        for key in ("minimum", "maximum"):
+        if is_number(value) and node.get(key, False) is not False:
+            nearest = float(Decimal(str(value)) + sign * step)
             del node[key]
-            yield key
+            node[bound] = tighter(nearest, node.get(bound, nearest))
+    yield from ()
 
 
 def _literals(node: Node) -> Iterator[str]:

@@ -98,6 +98,7 @@ HELD: list[tuple[Any, list[Any]]] = [
          "exclusiveMinimum": True},
         [1, 2],
     ),
+    ({"$schema": "https://example.com/own-draft", "items": TEXT}, [["a"], [1]]),
     ({"$defs": {"A": {"$anchor": "here", **TEXT}}, "items": {"$ref": "#here"}}, [["a"], [1]]),
     (
         {"$id": "https://x.org/s.json", "$defs": {"A": TEXT}, "items": {"$ref": "s.json#/$defs/A"}},
