@@ -8,7 +8,7 @@ whole schema in any case.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, Final
 from urllib.parse import quote, urljoin
@@ -49,6 +49,7 @@ _ASK_NOTHING: Final = frozenset(
 )
 _PATTERNS: Final = 64  # that are compiled alone, to see which is wrong; all others may be
 _IN_PLACE: Final = ("allOf", "anyOf", "oneOf")
+_WAYS: Final = frozenset({*_IN_PLACE, "minProperties"})
 _CONSTRAINTS: Final = frozenset({"$ref", "allOf", "properties", "patternProperties", "required"})
 _OPENING: Final = frozenset({"additionalProperties", "patternProperties", "$ref", *_IN_PLACE})
 _RANGES: Final = (
@@ -61,16 +62,19 @@ _RANGES: Final = (
 class Held:
     """The part of a schema that a grammar may hold, and pointers to the keywords that it does not.
 
-    `nodes` are its subschemas that may apply to an answer, each with its pointer.
+    `nodes` are its subschemas that may apply to an answer, each with its pointer; `ways` the
+    keywords of each that are alternatives by now, as the caller wrote them.
     """
 
     schema: Node
     nodes: Sequence[tuple[str, Node]]
+    ways: Mapping[str, Sequence[str]]
     unenforced: tuple[str, ...]
 
     def naming(self, pointers: Iterable[str]) -> "Held":
         """Return the same with more pointers."""
-        return Held(self.schema, self.nodes, (*dict.fromkeys((*self.unenforced, *pointers)),))
+        unenforced = dict.fromkeys((*self.unenforced, *pointers))
+        return replace(self, unenforced=tuple(unenforced))
 
 
 def hold(root: Schema, max_path: int) -> Held:
@@ -91,6 +95,7 @@ def hold(root: Schema, max_path: int) -> Held:
         _hoist(schema, nodes)
     addresses = _addresses(schema)
     unenforced: list[str] = []
+    ways = {place: [key for key in node if key in _WAYS] for place, node in nodes}
     for place, node in nodes:
         if "$ref" in node:
             is_local = _is_local(node["$ref"], addresses)
@@ -105,7 +110,7 @@ def hold(root: Schema, max_path: int) -> Held:
     for place, node in nodes:  # after all rules, which look into alternatives
         if "oneOf" in node:
             unenforced += [f"{place}/{key}" for key in _one_of(node, schema)]
-    return Held(schema, nodes, tuple(dict.fromkeys(unenforced)))
+    return Held(schema, nodes, ways, tuple(dict.fromkeys(unenforced)))
 
 
 def _unless_endless(node: Schema, endless: frozenset[str]) -> Schema:
@@ -358,6 +363,8 @@ def leave_out(held: Held, problem: str, is_broken: Callable[[str], bool]) -> Hel
             keys += _leave_circles(node)
         elif any(word in problem for word in ("regex", "look", "expressions")):
             keys += _leave_patterns(node, is_wrong)
+        if _WAYS & {*keys}:
+            keys = [*(key for key in keys if key not in _WAYS), *held.ways[place]]
         pointers += [f"{place}/{key}" for key in keys]
     return held.naming(pointers) if pointers else None
 

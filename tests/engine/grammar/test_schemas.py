@@ -4,10 +4,7 @@ import copy
 import json
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gateway.engine.grammar.schemas import bare, can_end, walk
 from gateway.engine.grammar.shaping import (
@@ -15,7 +12,6 @@ from gateway.engine.grammar.shaping import (
     bound_strings,
     close_objects,
     complete,
-    shape_schema,
 )
 from tests.engine.grammar.drawn_rows import allowed, answer, compiled, ids
 
@@ -220,58 +216,3 @@ def test_walking_names_places() -> None:
     assert [place for place, _ in walk(schema)] == [
         *("#", "#/anyOf/0", "#/anyOf/0/properties/a", "#/anyOf/1")
     ]
-
-
-scalars = st.sampled_from(
-    [
-        TEXT,
-        {"type": "integer", "minimum": 0, "maximum": 99},
-        {"type": "boolean"},
-        {"type": "null"},
-        {"enum": ["a", 1, None]},
-        {"type": "string", "minLength": 2},
-        {},
-        True,
-    ]
-)
-names = st.sampled_from(["a", "b", "ключ", 'q"'])
-
-
-def _objects(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.dictionaries(names, children, max_size=3).flatmap(
-        lambda own: st.fixed_dictionaries(
-            {
-                "type": st.just("object"),
-                "properties": st.just(own),
-                "required": st.lists(st.sampled_from(sorted(own)), unique=True)
-                if own
-                else st.just([]),
-            },
-            optional={"additionalProperties": st.booleans()},
-        )
-    )
-
-
-schemas = st.recursive(
-    scalars,
-    lambda children: st.one_of(
-        _objects(children),
-        st.fixed_dictionaries({"type": st.just("array"), "items": children}),
-        st.fixed_dictionaries({"anyOf": st.lists(children, min_size=1, max_size=3)}),
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(schema=schemas, chars=st.integers(2, 9), items=st.integers(0, 3))
-def test_what_fits_the_shaped_schema_fits_the_callers(schema: Any, chars: int, items: int) -> None:
-    """Whatever the schema, and the schema itself is left alone."""
-    before = copy.deepcopy(schema)
-    shape = Shape(max_string_chars=chars, max_array_items=items)
-    said = json.loads(answer(compiled(schema, shape).matcher(), chars))
-    assert schema == before
-    jsonschema.validate(said, schema, cls=jsonschema.Draft202012Validator)
-    if isinstance(schema, dict):
-        tight = shape_schema(schema, shape)
-        jsonschema.validate(said, tight, cls=jsonschema.Draft202012Validator)
