@@ -135,13 +135,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2748,
+    "api": 2753,
     "app": 1154,
     "bench": 275,
     "cli": 1272,
     "clock": 40,
-    "doctor": 325,
-    "engine": 11320,
+    "doctor": 323,
+    "engine": 10573,
     "errors": 264,
     "ids": 8,
     "jobs": 242,
@@ -149,7 +149,7 @@ BUDGET: dict[str, int] = {
     "metrics": 189,
     "registry": 1267,
     "server": 256,
-    "serving": 4293,
+    "serving": 4300,
     "settings": 608,
     "wire": 3783,
 }

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from gateway import clock
 from gateway.api.disconnects import while_connected
-from gateway.api.requests import MAX_HEADER_NAMES, Service, ignored_header, named_header, serialise
+from gateway.api.requests import Service, first_names, ignored_header, named_header, serialise
 from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame
 from gateway.errors import GatewayError, SchemaViolated
 from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
@@ -255,7 +255,7 @@ def _verdict_json(fit: Fit | None, unenforced: Sequence[str]) -> SchemaVerdict |
     """Return a choice's verdict as its answer has it; None if it says no more than a success."""
     if fit is None or (fit is Fit.VALID and not unenforced):
         return None
-    return {"unenforced": list(unenforced[:MAX_HEADER_NAMES]), "schema_valid": fit.is_valid}
+    return {"unenforced": list(first_names(unenforced)), "schema_valid": fit.is_valid}
 
 
 def _answer_headers(generation: Generation) -> dict[str, str]:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
@@ -48,6 +49,7 @@ LONG_BYTES = 32_000
 LARGE_BYTES = 1_000_000
 T = TypeVar("T")
 MAX_HEADER_NAMES = 16
+MAX_HEADER_CHARS = 1024
 R = TypeVar("R", bound=WireRequest)
 
 
@@ -273,8 +275,15 @@ def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
 
 def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
     """Return a header with the first of the names, percent-encoded; none if there are no names."""
-    values = [quote(name[:64], safe="[]") for name in names[:MAX_HEADER_NAMES]]
+    values = [quote(name, safe="[]+") for name in first_names(names)]
     return {header: ",".join(values)} if values else {}
+
+
+def first_names(names: Sequence[str]) -> Sequence[str]:
+    """Return as many names as a header has room for, and `…+N` for those that it has not."""
+    sizes = accumulate(map(len, names[:MAX_HEADER_NAMES]))
+    count = sum(size <= MAX_HEADER_CHARS for size in sizes)
+    return names if count == len(names) else [*names[:count], f"…+{len(names) - count}"]
 
 
 MANY_LOGPROBS = 5_000  # to write them takes some milliseconds
