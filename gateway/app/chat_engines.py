@@ -15,16 +15,8 @@ from gateway.app.limits import ChatOptions, dtype_of
 from gateway.app.loading import Size
 from gateway.app.ranks import Ranks, Setup, describe
 from gateway.engine.bounds import Bounds
-from gateway.engine.checkpoint import (
-    Checkpoint,
-    Listing,
-    kv_bytes,
-    must_stay_packed,
-    weights_bytes,
-)
 from gateway.engine.device import Device
 from gateway.engine.embedding.label_scorer import label_recipe, load_label_scorer_in_steps
-from gateway.engine.generation.adapter_files import read_adapter
 from gateway.engine.generation.engine import GenerationEngine as MlxGenerationEngine
 from gateway.engine.generation.loading import (
     ChatSetup,
@@ -34,10 +26,18 @@ from gateway.engine.generation.loading import (
     read_draft_setup,
 )
 from gateway.engine.generation.self_test import self_test_digest
-from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.grammar.shaping import Shape
-from gateway.engine.missing_kernels import Report
-from gateway.engine.sharding import Share, SharedListing
+from gateway.engine.models.adapter_files import read_adapter
+from gateway.engine.models.checkpoint import (
+    Checkpoint,
+    Listing,
+    kv_bytes,
+    must_stay_packed,
+    weights_bytes,
+)
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
+from gateway.engine.models.missing_kernels import Report
+from gateway.engine.models.sharding import Share, SharedListing
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, RerankSpec
 from gateway.serving.ports import GenerationEngine, RerankEngine

@@ -22,7 +22,6 @@ from gateway.app.loading import Size
 from gateway.app.ranks import Ranks
 from gateway.engine import device, sandboxed
 from gateway.engine.bounds import read_bounds
-from gateway.engine.checkpoint import Checkpoint, weights_bytes
 from gateway.engine.device import (
     Device,
     active_bytes,
@@ -36,6 +35,7 @@ from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_
 from gateway.engine.embedding.engine import load_embedding_in_steps
 from gateway.engine.embedding.pooling import read_recipe
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk
+from gateway.engine.models.checkpoint import Checkpoint, weights_bytes
 from gateway.errors import Fault, ModelLoadFailed, ModelUnavailable
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
@@ -45,7 +45,7 @@ from gateway.settings import Settings
 
 if TYPE_CHECKING:
     from gateway.app.chat_engines import ChatEngines
-    from gateway.engine.missing_kernels import WidenedWeights
+    from gateway.engine.models.missing_kernels import WidenedWeights
 
 log = logs.get("engines")
 

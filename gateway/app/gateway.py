@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 
 from gateway import __version__, logs, metrics
 from gateway.api import app, endpoints
-from gateway.api.in_flight import Bodies, InFlight, Watchers
+from gateway.api.bodies import Bodies
+from gateway.api.in_flight import InFlight, Watchers
 from gateway.api.requests import Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from gateway import logs
-from gateway.app import self_tests
 from gateway.app.limits import embedding_limits, generation_limits
-from gateway.app.self_tests import SelfTest, VerdictStore
+from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.errors import EngineFailed, Fault, ModelLoadFailed
 from gateway.jobs import Adapter, Compiled, KvCost, Sampling, SequenceParams
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
@@ -262,7 +261,7 @@ class ModelLoader:
                 engine,
                 self.lane,
                 budget,
-                VerdictStore(settings.self_test_folder or self_tests.default_folder()),
+                verdict_store(settings),
                 partial(self.engines.digest, spec, files),
                 kv=kv,
                 is_on=settings.self_test,

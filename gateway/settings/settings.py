@@ -289,13 +289,6 @@ class Settings(BaseSettings):
         description="Up to so many answers at once, tokens are read ahead: those that a grammar "
         "leaves no choice of, and guesses from the prompt or a draft model; 0 is never.",
     )
-    structured_backend: Annotated[
-        Literal["llguidance", "outlines_core"], BeforeValidator(lower)
-    ] = Field(
-        default="llguidance",
-        description="Has no effect any more: llguidance compiles every grammar.",
-        json_schema_extra={"deprecated": True},
-    )
     structured_rows: int = Field(
         default=1, ge=1, le=1024, description="Structured answers written together, per model."
     )
