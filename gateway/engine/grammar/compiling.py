@@ -205,14 +205,14 @@ _REASON: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
 _CALL: Final = re.compile(r'^call_(\d+): ("(?:[^"\\]|\\.)*")', re.MULTILINE)
 
 
-def _reword(grammar: Grammar, found: str) -> str:
+def _reword(grammar: Grammar, problem: str) -> str:
     """Return llguidance's message on a regex, a choice, a grammar or calls in our words.
 
     It quotes the lines it read, which the caller wrote only if the kind is a grammar.
     """
-    place = _PLACE.match(found)
-    first = _PLACE.sub("", found.partition("\n")[0], count=1)
-    reason = (match[1] if (match := _REASON.search(found)) else first).strip().rstrip(".")[:300]
+    place = _PLACE.match(problem)
+    first = _PLACE.sub("", problem.partition("\n")[0], count=1)
+    reason = (match[1] if (match := _REASON.search(problem)) else first).strip().rstrip(".")[:300]
     lines = grammar.source.split("\n")
     line = lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else ""
     if grammar.kind == "calls":
@@ -278,18 +278,20 @@ def _check_lark(source: str, bounds: Bounds) -> None:
     """Raise BadRequest for what the answer's text would not show, or what we would ignore."""
     if open_at := next(filter(is_open, LARK_TEXT.finditer(source)), None):
         raise _refusal(f"The grammar has a text or a regex without an end: {open_at[0][:64]}")
-    if found := _LARK_SPECIAL.search(without_texts(source)):
-        raise _refusal(f"The grammar uses `{found[0]}`, which is not supported.")
+    if match := _LARK_SPECIAL.search(without_texts(source)):
+        raise _refusal(f"The grammar uses `{match[0]}`, which is not supported.")
     at = 0
-    while found := _LARK_SCHEMA.search(source, at):
-        at = found.end()
-        if found[0].startswith("%"):
+    while match := _LARK_SCHEMA.search(source, at):
+        at = match.end()
+        if match[0].startswith("%"):
             try:
                 schema, at = json.JSONDecoder().raw_decode(source, at)
             except (ValueError, RecursionError) as error:
                 raise _refusal(f"The grammar's %json is not JSON: {error}") from None
             schemas.check_depth(schema, bounds.max_depth)
             read_options(schema)
+            if isinstance(schema, dict):
+                schemas.reachable(schema, bounds.max_path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,7 +270,9 @@ def reachable(root: Node, max_path: int) -> list[tuple[str, Node]]:
     more than `max_path` subschemas: compilers follow `$ref` by native recursion.
     """
     is_plain = has_plain_refs(root)
-    todo: list[tuple[str, Schema, int]] = [("#", root, 1)]
+    # Addresses may lead anywhere: then each reference counts as one on the longest way.
+    is_long = not is_plain and sum("$ref" in node for _, node in walk(root)) > max_path
+    todo: list[tuple[str, Schema, int]] = [("#", root, max_path + 1 if is_long else 1)]
     nodes, seen = list[tuple[str, Node]](), set[int]()
     while todo:
         place, node, depth = todo.pop()
@@ -328,7 +330,7 @@ def can_end(root: Schema) -> bool:
 def _ends(schema: Schema, endless: frozenset[str]) -> bool:
     if not isinstance(schema, dict):
         return schema is not False
-    if schema.get("$ref") in endless:
+    if schema.get("$ref") in endless or schema.get("not") in ({}, True):
         return False
     for key, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
         if not enough(_ends(child, endless) for child in schema.get(key, (True,))):
@@ -337,14 +339,14 @@ def _ends(schema: Schema, endless: frozenset[str]) -> bool:
         return True
     ways = []
     if "array" in types(schema):
-        prefix, rest = tuple_items(schema)
+        prefix, others = tuple_items(schema)
         count = schema.get("minItems", 0)
-        items = [*prefix, rest] if count > len(prefix) else prefix[:count]
+        items = [*prefix, others] if count > len(prefix) else prefix[:count]
         ways.append(all(_ends(child, endless) for child in items))
     if "object" in types(schema):
-        properties, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
-        rest = "patternProperties" in schema or rest  # which may allow what is required
-        needed = [properties.get(name, rest) for name in schema.get("required", ())]
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        others = "patternProperties" in schema or others  # which may allow what is required
+        needed = [properties.get(name, others) for name in schema.get("required", ())]
         ways.append(all(_ends(child, endless) for child in needed))
     return any(ways)
 

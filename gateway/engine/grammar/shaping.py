@@ -70,13 +70,13 @@ def complete(schema: Schema) -> Schema:
 def _complete(node: Schema) -> Schema:
     if not isinstance(node, dict) or not isinstance(node.get("properties"), dict):
         return node
-    own, required = node["properties"], list(node.get("required", ()))
-    optional = [name for name in own if name not in required]
-    room = node.get("maxProperties", len(own) + len(required)) - len(required)
-    if len(optional) <= room and all(_may_say_nothing(own[name]) for name in optional):
+    properties, required = node["properties"], list(node.get("required", ()))
+    optional = [name for name in properties if name not in required]
+    room = node.get("maxProperties", len(properties) + len(required)) - len(required)
+    if len(optional) <= room and all(_may_say_nothing(properties[name]) for name in optional):
         names = {*required, *optional}
-        node["required"] = [name for name in own if name in names] + [
-            name for name in required if name not in own
+        node["required"] = [name for name in properties if name in names] + [
+            name for name in required if name not in properties
         ]
     return node
 
@@ -102,19 +102,19 @@ def close_objects(schema: Schema) -> Schema:
     for _, node in walk(schema):
         subschemas = _subschemas(node)
         sources = len(node.get("allOf", ())) + any(key in node for key in _CONSTRAINTS)
-        if sources > 1 and any("$ref" in each for each in (node, *subschemas)):
+        if sources > 1 and any("$ref" in part for part in (node, *subschemas)):
             return schema
     return rebuild(rebuild(schema, _close), _unmark)
 
 
 def _subschemas(node: Node) -> list[Node]:
     """List the subschemas, however deep, that constrain the same value."""
-    found = []
+    parts = []
     for key in ("allOf", "anyOf", "oneOf"):
-        for each in node.get(key, ()):
-            if isinstance(each, dict):
-                found += [each, *_subschemas(each)]
-    return found
+        for part in node.get(key, ()):
+            if isinstance(part, dict):
+                parts += [part, *_subschemas(part)]
+    return parts
 
 
 def _close(node: Schema) -> Schema:
@@ -122,12 +122,12 @@ def _close(node: Schema) -> Schema:
         return node
     subschemas = _subschemas(node)
     named = set(node.get("required", ())).union(
-        *(each.get(key, ()) for each in subschemas for key in ("properties", "required"))
+        *(part.get(key, ()) for part in subschemas for key in ("properties", "required"))
     )
     if len(node.get("allOf", ())) > 1 or any(key in node for key in _CONSTRAINTS):
-        for each in subschemas:
-            if each.pop(_MARK, False):
-                del each["additionalProperties"]
+        for part in subschemas:
+            if part.pop(_MARK, False):
+                del part["additionalProperties"]
     is_open = "additionalProperties" not in node and "patternProperties" not in node
     if node.get("properties") and is_open and named <= node["properties"].keys():
         node |= {"additionalProperties": False, _MARK: True}
@@ -179,24 +179,24 @@ def bound_strings(
 
 def _limit(node: Node, limits: Node) -> Node:
     kinds = types(node)
-    most = _most_chars(node, limits["maxLength"]) if "maxLength" in limits else None
-    if most is not None and "string" in kinds and "maxLength" not in node:
-        node["maxLength"] = most
+    max_chars = _most_chars(node, limits["maxLength"]) if "maxLength" in limits else None
+    if max_chars is not None and "string" in kinds and "maxLength" not in node:
+        node["maxLength"] = max_chars
     if "maxItems" in limits and "array" in kinds and "maxItems" not in node:
-        least = max(node.get("minItems", 0), len(tuple_items(node)[0]))
-        node["maxItems"] = max(limits["maxItems"], least)
+        first_items, _ = tuple_items(node)
+        node["maxItems"] = max(limits["maxItems"], node.get("minItems", 0), len(first_items))
     return node
 
 
 def _most_chars(node: Node, limit: int) -> int | None:
     """Return the bound of a string that could be endless; None if it ends by its own form."""
-    most = max(limit, int(node.get("minLength", 0)))
+    max_chars = max(limit, int(node.get("minLength", 0)))
     if "pattern" in node:
-        least, widest = widths(node["pattern"])
-        return None if widest is not None else max(most, least + limit if least else 0)
+        narrowest, widest = widths(node["pattern"])
+        return None if widest is not None else max(max_chars, narrowest + limit if narrowest else 0)
     if node.get("format") in FORMATS:
-        return max(most, _SHORTEST_FORMAT) if node["format"] in ENDLESS_FORMATS else None
-    return most
+        return max(max_chars, _SHORTEST_FORMAT) if node["format"] in ENDLESS_FORMATS else None
+    return max_chars
 
 
 def _bound_names(node: Node, limits: Node) -> Node:
@@ -240,15 +240,15 @@ def _places_near(bound: float) -> int:
 
 def _open(node: Node, limits: Node) -> Node:
     """Point places that the schema leaves open at the bounded value of any shape."""
-    more: dict[str, Any] = {}
+    opened: dict[str, Any] = {}
     if "array" in types(node) and "items" not in node:
-        more["items"] = _open_ref(_OPEN_DEPTH)
+        opened["items"] = _open_ref(_OPEN_DEPTH)
     named = any(key in node for key in ("properties", "patternProperties"))
     if "object" in types(node) and not named and "additionalProperties" not in node:
-        more.update(_any_properties(limits, _open_ref(_OPEN_DEPTH)))
+        opened.update(_any_properties(limits, _open_ref(_OPEN_DEPTH)))
         if not {"minProperties", "maxProperties", "required"} & node.keys():
-            more.update(_few_properties(limits))
-    return {**node, **more} if more else node
+            opened.update(_few_properties(limits))
+    return {**node, **opened} if opened else node
 
 
 def _few_properties(limits: Node) -> Node:

@@ -217,19 +217,19 @@ def _counts(node: Node) -> Iterator[str]:
     """
     properties, required = node.get("properties", {}), node.get("required", ())
     optional = [name for name in properties if name not in required]
-    least, most = node.get("minProperties", 0), node.get("maxProperties")
-    if least <= len(required):
+    minimum, maximum = node.get("minProperties", 0), node.get("maxProperties")
+    if minimum <= len(required):
         node.pop("minProperties", None)
-    elif least == len(required) + 1 and 0 < len(optional) <= _MOST_OPTIONAL:
+    elif minimum == len(required) + 1 and 0 < len(optional) <= _MOST_OPTIONAL:
         del node["minProperties"]
         _ask_any(node, [{"required": [name]} for name in optional])
-    elif optional or least > len(required) + 1:
+    elif optional or minimum > len(required) + 1:
         del node["minProperties"]
         yield "minProperties"
-    if most is None:
+    if maximum is None:
         return
     is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
-    if is_closed and len(properties.keys() | set(required)) <= most:
+    if is_closed and len(properties.keys() | set(required)) <= maximum:
         del node["maxProperties"]
     elif optional:
         del node["maxProperties"]
@@ -388,11 +388,11 @@ def _leave_circles(node: Node) -> Iterator[str]:
 def why(held: Held, problem: str) -> str:
     """Return the reason why nothing compiles, in our words."""
     for place, node in held.nodes:
-        for least, most in _RANGES:
-            low, high = node.get(least), node.get(most)
+        for lower, upper in _RANGES:
+            low, high = node.get(lower), node.get(upper)
             if is_number(low) and is_number(high) and low > high:
                 return (
-                    f"The JSON Schema keyword `{least}` at {place} is above `{most}`: "
+                    f"The JSON Schema keyword `{lower}` at {place} is above `{upper}`: "
                     f"{low} and {high} leave no value."
                 )
         if node.get("enum") == []:

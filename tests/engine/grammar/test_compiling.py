@@ -274,6 +274,7 @@ def test_definitions_that_nothing_leads_to_ask_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
+        ({"not": {}}, "allows no finite answer"),
         ({"$ref": "#/$defs/Gone"}, "`$ref` at # leads nowhere: `#/$defs/Gone`"),
         (closed(a={"$ref": "#b"}), "`$ref` at #/properties/a leads nowhere: `#b`"),
         ({"type": "strin"}, "`type` at #/type"),
