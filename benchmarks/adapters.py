@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
-from gateway.engine.generation.adapter_files import read_adapter
-from gateway.engine.generation.adapters import dimensions
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
+from gateway.engine.models.adapter_files import read_adapter
+from gateway.engine.models.adapters import dimensions
 from gateway.jobs import Adapter, Sampling, SequenceParams
 from gateway.registry import package_folder
 

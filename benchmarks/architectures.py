@@ -98,13 +98,13 @@ class Reference:
 
 def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, str]:
     """Run rows alone, together and from the prefix cache; return what differs of each."""
-    from gateway.engine.checkpoint import Checkpoint
-    from gateway.engine.decoders import open_decoder
     from gateway.engine.device import Device
-    from gateway.engine.generation.chat import load_chat_tokenizer
     from gateway.engine.generation.engine import GenerationEngine
     from gateway.engine.grammar.shaping import Shape
     from gateway.engine.grammar.structured import Structured
+    from gateway.engine.models.checkpoint import Checkpoint
+    from gateway.engine.models.decoders import open_decoder
+    from gateway.engine.prompting.chat_tokenizer import load_chat_tokenizer
 
     demo = REPOSITORY / "demo" / "chat"
     chat = load_chat_tokenizer(demo, name="demo", eos_ids=[0], chat_template=None, template_args={})

@@ -19,11 +19,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from gateway.bench.workloads import Texts
+from gateway.bench.requests import Texts
 from gateway.engine.device import Device
-from gateway.engine.gguf.checkpoint import GgufCheckpoint
-from gateway.engine.gguf.decoder import read_gguf_decoder
-from gateway.engine.gguf.tokenizer import wrap_tokenizer
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
+from gateway.engine.models.gguf.decoder import read_gguf_decoder
+from gateway.engine.models.gguf.vocabulary import wrap_tokenizer
 
 VOCABULARY = 16_384
 _MODULES = "sentence_transformers.models"

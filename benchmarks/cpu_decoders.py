@@ -7,10 +7,10 @@ greedy tokens are the same. Takes some minutes.
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gateway.bench.figures import median
 from gateway.engine.device import choose_device, configure, prepare_malloc
 
 import mlx.core as mx  # isort: skip  (after OpenBLAS, which the line above loads)
@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from benchmarks.checkpoints import write_chat
-from gateway.engine.decoder_kernels import use_cpu_kernels
+from gateway.engine.models.decoder_kernels import use_cpu_kernels
 
 TURNS = 6
 STEPS = 15

@@ -18,14 +18,14 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from benchmarks.adapters import load, write_adapter
 from benchmarks.device.forcing import Outcome, Row, answer, answer_alone, quoting, tokens_of
 from benchmarks.device.shapes import load_tokenizer
-from gateway.bench.workloads import Texts
-from gateway.engine.decoders import floating_dtype, read_decoder
+from gateway.bench.requests import Texts
 from gateway.engine.device import Device
 from gateway.engine.embedding.cross_encoder import load_cross_encoder
 from gateway.engine.embedding.engine import load_embedding
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import ChatSetup, read_chat_setup
-from gateway.engine.generation.quantized_kv import quantize_kv
+from gateway.engine.kv.quantized import quantize_kv
+from gateway.engine.models.decoders import floating_dtype, read_decoder
 from gateway.errors import GatewayError
 from gateway.jobs import Adapter
 

@@ -41,11 +41,11 @@ from gateway.settings import Settings
 
 if TYPE_CHECKING:
     from gateway.app.ranks import Ranks
-    from gateway.engine.checkpoint import Checkpoint, Listing
     from gateway.engine.generation.loading import ChatSetup, DraftSetup
-    from gateway.engine.gguf.checkpoint import GgufCheckpoint
-    from gateway.engine.missing_kernels import WidenedWeights
-    from gateway.engine.sharding import Share
+    from gateway.engine.models.checkpoint import Checkpoint, Listing
+    from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
+    from gateway.engine.models.missing_kernels import WidenedWeights
+    from gateway.engine.models.sharding import Share
 
 log = logs.get("engines")
 
@@ -182,7 +182,7 @@ class MlxEngines:
 
     def _digest(self, spec: ChatSpec, files: Path) -> str:
         from gateway.engine.generation.self_test import self_test_digest
-        from gateway.engine.gguf.checkpoint import open_checkpoint
+        from gateway.engine.models.gguf.checkpoint import open_checkpoint
 
         checkpoint, dtype = open_checkpoint(spec.id, files), _dtype(spec)
         is_packed = self._must_stay_packed(checkpoint, spec)
@@ -213,7 +213,7 @@ class MlxEngines:
 
     def _size(self, spec: ModelSpec, files: Path) -> Size:
         self._import_for(spec)  # here, and not while the loop or the lane waits
-        from gateway.engine.checkpoint import Checkpoint, weights_bytes
+        from gateway.engine.models.checkpoint import Checkpoint, weights_bytes
 
         dtype = _dtype(spec)
         if isinstance(spec, EmbeddingSpec):
@@ -239,7 +239,7 @@ class MlxEngines:
         """Return a chat model's size without its draft, with so many bytes beside it, and whether
         its weights stay quantised.
         """
-        from gateway.engine.checkpoint import kv_bytes, weights_bytes
+        from gateway.engine.models.checkpoint import kv_bytes, weights_bytes
 
         checkpoint, dtype = self._listing(spec, files), _dtype(spec)
         is_packed = self._must_stay_packed(checkpoint, spec, beside)
@@ -256,8 +256,8 @@ class MlxEngines:
 
     def _listing(self, spec: ChatSpec, files: Path) -> "Listing":
         """Return what a chat model's files say of this process's share of it."""
-        from gateway.engine.gguf.checkpoint import open_checkpoint
-        from gateway.engine.sharding import SharedListing
+        from gateway.engine.models.gguf.checkpoint import open_checkpoint
+        from gateway.engine.models.sharding import SharedListing
 
         whole = open_checkpoint(spec.id, files)
         share = self._share(spec)
@@ -278,7 +278,7 @@ class MlxEngines:
 
     def _first_kv_bytes(self, checkpoint: "Listing", spec: ChatSpec) -> int:
         """Return the bytes of KV cache that a chat model always has room for."""
-        from gateway.engine.checkpoint import kv_bytes
+        from gateway.engine.models.checkpoint import kv_bytes
 
         tokens = min(self._kv_allowance_tokens, spec.max_context or self._kv_allowance_tokens)
         return kv_bytes(checkpoint, self._device, _dtype(spec), tokens, spec.kv_bits)
@@ -287,7 +287,7 @@ class MlxEngines:
         """Return True if the memory budget has no room for the weights dequantized, with so many
         bytes beside them.
         """
-        from gateway.engine.checkpoint import must_stay_packed
+        from gateway.engine.models.checkpoint import must_stay_packed
 
         if self._budget_bytes is None:
             return False
@@ -408,8 +408,8 @@ class MlxEngines:
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
     ) -> tuple[int, Generator[Adapter | None, None, None]]:
         """Read an adapter's headers, off the lane; return its bytes and the steps that add it."""
-        from gateway.engine.generation.adapter_files import read_adapter
         from gateway.engine.generation.engine import GenerationEngine as MlxEngine
+        from gateway.engine.models.adapter_files import read_adapter
 
         assert isinstance(engine, MlxEngine)
         read = await run_in_daemon_thread(read_adapter, spec.id, files)
@@ -449,7 +449,7 @@ def log_costs(
     checkpoint: "Checkpoint | GgufCheckpoint", device: Device, *, is_packed: bool
 ) -> None:
     """Log what makes a chat model slower or larger than its files suggest."""
-    from gateway.engine.gguf.checkpoint import GgufCheckpoint
+    from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 
     if device is Device.CPU:
         if is_packed:

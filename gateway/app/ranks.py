@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gateway import logs
-from gateway.engine.sharding import Group, Share, first_host, share_bytes
+from gateway.engine.models.sharding import Group, Share, first_host, share_bytes
 from gateway.errors import ModelLoadFailed
 from gateway.registry import ChatSpec, load_catalog
 from gateway.registry.catalog import ADOPTABLE

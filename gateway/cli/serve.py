@@ -73,7 +73,7 @@ def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
     from gateway.app.engines import mlx_engines
     from gateway.app.gateway import Gateway
     from gateway.app.ranks import Ranks, follow_rank_0, leading
-    from gateway.engine.sharding import join_group
+    from gateway.engine.models.sharding import join_group
     from gateway.serving.ranks.links import STATUS_OF_A_LOSS
 
     if (group := join_group()) is None:

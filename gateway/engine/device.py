@@ -90,19 +90,19 @@ def memory_limits(
     device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
 ) -> Limits:
     """Choose limits from the settings; `info` is mlx's device_info of a GPU, empty for a CPU."""
-    most = info.get("max_recommended_working_set_size")
-    if device is not Device.METAL or not isinstance(most, int):
+    working_set = info.get("max_recommended_working_set_size")
+    if device is not Device.METAL or not isinstance(working_set, int):
         return Limits(cache, None)
     # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
     # By default nothing is wired: concurrent streams over a churning prompt cache, which is the
     # load here, panicked macOS's kernel within two minutes with wired memory, and not in four
     # hours without (https://github.com/ml-explore/mlx/issues/3186, mlx-lm's 1666). More than
     # recommended is an error.
-    wired = None if wired is None else min(wired, most)
+    wired = None if wired is None else min(wired, working_set)
     # MLX itself gives buffers back while others are in flight, which was seen to panic too (mlx
     # #3346), as soon as more are kept than this, or all memory is used. So the limit is what
     # models' budget leaves by default, and `give_back` empties the cache long before.
-    cache = most // 4 if cache is None else cache
+    cache = working_set // 4 if cache is None else cache
     return Limits(cache, wired)
 
 
@@ -283,8 +283,8 @@ def cgroup_limits(groups: Path, membership: Path) -> list[int]:
     https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max) and
     https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (memory.limit_in_bytes).
     """
-    found = [_number(file) for file in _limit_files(groups, membership)]
-    return [limit for limit in found if limit is not None]
+    limits = [_number(file) for file in _limit_files(groups, membership)]
+    return [limit for limit in limits if limit is not None]
 
 
 def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
@@ -301,8 +301,12 @@ def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
             root, name = groups / "memory", "memory.limit_in_bytes"
         else:
             continue
-        own = root / path.lstrip("/")
-        yield from (folder / name for folder in (own, *own.parents) if folder.is_relative_to(root))
+        directory = root / path.lstrip("/")
+        yield from (
+            folder / name
+            for folder in (directory, *directory.parents)
+            if folder.is_relative_to(root)
+        )
 
 
 def _number(file: Path) -> int | None:

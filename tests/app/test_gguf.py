@@ -8,12 +8,12 @@ import pytest
 import structlog
 
 from gateway.app.engines import MlxEngines, log_costs
-from gateway.engine.checkpoint import Checkpoint, Listing, kv_bytes, weights_bytes
 from gateway.engine.device import Device
-from gateway.engine.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.hub import Hub
+from gateway.engine.models.checkpoint import Checkpoint, Listing, kv_bytes, weights_bytes
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from tests.checkpoints import write_chat
-from tests.engine.test_checkpoint import quantised
+from tests.engine.models.test_checkpoint import quantised
 from tests.gguf_files import write_model
 from tests.serving_app import catalog, served
 

@@ -19,7 +19,7 @@ from gateway.engine import device
 from gateway.engine.device import Device
 from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
-from tests.engine.test_missing_kernels import NO_SHAPE, lack
+from tests.engine.models.test_missing_kernels import NO_SHAPE, lack
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio

@@ -20,11 +20,11 @@ from gateway.engine.bounds import (
     LayerGroups,
     read_bounds,
 )
-from gateway.engine.checkpoint import measure_kv
 from gateway.engine.device import Device
 from gateway.engine.embedding.engine import load_embedding
-from gateway.engine.generation.kv_cache import make_batch_caches
-from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache
+from gateway.engine.kv.cache import make_batch_caches
+from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
+from gateway.engine.models.checkpoint import measure_kv
 from tests.checkpoints import write_chat
 from tests.engine.generation.test_engine import answers, job, open_engine
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.engine.checkpoint import Checkpoint
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk, stored_bytes
+from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import ModelLoadFailed, ModelUnavailable
 from gateway.registry import ModelSpec
 from gateway.registry.specs import ChatSpec

@@ -10,10 +10,10 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import _get_classes
 
-from gateway.engine.checkpoint import Checkpoint
-from gateway.engine.decoders import floating_dtype, open_decoder, parameters
 from gateway.engine.device import Device
-from gateway.engine.missing_kernels import Report, replace_missing
+from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.decoders import floating_dtype, open_decoder, parameters
+from gateway.engine.models.missing_kernels import Report, replace_missing
 
 
 class Decoder:

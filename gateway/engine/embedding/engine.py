@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from gateway.engine.checkpoint import Checkpoint, at_once, read_in_slices
 from gateway.engine.device import Device
 from gateway.engine.embedding.encoder import (
     Encoder,
@@ -19,9 +18,10 @@ from gateway.engine.embedding.encoder import (
 )
 from gateway.engine.embedding.pooling import Recipe, pool, read_recipe, shorten, unit
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
+from gateway.engine.models.checkpoint import Checkpoint, at_once, read_in_slices
 
 if TYPE_CHECKING:
-    from gateway.engine.missing_kernels import Report
+    from gateway.engine.models.missing_kernels import Report
 
 Vectors = npt.NDArray[np.float32]
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from gateway.engine.checkpoint import Checkpoint, join_names
+from gateway.engine.models.checkpoint import Checkpoint, join_names
 
 Mode = Literal["mean", "cls", "last"]
 _MODES: Final = {"mean": "mean", "cls": "cls", "lasttoken": "last"}

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer, normalizers
 
-from gateway.engine.checkpoint import Checkpoint
 from gateway.engine.control_tokens import ControlTokens
+from gateway.engine.models.checkpoint import Checkpoint
 
 CHARS_A_TOKEN: Final = 16  # so many are more than enough but for texts that are mostly spaces
 WORDS: Final = 3

@@ -11,11 +11,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from gateway.engine.device import launch
-from gateway.engine.generation.kv_cache import RaggedKVCache, compact, filter_layers, rewind_layers
-from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache
 from gateway.engine.generation.sampling import Scores
 from gateway.engine.generation.sequence import Sequence, TokenScores
 from gateway.engine.generation.speculation import count_accepted
+from gateway.engine.kv.cache import RaggedKVCache, compact, filter_layers, rewind_layers
+from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.jobs import FinishReason, Pass, SequenceDelta
 
 # How many of the blocks of an answer a next prompt can continue after, if states are to be kept

@@ -13,11 +13,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.bounds import KeptBuffers
-from gateway.engine.checkpoint import measure_kv
-from gateway.engine.decoders import parameters
 from gateway.engine.device import launch
 from gateway.engine.generation.decode_batch import cache_nbytes
-from gateway.engine.generation.kv_cache import (
+from gateway.engine.generation.speculation import MOST_AHEAD, Patience, count_accepted
+from gateway.engine.kv.cache import (
     SPARE,
     RaggedKVCache,
     compact,
@@ -25,8 +24,9 @@ from gateway.engine.generation.kv_cache import (
     make_batch_caches,
     rewind_layers,
 )
-from gateway.engine.generation.prefix_cache import PrefixCache
-from gateway.engine.generation.speculation import MOST_AHEAD, Patience, count_accepted
+from gateway.engine.kv.prefix_cache import PrefixCache
+from gateway.engine.models.checkpoint import measure_kv
+from gateway.engine.models.decoders import parameters
 from gateway.jobs import KvCost
 
 CHUNK: Final = 512  # tokens, padding included, that catch up in one step

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from gateway.engine.generation.decode_batch import DecodeBatch
 from gateway.engine.generation.draft_model import DraftModel
-from gateway.engine.generation.kv_cache import RaggedKVCache
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.generation.speculation import count_ahead
+from gateway.engine.kv.cache import RaggedKVCache
 
 
 class Drafting:

@@ -12,19 +12,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.bounds import Bounds
-from gateway.engine.checkpoint import measure_kv
-from gateway.engine.decoders import floating_dtype, parameters
 from gateway.engine.device import clear_cache, launch
-from gateway.engine.generation.adapters import Adapters
 from gateway.engine.generation.batch_faults import Faults
-from gateway.engine.generation.chat import ChatTokenizer
 from gateway.engine.generation.decode_batch import DecodeBatch, count_ahead_pass, plan_reading
 from gateway.engine.generation.draft_model import DraftModel
 from gateway.engine.generation.drafting import Drafting
 from gateway.engine.generation.judging import judge
-from gateway.engine.generation.kv_cache import can_batch, compact, rewind_layers
 from gateway.engine.generation.prefill import Prefill, PrefillBatch
-from gateway.engine.generation.prefix_cache import PrefixCache
 from gateway.engine.generation.prepare import begin_sequence, prepare_sequences
 from gateway.engine.generation.scoring import max_scored_tokens
 from gateway.engine.generation.self_test import ALONE, SelfTest, count_tokens, is_listed, read_probe
@@ -32,6 +26,12 @@ from gateway.engine.generation.sequence import Sequence
 from gateway.engine.generation.token_choice import choose_tokens, redraw_unsure
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.structured import Structured
+from gateway.engine.kv.cache import can_batch, compact, rewind_layers
+from gateway.engine.kv.prefix_cache import PrefixCache
+from gateway.engine.models.adapters import Adapters
+from gateway.engine.models.checkpoint import measure_kv
+from gateway.engine.models.decoders import floating_dtype, parameters
+from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import PassFault
 from gateway.jobs import GenerateJob, Grammar, Pass, SequenceDelta, SequenceParams, Verdict
 

@@ -20,8 +20,8 @@ from typing import Any, overload
 import mlx.core as mx
 
 from gateway.engine.control_tokens import Piece
-from gateway.engine.generation.chat import ChatTokenizer
 from gateway.engine.generation.sequence import Sequence
+from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import (
     GenerateJob,

@@ -11,27 +11,27 @@ from typing import Any
 from mlx_lm.utils import load_config
 
 from gateway.engine.bounds import Bounds
-from gateway.engine.checkpoint import Checkpoint, Listing, measure_kv
-from gateway.engine.context import lower_context, text_config
-from gateway.engine.decoders import read_decoder
 from gateway.engine.device import Device
-from gateway.engine.generation.chat import (
+from gateway.engine.generation.draft_model import DraftModel, can_go_back
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.structured import Structured
+from gateway.engine.grammar.tokenizer import GrammarTokenizer
+from gateway.engine.grammar.trial import Sandbox
+from gateway.engine.kv.quantized import quantize_kv
+from gateway.engine.models.checkpoint import Checkpoint, Listing, measure_kv
+from gateway.engine.models.context import lower_context, text_config
+from gateway.engine.models.decoders import read_decoder
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
+from gateway.engine.models.gguf.vocabulary import read_sampling, wrap_tokenizer
+from gateway.engine.models.missing_kernels import Report
+from gateway.engine.models.sharding import Share
+from gateway.engine.prompting.chat_tokenizer import (
     ChatTokenizer,
     chat_tokenizer,
     load_chat_tokenizer,
     wrap_folder_tokenizer,
 )
-from gateway.engine.generation.draft_model import DraftModel, can_go_back
-from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.quantized_kv import quantize_kv
-from gateway.engine.gguf.checkpoint import GgufCheckpoint, open_checkpoint
-from gateway.engine.gguf.tokenizer import read_sampling, wrap_tokenizer
-from gateway.engine.grammar.shaping import Shape
-from gateway.engine.grammar.structured import Structured
-from gateway.engine.grammar.tokenizer import GrammarTokenizer
-from gateway.engine.grammar.trial import Sandbox
-from gateway.engine.missing_kernels import Report
-from gateway.engine.sharding import Share
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gateway.engine.generation.chat import ChatTokenizer
 from gateway.engine.generation.judging import prepare_questions
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.grammar.structured import Structured
+from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import GenerateJob, Sampling, SequenceParams
 
@@ -72,7 +72,7 @@ def prepare_sequences(
             job.calling is not None and not job.calling.forced and not chat.reads_calls
         ),
         earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
-        beginning=job.caller.beginning.ends(len(prompt)),
+        beginning=job.caller.prefix_names.ends(len(prompt)),
         adapter=job.adapter,
     )
     return [replace(row, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)]

@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from gateway.engine.answers.reasoning import Thinking
 from gateway.jobs import Sampling
 
 _WORD: Final = (1 << 64) - 1
@@ -199,6 +200,20 @@ def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) 
     at = mx.array(pairs)
     logits = mx.array(logits)
     logits[at[:, 0], at[:, 1]] = mx.array(-mx.inf, dtype=logits.dtype)
+    return logits
+
+
+def keep_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
+    """Return logits, (rows, vocabulary), with which a row that thinks cannot end its answer.
+
+    Where an end of the answer is likeliest, the end of the thinking is made so: the answer that was
+    promised follows.
+    """
+    stops = mx.array(thinking.stops)
+    end = logits[row, stops].max()
+    logits[row, stops] = -mx.inf
+    if (close := thinking.closes_with) is not None:
+        logits[row, close] = mx.maximum(logits[row, close], end)
     return logits
 
 

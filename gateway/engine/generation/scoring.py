@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from gateway.engine.generation.detokenizer import Detokenizer, Vocabulary
+from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
 from gateway.engine.generation.sampling import score
 from gateway.engine.generation.sequence import Sequence, TokenScores
 

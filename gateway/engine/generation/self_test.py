@@ -19,11 +19,11 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.checkpoint import Listing
 from gateway.engine.device import BLAS, Device
 from gateway.engine.device_faults import classify
-from gateway.engine.generation.kv_cache import can_batch, make_batch_caches
-from gateway.engine.generation.prefix_cache import BLOCK, PrefixCache
+from gateway.engine.kv.cache import can_batch, make_batch_caches
+from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
+from gateway.engine.models.checkpoint import Listing
 from gateway.errors import Fault
 from gateway.jobs import Verdict
 

@@ -4,9 +4,10 @@ import math
 from collections import abc
 from dataclasses import dataclass, field, replace
 
-from gateway.engine.generation.detokenizer import Detokenizer, StopScanner, Vocabulary
-from gateway.engine.generation.output_parts import AnswerParser, Marks, OutputPart, strip_marks
-from gateway.engine.generation.reasoning import Thinking
+from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
+from gateway.engine.answers.output_parts import AnswerParser, Marks, OutputPart, strip_marks
+from gateway.engine.answers.reasoning import Thinking
+from gateway.engine.answers.stop_strings import StopScanner
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.speculation import PromptLookup
 from gateway.engine.grammar.compiling import CompiledGrammar

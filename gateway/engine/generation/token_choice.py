@@ -7,13 +7,13 @@ import mlx.core as mx
 
 from gateway.engine.device import launch
 from gateway.engine.generation.decode_batch import DecodeBatch, Doubt
-from gateway.engine.generation.reasoning import keep_open
 from gateway.engine.generation.sampling import (
     Scores,
     adjust_logits,
     bar_tokens,
     choose,
     is_finite,
+    keep_open,
     score,
 )
 from gateway.engine.generation.sequence import Sequence

@@ -21,7 +21,7 @@ from gateway.engine.embedding.kernels import (
     gelu_tanh,
     layer_norm_by_products,
 )
-from gateway.engine.exponential import LEAST, LOG2_E, MOST, exp2
+from gateway.engine.models.exponential import LEAST, LOG2_E, MOST, exp2
 from gateway.errors import ModelLoadFailed
 
 GOLDEN = Path(__file__).parents[2] / "golden"

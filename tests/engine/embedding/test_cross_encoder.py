@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from gateway.engine.checkpoint import Checkpoint
 from gateway.engine.device import Device
 from gateway.engine.embedding.cross_encoder import (
     CrossEncoderEngine,
@@ -17,6 +16,7 @@ from gateway.engine.embedding.cross_encoder import (
 )
 from gateway.engine.embedding.engine import load_embedding
 from gateway.engine.embedding.tokenizer import load_text_tokenizer, read_pair_template
+from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
 from gateway.jobs import Pair
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.engine.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.device import Device, cpu_streams
 from gateway.engine.embedding.encoder import (
     SLICE_TOKENS,
@@ -26,6 +25,7 @@ from gateway.engine.embedding.engine import (
     load_embedding,
     load_embedding_in_steps,
 )
+from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
 
 GOLDEN = Path(__file__).parents[2] / "golden"

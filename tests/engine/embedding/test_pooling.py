@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from gateway.engine.checkpoint import Checkpoint
 from gateway.engine.embedding.pooling import Mode, pool, read_recipe, shorten, unit
+from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import ModelLoadFailed
 
 PACKAGE = "sentence_transformers.models."

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.engine.checkpoint import Checkpoint
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
+from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import ModelLoadFailed
 
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.engine.generation.adapter_files import read_adapter
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.prefix_cache import BLOCK
+from gateway.engine.kv.prefix_cache import BLOCK
+from gateway.engine.models.adapter_files import read_adapter
 from gateway.errors import BadRequest
 from gateway.jobs import (
     Adapter,

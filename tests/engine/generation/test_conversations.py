@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from gateway.engine.generation.decode_batch import KEPT_ENDS, spread
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.prefix_cache import BLOCK
+from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import GenerateJob, Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, teach_thinking, write_chat
 from tests.engine.generation.test_engine import Passing, Run, answers, exchange, open_engine
-from tests.engine.generation.test_prefix_cache import (
+from tests.engine.kv.test_prefix_cache import (
     KINDS,
     PLENTY,
     active_memory,

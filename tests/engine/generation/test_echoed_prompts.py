@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from gateway.engine.decoders import parameters
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.scoring import MOST_BYTES, max_scored_tokens
+from gateway.engine.models.decoders import parameters
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import EchoedPrompt, GenerateJob, Sampling, SequenceDelta
 from tests.checkpoints import SLIDING, STATEFUL, write_chat

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
-from gateway.engine.checkpoint import Checkpoint, read_in_slices, slices
-from gateway.engine.decoders import open_decoder, parameters
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import (
@@ -24,6 +22,8 @@ from gateway.engine.generation.loading import (
 )
 from gateway.engine.generation.prefill import take_prompts
 from gateway.engine.generation.sequence import Sequence
+from gateway.engine.models.checkpoint import Checkpoint, read_in_slices, slices
+from gateway.engine.models.decoders import open_decoder, parameters
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
 from gateway.jobs import CallDelta, GenerateJob, Sampling, TokenLogprob
 from tests.checkpoints import write_chat

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.prefix_cache import BLOCK, MIN_SETS
+from gateway.engine.kv.prefix_cache import BLOCK, MIN_SETS
 from gateway.jobs import Sampling
 from tests.checkpoints import SLIDING, write_chat
 from tests.engine.generation.test_engine import Run, answers, open_engine
-from tests.engine.generation.test_prefix_cache import PLENTY, bare, tokens
+from tests.engine.kv.test_prefix_cache import PLENTY, bare, tokens
 
 # Seven layers of eight: what grows beside their states weighs little.
 MOSTLY_SLIDING = {**SLIDING, "num_hidden_layers": 8, "sliding_window_pattern": 8}

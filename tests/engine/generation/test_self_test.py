@@ -16,8 +16,8 @@ from gateway.engine.device import Device
 from gateway.engine.generation.batch_faults import FAULTS, Faults
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
-from gateway.engine.generation.prefix_cache import BLOCK
 from gateway.engine.generation.self_test import SelfTest
+from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.errors import Fault
 from gateway.jobs import Sampling, SequenceParams, Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat

@@ -18,7 +18,6 @@ from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_pr
 
 from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.kv_cache import RaggedKVCache, make_batch_caches
 from gateway.engine.generation.prefill import (
     OPENING,
     PrefillBatch,
@@ -26,10 +25,10 @@ from gateway.engine.generation.prefill import (
     plan_passes,
     take_prompts,
 )
-from gateway.engine.generation.prefix_cache import BLOCK
+from gateway.engine.kv.cache import RaggedKVCache, make_batch_caches
+from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import Grammar, Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_adapter, write_chat
-from tests.engine.generation.test_adapters import load as load_adapter
 from tests.engine.generation.test_engine import (
     GREEDY,
     SEEDED,
@@ -40,8 +39,9 @@ from tests.engine.generation.test_engine import (
     exchange,
     open_engine,
 )
-from tests.engine.generation.test_kv_count import ARCHITECTURES as CONFIGS
-from tests.engine.generation.test_prefix_cache import PLENTY, bare, cached, ids, tokens
+from tests.engine.kv.test_kv_count import ARCHITECTURES as CONFIGS
+from tests.engine.kv.test_prefix_cache import PLENTY, bare, cached, ids, tokens
+from tests.engine.models.test_adapters import load as load_adapter
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

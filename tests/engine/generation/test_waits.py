@@ -17,13 +17,13 @@ from mlx.utils import tree_flatten
 
 from gateway.engine.device import launch
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.prefix_cache import BLOCK
+from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.test_engine import SEEDED
 from tests.engine.generation.test_preemption import SCHEMA, TEXTS, Batch
-from tests.engine.generation.test_prefix_cache import PLENTY
-from tests.engine.generation.test_quantized_kv import open_engine
+from tests.engine.kv.test_prefix_cache import PLENTY
+from tests.engine.kv.test_quantized import open_engine
 
 READS: Final = (
     *("item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__"),

@@ -1,0 +1,125 @@
+"""Token ids → text as it grows: whole characters only.
+
+And what single tokens are: their text, their bytes, and which are marks rather than text.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_of() -> dict[str, int]:
+    """Return the alphabet of byte-level BPE, inverted: printable bytes are themselves, the other 68
+    follow from U+0100 on. Source: GPT-2's encoder.py, `bytes_to_unicode`.
+    """
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unprintable = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {
+        chr(0x100 + place): byte for place, byte in enumerate(unprintable)
+    }
+
+
+_BYTES = _byte_of()
+
+
+class Vocabulary:
+    """A tokenizer's single tokens, as logprobs show them: ` True`, never `ĠTrue` or `▁True`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        # A token's text depends on whether one stands before it: SentencePiece drops the space
+        # of the first. So each is decoded behind another, whose text is then cut off.
+        self.probe: list[int] = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._prefix = len(self._decode(self.probe))
+        self.text = lru_cache(maxsize=65_536)(self._text)
+        self.bytes = lru_cache(maxsize=65_536)(self._bytes)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _text(self, token: int) -> str:
+        """Return the text of a single token; U+FFFD if it is part of a character."""
+        return self._decode([*self.probe, token])[self._prefix :]
+
+    def _bytes(self, token: int) -> bytes:
+        """Return the bytes of a single token, even if they are part of a character."""
+        text: str = self.text(token)
+        if "\ufffd" not in text:
+            return text.encode()
+        name = self.tokenizer.id_to_token(token) or ""
+        if match := _BYTE.fullmatch(name):
+            return bytes([int(match[1], 16)])
+        if name and all(character in _BYTES for character in name):
+            return bytes(_BYTES[character] for character in name)
+        return text.encode()
+
+
+_REPLACEMENT = "\ufffd"
+_WRITTEN = _REPLACEMENT.encode()
+
+
+class Detokenizer:
+    """Turns the tokens of one sequence into text.
+
+    SentencePiece drops the space of a text's first word, unless the tokens `continue` a text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, continues: bool = False) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = vocabulary.tokenizer
+        self._stream = self._new_stream() if continues else DecodeStream(skip_special_tokens=False)
+        self._is_first = not continues  # until there is text
+        self._held: list[int] = []  # tokens whose text is still to come
+
+    def push(self, token: int) -> str:
+        """Return the characters that `token` completes; half a character waits for its rest.
+
+        Bytes that never become a character are left out, as there is nothing right to show.
+        """
+        try:
+            piece: str | None = self._stream.step(self._tokenizer, token)
+        except Exception:  # "Invalid prefix": bytes turned out to be none, after their text was out
+            self._held.append(token)
+            return self._restart()
+        if piece and _REPLACEMENT not in piece:
+            self._held.clear()
+            self._is_first = False
+            return piece
+        self._held.append(token)
+        if piece:
+            return self._flush_held()
+        # The stream holds back all text that ends with U+FFFD, even if the tokens spell it.
+        is_last = self._vocabulary.bytes(token)[-1:] == _WRITTEN[-1:]
+        return (
+            self._restart() if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN) else ""
+        )
+
+    def _restart(self) -> str:
+        """Begin a new stream; return the text of the tokens held back."""
+        self._stream = self._new_stream()
+        return self._flush_held()
+
+    def _flush_held(self) -> str:
+        """Return the text of the tokens held back, from their bytes: the stream writes U+FFFD both
+        for tokens that spell it and for bytes that are no character.
+        """
+        text = self._bytes(self._held).decode(errors="ignore")
+        if self._is_first and text.startswith(" "):
+            whole: str = self._tokenizer.decode(self._held, skip_special_tokens=False)
+            if text.replace(_REPLACEMENT, "") == " " + whole.replace(_REPLACEMENT, ""):
+                text = text[1:]
+        self._held.clear()
+        self._is_first = self._is_first and not text
+        return text
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self._vocabulary.bytes, tokens))
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(ids=self._vocabulary.probe, skip_special_tokens=False)

@@ -1,0 +1,155 @@
+"""gpt-oss's answers: messages on channels, each behind a header, and Muse Spark's, which are alike.
+
+    <|channel|>analysis<|message|>Let me see.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
+    <|start|>assistant<|channel|>final<|message|>Four.<|return|>
+
+Sources: https://cookbook.openai.com/articles/openai-harmony for gpt-oss, whose models also call on
+the analysis channel; mlx_lm/chat_templates/muse_spark.py for `to=self`, `to=user` and `<|eom|>`.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from gateway.engine.answers.output_parts import (
+    BEGINS,
+    TOKENS,
+    CallWriter,
+    ForcedCall,
+    Mode,
+    OutputPart,
+    spell_out,
+    strip_marks,
+)
+
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>")  # of a message
+STOPS = ("<|return|>", "<|call|>")  # of an answer
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_Body = Literal["header", "reasoning", "text", "call", "none"]
+ReadCall = Callable[[str, str], Sequence[Mapping[str, Any]]]
+
+
+def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
+    """Return a finder of the header's end whose message is the answer, in spelled tokens."""
+    channel, message = re.escape(pattern("<|channel|>")), re.escape(pattern("<|message|>"))
+    constrain = re.escape(pattern("<|constrain|>"))
+    text = rf"(?:(?!\bto=)[^{BEGINS}])*"
+    final = rf"{channel}final{text}(?:{constrain}{text})?{message}"
+    return re.compile(rf"{final}|to=user{message}")
+
+
+class HarmonyParser:
+    """Reads the messages of one sequence as they grow, with the interface of `Parser`.
+
+    `functions` are those that may be called; `read` turns a recipient and its message into calls,
+    or raises. If a grammar holds the sequence, only its final message is text: the rest is
+    reasoning.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        *,
+        functions: Collection[str],
+        read: ReadCall,
+        calls: CallWriter,
+        is_bound: bool = False,
+        is_begun: bool = False,
+    ) -> None:
+        self.mode = mode
+        self._functions = functions
+        self._read = read
+        self._calls = calls
+        self._is_bound = is_bound
+        self._forced = ForcedCall(calls)
+        # The prompt ends inside a header, or inside the final message, for one that is continued.
+        self._body: _Body = "text" if is_begun else "header"
+        self._header = ""
+        self._call: list[str] = []
+        self._recipient = ""
+
+    @property
+    def calls(self) -> int:
+        """Count the calls returned so far."""
+        return self._calls.count
+
+    @property
+    def is_thinking(self) -> bool:
+        """Return True if what comes next is not part of the answer."""
+        return self._body in ("header", "reasoning", "none")
+
+    def push(self, piece: str) -> list[OutputPart]:
+        """Take new text; return the parts that are certain now."""
+        parts: list[OutputPart] = []
+        for run in TOKENS.split(piece):
+            if run:
+                parts += self._take(run, spell_out(run) if TOKENS.fullmatch(run) else None)
+        return parts
+
+    def flush(self) -> list[OutputPart]:
+        """Return what was held back, once no more text comes."""
+        parts = self._close()
+        if self.mode == "forced":
+            parts += [OutputPart(call=call) for call in self._forced.flush()]
+        return parts
+
+    def _take(self, run: str, token: str | None) -> list[OutputPart]:
+        if token in ("<|start|>", "<|channel|>") and self._body != "header":
+            parts = self._close()
+            self._body, self._header = "header", run if token == "<|channel|>" else ""
+            return parts
+        if token in ENDS:
+            return self._close()
+        if self._body == "header":
+            if token == "<|message|>":
+                self._open()
+            else:
+                self._header += run
+            return []
+        return self._to_parts(run)
+
+    def _open(self) -> None:
+        """Read a complete header: the channel and the recipient of the message that follows."""
+        header, self._header = spell_out(self._header), ""
+        recipient = _RECIPIENT.search(header)
+        channel = _CHANNEL.search(header)
+        name = recipient[1] if recipient else ""
+        self._recipient = name.removeprefix("functions.")
+        is_known = name.startswith("functions.") or self._recipient in self._functions
+        is_answer = name == "user" or (channel is not None and channel[1] == "final")
+        is_thought = name == "self" or (channel is not None and channel[1] == "analysis")
+        if is_known and self.mode in ("free", "either"):
+            self._body = "call"
+        elif is_thought or (self._is_bound and not is_answer):
+            self._body = "reasoning"
+        else:
+            self._body = "text"
+
+    def _to_parts(self, run: str) -> list[OutputPart]:
+        if self._body == "call":
+            self._call.append(run)
+            return []
+        if not (text := strip_marks(run)):
+            return []
+        if self._body == "reasoning":
+            return [OutputPart(reasoning=text)]
+        if self._body == "none":
+            return []
+        if self.mode == "forced":
+            return [OutputPart(call=call) for call in self._forced.push(text)]
+        return [OutputPart(text=text)]
+
+    def _close(self) -> list[OutputPart]:
+        """End the message under way; if it is a call, read it."""
+        body, self._body = self._body, "none"
+        call, self._call = spell_out("".join(self._call)), []
+        if body != "call":
+            return []
+        try:
+            calls = self._calls.write(self._read(self._recipient, call))
+        except Exception:  # whatever a parser trips over: what cannot be read is text
+            return [OutputPart(text=call)] if call else []
+        return [OutputPart(call=call) for call in calls]

@@ -1,0 +1,237 @@
+"""The parts of an answer, calls among them in OpenAI's form, and the marks around them.
+
+A token that is a mark is spelled between two lone surrogates, which no text has, as tokens decode
+to UTF-8: so plain string search finds the token `<think>` and never the seven letters. A mark that
+the vocabulary has no token for is found by its letters.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import orjson
+from tokenizers import AddedToken
+
+from gateway.jobs import CallDelta
+
+_SPECIAL, _ADDED, _END = "\ud800", "\ud801", "\ud802"
+_SPELLING = str.maketrans("", "", _SPECIAL + _ADDED + _END)
+_SPECIALS = re.compile(f"{_SPECIAL}[^{_END}]*{_END}")
+BEGINS = _SPECIAL + _ADDED
+TOKENS = re.compile(f"([{BEGINS}][^{_END}]*{_END})")
+
+
+class Marks:
+    """A tokenizer's marks: its special tokens, and the added tokens that a format names."""
+
+    def __init__(self, added: Mapping[int, AddedToken], named: Collection[str]) -> None:
+        self._spelled = {
+            token: f"{_SPECIAL if added_token.special else _ADDED}{added_token.content}{_END}"
+            for token, added_token in added.items()
+            if added_token.special or any(_is_in(added_token.content, name) for name in named)
+        }
+        self._contents = {added[token].content: spelled for token, spelled in self._spelled.items()}
+        longest_first = sorted(self._contents, key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def spelled(self, token: int) -> str | None:
+        """Return a mark as spelled in the text of an answer; None for a token that is text."""
+        return self._spelled.get(token)
+
+    def pattern(self, mark: str) -> str:
+        """Return a format's mark, its control tokens spelled as the stream has them."""
+        return self._any.sub(lambda found: self._contents[found[0]], mark)
+
+
+def _is_in(content: str, name: str) -> bool:
+    """Return True if an added token, neither a word nor white space, is part of a mark."""
+    return content in name and not content.strip().isalnum() and len(content.strip()) > 1
+
+
+def strip_marks(text: str) -> str:
+    """Return text as a reader sees it, without special tokens."""
+    return text if text.isascii() else _SPECIALS.sub("", text).translate(_SPELLING)
+
+
+def spell_out(text: str) -> str:
+    """Return text with its tokens written out as plain letters."""
+    return text if text.isascii() else text.translate(_SPELLING)
+
+
+# Which calls an answer may have: none; any, among text; any or else text, held to a grammar; one
+# that its grammar forces.
+Mode = Literal["none", "free", "either", "forced"]
+NewId = Callable[[str, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPart:
+    """A piece of an answer: text, reasoning or a call."""
+
+    text: str = ""
+    reasoning: str = ""
+    call: CallDelta | None = None
+
+
+class AnswerParser(Protocol):
+    """Reads the text of one sequence as it grows, with marks spelled as tokens."""
+
+    @property
+    def mode(self) -> Mode:
+        """Return which calls the answer may have."""
+
+    @property
+    def calls(self) -> int:
+        """Count the calls returned so far."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Return True if what comes next is reasoning."""
+
+    def push(self, piece: str) -> list[OutputPart]:
+        """Take new text; return the parts that are certain now."""
+
+    def flush(self) -> list[OutputPart]:
+        """Return what was held back, once no more text comes."""
+
+
+def openai_id(name: str, place: int) -> str:
+    """Return a new id in OpenAI's form."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def mistral_id(name: str, place: int) -> str:
+    """Return a new id that Mistral's templates accept: nine letters and digits."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def kimi_id(name: str, place: int) -> str:
+    """Return the id by which Kimi's template knows a conversation's call."""
+    return f"functions.{name}:{place}"
+
+
+def own_ids(messages: Sequence[Mapping[str, Any]], new_id: NewId) -> list[dict[str, Any]]:
+    """Return a conversation whose call ids have the form that its template needs.
+
+    Ids from other sources are renamed, in calls and results alike.
+    """
+    named: dict[str, str] = {}
+    turns = []
+    for message in messages:
+        turn = dict(message)
+        if calls := turn.get("tool_calls"):
+            turn["tool_calls"] = [
+                {**call, "id": _own_id(call, named, new_id) if call.get("id") else call.get("id")}
+                for call in calls
+            ]
+        if (token := turn.get("tool_call_id")) is not None:
+            turn["tool_call_id"] = named.get(token, token)
+        turns.append(turn)
+    return turns
+
+
+def _own_id(call: Mapping[str, Any], named: dict[str, str], new_id: NewId) -> str:
+    token = str(call["id"])
+    if new_id is kimi_id:
+        id_ = kimi_id(str(call["function"]["name"]), len(named))
+    elif new_id is mistral_id and not re.fullmatch(r"[A-Za-z0-9]{9}", token):
+        id_ = hashlib.sha256(token.encode()).hexdigest()[:9]
+    else:
+        id_ = token
+    return named.setdefault(token, id_)
+
+
+class CallWriter:
+    """Numbers an answer's calls and gives them ids; `earlier` counts the conversation's.
+
+    Calls beyond `most`, if given, are left out.
+    """
+
+    def __init__(
+        self, new_id: NewId = openai_id, earlier: int = 0, most: int | None = None
+    ) -> None:
+        self.count = 0
+        self._most = most
+        self._new_id = new_id
+        self._earlier = earlier
+
+    @property
+    def is_full(self) -> bool:
+        """Return True once no more calls are allowed."""
+        return self._most is not None and self.count >= self._most
+
+    def write(self, read: Sequence[Mapping[str, Any]]) -> list[CallDelta]:
+        """Return finished calls; a model that names its own ids keeps them."""
+        calls = []
+        for i, call in enumerate(read):
+            if self._most is not None and self.count + i >= self._most:
+                break
+            name, place = str(call["name"]), self.count + i
+            call_id = call.get("id")
+            token = (
+                call_id
+                if isinstance(call_id, str) and call_id
+                else self._new_id(name, self._earlier + place)
+            )
+            calls.append(CallDelta(place, token, name, arguments_json(call["arguments"])))
+        self.count += len(calls)
+        return calls
+
+    def begin(self, name: str) -> CallDelta:
+        """Return the head of a call whose arguments are still to come."""
+        self.count += 1
+        place = self.count - 1
+        return CallDelta(place, self._new_id(name, self._earlier + place), name)
+
+
+def arguments_json(arguments: Any) -> str:
+    """Return a call's arguments as OpenAI does: JSON inside a string.
+
+    Raises ValueError for NaN and infinities, of which orjson would make null.
+    """
+    if isinstance(arguments, str):
+        return arguments
+    written = json.dumps(arguments, allow_nan=False, separators=(",", ":"))
+    try:
+        return orjson.dumps(arguments).decode()
+    except TypeError:  # integers beyond 64 bits, half a surrogate pair
+        return written
+
+
+class ForcedCall:
+    """Cuts {"name":"f","arguments":{…}}, as its grammar makes it, into a name and arguments."""
+
+    _HEAD, _NECK = '{"name":', ',"arguments":'
+
+    def __init__(self, calls: CallWriter) -> None:
+        self._text = ""
+        self._calls = calls
+        self._is_named = False
+
+    def push(self, text: str) -> list[CallDelta]:
+        """Take more of the call; return what is certain of it."""
+        self._text = self._text + text if self._text or self._is_named else text.lstrip()
+        deltas = []
+        if not self._is_named:
+            neck = self._text.find(self._NECK)
+            if neck < 0:
+                return []
+            name = orjson.loads(self._text[len(self._HEAD) : neck])
+            self._text = self._text[neck + len(self._NECK) :]
+            self._is_named = True
+            deltas.append(self._calls.begin(name))
+        # The last character so far may be the brace that closes the whole.
+        sure, self._text = self._text[:-1], self._text[-1:]
+        if sure:
+            deltas.append(CallDelta(0, arguments=sure))
+        return deltas
+
+    def flush(self) -> list[CallDelta]:
+        """Return the last character, unless it is the closing brace."""
+        rest, self._text = self._text.removesuffix("}"), ""
+        return [CallDelta(0, arguments=rest)] if rest and self._is_named else []

@@ -1,0 +1,143 @@
+"""How models mark their thinking, and whether a sequence is thinking, judged by its tokens.
+
+The names are vLLM's (`--reasoning-parser`). Sources: vllm/reasoning/*.py and the chat templates of
+the model families.
+"""
+
+import re
+from collections.abc import Callable, Collection, Container, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from gateway.engine.answers.harmony import HARMONY_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Marks that open and close thinking; `noise` are further marks, to be dropped."""
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+    noise: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """List every mark."""
+        return (*self.starts, *self.ends, *self.noise)
+
+
+THINK = ReasoningFormat(("<think>",), ("</think>",))
+# Thinking is in channels, not between marks; their parser has a file of its own.
+HARMONY = ReasoningFormat((), (), HARMONY_TOKENS)
+NONE = ReasoningFormat((), ())
+
+# In the order in which they are looked for.
+_OWN: Mapping[str, ReasoningFormat] = {
+    "openai_gptoss": HARMONY,
+    "muse_spark": HARMONY,
+    # IBM's Granite 3.3 puts its answer between marks as well.
+    "granite_response": ReasoningFormat(("<think>",), ("</think>",), ("<response>", "</response>")),
+    "hunyuan_a13b": ReasoningFormat(("<think>",), ("</think>",), ("<answer>", "</answer>")),
+    "qwen3": THINK,
+    "longcat": ReasoningFormat(("<longcat_think>",), ("</longcat_think>",)),
+    "think_tokens": ReasoningFormat(("<|think:start|>",), ("<|think:end|>",)),
+    "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",)),
+    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
+    "cohere_command3": ReasoningFormat(
+        ("<|START_THINKING|>",),
+        ("<|END_THINKING|>",),
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    "gemma4": ReasoningFormat(("<|channel>thought",), ("<channel|>",)),
+    "kimi_k3": ReasoningFormat(
+        ("<|open|>think<|sep|>",),
+        ("<|close|>think<|sep|>",),
+        ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
+    "exaone_deep": ReasoningFormat(("<thought>",), ("</thought>",)),
+    # Granite 3.2 marks them with sentences; quantised ones write "Here's".
+    "granite": ReasoningFormat(
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+    ),
+}
+_THINKERS = (
+    "deepseek_r1", "deepseek_v3", "deepseek_v4", "ernie45", "exaone4", "glm45", "glm47", "holo2",
+    "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3", "step3p5",
+)  # fmt: skip
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
+    {
+        **_OWN,
+        **dict.fromkeys(_THINKERS, THINK),
+        "cohere_command4": _OWN["cohere_command3"],
+        "none": NONE,
+    }
+)
+
+
+def infer_reasoning(vocabulary: Container[str], template: str, model_type: str) -> str:
+    """Return the name of a model's format: by its tokens, else by what its template writes."""
+    if model_type == "muse_spark":
+        return "muse_spark"
+    if model_type == "gpt_oss" or all(token in vocabulary for token in HARMONY_TOKENS):
+        return "openai_gptoss"
+    # Formats that share their marks differ by what else the template writes.
+    named = {
+        name: form
+        for name, form in _OWN.items()
+        if form.starts and (form.starts != THINK.starts or all(n in template for n in form.noise))
+    }
+    for name, form in named.items():
+        if all(_has_tokens(mark, vocabulary) for mark in (*form.starts, *form.ends)):
+            return name
+    for name, form in named.items():
+        if any(start in template for start in form.starts):
+            return name
+    return "none"
+
+
+def _has_tokens(mark: str, vocabulary: Container[str]) -> bool:
+    """Return True if a mark has control tokens and all of them are in the vocabulary."""
+    tokens = re.findall(r"<[^<>]*>|\[[^\[\]]*\]", mark)
+    return bool(tokens) and all(token in vocabulary for token in tokens)
+
+
+class Thinking:
+    """Tracks whether a sequence is thinking; its grammar, if it has one, applies only afterwards.
+
+    `opens_with` is the token that begins a block of thinking if it is the first of the answer,
+    `closes_with` the one that ends it; None if there is no such single token. `stops` are the
+    tokens that would end the answer. `ends` finds the end of the thinking in what `spell` makes of
+    tokens.
+    """
+
+    _TAIL = 256  # characters: more than the longest end
+
+    def __init__(
+        self,
+        spell: Callable[[int], str],
+        ends: re.Pattern[str] | None,
+        *,
+        is_on: bool,
+        opens_with: int | None = None,
+        closes_with: int | None = None,
+        stops: Collection[int] = (),
+    ) -> None:
+        self.is_on = is_on
+        self.stops = sorted(stops)
+        self.opens_with = opens_with
+        self.closes_with = closes_with
+        self._spell = spell
+        self._ends = ends
+        self._tail = ""
+
+    def take(self, token: int) -> bool:
+        """Take the next token; return True if the grammar does not apply to it."""
+        was_on = self.is_on
+        if token == self.opens_with:
+            self.is_on = True
+        elif was_on and self._ends is not None:
+            self._tail = (self._tail + self._spell(token))[-self._TAIL :]
+            self.is_on = self._ends.search(self._tail) is None
+        self.opens_with = None
+        return was_on or self.is_on

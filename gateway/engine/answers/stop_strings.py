@@ -1,0 +1,48 @@
+"""The end of an answer before its first stop string, and text held back that may become one."""
+
+from collections.abc import Collection, Sequence
+
+
+def held_back(text: str, marks: Collection[str]) -> int:
+    """Count the characters at the end of `text` that may be the beginning of one of `marks`."""
+    longest = max(map(len, marks), default=1) - 1
+    if not any(mark[:1] in text for mark in marks):
+        return 0  # as nearly every token of an answer
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0
+
+
+class StopScanner:
+    """Ends a text before the first stop string that is complete in it."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.met: str | None = None  # the stop string that ended the text
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.met is not None
+
+    def push(self, piece: str) -> str:
+        """Return the text that is certain now; empty after a stop string."""
+        if self.is_stopped:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            end, at = min(matches)
+            self.met = text[at:end]
+            return text[:at]
+        cut = len(text) - held_back(text, self._stops)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """Return what was held back, once no more text comes."""
+        text, self._held = self._held, ""
+        return "" if self.is_stopped else text

@@ -1,0 +1,232 @@
+"""How each family of models marks its calls, and which of them a checkpoint is of.
+
+The names are vLLM's (`--tool-call-parser`), and mlx-lm's (`tool_parser_type`) where it has others.
+Sources: vllm/tool_parsers/*.py and its tests, mlx_lm/tool_parsers, and the families' own templates.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+from gateway.engine.answers import tool_parsers
+from gateway.engine.answers.harmony import HARMONY_TOKENS
+from gateway.engine.answers.output_parts import NewId, kimi_id, mistral_id, openai_id
+
+# A call without marks, at the beginning of an answer: JSON that names one of the functions, or
+# Python that calls one.
+_BARE_JSON = r'\s*\[?\s*\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*"(?:{})"'
+_BARE_PYTHON = r"\s*\[\s*(?:{})\s*\("
+_BARE_LLAMA = rf"(?:{_BARE_JSON})|(?:{_BARE_PYTHON})"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    `marks` are pairs around calls, the second empty if the answer's end ends the call; `noise` are
+    marks around all calls together. `bare` is a pattern, with a place for the functions' names, of
+    an answer that begins as a call without marks. `is_json` is True if the text between the marks
+    is {"name", "arguments"}, which a grammar can hold. `is_separate` is True if calls are
+    messages of their own, separate from the answer.
+    """
+
+    read: tool_parsers.Reader
+    marks: tuple[tuple[str, str], ...] = ()
+    noise: tuple[str, ...] = ()
+    bare: str | None = None
+    new_id: NewId = openai_id
+    is_json: bool = False
+    is_separate: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """List every mark."""
+        return (*(mark for pair in self.marks for mark in pair if mark), *self.noise)
+
+    def begins(self, names: Sequence[str]) -> Any:
+        """Return a pattern of the beginning of a bare call of one of the functions."""
+        if self.bare is None or not names:
+            return None
+        alternatives = "|".join(map(regex.escape, sorted(names)))
+        return regex.compile(self.bare.replace("{}", alternatives).replace("{{", "{"))
+
+
+_TOOL_CALL = (("<tool_call>", "</tool_call>"),)
+_HERMES = ToolFormat(tool_parsers.read_json, _TOOL_CALL, is_json=True)
+_QWEN = ToolFormat(tool_parsers.read_qwen, _TOOL_CALL)
+_GLM = ToolFormat(tool_parsers.read_glm, _TOOL_CALL)
+_LLAMA = ToolFormat(
+    tool_parsers.read_python,
+    (("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),
+    bare=_BARE_LLAMA,
+)
+_DEEPSEEK = ToolFormat(
+    tool_parsers.read_deepseek,
+    (("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+)
+_DSML = ToolFormat(
+    tool_parsers.read_dsml,
+    (
+        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    ),
+)
+_COHERE = ToolFormat(tool_parsers.read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),))
+_GEMMA = (("<|tool_call>", "<tool_call|>"),)
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
+    {
+        "openai": ToolFormat(tool_parsers.read_json, is_separate=True),
+        "muse_spark": ToolFormat(
+            tool_parsers.read_atem,
+            (("<atem:function_calls>", "</atem:function_calls>"),),
+            is_separate=True,
+        ),
+        "hermes": _HERMES,
+        "qwen3_coder": _QWEN,
+        "glm47": _GLM,
+        "mistral": ToolFormat(
+            tool_parsers.read_mistral, (("[TOOL_CALLS]", ""),), new_id=mistral_id
+        ),
+        "llama3_json": _LLAMA,
+        "llama4_pythonic": _LLAMA,
+        "deepseek_v3": _DEEPSEEK,
+        "deepseek_v32": _DSML,
+        "minimax_m2": ToolFormat(
+            tool_parsers.read_minimax, (("<minimax:tool_call>", "</minimax:tool_call>"),)
+        ),
+        "gemma4": ToolFormat(tool_parsers.read_gemma, _GEMMA),
+        "functiongemma": ToolFormat(
+            tool_parsers.read_gemma, (("<start_function_call>", "<end_function_call>"),)
+        ),
+        "longcat": ToolFormat(
+            tool_parsers.read_longcat, (("<longcat_tool_call>", "</longcat_tool_call>"),)
+        ),
+        "lfm2": ToolFormat(
+            tool_parsers.read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),)
+        ),
+        "seed_oss": ToolFormat(
+            tool_parsers.read_seed, (("<seed:tool_call>", "</seed:tool_call>"),)
+        ),
+        "kimi_k2": ToolFormat(
+            tool_parsers.read_kimi,
+            (("<|tool_call_begin|>", "<|tool_call_end|>"),),
+            ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            new_id=kimi_id,
+        ),
+        "kimi_k3": ToolFormat(
+            tool_parsers.read_kimi_k3, (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),)
+        ),
+        "minicpm5": ToolFormat(tool_parsers.read_minicpm, (("<function name=", "</function>"),)),
+        "nemotron_nano_v2": ToolFormat(tool_parsers.read_json, (("<TOOLCALL>", "</TOOLCALL>"),)),
+        "hunyuan_a13b": ToolFormat(tool_parsers.read_json, (("<tool_calls>", "</tool_calls>"),)),
+        "granite": ToolFormat(tool_parsers.read_json, (("<|tool_call|>", ""), ("<tool_call>", ""))),
+        "phi4_mini_json": ToolFormat(
+            tool_parsers.read_json,
+            (("<|tool_call|>", "<|/tool_call|>"), ("functools[", "")),
+        ),
+        "cohere_command3": _COHERE,
+        # Command-R of before tokens for it; its template has the words.
+        "command_r": ToolFormat(
+            tool_parsers.read_json, (("Action:```json", "```"), ("Action: ```json", "```"))
+        ),
+    }
+)
+# Other names of the same: vLLM's, and mlx-lm's.
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "json_tools": "hermes", "granite4": "hermes", "qwen3_xml": "qwen3_coder",
+        "step3p5": "qwen3_coder", "mimo": "qwen3_coder", "glm45": "glm47", "laguna": "glm47",
+        "poolside_v1": "glm47", "llama4_json": "llama3_json", "deepseek_v31": "deepseek_v3",
+        "deepseek_v4": "deepseek_v32", "function_gemma": "functiongemma",
+        "cohere_command4": "cohere_command3",
+    }
+)  # fmt: skip
+# mlx-lm's "pythonic" is LFM2's, with marks; vLLM's is Llama 3.2's, without.
+_MLX_LM = {"pythonic": "lfm2"}
+_VLLM = {"pythonic": "llama4_pythonic"}
+
+# What a template writes, all of it, and the format that it is of; the first match counts.
+_WRITTEN: Sequence[tuple[tuple[str, ...], str]] = (
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<|tool_call>", "<tool_call|>"), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<arg_key>",), "glm47"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<tool_call>\\n<function=",), "qwen3_coder"),
+    (("<tool_call>\n<function=",), "qwen3_coder"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (('<function name="', '<param name="'), "minicpm5"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<atem:function_calls>",), "muse_spark"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v3"),
+    (("｜DSML｜",), "deepseek_v32"),
+    (("<|START_ACTION|>",), "cohere_command3"),
+    (("Action:", "```json", "directly_answer"), "command_r"),
+    (("Action:", "```json", "directly-answer"), "command_r"),
+    (("<TOOLCALL>",), "nemotron_nano_v2"),
+    (("<tool_calls>",), "hunyuan_a13b"),
+    (("<|tool|>", "<|/tool|>"), "phi4_mini_json"),
+    (("<|/tool_call|>",), "phi4_mini_json"),
+    (("functools[",), "phi4_mini_json"),
+    (("<|tool_call|>",), "granite"),
+    (("<|python_start|>",), "llama4_pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (("Environment: ipython",), "llama3_json"),
+    (('{"name": function name, "parameters"',), "llama3_json"),
+    (("<tool_call>",), "hermes"),
+)
+# Tokens of which no other family's vocabulary has one.
+_BY_TOKEN: Mapping[str, str] = {
+    "<｜tool▁calls▁begin｜>": "deepseek_v3",
+    "<|START_ACTION|>": "cohere_command3",
+}
+# Where the template shows tools but names no mark.
+_BY_TYPE: Mapping[str, str] = {
+    "llama4": "llama4_pythonic",
+    "llama4_text": "llama4_pythonic",
+    "granite": "granite",
+    "granitemoe": "granite",
+    "phi3": "phi4_mini_json",
+    "seed_oss": "seed_oss",
+}
+
+
+def known_tool_parser(name: str) -> str | None:
+    """Return the table's name for one in models.yaml, vLLM's or mlx-lm's; None if unknown."""
+    name = ALIASES.get(name, _VLLM.get(name, name))
+    return name if name in TOOL_FORMATS or name == "none" else None
+
+
+def infer_tools(
+    vocabulary: Container[str], template: str, model_type: str, declared: str | None
+) -> str | None:
+    """Return the name of a checkpoint's format, None if no known one matches.
+
+    `declared` is the format that the checkpoint, or else mlx-lm, names.
+    """
+    if model_type == "gpt_oss" or all(token in vocabulary for token in HARMONY_TOKENS):
+        return "openai"
+    if declared is not None:
+        declared = ALIASES.get(declared, _MLX_LM.get(declared, declared))
+        if declared in TOOL_FORMATS and declared != "hermes":
+            return declared
+    for words, name in _WRITTEN:
+        if all(word in template for word in words):
+            # Granite's mark is another's too; IBM's Granite 4 writes Hermes' form.
+            if name == "hermes" and model_type == "granite" and "tool_call.name" not in template:
+                return "granite"
+            return name
+    if declared is not None and declared in TOOL_FORMATS:
+        return declared
+    for token, name in _BY_TOKEN.items():
+        if token in vocabulary:
+            return name
+    return _BY_TYPE.get(model_type) if "tools" in template else None

@@ -1,0 +1,441 @@
+"""The KV of sequences of different lengths, side by side, each from its own first place on.
+
+mlx-lm's batched cache ends all rows at one place, so a row that joins or leaves moves all others.
+Here a row's tokens begin at place 0 of its slot, and each row has a length of its own: one that
+joins is copied into a free slot, one that leaves is replaced by the last, and rows may go back by
+different counts. Places from a row's length on are masked.
+"""
+
+import copy
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Final, TypeAlias
+from weakref import WeakValueDictionary
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import KVCache, _BaseCache, make_prompt_cache
+
+STEP: Final = 256  # tokens by which a buffer grows, as mlx-lm's do
+SPARE: Final = 8  # one slot for so many rows may be kept free; memory is counted so
+_FEW: Final = 8  # tokens a row that are written by one kernel; more, by one a row
+
+Mover: TypeAlias = tuple[int, list[mx.array]]  # a place, and what each plane is to have there
+
+_Base: Any = _BaseCache  # untyped in mlx-lm
+
+
+class RowLengths:
+    """How many tokens each row has. The layers of a model share one, as `share_lengths` returns it,
+    so that masks and positions are made once a pass.
+    """
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self.counts = counts
+        self.longest = max(self.counts, default=0)
+        self.are_equal = len(set(self.counts)) <= 1
+        self._arrays: dict[Hashable, mx.array] = {}
+        self._indices: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = {}
+        # Weak, or lengths that are held would hold all that came after them.
+        self._next: WeakValueDictionary[Hashable, RowLengths] = WeakValueDictionary()
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Return the position of each row's next token: (rows,), or one number if all are equal."""
+        if self.are_equal:
+            return self.longest
+        return self._array("offset", lambda: mx.array(self.counts))
+
+    def plus(self, tokens: int) -> "RowLengths":
+        return self._follow(("plus", tokens), (count + tokens for count in self.counts))
+
+    def minus(self, tokens: tuple[int, ...]) -> "RowLengths":
+        """Return the lengths with so many tokens of each row taken off."""
+        counts = (count - gone for count, gone in zip(self.counts, tokens, strict=True))
+        return self._follow(("minus", tokens), counts)
+
+    def at(self, rows: tuple[int, ...]) -> "RowLengths":
+        return self._follow(("at", rows), (self.counts[row] for row in rows))
+
+    def join(self, others: tuple[int, ...]) -> "RowLengths":
+        return self._follow(("join", others), (*self.counts, *others))
+
+    def indices(self, heads: int, tokens: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the row, head and place of each of the next tokens' vectors, each (rows, heads,
+        tokens).
+
+        Being of one shape and type they need no cast and no broadcast in any layer. A single flat
+        index would not fit in 32 bits for the largest buffers.
+        """
+        if (indices := self._indices.get((heads, tokens))) is None:
+            row, head, _ = np.indices((len(self.counts), heads, tokens), np.int32)
+            place = np.broadcast_to(self._places(tokens)[:, None], row.shape)
+            indices = self._indices[heads, tokens] = mx.array(row), mx.array(head), mx.array(place)
+        return indices
+
+    def _places(self, tokens: int) -> npt.NDArray[np.int32]:
+        """Return where the next tokens of each row go, (rows, tokens). On the host: made by the
+        device, a few numbers would cost a kernel each.
+        """
+        counts = np.array(self.counts, np.int32)
+        return np.add.outer(counts, np.arange(tokens, dtype=np.int32))
+
+    def mask(self, tokens: int, window: int | None, *, is_array: bool) -> mx.array | str | None:
+        """Return what each of the next tokens may attend to, as mlx-lm's models take it.
+
+        That is (rows, 1, tokens, longest + tokens) bool; or "causal", or None for all, if the rows
+        are of equal length, there is no window and no array is asked for.
+        """
+        if self.are_equal and window is None and not is_array:
+            return "causal" if tokens > 1 else None
+        return self._array(("mask", tokens, window), lambda: self._make_mask(tokens, window))
+
+    def _make_mask(self, tokens: int, window: int | None) -> mx.array:
+        row_places = mx.array(self._places(tokens)[:, None, :, None])
+        key_places = mx.arange(self.longest + tokens)
+        return (
+            key_places <= row_places
+            if window is None
+            else (key_places <= row_places) & (key_places > row_places - window)
+        )
+
+    def _array(self, key: Hashable, make: Callable[[], mx.array]) -> mx.array:
+        if key not in self._arrays:
+            self._arrays[key] = make()
+        return self._arrays[key]
+
+    def _follow(self, key: Hashable, counts: Iterable[int]) -> "RowLengths":
+        if (following := self._next.get(key)) is None:
+            following = self._next[key] = share_lengths(tuple(counts))
+        return following
+
+
+_shared: WeakValueDictionary[tuple[int, ...], RowLengths] = WeakValueDictionary()
+
+
+def share_lengths(counts: tuple[int, ...]) -> RowLengths:
+    """Return the lengths that all caches of these counts share."""
+    if (lengths := _shared.get(counts)) is None:
+        lengths = _shared[counts] = RowLengths(counts)
+    return lengths
+
+
+class RaggedKVCache(_Base):  # type: ignore[misc]
+    """The keys and values of one layer, with the interface of mlx-lm's batched caches.
+
+    They are in `planes`, (slots, heads, places, size) each: here the keys, then the values. What a
+    subclass makes of them has other planes. The first slots are the rows'.
+
+    New: `rewind`, and that `filter` moves no row which keeps its place.
+    """
+
+    def __init__(self, counts: Sequence[int] = (0,)) -> None:
+        self.planes: list[mx.array] = []
+        self.lengths = share_lengths(tuple(counts))
+        self._padding: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, keys: mx.array, values: mx.array) -> "RaggedKVCache":
+        """Return a cache of these keys and values, (rows, heads, tokens, size), all in use."""
+        return cls().holding([keys, values])
+
+    def holding(self, planes: Sequence[mx.array]) -> "RaggedKVCache":
+        """Return a cache of this kind with these planes, (rows, heads, tokens, n), all in use."""
+        rows, _, tokens, _ = planes[0].shape
+        cache = self.with_rows([tokens] * rows)
+        cache.planes = list(planes)
+        return cache
+
+    def with_rows(self, counts: Sequence[int]) -> "RaggedKVCache":
+        """Return a cache of this kind, of rows of these lengths, without planes."""
+        return RaggedKVCache(counts)
+
+    def pack(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        """Return the planes of new tokens' keys and values."""
+        return [keys, values]
+
+    def unpack(self, planes: Sequence[mx.array]) -> tuple[Any, Any]:
+        """Return keys and values as the model attends to them."""
+        keys, values = planes
+        return keys, values
+
+    @property
+    def keys(self) -> mx.array | None:
+        """Return the first plane. mlx-lm's models that are divided by layers put one in its place
+        that depends on what they have sent: mlx_lm/models/qwen2.py, pipeline_rank.
+        """
+        return self.planes[0] if self.planes else None
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.planes = [keys, *self.planes[1:]]
+
+    @property
+    def offset(self) -> int | mx.array:
+        return self.lengths.offset
+
+    @property
+    def state(self) -> Sequence[mx.array]:
+        return self.planes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes)
+
+    def size(self) -> int:
+        """Return the length of the longest row."""
+        return self.lengths.longest
+
+    def empty(self) -> bool:
+        return not self.planes
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append tokens to each row; return all keys and values up to the longest row's end."""
+        lengths, after = self.lengths, self.lengths.plus(keys.shape[2])
+        new = self.pack(keys, values)
+        self.planes = [
+            _write(buffer, tokens, lengths)
+            for buffer, tokens in zip(
+                self._reserve(new, len(after.counts), after.longest), new, strict=True
+            )
+        ]
+        self.lengths = after
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        return self.unpack(self._used())
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> mx.array | str | None:
+        """Return the mask of a pass of N tokens a row, as `RowLengths.mask` does."""
+        return self.lengths.mask(N, window_size, is_array=return_array)
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Note how many tokens at each row's end of what is read next are padding."""
+        assert not left_padding
+        self._padding = tuple(right_padding or ())
+
+    def finalize(self) -> None:
+        """Take the padding off."""
+        if self._padding:
+            self.rewind(self._padding)
+            self._padding = ()
+
+    def rewind(self, counts: tuple[int, ...]) -> None:
+        """Take so many tokens off each row's end."""
+        self.lengths = self.lengths.minus(counts)
+
+    def trim(self, n: int) -> int:
+        """Take n tokens off every row's end, or as many as the shortest has; return how many."""
+        n = min(n, *self.lengths.counts)
+        self.rewind((n,) * len(self.lengths.counts))
+        return n
+
+    def filter(self, batch_indices: Sequence[int]) -> None:
+        """Keep these rows, in this order, as `filter_layers` does."""
+        filter_layers([self], batch_indices)
+
+    def take_movers(self, rows: Sequence[int]) -> list[Mover] | None:
+        """Copy the rows that change places when only these are kept, each with its new place.
+
+        Return None if all are to be copied: for another order, or if too much becomes free.
+        """
+        if self.empty():
+            return []
+        moves = [(place, row) for place, row in enumerate(rows) if row != place]
+        slots, _, places, _ = self.planes[0].shape
+        longest = max((self.lengths.counts[row] for row in rows), default=0)
+        is_roomy = slots > len(rows) + len(rows) // SPARE or places > _round_up(longest)
+        if is_roomy or any(row < len(rows) for _, row in moves):
+            return None
+        return [
+            (place, [copy_rows(plane[row : row + 1]) for plane in self.planes])
+            for place, row in moves
+        ]
+
+    def keep(self, rows: Sequence[int], movers: list[Mover] | None) -> None:
+        """Keep these rows, with what `take_movers` returned for them."""
+        self.lengths = self.lengths.at(tuple(rows))
+        if movers is None:
+            at = mx.array(list(rows)), slice(None), slice(_round_up(self.lengths.longest))
+            self.planes = [plane[at] for plane in self.planes]
+        for place, moved in movers or ():
+            self._place(moved, place)
+
+    def extend(self, other: "RaggedKVCache") -> None:
+        """Add the rows of another cache of the same layer."""
+        first, more = len(self.lengths.counts), len(other.lengths.counts)
+        self.lengths = self.lengths.join(other.lengths.counts)
+        if not other.empty():
+            joining = other._used()
+        elif not self.empty():
+            joining = [mx.repeat(plane[:1, :, :0], more, axis=0) for plane in self.planes]
+        else:
+            return
+        self.planes = self._reserve(joining, first + more, self.lengths.longest)
+        self._place(joining, first)
+
+    def extract(self, idx: int) -> "RaggedKVCache":
+        """Return a copy of one row."""
+        return self.holding(self.copy_tokens(idx, 0, self.lengths.counts[idx]))
+
+    def copy_tokens(self, row: int, start: int, stop: int) -> list[mx.array]:
+        """Copy the planes of some of a row's tokens."""
+        at = slice(row, row + 1), slice(None), slice(start, stop)
+        return [copy_rows(plane[at]) for plane in self.planes]
+
+    @classmethod
+    def merge(cls, caches: Sequence["RaggedKVCache"]) -> "RaggedKVCache":
+        """Return the rows of several caches as one."""
+        if len(caches) == 1:
+            return copy.copy(caches[0])
+        merged = caches[0].with_rows(())
+        if filled := [cache for cache in caches if not cache.empty()]:
+            rows = sum(len(cache.lengths.counts) for cache in caches)
+            places = max(cache.lengths.longest for cache in caches)
+            merged.planes = merged._reserve(filled[0].planes, rows, places)
+        for cache in caches:
+            merged.extend(cache)
+        return merged
+
+    def __copy__(self) -> "RaggedKVCache":
+        """Return a cache that is written independently: writing changes what all holders of an
+        mx.array see, and a reshaped one is another.
+        """
+        twin = self.with_rows(self.lengths.counts)
+        twin.lengths = self.lengths
+        twin.planes = [plane.reshape(plane.shape) for plane in self.planes]
+        return twin
+
+    def _used(self) -> list[mx.array]:
+        """Return the planes of the rows, up to the longest row's end."""
+        assert self.planes
+        at = slice(len(self.lengths.counts)), slice(None), slice(self.lengths.longest)
+        return [plane[at] for plane in self.planes]
+
+    def _reserve(self, like: Sequence[mx.array], rows: int, places: int) -> list[mx.array]:
+        """Return the planes, like these, with room for so many rows of so many tokens."""
+        buffers: Sequence[mx.array | None] = self.planes or [None] * len(like)
+        return [
+            _reserve(buffer, shape, rows, places)
+            for buffer, shape in zip(buffers, like, strict=True)
+        ]
+
+    def _place(self, planes: Sequence[mx.array], first: int) -> None:
+        """Put whole rows into slots from the first on."""
+        pairs = zip(self.planes, planes, strict=True)
+        self.planes = [_place(buffer, rows, first) for buffer, rows in pairs]
+
+
+def can_batch(model: Any) -> bool:
+    """Return True if mlx-lm can put rows of this model side by side."""
+    return all(hasattr(layer, "merge") for layer in make_prompt_cache(model))
+
+
+def make_batch_caches(model: Any) -> list[Any]:
+    """Return the empty caches of one sequence, to be merged with others'."""
+    return [as_ragged(layer) for layer in make_prompt_cache(model)]
+
+
+def as_ragged(layer: Any) -> Any:
+    """Return the cache, an empty one, that takes the place of mlx-lm's in a batch."""
+    return RaggedKVCache() if type(layer) is KVCache else layer
+
+
+def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
+    """Keep these rows of a model's caches, in this order.
+
+    A `RaggedKVCache` copies only the rows that fill the places of others, if the order is that of
+    `compact`. They are waited for before they are written: MLX writes to a buffer in place only
+    while nothing under way reads it, and copies all of it otherwise.
+    """
+    ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
+    movers = [layer.take_movers(rows) for layer in ragged]
+    if any(movers):
+        mx.eval([planes for moves in movers for _, planes in moves or ()])
+    for layer, some in zip(ragged, movers, strict=True):
+        layer.keep(rows, some)
+    for layer in layers:
+        if not isinstance(layer, RaggedKVCache):
+            layer.filter(rows)
+
+
+def rewind_layers(layers: Sequence[Any], counts: Sequence[int]) -> None:
+    """Take so many tokens off each row's end. Every layer is a `RaggedKVCache`."""
+    if any(counts):
+        for layer in layers:
+            layer.rewind(tuple(counts))
+
+
+def compact(rows: Sequence[int]) -> list[int]:
+    """Return the order in which `filter_layers` copies the fewest of these rows, rising indices.
+
+    Those that are among the first stay where they are, and the last ones fill the holes.
+    """
+    staying = set(rows)
+    movers = iter([row for row in rows if row >= len(rows)])
+    return [place if place in staying else next(movers) for place in range(len(rows))]
+
+
+def copy_rows(array: mx.array) -> mx.array:
+    """Copy an array into a buffer of its own size: a view would hold all of what it is cut from.
+
+    mx.contiguous returns the view itself where that holds but 16 KB more.
+    """
+    return mx.concatenate([array[:0], array])
+
+
+def _reserve(buffer: mx.array | None, like: mx.array, rows: int, places: int) -> mx.array:
+    """Return the buffer with room for so many rows of so many tokens; a new one is zero."""
+    _, heads, _, size = like.shape
+    if buffer is None:
+        return mx.zeros((rows, heads, _round_up(places), size), like.dtype)
+    slots, _, there, _ = buffer.shape
+    if rows <= slots and places <= there:
+        return buffer
+    slots_after = slots if rows <= slots else rows + rows // SPARE
+    there_after = there if places <= there else _round_up(places)
+    padding = [(0, slots_after - slots), (0, 0), (0, there_after - there), (0, 0)]
+    return mx.pad(buffer, padding)
+
+
+def _write(buffer: mx.array, tokens: mx.array, lengths: RowLengths) -> mx.array:
+    """Write tokens, (rows, heads, tokens, size), at the rows' ends."""
+    rows, heads, count, _ = tokens.shape
+    if lengths.are_equal:
+        at = lengths.longest
+        buffer[:rows, :, at : at + count] = tokens
+    elif count <= _FEW:
+        buffer[lengths.indices(heads, count)] = tokens
+    else:
+        for row, at in enumerate(lengths.counts):
+            buffer[row : row + 1, :, at : at + count] = tokens[row : row + 1]
+    return buffer
+
+
+def _place(buffer: mx.array, rows: mx.array, first: int) -> mx.array:
+    """Put whole rows into slots from the first on. What was in the slots before is zero then: a
+    masked place has a weight of zero, and zero times infinity would be NaN.
+    """
+    rest = buffer.shape[2] - rows.shape[2]
+    if rest > 0:
+        rows = mx.pad(rows, [(0, 0), (0, 0), (0, rest), (0, 0)])
+    buffer[first : first + rows.shape[0]] = rows
+    return buffer
+
+
+def _round_up(places: int) -> int:
+    return -(-places // STEP) * STEP

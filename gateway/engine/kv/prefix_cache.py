@@ -1,0 +1,352 @@
+"""The KV of prompts already read, in blocks, so that what two prompts begin with is read once.
+
+A block is identified by the block before it and its own tokens, so prompts share the blocks of all
+that they begin with. The first one's is a root: each adapter of a model has one of its own, as its
+KV is. Only plain KV can be cut into blocks. The other layers' caches, of sliding
+windows or states, are kept whole, with the block after which they were copied, and a prompt can
+continue only from such a block.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, takewhile
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from gateway.engine.bounds import KeptBuffers
+from gateway.engine.kv.cache import RaggedKVCache, as_ragged, copy_rows
+
+# In tokens, and so the shortest prefix worth keeping: reading fewer takes a device hardly longer
+# than the one pass that a prompt needs anyway. At most this many are read again after a hit.
+BLOCK = 64
+# So many sets of states must fit, or none are kept of answers under way: a few of these would push
+# out what prompts share. Where they fit, they have at most this share of the room.
+MIN_SETS = 8
+GROWING_SHARE = 0.5
+_TOKEN_BYTES = 8  # in a key: so that no block, not even one without KV, weighs nothing
+ROOT = 0  # of the model itself; an adapter's is its number below it
+
+Key: TypeAlias = tuple[int, ...]  # the number of the block before, then a block's own tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The plain layers' planes of one block, or the other layers' caches after a block."""
+
+    number: int
+    layers: Sequence[Any]
+    nbytes: int
+    buffers: int
+
+
+class PrefixCache:
+    """The KV of one model's prompts: at most `limit` bytes, least recently used evicted first.
+
+    `empty` is the model's prompt cache before anything was read. A limit of 0 keeps nothing. All
+    models' arrays are counted in `buffers`, and no more are kept than those may be. `states` are
+    the bytes of a set of states, at most.
+
+    States of answers under way are evicted before all others, the oldest first: most are never
+    taken up, and those of a prompt that many share would have to make room for them.
+    """
+
+    def __init__(
+        self,
+        empty: Sequence[Any],
+        limit: int,
+        buffers: KeptBuffers | None = None,
+        states: int = 0,
+    ) -> None:
+        self._limit = limit
+        self._states = states
+        self._buffers = buffers or KeptBuffers()
+        self._empty = [as_ragged(layer) for layer in empty]
+        self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
+        self._numbers = count(ROOT + 1)
+        # Least recently used first. A block counts as used just before the one that it follows,
+        # so the first of all has no block that follows it, and can be evicted.
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._nbytes = 0
+        self._growing: dict[Key, None] = {}  # the states of answers under way, the oldest first
+        self._names: dict[tuple[int, bytes], Key] = {}  # a router's, of what ends in a block
+
+    @property
+    def is_on(self) -> bool:
+        """Return True if anything can be kept."""
+        return self._limit > 0
+
+    @property
+    def needs_block_ends(self) -> bool:
+        """Return True if prompts are kept only as they are at the end of a block."""
+        return self.is_on and not all(self._is_plain)
+
+    @property
+    def keeps_growing(self) -> bool:
+        """Return True if states are kept of answers under way."""
+        return self._limit >= MIN_SETS * self._states
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def count_known(self, tokens: Sequence[int], root: int = ROOT) -> int:
+        """Count the first tokens that need not be read."""
+        return BLOCK * len(self._usable(tokens, root))
+
+    def count_kept(self, tokens: Sequence[int], root: int = ROOT) -> int:
+        """Count the first tokens that are those of another prompt, whose blocks are kept. More than
+        are known if no states are kept where the prompts part.
+        """
+        return BLOCK * len(self._path(tokens, root))
+
+    def take(self, tokens: Sequence[int], root: int = ROOT) -> tuple[int, list[Any] | None]:
+        """Return how many first tokens are known, and their prompt cache; 0 and None if none are.
+
+        The cache is for merging into a batch, which copies it: what is kept is never written to.
+        """
+        path = self._usable(tokens, root)
+        if not path:
+            return 0, None
+        blocks = [self._kept[key] for key in path]
+        states: Sequence[Any] = ()
+        if self.needs_block_ends:
+            path.append(self._state_key(path))
+            states = self._kept[path[-1]].layers
+        self._use(path)
+        length = BLOCK * len(blocks)
+        pages = zip(*(block.layers for block in blocks), strict=True)
+        empty, _ = self._split(self._empty)
+        plain = iter([_join(*page) for page in zip(empty, pages, strict=True)])
+        state_iter = iter(states)
+        return length, [next(plain if is_plain else state_iter) for is_plain in self._is_plain]
+
+    def names(self, root: int = ROOT) -> list[bytes]:
+        """List the names of what is kept, the oldest first. Safe on any thread."""
+        named = list(self._names.items())
+        return [name for (of, name), key in named if of == root and key in self._kept]
+
+    def store(
+        self,
+        tokens: Sequence[int],
+        layers: Sequence[Any],
+        row: int,
+        named: Sequence[tuple[int, bytes]] = (),
+        root: int = ROOT,
+        *,
+        is_growing: bool = False,
+    ) -> int:
+        """Keep the whole blocks of the tokens that row `row` of a batch with these caches has read.
+
+        Return how many tokens those blocks have that were not there before. If the cache
+        `needs_block_ends`, the tokens must end with a block, or nothing is kept. `named` are names
+        of beginnings of the tokens, each with the token that it ends before. `is_growing`: they end
+        within an answer under way.
+        """
+        whole = len(tokens) - len(tokens) % BLOCK
+        if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
+            return 0
+        plain, stateful = self._split(layers)
+        if any(layer.size() < whole for layer in plain):
+            return 0  # this model leaves a layer's cache unused
+        path = self._path(tokens, root)
+        known = len(path)
+        self._use(path)
+        for start in range(BLOCK * len(path), whole, BLOCK):
+            pages = [layer.copy_tokens(row, start, start + BLOCK) for layer in plain]
+            key = (self._after(path, root), *tokens[start : start + BLOCK])
+            if not self._put(key, pages, path, is_growing=is_growing):
+                break
+        new = BLOCK * (len(path) - known)
+        is_there = bool(path) and len(path) * BLOCK == whole
+        if stateful and is_there:
+            self._keep_states(path, stateful, row, is_growing=is_growing)
+        self._use(path)
+        self._name(path, named, root)
+        return new
+
+    def store_next(
+        self,
+        tokens: Sequence[int],
+        layers: Sequence[Any],
+        row: int,
+        dropped: Sequence[int],
+        root: int = ROOT,
+        *,
+        is_growing: bool = True,
+    ) -> bool:
+        """Keep the last block of tokens that row `row` of a batch has just read, all of them, and
+        the states after it, if the blocks before it are kept. Return True if these states are new.
+
+        Then those after the first `dropped` tokens, of which there are several counts, are dropped:
+        an answer keeps a few sets of them, however long it becomes.
+        """
+        path = self._path(tokens, root)
+        if len(path) < len(tokens) // BLOCK - 1:
+            return False  # all was dropped to free memory: it is not filled again from here
+        was_there = self._has_states(path, tokens)
+        self.store(tokens, layers, row, root=root, is_growing=is_growing)
+        path = self._path(tokens, root)
+        if was_there or not self._has_states(path, tokens):
+            return False
+        for end in dropped:
+            if (key := self._state_key(path[: end // BLOCK])) in self._kept:
+                self._drop(key)
+        return True
+
+    def note_ended(self, tokens: Sequence[int], ends: Sequence[int], root: int = ROOT) -> None:
+        """Count the states kept after the first `ends` tokens of an answer as used: it is whole."""
+        path = self._path(tokens, root)
+        for end in ends:
+            key = self._state_key(path[: end // BLOCK])
+            if BLOCK * len(path) >= end and key in self._kept:
+                self._use([key])
+        self._use(path)
+
+    def forget(self, root: int) -> None:
+        """Drop all that is kept of an adapter."""
+        gone = {root}
+        for key, block in sorted(self._kept.items(), key=lambda item: item[1].number):
+            if key[0] in gone:  # it follows another that is gone
+                gone.add(block.number)
+                self._drop(key)
+
+    def stop(self) -> None:
+        """Drop everything, and keep nothing from now on."""
+        self._limit = 0
+        self.clear()
+
+    def clear(self) -> None:
+        for key in list(self._kept):
+            self._drop(key)
+        self._names.clear()
+
+    def _drop(self, key: Key) -> None:
+        dropped = self._kept.pop(key)
+        self._growing.pop(key, None)
+        self._nbytes -= dropped.nbytes
+        self._buffers.count -= dropped.buffers
+
+    def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Separate the plain layers from the others."""
+        both = list(zip(layers, self._is_plain, strict=True))
+        return [layer for layer, is_plain in both if is_plain], [
+            layer for layer, is_plain in both if not is_plain
+        ]
+
+    def _path(self, tokens: Sequence[int], root: int) -> list[Key]:
+        """List the kept blocks that the tokens begin with."""
+        path: list[Key] = []
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            key = (self._after(path, root), *tokens[start : start + BLOCK])
+            if key not in self._kept:
+                break
+            path.append(key)
+        return path
+
+    def _has_states(self, path: Sequence[Key], tokens: Sequence[int]) -> bool:
+        """Return True if a path ends where the tokens do, and a prompt can continue from there."""
+        return BLOCK * len(path) == len(tokens) and self._state_key(path) in self._kept
+
+    def _usable(self, tokens: Sequence[int], root: int) -> list[Key]:
+        """List those blocks up to the last one after which a prompt can continue."""
+        path = self._path(tokens, root)
+        while path and self.needs_block_ends and self._state_key(path) not in self._kept:
+            path.pop()
+        return path
+
+    def _name(self, path: Sequence[Key], named: Sequence[tuple[int, bytes]], root: int) -> None:
+        """Remember in which block of a path each beginning ends, for as long as that is kept."""
+        for end, name in named:
+            if 0 < end <= BLOCK * len(path):
+                self._names[root, name] = path[(end - 1) // BLOCK]
+        if len(self._names) > 2 * len(self._kept) + BLOCK:
+            self._names = {name: key for name, key in self._names.items() if key in self._kept}
+
+    def _after(self, path: Sequence[Key], root: int = ROOT) -> int:
+        """Return the number that identifies what follows a path."""
+        return self._kept[path[-1]].number if path else root
+
+    def _state_key(self, path: Sequence[Key]) -> Key:
+        """Return the key of the other layers' caches after a path. No block follows them."""
+        return (self._after(path),)
+
+    def _use(self, path: Sequence[Key]) -> None:
+        for key in reversed(path):
+            self._kept.move_to_end(key)
+            self._growing.pop(key, None)
+
+    def _keep_states(
+        self, path: Sequence[Key], layers: Sequence[Any], row: int, *, is_growing: bool
+    ) -> None:
+        """Keep what the other layers have of a row after a path."""
+        key = self._state_key(path)
+        if key not in self._kept:
+            states = [_extract(layer, row) for layer in layers]
+            if self._put(key, states, list(path), is_growing=is_growing) and is_growing:
+                self._growing[key] = None
+        elif not is_growing:
+            self._use([key])
+
+    def _next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
+        """Return what has to go first for so many bytes more."""
+        growing = sum(self._kept[key].nbytes for key in self._growing)
+        if not is_growing or growing + nbytes > GROWING_SHARE * self._limit:
+            keys: Iterable[Key] = chain(self._growing, self._kept)
+        else:
+            keys = (key for key in self._kept if key not in self._growing)
+        return next(iter(keys), None)
+
+    def _put(self, key: Key, layers: Sequence[Any], path: list[Key], *, is_growing: bool) -> bool:
+        """Keep layers after a path if they are finite and fit; return whether they were kept."""
+        arrays = [array for layer in layers for array in _arrays(layer)]
+        nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
+        while (
+            self._nbytes + nbytes > self._limit
+            or self._buffers.count + len(arrays) > self._buffers.limit
+        ):
+            evicted = self._next_evicted(nbytes, is_growing=is_growing)
+            if evicted is None or evicted in path:
+                return False
+            self._drop(evicted)
+        # NaN in one layer is NaN in all after it: checking the last one is enough.
+        are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
+        # Before it is kept: an error belongs to the sequence that was read. One wait for all.
+        mx.eval(arrays, are_finite)
+        if not all(is_finite.item() for is_finite in are_finite):
+            return False
+        self._kept[key] = _Kept(next(self._numbers), layers, nbytes, len(arrays))
+        self._nbytes += nbytes
+        self._buffers.count += len(arrays)
+        path.append(key)
+        return True
+
+
+def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens, in whole blocks, that two prompts begin with."""
+    starts = range(0, min(len(one), len(other)) - BLOCK + 1, BLOCK)
+    alike = takewhile(lambda at: one[at : at + BLOCK] == other[at : at + BLOCK], starts)
+    return BLOCK * sum(1 for _ in alike)
+
+
+def _extract(layer: Any, row: int) -> Any:
+    """Copy a row's cache of another kind out of a batch."""
+    cache = layer.extract(row)  # of some kinds, views of the whole batch's buffers
+    cache.state = tree_map(
+        lambda leaf: copy_rows(leaf) if isinstance(leaf, mx.array) else leaf, cache.state
+    )
+    return cache
+
+
+def _join(empty: RaggedKVCache, pages: Sequence[Sequence[mx.array]]) -> RaggedKVCache:
+    """Make one layer's cache from the planes of its blocks."""
+    planes = zip(*pages, strict=True)
+    return empty.holding([mx.concatenate(list(plane), axis=2) for plane in planes])
+
+
+def _arrays(layer: Any) -> list[mx.array]:
+    """List the arrays of a block's page or of a cache."""
+    leaves: Any = tree_flatten(layer if isinstance(layer, list) else layer.state)
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]

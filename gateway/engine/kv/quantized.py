@@ -1,0 +1,180 @@
+"""KV in 8 or 4 bits: what a model's plain layers keep of each token, quantised.
+
+MLX quantises along the numbers of one head, so every token has groups of its own: rows of any
+lengths share a batch, and blocks of a prompt are kept and tokens taken back as those of plain KV
+are. Layers of other kinds, of sliding windows or states, keep what they have.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from weakref import ref
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from gateway.engine.device_faults import classify
+from gateway.engine.kv.cache import RaggedKVCache
+from gateway.engine.models.checkpoint import KV_GROUP_SIZES, Listing, kv_group_size
+from gateway.errors import Fault
+
+# Tokens a row of the longest pass that attends to packed keys: a decode step, and one with a draft.
+# mlx-lm's attention to those writes out all scores, and reads the KV but once. After more tokens
+# one layer's KV at a time is made floating instead, for the device's own attention, which writes no
+# scores: those of 2,048 tokens after 32,768, 32 heads, are 4 GB in 16 bits. On Metal, where the
+# number is not measured, mx.quantized_matmul reads a quarter to a half of the bytes; a CPU has
+# `attend_packed`.
+MOST_PACKED: Final = 8
+_TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens of the passes that are tried
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How one layer keeps its KV. Passes of more than `most_packed` tokens a row attend to floating
+    keys and values; with 0, all do.
+    """
+
+    bits: int
+    group_size: int
+    most_packed: int = MOST_PACKED
+
+
+class PackedKVCache(RaggedKVCache):
+    """The KV of one layer, quantised. Its planes are codes, scales and biases; each has the heads
+    of the keys, then those of the values.
+    """
+
+    def __init__(self, packing: Packing, counts: Sequence[int] = (0,)) -> None:
+        super().__init__(counts)
+        self._packing = packing
+        self._gives_packed = False
+
+    def with_rows(self, counts: Sequence[int]) -> RaggedKVCache:
+        return PackedKVCache(self._packing, counts)
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of the keys fetched last. There is no such attribute if those are
+        floating: mlx-lm's attention asks `hasattr` which to compute.
+        """
+        if not self._gives_packed:
+            raise AttributeError("the keys fetched last are floating")
+        return self._packing.bits
+
+    @property
+    def group_size(self) -> int:
+        return self._packing.group_size
+
+    @property
+    def unpacked_token_bytes(self) -> int:
+        """Count the bytes of one token's keys and values once they are floating."""
+        codes, scales, _ = self.planes
+        return codes.shape[1] * codes.shape[3] * 32 // self._packing.bits * scales.dtype.size
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        self._gives_packed = keys.shape[2] <= self._packing.most_packed
+        return super().update_and_fetch(keys, values)
+
+    def pack(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        both, how = mx.concatenate([keys, values], axis=1), self._packing
+        packed: Any = mx.quantize(both, group_size=how.group_size, bits=how.bits)
+        codes, scales, biases = packed
+        # MLX passes over what is no number, and would make one of it: a fault would not show.
+        zeros = (both * 0).reshape(*scales.shape, how.group_size).sum(axis=-1)
+        return [codes, scales, biases + zeros]
+
+    def unpack(self, planes: Sequence[mx.array]) -> tuple[Any, Any]:
+        heads, how = planes[0].shape[1] // 2, self._packing
+        if self._gives_packed:
+            keys, values = (
+                tuple(plane[:, part] for plane in planes)
+                for part in (slice(heads), slice(heads, None))
+            )
+            return keys, values
+        codes, scales, biases = planes
+        both = mx.dequantize(codes, scales, biases, group_size=how.group_size, bits=how.bits)
+        return both[:, :heads], both[:, heads:]
+
+
+def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool = False) -> None:
+    """Let a model keep the KV of its plain layers in so many bits. On the lane.
+
+    What mlx-lm makes as its caches is that from now on. Passes that read it are tried; they are not
+    evaluated of a model that `is_shared`, since other ranks would have to make them too. Raises
+    ModelLoadFailed for a model without plain layers, or whose heads cannot be quantised.
+    """
+    caches = _own_caches(model)
+    packings = [_choose_packing(checkpoint, layer, bits) for layer in _read(model, caches(), (1,))]
+    if not any(packings):
+        kinds = sorted({type(layer).__name__ for layer in caches()})
+        raise checkpoint.failed(
+            f"no layer of it keeps plain KV, which `kv_bits` is for: they have {', '.join(kinds)}"
+        )
+    for max_packed in (
+        MOST_PACKED,
+        0,
+    ):  # its attention may take no packed keys, or have no kernel for it
+        _set_caches(
+            model,
+            caches,
+            [packing and replace(packing, most_packed=max_packed) for packing in packings],
+        )
+        try:
+            _read(model, make_prompt_cache(model), _TRIED, is_evaluated=not is_shared)
+        except Exception as error:
+            if classify(error) is not Fault.ROW:
+                raise
+            problem = f"{type(error).__name__}: {str(error)[:200]}"
+        else:
+            return
+    raise checkpoint.failed(f"its attention cannot read KV of `kv_bits`: {problem}")
+
+
+def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | None:
+    """Return how a layer that has read a token is to keep it; None if it is to stay as it is."""
+    if type(layer) is not KVCache or layer.keys is None:
+        return None
+    size, other = (plane.shape[-1] for plane in layer.keys_and_values())  # type: ignore[no-untyped-call]
+    if size != other:
+        raise checkpoint.failed(
+            f"its keys have {size} numbers a head and its values {other}, as latent attention has "
+            "them; `kv_bits` needs as many of both"
+        )
+    if (group := kv_group_size(size)) is None:
+        raise checkpoint.failed(
+            f"its heads have {size} numbers; `kv_bits` needs a multiple of {min(KV_GROUP_SIZES)}"
+        )
+    return Packing(bits, group)
+
+
+def _own_caches(model: Any) -> Callable[[], list[Any]]:
+    """Return what makes the caches that mlx-lm makes for a model. It does not hold the model, which
+    will hold it: its memory would stay until Python looks for circles.
+    """
+    kind: Any = type(model)
+    plain: Any = KVCache  # untyped in mlx-lm
+    model_ref: Callable[[], Any] = ref(model)
+    if hasattr(kind, "make_cache"):
+        return lambda: list(kind.make_cache(model_ref()))
+    return lambda: [plain() for _ in model_ref().layers]
+
+
+def _set_caches(
+    model: Any, own: Callable[[], list[Any]], packings: Sequence[Packing | None]
+) -> None:
+    def make_cache() -> list[Any]:
+        pairs = zip(own(), packings, strict=True)
+        return [layer if how is None else PackedKVCache(how) for layer, how in pairs]
+
+    model.make_cache = make_cache
+
+
+def _read(
+    model: Any, caches: list[Any], lengths: Sequence[int], *, is_evaluated: bool = False
+) -> list[Any]:
+    """Return the caches as they are after passes of so many tokens."""
+    for length in lengths:
+        logits = model(mx.zeros((1, length), dtype=mx.int32), cache=caches)
+        if is_evaluated:
+            mx.eval(logits)
+    return caches

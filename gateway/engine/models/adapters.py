@@ -1,0 +1,296 @@
+"""LoRA adapters of one model (Hu et al., 2021, arxiv.org/abs/2106.09685), many in one pass.
+
+A projection that is adapted computes, for each row, x W + (x A) B by the factors of the row's own
+adapter: those of one rank are stacked, and gathered by row. The base's weights are the same arrays
+for all. All of it runs on the lane.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear
+from mlx.utils import tree_unflatten
+
+from gateway.engine.models.adapter_files import AdapterFiles, Shape
+from gateway.engine.models.checkpoint import SLICE_BYTES
+from gateway.engine.models.decoders import floating_dtype
+from gateway.engine.models.missing_kernels import can_gather
+from gateway.jobs import Adapter
+
+NONE: Final = 0  # the number of no adapter
+
+_Module: Any = Module  # untyped in mlx's stubs
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the factors of a pass's rows are in a stack: all at `only`, or each at its `index`,
+    (rows,). Rows without an adapter are out of `mask`, (rows, 1, 1) bool, if there are any.
+    """
+
+    only: int | None
+    index: mx.array
+    mask: mx.array | None
+
+
+class _Rows:
+    """The adapters of a pass's rows, by number. Modules that have the same adapters share what is
+    looked up for one.
+    """
+
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        self.numbers = numbers
+        self._found: dict[tuple[int, ...], _Places | None] = {}
+
+    def find(self, held: tuple[int, ...]) -> _Places | None:
+        """Return where the rows' factors are in a stack of these adapters'; None if no row's is."""
+        if held not in self._found:
+            self._found[held] = self._look_up(held)
+        return self._found[held]
+
+    def _look_up(self, held: tuple[int, ...]) -> _Places | None:
+        places = [held.index(number) if number in held else None for number in self.numbers]
+        if all(place is None for place in places):
+            return None
+        index = mx.array([place or 0 for place in places])
+        if None in places:
+            has_one = mx.array([place is not None for place in places])
+            return _Places(None, index, has_one[:, None, None])
+        return _Places(places[0] if len(set(places)) == 1 else None, index, None)
+
+
+class _Pass:
+    """What the modules of a model know of the pass under way: None if no row has an adapter. And
+    whether the device has a mx.gather_mm for the factors.
+    """
+
+    def __init__(self) -> None:
+        self.rows: _Rows | None = None
+        self.gathers = False
+
+
+class _Stack(_Module):  # type: ignore[misc]
+    """The factors of a module's adapters of one rank: `lora_a`, (adapters, in, rank), and `lora_b`,
+    (adapters, rank, out).
+    """
+
+    def __init__(self, numbers: Sequence[int], lora_a: mx.array, lora_b: mx.array) -> None:
+        super().__init__()
+        mx.eval(lora_a, lora_b)
+        self.lora_a, self.lora_b = lora_a, lora_b
+        self.numbers = tuple(numbers)  # of the adapters, in the factors' order
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.lora_a.nbytes + self.lora_b.nbytes)
+
+    def plus(self, other: "_Stack") -> "_Stack":
+        return _Stack(
+            (*self.numbers, *other.numbers),
+            mx.concatenate([self.lora_a, other.lora_a]),
+            mx.concatenate([self.lora_b, other.lora_b]),
+        )
+
+    def without(self, number: int) -> "_Stack | None":
+        """Return the stack without an adapter; None if nothing is left."""
+        places = [i for i, other in enumerate(self.numbers) if other != number]
+        if not places:
+            return None
+        at = mx.array(places)
+        return _Stack([self.numbers[i] for i in places], self.lora_a[at], self.lora_b[at])
+
+    def multiply(self, x: mx.array, places: _Places, *, gathers: bool) -> mx.array:
+        """Return the products of x, (rows, …, in), each row's by its own factors; zeros for rows
+        without any.
+        """
+        if places.only is not None:
+            product: mx.array = (x @ self.lora_a[places.only]) @ self.lora_b[places.only]
+            return product
+        count = places.index.shape[0]
+        # Some models put rows and tokens in one dimension, the rows outermost.
+        if x.ndim > 2 and x.shape[0] != count:
+            raise ValueError(f"{x.shape} is not a pass of {count} rows, for adapters of their own")
+        by_row = x.reshape(count, -1, x.shape[-1])
+        inner = _multiply(by_row, self.lora_a, places.index, gathers=gathers)
+        if places.mask is not None:
+            inner = mx.where(places.mask, inner, mx.zeros_like(inner))
+        added = _multiply(inner, self.lora_b, places.index, gathers=gathers)
+        return added.reshape(*x.shape[:-1], -1)
+
+
+class AdaptedLinear(_Module):  # type: ignore[misc]
+    """A linear projection, quantised or not, and the factors of adapters: a stack for each rank, so
+    that none is as large as the largest.
+    """
+
+    def __init__(self, linear: Any, current: _Pass) -> None:
+        super().__init__()
+        self.linear = linear
+        self.stacks: list[_Stack] = []
+        self._current = current
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of the factors."""
+        return sum(stack.nbytes for stack in self.stacks)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y: mx.array = self.linear(x)
+        if (rows := self._current.rows) is None:
+            return y
+        for stack in self.stacks:
+            if (places := rows.find(stack.numbers)) is not None:
+                added = stack.multiply(x, places, gathers=self._current.gathers)
+                y = y + added.astype(y.dtype)
+        return y
+
+    def add(self, number: int, lora_a: mx.array, lora_b: mx.array) -> None:
+        """Stack one more adapter's factors."""
+        new, rank = _Stack([number], lora_a[None], lora_b[None]), lora_a.shape[1]
+        for i, stack in enumerate(self.stacks):
+            if stack.lora_a.shape[2] == rank:
+                self.stacks[i] = stack.plus(new)
+                return
+        self.stacks.append(new)
+
+    def drop(self, number: int) -> None:
+        """Take an adapter's factors out, if it has any."""
+        stacks = [
+            stack.without(number) if number in stack.numbers else stack for stack in self.stacks
+        ]
+        self.stacks = [stack for stack in stacks if stack is not None]
+
+
+class Adapters:
+    """The adapters of a model, each by a number that no other ever has."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._current = _Pass()
+        self._modules: dict[str, AdaptedLinear] = {}
+        self._last = NONE
+        self._rows = _Rows(())
+        self.dtype = floating_dtype(model)
+
+    @contextlib.contextmanager
+    def applied(self, numbers: Sequence[int]) -> Iterator[None]:
+        """While entered, passes of the model are of rows with these adapters, NONE for the base."""
+        if any(numbers):
+            if self._rows.numbers != tuple(numbers):
+                self._rows = _Rows(tuple(numbers))
+            self._current.rows = self._rows
+        try:
+            yield
+        finally:
+            self._current.rows = None
+
+    def add_in_steps(self, files: AdapterFiles) -> Generator[Adapter | None]:
+        """Read an adapter, some modules a step; the last step yields it.
+
+        Passes may run between two steps. Raises ModelLoadFailed for an adapter that does not fit
+        the model, with nothing left of it; so does closing the generator early.
+        """
+        if not self._modules:
+            self._current.gathers = can_gather(self.dtype)
+        self._last += 1
+        number, added, read = self._last, 0, 0
+        try:
+            linears = self._find_linears(files)
+            for path, factors in files.factors().items():
+                lora_a, lora_b = _prepare(files, path, factors, self.dtype)
+                module = self._adapted(path, linears[path])
+                before = module.nbytes
+                module.add(number, lora_a, lora_b)
+                added += module.nbytes - before
+                read += lora_a.nbytes + lora_b.nbytes
+                if read > SLICE_BYTES:
+                    read = 0
+                    yield None
+        except BaseException:
+            self.drop(number)
+            raise
+        yield Adapter(number, files.folder.name, added)
+
+    def drop(self, number: int) -> None:
+        """Take an adapter out. Modules that no adapter is left of are the base's own again."""
+        for path, module in list(self._modules.items()):
+            module.drop(number)
+            if not module.stacks:
+                self._put(path, module.linear)
+                del self._modules[path]
+
+    def close(self) -> None:
+        self._model = None
+        self._modules.clear()
+
+    def _adapted(self, path: str, linear: Any) -> AdaptedLinear:
+        """Return the module that adapts a projection, in its place from now on."""
+        if (module := self._modules.get(path)) is None:
+            module = self._modules[path] = AdaptedLinear(linear, self._current)
+            self._put(path, module)
+        return module
+
+    def _put(self, path: str, module: Any) -> None:
+        self._model.update_modules(tree_unflatten([(path, module)]))
+
+    def _find_linears(self, files: AdapterFiles) -> dict[str, Any]:
+        """Return the projections that an adapter is of, or raise naming the first that differs."""
+        failed = files.folder.failed
+        named: dict[str, Any] = dict(self._model.named_modules())
+        named |= {path: module.linear for path, module in self._modules.items()}
+        for path, (shape_a, shape_b) in files.shapes.items():
+            if (linear := named.get(path)) is None:
+                raise failed(f"its base has no {path}, which it has {path}.lora_a for")
+            if type(linear) not in (Linear, QuantizedLinear):
+                raise failed(f"{path} is no linear projection in its base: {type(linear).__name__}")
+            columns, rows = dimensions(linear)
+            expected: dict[str, tuple[Shape, Shape]] = {
+                "lora_a": (shape_a, (columns, files.rank)),
+                "lora_b": (shape_b, (files.rank, rows)),
+            }
+            for factor, (shape, expected_shape) in expected.items():
+                if shape != expected_shape:
+                    raise failed(
+                        f"{path}.{factor} is {shape}, not {expected_shape}, which fits its base"
+                    )
+            if files.rank > min(columns, rows):
+                raise failed(
+                    f"its rank is {files.rank}, and {path} is {columns} by {rows}: a product of "
+                    "that rank is no smaller than the projection"
+                )
+        return {path: named[path] for path in files.shapes}
+
+
+def dimensions(linear: Any) -> tuple[int, int]:
+    """Return the numbers that a linear projection takes and gives."""
+    rows, columns = linear.weight.shape
+    if isinstance(linear, QuantizedLinear):
+        columns = columns * 32 // linear.bits
+    return columns, rows
+
+
+def _prepare(
+    files: AdapterFiles, path: str, factors: tuple[mx.array, mx.array], dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    """Read a module's factors as the model's type, the scale in the second."""
+    with files.folder.blame():
+        lora_a = factors[0].astype(dtype)
+        lora_b = (factors[1].astype(mx.float32) * files.scale).astype(dtype)
+        mx.eval(lora_a, lora_b)
+    for name, factor in (("lora_a", lora_a), ("lora_b", lora_b)):
+        if not mx.isfinite(factor).all().item():
+            raise files.folder.failed(f"{path}.{name} has values that are not numbers as {dtype}")
+    return lora_a, lora_b
+
+
+def _multiply(x: mx.array, factors: mx.array, index: mx.array, *, gathers: bool) -> mx.array:
+    """Multiply each row of x, (rows, tokens, n), with the factors at its index."""
+    if not gathers:
+        return x @ factors[index]
+    product: mx.array = mx.gather_mm(x, factors, rhs_indices=index)
+    return product

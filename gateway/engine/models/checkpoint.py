@@ -1,0 +1,449 @@
+"""A model's folder: its JSON files and its safetensors, read or refused with a reason, and sized.
+
+Reading takes long, so it goes in steps: other work may have the lane between two of them.
+
+Pickled weights are never opened: unpickling runs whatever code they hold.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
+
+import mlx.core as mx
+
+from gateway.engine.device import Device, pick_dtype
+from gateway.errors import ModelLoadFailed
+from gateway.jobs import KvCost
+from gateway.registry import is_gguf
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_INDEX = "model.safetensors.index.json"
+# Read in about a tenth of a second from a disk that gives 2.5 GB/s.
+SLICE_BYTES: Final = 256 << 20
+# The format's own bound: whatever a broken file's first bytes say, no more is read for a header.
+HEADER_BYTES: Final = 100_000_000
+KV_GROUP_SIZES: Final = (64, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An array in a safetensors file. `dtype` is as the file names it, such as `BF16`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Listing(Protocol):
+    """What a model's files say of it before its weights are read: a folder or a GGUF file."""
+
+    def failed(self, reason: str) -> ModelLoadFailed:
+        """Return the error that says why this model cannot be loaded."""
+
+    def config(self) -> Mapping[str, Any]:
+        """Return the content of config.json, or its equivalent."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """List every array by its name in mlx-lm's model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's folder, with the name that callers know it by."""
+
+    name: str
+    folder: Path
+
+    def failed(self, reason: str) -> ModelLoadFailed:
+        """Return the error that says why this model cannot be loaded."""
+        return ModelLoadFailed(self.name, reason)
+
+    @contextlib.contextmanager
+    def blame(self) -> Iterator[None]:
+        """Turn any exception raised inside into the reason why this model cannot be loaded."""
+        try:
+            yield
+        except Exception as error:
+            raise self.failed(f"{type(error).__name__}: {error}") from error
+
+    def inside(self, path: str) -> "Checkpoint":
+        """Return the same model's subfolder. A path that leads out of the folder is refused."""
+        folder = (self.folder / path).resolve()
+        if not folder.is_relative_to(self.folder.resolve()):
+            raise self.failed(f"modules.json points outside the model's folder: {path}")
+        return Checkpoint(self.name, folder)
+
+    def read_json(self, file: str) -> Any:
+        """Return the content of a JSON file, or None if there is no such file."""
+        path = self.folder / file
+        if not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise self.failed(f"{file} is not valid JSON: {error}") from error
+
+    def read_object(self, file: str) -> dict[str, Any]:
+        """Return the JSON object in a file; an empty one if there is no such file."""
+        content = self.read_json(file)
+        if content is None:
+            return {}
+        if not isinstance(content, dict):
+            raise self.failed(f"{file} holds no JSON object")
+        return content
+
+    def config(self) -> dict[str, Any]:
+        return self.read_object("config.json")
+
+    def weights(self) -> dict[str, mx.array]:
+        """Open the safetensors, one file or shards. The arrays are read when evaluated."""
+        arrays: dict[str, mx.array] = {}
+        for file in self._weight_files():
+            try:
+                loaded = mx.load(str(self.folder / file))
+            except (RuntimeError, ValueError) as error:
+                raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
+            assert isinstance(loaded, dict)  # what mx.load gives for safetensors
+            arrays.update(loaded)
+        return arrays
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Read the headers of the safetensors: every array by name, none of its bytes.
+
+        Raises ModelLoadFailed for a file that is not whole.
+        """
+        return {
+            name: tensor
+            for file in self._weight_files()
+            for name, tensor in self.header(file).items()
+        }
+
+    def header(self, file: str) -> dict[str, Tensor]:
+        """Read one file's header: https://huggingface.co/docs/safetensors/index#format."""
+        path = self.folder / file
+        try:
+            with path.open("rb") as content:
+                length = int.from_bytes(content.read(8), "little")
+                there = path.stat().st_size
+                if length > min(there, HEADER_BYTES):
+                    raise ValueError("its header is cut off, or none")
+                arrays = json.loads(content.read(length))
+            arrays.pop("__metadata__", None)
+            tensors = {
+                name: Tensor(entry["dtype"], tuple(entry["shape"]), end - start)
+                for name, entry in arrays.items()
+                for start, end in [entry["data_offsets"]]
+            }
+            nbytes = 8 + length + max(entry["data_offsets"][1] for entry in arrays.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
+        if there < nbytes:
+            raise self.failed(
+                f"{file} is not a whole safetensors file: it has {there:,} of {nbytes:,} bytes"
+            )
+        return tensors
+
+    def _weight_files(self) -> list[str]:
+        if (self.folder / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        if index := self.read_object(_INDEX):
+            shards = sorted(set(index.get("weight_map", {}).values()))
+            absent = [shard for shard in shards if not (self.folder / shard).is_file()]
+            if absent or not shards:
+                raise self.failed(f"{_INDEX} names missing shards: {join_names(absent)}")
+            return shards
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt") for p in self.folder.glob(pattern))
+        if pickled:
+            raise self.failed(
+                f"only safetensors weights are loaded, and the folder has {join_names(pickled)}: "
+                "convert it to model.safetensors"
+            )
+        if files := sorted(p.name for p in self.folder.glob("*") if is_gguf(p.name)):
+            raise self.failed(f"its folder has {files[0]}: `source:` must name the file itself")
+        raise self.failed(f"no model.safetensors in {self.folder}")
+
+
+def fit_weights(
+    checkpoint: Checkpoint,
+    arrays: Mapping[str, mx.array],
+    shapes: Mapping[str, tuple[int, ...]],
+    ignored: Iterable[str] = (),
+) -> dict[str, mx.array]:
+    """Return exactly the arrays that `shapes` names, or raise ModelLoadFailed naming what does not
+    fit.
+
+    Names that begin with one of `ignored` are skipped. Any other unknown name is an error, since an
+    unused weight means another architecture than the config says.
+    """
+    skip = tuple(ignored)
+    unknown = [n for n in arrays if n not in shapes and not n.startswith(skip)]
+    missing = [n for n in shapes if n not in arrays]
+    misshapen = [
+        f"{n} is {tuple(arrays[n].shape)}, not {shape}"
+        for n, shape in shapes.items()
+        if n in arrays and tuple(arrays[n].shape) != shape
+    ]
+    for what, names in (
+        ("weights are missing", missing),
+        ("weights are unknown", unknown),
+        ("weights have another shape than config.json says", misshapen),
+    ):
+        if names:
+            raise checkpoint.failed(f"{what}: {join_names(names)}")
+    return {n: arrays[n] for n in shapes}
+
+
+def dequantize(
+    checkpoint: Checkpoint, arrays: Mapping[str, mx.array], quantization: Mapping[str, Any]
+) -> dict[str, mx.array]:
+    """Unpack the weights that have `scales`, by config.json's `quantization`.
+
+    Its numbers apply to all modules but those that have their own. Raises ModelLoadFailed.
+    """
+    unpacked = dict(arrays)
+    for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
+        module_config = quantization.get(module)
+        packed = module_config if isinstance(module_config, Mapping) else quantization
+        with checkpoint.blame():
+            unpacked[f"{module}.weight"] = mx.dequantize(
+                unpacked[f"{module}.weight"],
+                unpacked.pop(f"{module}.scales"),
+                unpacked.pop(f"{module}.biases", None),
+                group_size=packed.get("group_size"),
+                bits=packed.get("bits"),
+                mode=packed.get("mode", "affine"),
+            )
+    return unpacked
+
+
+def read_in_slices(
+    checkpoint: Checkpoint, arrays: Iterable[mx.array], slice_bytes: int = SLICE_BYTES
+) -> Iterator[None]:
+    """Read the arrays of an open model, one slice a step. On the lane.
+
+    Raises ModelLoadFailed for what the files turn out to lack.
+    """
+    for part in slices(arrays, slice_bytes):
+        with checkpoint.blame():
+            mx.eval(part)
+        yield
+
+
+def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
+    """Turn a loader in steps, the last of which yields the engine, into one that returns it."""
+
+    def load(*args: P.args, **kwargs: P.kwargs) -> T:
+        return next(engine for engine in steps(*args, **kwargs) if engine is not None)
+
+    return load
+
+
+def slices(arrays: Iterable[mx.array], most_bytes: int) -> Iterator[list[mx.array]]:
+    """Cut arrays, in order, into lists of at most so many bytes; a larger array is alone."""
+    part: list[mx.array] = []
+    room = most_bytes
+    for array in arrays:
+        if part and array.nbytes > room:
+            yield part
+            part, room = [], most_bytes
+        part.append(array)
+        room -= array.nbytes
+    if part:
+        yield part
+
+
+def join_names(names: Iterable[str], most: int = 5) -> str:
+    """Join the first few names for a message."""
+    names = sorted(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+_FLOATING: Final = {
+    "F64": mx.float32,
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+}
+
+
+def weights_bytes(
+    checkpoint: Listing, device: Device, dtype: str | None, *, is_packed: bool = False
+) -> int:
+    """Count the bytes of the weights once cast. On a CPU quantised ones become floating, unless the
+    model `is_packed`.
+
+    Raises ModelLoadFailed for files that are not whole.
+    """
+    tensors = checkpoint.tensors()
+    itemsize = pick_dtype(device, dtype, _checkpoint_dtype(tensors)).size
+    is_cast = device is Device.CPU or dtype is not None
+    total = 0
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        is_unpacked = device is Device.CPU and not is_packed and f"{module}.scales" in tensors
+        if is_unpacked and part == "weight":
+            groups = math.prod(tensors[f"{module}.scales"].shape)
+            total += groups * _group_size(checkpoint, module) * itemsize
+        elif is_unpacked and part in ("scales", "biases"):
+            pass  # they go with what they unpacked
+        elif is_cast and tensor.dtype in _FLOATING:
+            total += math.prod(tensor.shape) * itemsize
+        else:
+            total += tensor.nbytes
+    return total
+
+
+def must_stay_packed(
+    checkpoint: Listing, device: Device, dtype: str | None, limit_bytes: int
+) -> bool:
+    """Return True if a CPU has no room for quantised weights as floating ones.
+
+    Products with quantised weights are 10 to 50 times slower there, but better than none.
+    """
+    return (
+        device is Device.CPU
+        and any(name.endswith(".scales") for name in checkpoint.tensors())
+        and weights_bytes(checkpoint, device, dtype) > limit_bytes
+    )
+
+
+def kv_bytes(
+    checkpoint: Listing,
+    device: Device,
+    dtype: str | None,
+    tokens: int,
+    kv_bits: int | None = None,
+) -> int:
+    """Count the bytes of KV of so many tokens, at most the model's context, from its config.
+
+    One layer more is counted than there is: the one that is copied while a sequence joins or
+    leaves. 0 if the config lacks the usual keys. `kv_bits` counts unless some layers may have
+    sliding windows or states, which stay floating.
+    """
+    whole = checkpoint.config()
+    config = whole.get("text_config") or whole
+    try:
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+        layers = int(config["num_hidden_layers"])
+        longest = int(config.get("max_position_embeddings") or tokens)
+    except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError):
+        return 0
+    itemsize = pick_dtype(device, dtype, _checkpoint_dtype(checkpoint.tensors())).size
+    floating = packed = head * itemsize
+    group = kv_group_size(head)
+    is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
+    if kv_bits is not None and group and is_plain and not config.get("sliding_window"):
+        packed = head * kv_bits // 8 + 2 * itemsize * head // group
+    return 2 * (layers * packed + floating) * kv_heads * min(tokens, longest)
+
+
+def kv_group_size(head: int) -> int | None:
+    """Return how many of a head's numbers share a scale and a bias once its KV is quantised; None
+    if they can't be divided. mlx-lm's default is 64.
+    """
+    return next((size for size in KV_GROUP_SIZES if head % size == 0), None)
+
+
+def measure_kv(model: Any) -> KvCost:
+    """Return the cost of a sequence's KV, from the shapes that one token and two leave in the
+    model's caches. The passes are never evaluated.
+
+    One layer more is counted than there is, as by `kv_bytes`: floating, if its KV is quantised,
+    since long passes attend to it so.
+    """
+    one, two = list(_plain(_read(model, 1))), list(_plain(_read(model, 2)))
+    layers = [_layer_cost(*both) for both in zip(one, two, strict=True)]
+    windows = list(chain.from_iterable(layer.windows for layer in layers))
+    by_most: dict[int, int] = {}
+    for token, most in [*windows, *([max(windows)] if windows else [])]:
+        by_most[most] = by_most.get(most, 0) + token
+    return KvCost(
+        token=sum(layer.token for layer in layers)
+        + max((_working_bytes(*both) for both in zip(one, layers, strict=True)), default=0),
+        windows=tuple((token, most) for most, token in by_most.items()),
+        constant=_and_one_more([layer.constant for layer in layers]),
+        plane=max((layer.plane for layer in layers), default=0),
+        states=sum(layer.constant + sum(map(math.prod, layer.windows)) for layer in layers),
+    )
+
+
+def _read(model: Any, tokens: int) -> list[Any]:
+    """Return the caches as they would be after so many tokens."""
+    from mlx_lm.models.cache import make_prompt_cache  # a second, and encoders have no cache
+
+    cache: list[Any] = make_prompt_cache(model)
+    model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+    return cache
+
+
+def _plain(caches: Sequence[Any]) -> Iterator[Any]:
+    """Yield the caches of the layers; a layer with several yields each."""
+    from mlx_lm.models.cache import CacheList
+
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _plain(cache.caches)
+        else:
+            yield cache
+
+
+def _layer_cost(one: Any, two: Any) -> KvCost:
+    """Compare a layer's caches after one token and after two. There are three cases:
+
+    1. Keys and values in steps of many tokens: their shapes give the cost of one token. Those that
+       rotate or are cut into chunks state how many they keep.
+    2. Arrays that are larger after two tokens than after one grow with each.
+    3. All others are states.
+    """
+    both = getattr(one, "keys", None), getattr(one, "values", None)
+    planes: Sequence[Any] = getattr(one, "planes", both)
+    if all(isinstance(plane, mx.array) and plane.ndim == 4 for plane in planes):
+        sizes = [plane.nbytes // max(1, plane.shape[2]) for plane in planes]
+        token, plane = sum(sizes), max(sizes)
+        window = getattr(one, "max_size", None) or getattr(one, "chunk_size", None)
+        if window is None:
+            return KvCost(token, plane=plane)
+        return KvCost(windows=((token, int(window)),), plane=plane)
+    token = max(0, int(two.nbytes) - int(one.nbytes))
+    return KvCost(token, constant=max(0, int(one.nbytes) - token))
+
+
+def _working_bytes(cache: Any, cost: KvCost) -> int:
+    """Return what a pass holds of each token of the layer that it computes, besides the caches."""
+    return max(cost.token, getattr(cache, "unpacked_token_bytes", 0))
+
+
+def _and_one_more(layers: Sequence[int]) -> int:
+    """Sum the layers' bytes, counting the largest twice."""
+    return sum(layers) + max(layers, default=0)
+
+
+def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
+    floating = (_FLOATING[tensor.dtype] for tensor in tensors.values() if tensor.dtype in _FLOATING)
+    return next(floating, mx.float32)
+
+
+def _group_size(checkpoint: Listing, module: str) -> int:
+    """Return how many weights share a scale: the module's own number, or else the model's."""
+    config = checkpoint.config()
+    quantization: dict[str, Any] = (
+        config.get("quantization") or config.get("quantization_config") or {}
+    )
+    module_config = quantization.get(module)
+    size = (
+        module_config.get("group_size")
+        if isinstance(module_config, dict)
+        else quantization.get("group_size")
+    )
+    if not isinstance(size, int):
+        raise checkpoint.failed("config.json does not say the group_size of its quantised weights")
+    return size

@@ -1,0 +1,183 @@
+"""What decoders compute in place of mlx-lm's functions on a CPU: mlx's exp goes one by one there,
+and so do its products with quantised keys.
+
+SwiGLU and softmax take a third to a half of a prefill so. Metal and CUDA have fast kernels of
+their own, and keep mlx-lm's functions.
+"""
+
+import sys
+from functools import reduce
+from typing import Any, Final, TypeAlias
+
+import mlx.core as mx
+from mlx_lm.models import activations, base
+
+from gateway.engine.models.exponential import LOG2_E, exp2
+
+_own_swiglu: Final[Any] = activations.swiglu
+_own_attention: Final[Any] = base.scaled_dot_product_attention
+
+# Rows of one compiled product: a function is traced anew for each shape, and traces are kept.
+_ROWS: Final = 64
+# Queries that attend at a time: their scores stay in the processor's cache, and under a causal mask
+# the keys after them are left out. Below the second number mlx's own attention is as fast.
+_QUERIES: Final = 64
+_FEWEST_QUERIES: Final = 16
+_Packed: TypeAlias = tuple[mx.array, mx.array, mx.array]  # codes, scales and biases of mx.quantize
+# The score of what is masked: the lowest, but for -inf, which would make NaN of a row that is all
+# padding.
+_MASKED: Final = mx.finfo(mx.float32).min
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Return silu(gate) * x, as mlx-lm's `swiglu` does: its own for all but float32.
+
+    The error is below 3e-7 times |gate|, or times one if that is more.
+    """
+    if gate.dtype != mx.float32 or x.dtype != mx.float32 or gate.shape != x.shape:
+        product: mx.array = _own_swiglu(gate, x)
+        return product
+    width = gate.shape[-1]
+    if gate.size <= _ROWS * width:
+        return _gated(gate, x)
+    gates, xs = gate.reshape(-1, width), x.reshape(-1, width)
+    starts = range(0, len(gates), _ROWS)
+    blocks = [_gated(gates[at : at + _ROWS], xs[at : at + _ROWS]) for at in starts]
+    return mx.concatenate(blocks).reshape(gate.shape)
+
+
+@mx.compile
+def _gated(gate: mx.array, x: mx.array) -> mx.array:
+    return gate / (1.0 + exp2(gate * -LOG2_E)) * x
+
+
+def attend(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Return attention as mlx-lm's `scaled_dot_product_attention` does: of long float32 passes, and
+    of quantised keys. Few queries, sinks and masks that are added are left to mlx-lm's own.
+
+    Queries are (rows, heads, tokens, size), keys and values (rows, heads of their own, places,
+    size), or what `attend_packed` takes.
+    """
+    is_ours = sinks is None and _is_plain(mask)
+    if is_ours and hasattr(cache, "bits"):
+        return attend_packed(queries, keys, values, scale, mask, cache.bits, cache.group_size)
+    tokens = queries.shape[2]
+    is_long = tokens >= _FEWEST_QUERIES and queries.dtype == mx.float32
+    if not is_long or not is_ours or hasattr(cache, "bits"):
+        output: mx.array = _own_attention(queries, keys, values, cache, scale, mask, sinks)
+        return output
+    queries = queries * (scale * LOG2_E)
+    places, blocks = keys.shape[2], []
+    for start in range(0, tokens, _QUERIES):
+        stop = min(start + _QUERIES, tokens)
+        seen, allowed = places, None
+        if isinstance(mask, mx.array):
+            allowed = mask if mask.shape[-2] == 1 else mask[..., start:stop, :]
+        elif mask == "causal":
+            seen = places - tokens + stop
+            allowed = mx.arange(seen) <= mx.arange(seen - (stop - start), seen)[:, None]
+        block = queries[:, :, start:stop]
+        blocks.append(_attend_block(block, keys[:, :, :seen], values[:, :, :seen], allowed))
+    return mx.concatenate(blocks, axis=2)
+
+
+def _is_plain(mask: mx.array | str | None) -> bool:
+    if isinstance(mask, mx.array):
+        return mask.dtype == mx.bool_ and mask.ndim >= 2
+    return mask in (None, "causal")
+
+
+def _attend_block(
+    queries: mx.array, keys: mx.array, values: mx.array, allowed: mx.array | None
+) -> mx.array:
+    """Attend with queries that log2(e) and the scale are in.
+
+    Heads that share keys are one product. The division by the sum waits until after the product
+    with the values, where there is less to divide.
+    """
+    rows, heads, tokens, size = queries.shape
+    shared = keys.shape[1]
+    scores = queries.reshape(rows, shared, -1, size) @ keys.swapaxes(-1, -2)
+    if allowed is not None:
+        by_head = scores.reshape(rows, heads, tokens, -1)
+        scores = mx.where(allowed, by_head, _MASKED).reshape(scores.shape)
+    weights = exp2(scores - mx.max(scores, axis=-1, keepdims=True))
+    attended = (weights @ values) / mx.sum(weights, axis=-1, keepdims=True)
+    return attended.reshape(rows, heads, tokens, -1)
+
+
+def attend_packed(
+    queries: mx.array,
+    keys: _Packed,
+    values: _Packed,
+    scale: float,
+    mask: mx.array | str | None,
+    bits: int,
+    group_size: int,
+) -> mx.array:
+    """Attend to keys and values of 8 or 4 bits. mlx's products with those go number by number on a
+    CPU; here codes are multiplied as floats, and scales and biases are applied to the products.
+
+    Queries are (rows, heads, tokens, size). Keys and values have codes, (rows, heads of their own,
+    places, size * bits / 32) uint32, then scales and biases, (rows, …, places, size / group_size).
+    """
+    rows, heads, tokens, size = queries.shape
+    shared, places = keys[0].shape[1:3]
+    scaled = (queries.astype(mx.float32) * scale).reshape(rows, shared, -1, size)
+    terms = []
+    for group in range(size // group_size):
+        part = scaled[..., group * group_size : (group + 1) * group_size]
+        products = [
+            part[..., first :: 8 // bits] @ codes.swapaxes(-1, -2)
+            for first, codes in enumerate(_codes(keys[0], group, bits, group_size))
+        ]
+        terms.append(reduce(mx.add, products) * keys[1][..., None, :, group])
+        terms.append(part.sum(axis=-1, keepdims=True) * keys[2][..., None, :, group])
+    scores = reduce(mx.add, terms)
+    if mask is not None:
+        if isinstance(mask, str):
+            mask = mx.arange(places) <= mx.arange(places - tokens, places)[:, None]
+        by_head = scores.reshape(rows, heads, tokens, places)
+        scores = mx.where(mask, by_head, _MASKED).reshape(scores.shape)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    mixtures = []
+    for group in range(size // group_size):
+        scaled = weights * values[1][..., None, :, group]
+        parts = [scaled @ codes for codes in _codes(values[0], group, bits, group_size)]
+        sums = parts[0] if bits == 8 else mx.stack(parts, axis=-1).flatten(-2)
+        mixtures.append(sums + weights @ values[2][..., group : group + 1])
+    attended = mixtures[0] if len(mixtures) == 1 else mx.concatenate(mixtures, axis=-1)
+    return attended.reshape(rows, heads, tokens, size).astype(queries.dtype)
+
+
+def _codes(packed: mx.array, group: int, bits: int, group_size: int) -> list[mx.array]:
+    """Return a group's codes as floats, (rows, heads, places, n) each: of 4 bits those of even
+    places, then those of odd ones. The first code is in the lowest bits, of a little-endian word.
+    """
+    words = group_size * bits // 32
+    codes = mx.view(packed[..., group * words : (group + 1) * words], mx.uint8)
+    halves = [codes] if bits == 8 else [codes & 15, codes >> 4]
+    return [half.astype(mx.float32) for half in halves]
+
+
+def use_cpu_kernels(model: Any) -> None:
+    """Let `swiglu` and `attend` compute in a model of mlx-lm's, and in all others of its class.
+
+    mlx-lm's modules import the two functions by name, so the names are set in those modules.
+    """
+    names = {
+        "swiglu": (_own_swiglu, swiglu),
+        "scaled_dot_product_attention": (_own_attention, attend),
+    }
+    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+        for name, (own, ours) in names.items():
+            if getattr(module, name, None) is own:
+                setattr(module, name, ours)

@@ -1,0 +1,262 @@
+"""A GGUF file's metadata and tensors → the config and the weights' names of mlx-lm's models.
+
+Whatever the metadata says that changes the maths is understood or refused by name. Keys:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; tensor names and what was done to the
+weights on their way into the file: llama.cpp's convert_hf_to_gguf.py.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.engine.models.gguf.header import GgufError, Header, quote
+
+ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
+ROPE_FACTORS: Final = "rope_freqs.weight"  # by which Llama 3.1 slows its rotations down
+_MOST: Final = (1 << 31) - 1
+# Keys that change nothing here, and values that leave all as it is.
+_IDLE: Final = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
+_NEUTRAL: Final[Mapping[str, Any]] = {
+    "attention.causal": True,
+    "rope.scale_linear": 1.0,
+    "rope.scaling.factor": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a weight of the model is in the file, and its shape there as here."""
+
+    tensor: str
+    shape: tuple[int, ...]
+
+
+def read_config(header: Header) -> dict[str, Any]:
+    """Return a model's config in the words of its config.json.
+
+    Raises GgufError naming what is missing, makes no sense or is not served here.
+    """
+    metadata = header.metadata
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise GgufError(f"general.type is {kind!r:.60}: it holds no model")
+    if (pieces := metadata.get("split.count", 1)) not in (0, 1):
+        raise GgufError(
+            f"it is one of {pieces!r:.60} pieces: join them with `llama-gguf-split --merge`"
+        )
+    name = metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise GgufError(
+            f"its architecture is {name!r:.60}, and of GGUF files those of "
+            f"{', '.join(ARCHITECTURES)} are served"
+        )
+    if (version := metadata.get("general.quantization_version", 2)) != 2:
+        raise GgufError(f"its weights are quantised as of version {version!r:.60}, which is not 2")
+    keys = _Keys(metadata, name)
+    config = {"model_type": name, **_sizes(keys), **_rotations(keys, header)}
+    if (embeddings := header.tensors.get("token_embd.weight")) is None:
+        raise GgufError("weights are missing: token_embd.weight")
+    config |= {
+        "vocab_size": embeddings.shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **_biases(name, header),
+    }
+    _check_heads(name, config)
+    keys.refuse_rest()
+    return config
+
+
+def places(config: Mapping[str, Any], header: Header) -> dict[str, Place]:
+    """Return where each weight of the model is in the file, by its name in mlx-lm's model.
+
+    Raises GgufError where the file's tensors are not those of such a model, names and shapes.
+    """
+    # The loop below is bounded by what the file has, whatever its metadata says.
+    if config["num_hidden_layers"] > len(header.tensors):
+        raise GgufError(f"it has no tensors for {config['num_hidden_layers']:,} layers")
+    expected = dict(_expected(config))
+    listed = set(header.tensors)
+    if config["model_type"] == "llama":
+        listed.discard(ROPE_FACTORS)  # no weight, but a part of the rotations
+    tensor_names = {place.tensor for place in expected.values()}
+    for what, names in (
+        ("weights are missing", tensor_names - listed),
+        ("weights are unknown", listed - tensor_names),
+    ):
+        if names:
+            shown = ", ".join(map(quote, sorted(names)[:5]))
+            rest = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+            raise GgufError(f"{what}: {shown}{rest}")
+    for place in expected.values():
+        if (shape := header.tensors[place.tensor].shape) != place.shape:
+            raise GgufError(f"{place.tensor} is {shape}, where the metadata asks for {place.shape}")
+    return expected
+
+
+class _Keys:
+    """The keys of one architecture, with a record of those not read yet."""
+
+    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
+        self._metadata = metadata
+        self._prefix = f"{architecture}."
+        self._read: set[str] = set()
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a number from 1 to 2^31 - 1; without a default it must be there."""
+        value = self._found(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise self._unusable(key, value)
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Return a finite number above 0."""
+        value = self._found(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._unusable(key, value)
+        if not (math.isfinite(value) and value > 0):
+            raise self._unusable(key, value)
+        return float(value)
+
+    def get(self, key: str) -> Any:
+        """Return whatever there is, None for nothing."""
+        self._read.add(key)
+        return self._metadata.get(self._prefix + key)
+
+    def refuse_rest(self) -> None:
+        """Raise GgufError for the first key that might change the maths, and has not been read."""
+        for key in self._metadata:
+            short = key.removeprefix(self._prefix)
+            if short == key or short in self._read or short in _IDLE:
+                continue
+            value = self._metadata[key]
+            if value and value != _NEUTRAL.get(short):
+                raise GgufError(f"{quote(key)} is {value!r:.60}, which is not served here")
+
+    def _found(self, key: str, default: Any) -> Any:
+        value = self.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise GgufError(f"its metadata has no {self._prefix}{key}")
+        return value
+
+    def _unusable(self, key: str, value: Any) -> GgufError:
+        return GgufError(f"{self._prefix}{key} is {value!r:.60}, which makes no sense")
+
+
+def _sizes(keys: _Keys) -> dict[str, Any]:
+    hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    head = keys.integer("attention.key_length", max(1, hidden // heads))
+    if keys.integer("attention.value_length", head) != head:
+        raise GgufError("its keys and values are of different lengths, which is not served here")
+    context = keys.integer("context_length")
+    # Attention over a window is attention over all, for as many tokens as the window has.
+    window = keys.get("attention.sliding_window")
+    if window:
+        context = min(context, keys.integer("attention.sliding_window"))
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": keys.integer("block_count"),
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+        "head_dim": head,
+        "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": context,
+    }
+
+
+def _rotations(keys: _Keys, header: Header) -> dict[str, Any]:
+    """Return the config of rotary positions.
+
+    The rows of llama's queries and keys were reordered for the file, so that its rotations turn
+    neighbours: mlx-lm calls that traditional.
+    """
+    name = header.metadata["general.architecture"]
+    return {
+        "rope_theta": keys.positive("rope.freq_base", 10_000.0),
+        "rope_traditional": name == "llama",
+        "rope_dims": keys.integer("rope.dimension_count", _MOST),
+        "rope_scaling": _scaling(keys, header),
+    }
+
+
+def _scaling(keys: _Keys, header: Header) -> dict[str, Any] | None:
+    kind = keys.get("rope.scaling.type") or "none"
+    if kind == "none":
+        return None
+    if ROPE_FACTORS in header.tensors or kind not in ("linear", "yarn"):
+        raise GgufError(f"its rope.scaling.type is {kind!r:.60}, which is not served here")
+    scaling = {"type": kind, "factor": keys.positive("rope.scaling.factor")}
+    if kind == "yarn":
+        original = keys.integer("rope.scaling.original_context_length")
+        scaling |= {
+            "original_max_position_embeddings": original,
+            "beta_fast": keys.positive("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": keys.positive("rope.scaling.yarn_beta_slow", 1.0),
+        }
+    else:
+        keys.get("rope.scaling.original_context_length")
+    return scaling
+
+
+def _biases(name: str, header: Header) -> dict[str, Any]:
+    if name != "llama":
+        return {}
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+    }
+
+
+def _check_heads(name: str, config: dict[str, Any]) -> None:
+    """Raise GgufError for what mlx-lm's model of this architecture cannot be."""
+    heads, kv_heads, head = (
+        config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    if heads % kv_heads:
+        raise GgufError(f"{heads} heads cannot share {kv_heads} heads of keys and values")
+    if config.pop("rope_dims") not in (head, _MOST) or head % 2:
+        raise GgufError("it rotates a part of each head, which is not served here")
+    if name == "qwen2" and heads * head != config["hidden_size"]:
+        raise GgufError(f"{heads} heads of {head} are not its {config['hidden_size']} dimensions")
+
+
+def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, Place]]:
+    """List the weights of the model: the three architectures differ in biases and norms alone."""
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    yield "model.embed_tokens.weight", Place("token_embd.weight", (vocabulary, hidden))
+    yield "model.norm.weight", Place("output_norm.weight", (hidden,))
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", Place("output.weight", (vocabulary, hidden))
+    for layer in range(config["num_hidden_layers"]):
+        for name, (tensor, shape) in _layer(config).items():
+            yield f"model.layers.{layer}.{name}", Place(f"blk.{layer}.{tensor}", shape)
+
+
+def _layer(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the tensor and the shape of each weight of a layer, by its name there."""
+    hidden, inner, head = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}
+    feed = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    weights: dict[str, tuple[str, tuple[int, ...]]] = {
+        "input_layernorm.weight": ("attn_norm.weight", (hidden,)),
+        "post_attention_layernorm.weight": ("ffn_norm.weight", (hidden,)),
+        "self_attn.o_proj.weight": ("attn_output.weight", (hidden, queries)),
+    }
+    for part, shape in attention.items():
+        weights[f"self_attn.{part}_proj.weight"] = (f"attn_{part}.weight", shape)
+        if config.get("attention_bias", config["model_type"] == "qwen2"):
+            weights[f"self_attn.{part}_proj.bias"] = (f"attn_{part}.bias", shape[:1])
+    for part, shape in feed.items():
+        weights[f"mlp.{part}_proj.weight"] = (f"ffn_{part}.weight", shape)
+        if config.get("mlp_bias"):
+            weights[f"mlp.{part}_proj.bias"] = (f"ffn_{part}.bias", shape[:1])
+    if config["model_type"] == "qwen3":
+        for part in ("q", "k"):
+            weights[f"self_attn.{part}_norm.weight"] = (f"attn_{part}_norm.weight", (head,))
+    return weights

@@ -1,0 +1,382 @@
+"""A GGUF file's tokenizer: what its metadata says of one → transformers' fast tokenizer.
+
+Two kinds are read. `gpt2` is byte-level BPE, with merges and a named way of cutting text into
+words. `llama` is SentencePiece's BPE, which has no merges: of the pairs in a text that make a
+token, the one whose token has the best score is joined first.
+
+Keys and numbers are the GGUF specification's (ggml, docs/gguf.md); what it leaves open is
+answered as llama.cpp does (src/llama-vocab.cpp). Metadata is somebody else's: every value is
+checked before it is used.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import chain, islice
+from typing import Any, Final, TypeVar
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper, _infer_tool_parser
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
+from gateway.engine.models.gguf.pre_tokenizers import SPLITTINGS
+
+T = TypeVar("T")
+
+_GGML = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+_SPACE = "▁"
+_BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+# Bounds for files that mean ill. Gemma's vocabulary, the largest in common use, has 2^18 tokens.
+# Tokens that are looked for in texts become an automaton, some hundred bytes for each of their
+# letters. Finding merges takes a token's length squared, in all of Mistral's first vocabulary a
+# million: of a hundred times as much the merges alone would fill gigabytes.
+_MOST_TOKENS: Final = 1 << 20
+_MOST_MERGES: Final = 1 << 20
+_MOST_ADDED_CHARS: Final = 1 << 20
+_MOST_WORK: Final = 100_000_000
+
+# Tokens that end an answer by their very name: files give one id as `eos_token_id`, and many
+# models have more. From llama.cpp's list; those of other architectures are left out, and so is
+# </s>, which SentencePiece's files name and others have as a word of HTML.
+_ENDS: Final = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<｜end▁of▁sentence｜>",
+    }
+)
+
+
+class TokenType(IntEnum):
+    """What a token is, as `tokenizer.ggml.token_type` numbers it."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+_SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
+
+
+def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that a GGUF file's metadata describe, with its chat templates.
+
+    `metadata` has the file's own keys; values are plain Python. The ids are those of the model's
+    own tokenizer, which are llama.cpp's but where `pre_tokenizers` says otherwise. Control tokens
+    are special, user-defined ones whole but text. Raises ValueError naming what is missing,
+    wrong or not known here.
+    """
+    try:
+        return _tokenizer(metadata)
+    except BaseException as error:
+        # A panic of Rust code, PyO3's PanicException, is no Exception.
+        is_panic = type(error).__name__ == "PanicException"
+        if isinstance(error, (ValueError, MemoryError)) or not (
+            is_panic or isinstance(error, Exception)
+        ):
+            raise
+        raise ValueError(f"the tokenizer in its metadata cannot be made: {error}") from error
+
+
+def read_end_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
+    """Return the ids of all tokens that end an answer: those that the metadata name, and those
+    whose text says so. Raises ValueError as `read_tokenizer` does.
+    """
+    vocabulary = _vocabulary(metadata)
+    named = (_token_id(metadata, f"{name}_token_id", vocabulary) for name in ("eos", "eot", "eom"))
+    by_text = (vocabulary.ids.get(text) for text in _ENDS)
+    return frozenset(token for token in chain(named, by_text) if token is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """Tokens in the order of their ids, each with its type."""
+
+    tokens: Sequence[str]
+    types: Sequence[int]
+    ids: Mapping[str, int]
+    is_sentencepiece: bool
+
+
+def _tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    vocabulary = _vocabulary(metadata)
+    if vocabulary.is_sentencepiece:
+        tokenizer, adds_bos = _sentencepiece(metadata, vocabulary), True
+    else:
+        tokenizer, adds_bos = _byte_level(metadata, vocabulary)
+    tokenizer.add_tokens(_added(vocabulary))
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: _token_id(metadata, f"{key}_token_id", vocabulary) for name, key in names.items()}
+    named = {
+        f"{name}_token": None if token is None else vocabulary.tokens[token]
+        for name, token in ids.items()
+    }
+    fast: Any = PreTrainedTokenizerFast  # untyped
+    made: PreTrainedTokenizerFast = fast(
+        tokenizer_object=tokenizer,
+        chat_template=_chat_template(metadata),
+        add_bos_token=_adds(metadata, "bos", ids["bos"], otherwise=adds_bos),
+        add_eos_token=_adds(metadata, "eos", ids["eos"], otherwise=False),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+    return made
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    """Return byte-level BPE, and whether its texts begin with a token of their own."""
+    name = _one(metadata, f"{_GGML}pre", str) or "default"
+    splitting = SPLITTINGS.get(name)
+    if splitting is None:
+        raise ValueError(f"its pre-tokenizer {name[:80]!r} is not known here")
+    model = models.BPE(
+        vocab=dict(vocabulary.ids),
+        merges=_listed_merges(metadata, vocabulary),
+        ignore_merges=splitting.keeps_words,
+    )
+    tokenizer = Tokenizer(model)
+    if splitting.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = splitting.pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, splitting.adds_bos
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
+    """Return BPE by scores over text whose spaces are marked.
+
+    As in llama.cpp, the space before a text is put before every part of it that follows a special
+    token. Its decoder is of the one form that llguidance, too, reads.
+    """
+    if missing := _BYTES - vocabulary.ids.keys():
+        raise ValueError(f"its vocabulary lacks bytes, {min(missing)} for one")
+    unknown = _token_id(metadata, "unknown_token_id", vocabulary)
+    model = models.BPE(
+        vocab=dict(vocabulary.ids),
+        merges=_merges_by_score(vocabulary, _scores(metadata, vocabulary)),
+        unk_token=None if unknown is None else vocabulary.tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    prefixes = _one(metadata, f"{_GGML}add_space_prefix", bool) is not False
+    marking = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(_SPACE), marking]) if prefixes else marking
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefixes else []),
+        ]
+    )
+    return tokenizer
+
+
+def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return every pair of tokens that makes a third, those with the best third first.
+
+    That is SentencePiece's BPE (bpe_model.cc), which joins the pair with the best score, and of
+    equals the leftmost in the text. Ranks cannot say leftmost. But where equals come up, in runs of
+    spaces, it makes the first run as long as can be; and so does the longest token first. Source
+    of the idea: transformers, `generate_merges`.
+    """
+    tokens, ids = vocabulary.tokens, vocabulary.ids
+    if sum(len(token) ** 2 for token in tokens) > _MOST_WORK:
+        raise ValueError("its tokens are too long")
+    no_text = (*_SPECIAL, TokenType.BYTE)
+    merges_read = (
+        (-score, -len(token), ids[token[:cut]], ids[token[cut:]])
+        for token, score, kind in zip(tokens, scores, vocabulary.types, strict=True)
+        if kind not in no_text
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    )
+    ranked = sorted(islice(merges_read, _MOST_MERGES + 1))
+    if len(ranked) > _MOST_MERGES:
+        raise ValueError(f"its tokens make one another in more than {_MOST_MERGES:,} ways")
+    return [(tokens[left], tokens[right]) for *_, left, right in ranked]
+
+
+def _listed_merges(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return the file's merges, a pair that comes twice where it came first."""
+    listed = _many(metadata, f"{_GGML}merges", str)
+    if listed is None:
+        raise ValueError(f"it has no {_GGML}merges")
+    _check_count(listed, _MOST_MERGES, "merges")
+    merges: dict[tuple[str, str], None] = {}
+    ids = vocabulary.ids
+    for merge in listed:
+        cut = merge.find(" ", 1)
+        left, right = merge[:cut], merge[cut + 1 :]
+        if cut < 0 or left not in ids or right not in ids or left + right not in ids:
+            raise ValueError(f"its merge {merge[:80]!r} is not of tokens that make a token")
+        merges.setdefault((left, right))
+    return list(merges)
+
+
+def _added(vocabulary: _Vocabulary) -> list[AddedToken]:
+    """Return the tokens that are found in a text before it is cut into words.
+
+    A token that ends answers is special whatever its type: files say otherwise by mistake.
+    """
+    added = {
+        token: kind in _SPECIAL or token in _ENDS
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind in (*_SPECIAL, TokenType.USER_DEFINED) or token in _ENDS
+    }
+    if sum(map(len, added)) > _MOST_ADDED_CHARS:
+        raise ValueError("its control and user-defined tokens are too long")
+    return [AddedToken(token, normalized=False, special=added[token]) for token in added]
+
+
+def _vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
+    model = _one(metadata, f"{_GGML}model", str)
+    if model not in ("gpt2", "llama"):
+        what = "names no tokenizer" if model is None else f"names the tokenizer {model[:80]!r}"
+        raise ValueError(f"it {what}; gpt2 and llama are known here")
+    listed = _many(metadata, f"{_GGML}tokens", str)
+    if not listed:
+        raise ValueError(f"it has no {_GGML}tokens")
+    _check_count(listed, _MOST_TOKENS, "tokens")
+    # Two tokens of no text are two tokens: llama.cpp gives them these names.
+    tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(listed)]
+    types = _many(metadata, f"{_GGML}token_type", int)
+    if types is None:
+        types = [TokenType.NORMAL] * len(tokens)
+    _check_length(types, tokens, "token_type")
+    if unknown := set(types) - set(TokenType):
+        raise ValueError(f"its {_GGML}token_type holds {min(unknown)}, which is no type")
+    ids = {token: place for place, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        twice = next(token for place, token in enumerate(tokens) if ids[token] != place)
+        raise ValueError(f"its vocabulary has the token {twice[:80]!r} twice")
+    return _Vocabulary(tokens, types, ids, is_sentencepiece=model == "llama")
+
+
+def _scores(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Sequence[float]:
+    scores = _many(metadata, f"{_GGML}scores", float)
+    if scores is None:
+        raise ValueError(f"it has no {_GGML}scores")
+    _check_length(scores, vocabulary.tokens, "scores")
+    if any(score != score for score in scores):
+        raise ValueError(f"its {_GGML}scores hold what is no number")
+    return scores
+
+
+def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -> int | None:
+    """Return a special token's id; None where there is none.
+
+    SentencePiece's own ids stand where its files say nothing of them: its trainer's defaults.
+    """
+    defaults = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    token = _one(metadata, _GGML + name, int)
+    size = len(vocabulary.tokens)
+    if token is None:
+        token = defaults.get(name) if vocabulary.is_sentencepiece else None
+        return token if token is not None and token < size else None
+    if name == "padding_token_id" and token >= size:  # many files of 2023; nothing here pads by it
+        return None
+    if not 0 <= token < size:
+        raise ValueError(f"its {_GGML}{name} is {token}, of a vocabulary of {size}")
+    return token
+
+
+def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwise: bool) -> bool:
+    """Return True if a text is given this token: the file says so or, where it says nothing, the
+    kind of its tokenizer does.
+    """
+    flag = _one(metadata, f"{_GGML}add_{name}_token", bool)
+    if flag and token is None:
+        raise ValueError(f"its {_GGML}add_{name}_token is set, and {_GGML}{name}_token_id is not")
+    return otherwise and token is not None if flag is None else flag
+
+
+def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Return the chat template or, where there are several, all by name."""
+    main = _one(metadata, _TEMPLATE, str)
+    names = {
+        key.removeprefix(f"{_TEMPLATE}.") for key in metadata if key.startswith(f"{_TEMPLATE}.")
+    }
+    for name in _many(metadata, f"{_TEMPLATE}s", str) or ():
+        if name not in names and not (name == "default" and main is not None):
+            raise ValueError(f"its {_TEMPLATE}s name {name[:80]!r}, and no such template is there")
+    if not names:
+        return main
+    named = {name: _one(metadata, f"{_TEMPLATE}.{name}", str) or "" for name in sorted(names)}
+    return named if main is None else {"default": main, **named}
+
+
+def _one(metadata: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+    """Return a value, or None for a key that is absent."""
+    value = metadata.get(key)
+    if value is not None and type(value) is not kind:
+        raise ValueError(f"its {key} is of type {type(value).__name__}, not {kind.__name__}")
+    return value
+
+
+def _many(metadata: Mapping[str, Any], key: str, kind: type[T]) -> Sequence[T] | None:
+    """Return a list of values, or None for a key that is absent. Whole numbers do for others."""
+    values = metadata.get(key)
+    if values is None:
+        return None
+    kinds = {kind, int} if kind is float else {kind}
+    if not isinstance(values, list) or not set(map(type, values)) <= kinds:
+        raise ValueError(f"its {key} is no list of {kind.__name__}")
+    return values
+
+
+def _check_length(values: Sequence[Any], tokens: Sequence[str], name: str) -> None:
+    if len(values) != len(tokens):
+        raise ValueError(f"its {_GGML}{name} has {len(values)} entries for {len(tokens)} tokens")
+
+
+def _check_count(values: Sequence[Any], most: int, name: str) -> None:
+    if len(values) > most:
+        raise ValueError(f"its {_GGML}{name} has {len(values):,} entries; {most:,} are allowed")
+
+
+# Its keys, by the words of generation_config.json.
+_SAMPLING: Final = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+
+
+def wrap_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
+    """Return the file's tokenizer, with its template and every end, as mlx-lm wraps a folder's.
+
+    Raises ModelLoadFailed.
+    """
+    metadata, rows = checkpoint.header.metadata, checkpoint.config()["vocab_size"]
+    with checkpoint.blame():
+        tokenizer = read_tokenizer(metadata)
+        if len(tokenizer) > rows:  # MLX reads beyond an array's end without a word
+            raise ValueError(f"it has {len(tokenizer):,} tokens and {rows:,} embeddings")
+        if (declared := _infer_tool_parser(tokenizer)) is not None:  # type: ignore[no-untyped-call]
+            tokenizer.init_kwargs["tool_parser_type"] = declared
+        return TokenizerWrapper(tokenizer, eos_token_ids=read_end_ids(metadata))
+
+
+def read_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how its makers would have the model sampled, in the words of generation_config.json.
+
+    https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py
+    """
+    return {name: metadata[key] for name, key in _SAMPLING.items() if key in metadata}

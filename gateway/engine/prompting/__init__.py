@@ -1,0 +1,5 @@
+"""Messages → the tokens of a prompt.
+
+chat_template   messages → text, in the sandbox
+chat_tokenizer  a model's template, formats and vocabulary together
+"""

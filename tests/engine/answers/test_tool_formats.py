@@ -1,0 +1,486 @@
+"""Calls as each family of models writes them: told apart, typed, in whatever pieces they come."""
+
+import json
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.engine.answers.output_parts import TOKENS
+from gateway.engine.answers.reasoning import REASONING_FORMATS
+from gateway.engine.answers.tool_formats import (
+    ALIASES,
+    TOOL_FORMATS,
+    infer_tools,
+    known_tool_parser,
+)
+from gateway.engine.prompting.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from gateway.jobs import Calling, Function, Grammar
+from gateway.registry.fields import REASONING_PARSERS, TOOL_PARSERS
+from tests.engine.chat_formats import family, gathered, row, said
+
+BOOK = Function(
+    "book",
+    {
+        "type": "object",
+        "properties": {
+            "seats": {"type": "integer"},
+            "vip": {"type": "boolean"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "where": {"$ref": "#/$defs/place"},
+            "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+        "$defs": {"place": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    },
+)
+ARGUMENTS = {
+    "seats": 3,
+    "vip": True,
+    "tags": ["a", "b"],
+    "where": {"city": "Berlin"},
+    "zip": "10115",
+}
+JSON = json.dumps(ARGUMENTS)
+CALL = f'{{"name": "book", "arguments": {JSON}}}'
+PYTHON = """book(seats=3, vip=True, tags=["a", 'b'], where={"city": "Berlin"}, zip="10115")"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's checkpoints have, and one call as it writes it."""
+
+    name: str
+    text: str
+    tokens: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    words: str = ""
+    model_type: str = "llama"
+
+
+def pairs(form: str, gap: str = "") -> str:
+    """Write the arguments with a format of name and value, strings as they are."""
+    values = [(k, v if isinstance(v, str) else json.dumps(v)) for k, v in ARGUMENTS.items()]
+    return gap.join(form.format(name=name, value=value) for name, value in values)
+
+
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+)  # fmt: skip
+_KIMI = (
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+)  # fmt: skip
+_HARMONY = (
+    "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>",
+    "<|return|>",
+)  # fmt: skip
+_XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+
+# Sources of the texts: vLLM's tests/tool_parsers/test_*_tool_parser.py by the names of the
+# formats, mlx_lm/tool_parsers/*.py's docstrings, and where they have none the templates that are
+# named beside.
+FAMILIES = [
+    # Qwen 2.5 and 3, Hermes 2 Pro and 3, Granite 4
+    Family("hermes", f"<tool_call>\n{CALL}\n</tool_call>", words="<tool_call> tool_call.name"),
+    Family(
+        "qwen3_coder",
+        "<tool_call>\n<function=book>\n"
+        + pairs("<parameter={name}>\n{value}\n</parameter>", "\n")
+        + "\n</function>\n</tool_call>",
+        words="<tool_call>\n<function=",
+    ),
+    Family(
+        "glm47",
+        "<tool_call>book\n"
+        + pairs("<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>", "\n")
+        + "\n</tool_call>",
+        words="<arg_key>",
+    ),
+    Family("mistral", f"[TOOL_CALLS] [{CALL}]", ("[TOOL_CALLS]",), words="[TOOL_CALLS]"),
+    Family(  # v11 and later: Small 3.1 and 3.2, Devstral, Ministral 3
+        "mistral",
+        f"[TOOL_CALLS]book[CALL_ID]Ab3dE6gh9[ARGS]{JSON}",
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        words="[TOOL_CALLS]",
+    ),
+    Family(
+        "llama3_json",
+        f'{{"name": "book", "parameters": {JSON}}}',
+        ("<|python_tag|>",),
+        words="Environment: ipython",
+    ),
+    Family(
+        "llama3_json",
+        f'<|python_tag|>{{"type": "function", "name": "book", "parameters": {JSON}}}',
+        ("<|python_tag|>",),
+        words="<|python_tag|>",
+    ),
+    Family(
+        "llama4_pythonic",
+        f"[{PYTHON}]",
+        ("<|python_start|>", "<|python_end|>"),
+        words="<|python_start|>",
+    ),
+    Family(
+        "llama4_pythonic",
+        f"<|python_start|>[{PYTHON}]<|python_end|>",
+        ("<|python_start|>", "<|python_end|>"),
+        words="<|python_start|>",
+    ),
+    Family(
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>book\n"
+        f"```json\n{JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        added=_DEEPSEEK,
+        words="<｜tool▁calls▁begin｜>",
+    ),
+    Family(  # V3.1
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>book<｜tool▁sep｜>"
+        f"{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        tokens=_DEEPSEEK,
+        words="<｜tool▁calls▁begin｜>",
+    ),
+    Family(
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="book">\n'
+        + "\n".join(
+            f'<｜DSML｜parameter name="{name}" string="{str(isinstance(value, str)).lower()}">'
+            f"{value if isinstance(value, str) else json.dumps(value)}</｜DSML｜parameter>"
+            for name, value in ARGUMENTS.items()
+        )
+        + "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        words="｜DSML｜",
+    ),
+    Family(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="book">\n'
+        + pairs('<parameter name="{name}">{value}</parameter>', "\n")
+        + "\n</invoke>\n</minimax:tool_call>",
+        words="<minimax:tool_call>",
+    ),
+    Family(
+        "gemma4",
+        '<|tool_call>call:book{seats:3,vip:true,tags:[<|"|>a<|"|>,<|"|>b<|"|>],'
+        'where:{city:<|"|>Berlin<|"|>},zip:<|"|>10115<|"|>}<tool_call|>',
+        ("<|tool_call>", "<tool_call|>", '<|"|>'),
+        words="<|tool_call> <tool_call|>",
+    ),
+    Family(
+        "functiongemma",
+        "<start_function_call>call:book{seats:3,vip:true,tags:[<escape>a<escape>,"
+        "<escape>b<escape>],where:{city:<escape>Berlin<escape>},zip:<escape>10115<escape>}"
+        "<end_function_call>",
+        ("<start_function_call>", "<end_function_call>", "<escape>"),
+        words="<start_function_call>",
+    ),
+    Family(
+        "longcat",
+        "<longcat_tool_call>book\n"
+        + pairs(
+            "<longcat_arg_key>{name}</longcat_arg_key>\n"
+            "<longcat_arg_value>{value}</longcat_arg_value>",
+            "\n",
+        )
+        + "\n</longcat_tool_call>",
+        words="<longcat_tool_call>",
+    ),
+    Family(
+        "lfm2",
+        f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>",
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+        words="<|tool_list_start|>",
+    ),
+    Family(
+        "seed_oss",
+        "<seed:tool_call>\n<function=book>\n"
+        + pairs("<parameter={name}>{value}</parameter>", "\n")
+        + "\n</function>\n</seed:tool_call>",
+        added=("<seed:tool_call>", "</seed:tool_call>"),
+        words="<seed:tool_call>",
+    ),
+    Family(
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.book:0"
+        f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>",
+        _KIMI,
+        words="<|tool_calls_section_begin|>",
+    ),
+    Family(
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="book" index="1"<|sep|>'
+        + "".join(
+            f'<|open|>argument key="{name}" '
+            f'type="{"string" if isinstance(value, str) else "object"}"<|sep|>'
+            f"{value if isinstance(value, str) else json.dumps(value)}<|close|>argument<|sep|>"
+            for name, value in ARGUMENTS.items()
+        )
+        + "<|close|>call<|sep|><|close|>tools<|sep|>",
+        _XTML,
+    ),
+    Family(
+        "minicpm5",
+        '<function name="book">'
+        + pairs('<param name="{name}">{value}</param>').replace(">10115<", "><![CDATA[10115]]><")
+        + "</function>",
+        words='<function name="f"><param name="p">',
+    ),
+    Family(  # mlx_lm/chat_templates/muse_spark.py, mlx_lm/tool_parsers/muse_spark.py
+        "muse_spark",
+        " to=self<|message|>Hm.<|eom|><|start|>assistant to=book<|message|>"
+        '<atem:function_calls>\n<atem:invoke name="book">\n'
+        + pairs('<atem:parameter name="{name}">{value}</atem:parameter>', "\n")
+        + "\n</atem:invoke>\n</atem:function_calls>",
+        ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+        words="<atem:function_calls>",
+        model_type="muse_spark",
+    ),
+    Family("nemotron_nano_v2", f"<TOOLCALL>[{CALL}]</TOOLCALL>", words="<TOOLCALL>"),
+    Family("hunyuan_a13b", f"<tool_calls>[{CALL}]</tool_calls>", words="<tool_calls>"),
+    Family("granite", f"<|tool_call|> [{CALL}]", ("<|tool_call|>",), words="<|tool_call|>"),
+    Family("granite", f"<tool_call>[{CALL}]", words="<tool_call>", model_type="granite"),
+    Family(
+        "phi4_mini_json",
+        f"<|tool_call|>[{CALL}]<|/tool_call|>",
+        ("<|tool_call|>", "<|/tool_call|>"),
+        words="<|tool|> <|/tool|>",
+        model_type="phi3",
+    ),
+    Family("phi4_mini_json", f"functools[{CALL}]", words="<|tool|> <|/tool|>", model_type="phi3"),
+    Family(
+        "cohere_command3",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "book", '
+        f'"parameters": {JSON}}}\n]<|END_ACTION|>',
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
+        words="<|START_ACTION|>",
+    ),
+    Family(  # the tool_use template of CohereForAI/c4ai-command-r-v01
+        "command_r",
+        f'Action:```json\n[\n    {{"tool_name": "book", "parameters": {JSON}}}\n]```',
+        words="Action: ```json directly-answer",
+    ),
+    Family(  # gpt-oss
+        "openai",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+        f" to=functions.book <|constrain|>json<|message|>{JSON}<|call|>",
+        _HARMONY,
+        model_type="gpt_oss",
+    ),
+]
+IDS = [f"{each.name}-{i}" for i, each in enumerate(FAMILIES)]
+CASES = list(zip(IDS, FAMILIES, strict=True))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
+    """Load every family once."""
+    return {
+        name: family(
+            tmp_path_factory.mktemp(name),
+            tokens=each.tokens,
+            added=each.added,
+            words=each.words,
+            model_type=each.model_type,
+        )
+        for name, each in zip(IDS, FAMILIES, strict=True)
+    }
+
+
+def test_every_format_of_the_table_has_a_text() -> None:
+    """None is there that was never read."""
+    assert {each.name for each in FAMILIES} == set(TOOL_FORMATS)
+
+
+@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
+def test_a_call_has_the_types_of_its_schema(
+    chats: dict[str, ChatTokenizer], key: str, each: Family
+) -> None:
+    """An integer, a boolean, an array, an object, and a string that looks like a number."""
+    heard = said(chats[key], row([BOOK]), each.text)
+    assert heard["calls"] == [("book", ARGUMENTS)]
+    assert heard["text"].strip() == ""
+
+
+@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
+@settings(
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_pieces_may_be_cut_anywhere(
+    chats: dict[str, ChatTokenizer], key: str, each: Family, data: st.DataObject
+) -> None:
+    """The parts are the same as of the whole."""
+    chat = chats[key]
+    spelled = chat._marks.pattern(each.text)
+    whole = [run for run in TOKENS.split(spelled) if run]
+    pieces = []
+    for run in whole:
+        cuts = [] if TOKENS.fullmatch(run) else data.draw(st.lists(st.integers(0, len(run))))
+        edges = [0, *sorted(cuts), len(run)]
+        pieces += [run[a:b] for a, b in pairwise(edges)]
+    parser = chat.output_processor(row([BOOK])).parser
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    assert gathered([*parts, *parser.flush()])["calls"] == [("book", ARGUMENTS)]
+
+
+@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
+def test_the_format_is_known_by_the_checkpoint(
+    chats: dict[str, ChatTokenizer], key: str, each: Family
+) -> None:
+    """By its template, its tokens or its type."""
+    assert chats[key]._tools is TOOL_FORMATS[each.name]
+
+
+@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
+def test_a_call_cut_short_is_never_a_call(
+    chats: dict[str, ChatTokenizer], key: str, each: Family
+) -> None:
+    """Its text comes back, so that nothing a model said is lost."""
+    heard = said(chats[key], row([BOOK]), each.text[: each.text.index("10115")])
+    assert heard["calls"] == []
+    assert "seats" in heard["text"]
+
+
+@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
+def test_text_before_a_call_streams(
+    chats: dict[str, ChatTokenizer], key: str, each: Family
+) -> None:
+    """It does not wait for the call."""
+    if each.name in ("openai", "muse_spark"):
+        return  # messages of their own: tests/engine/test_harmony.py
+    parser = chats[key].output_processor(row([BOOK])).parser
+    assert [part.text for part in parser.push("Let me see")] == ["Let me see"]
+
+
+@pytest.mark.parametrize(("key", "each"), CASES, ids=IDS)
+def test_a_forced_call_has_the_form_of_our_grammar(
+    chats: dict[str, ChatTokenizer], key: str, each: Family
+) -> None:
+    """In every family; gpt-oss and Muse Spark write it as their answer."""
+    headers = {"openai": "<|channel|>final<|message|>", "muse_spark": " to=user<|message|>"}
+    calling = Calling(functions=[BOOK], forced=True)
+    text = f'{{"name":"book","arguments":{JSON}}}'
+    job = row(calling=calling, grammar=Grammar("calls", ""))
+    heard = said(chats[key], job, headers.get(each.name, "") + text)
+    assert heard["calls"] == [("book", ARGUMENTS)]
+    assert (heard["text"], heard["reasoning"]) == ("", "")
+
+
+SEVERAL = {
+    "hermes": f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>",
+    "mistral": f"[TOOL_CALLS]book[ARGS]{JSON}[TOOL_CALLS]book[ARGS]{JSON}",
+    "llama3_json": f"{CALL}; {CALL}",
+    "llama4_pythonic": f"[{PYTHON}, {PYTHON}]",
+    "granite": f"<|tool_call|>[{CALL}, {CALL}]",
+    "phi4_mini_json": f"functools[{CALL}, {CALL}]",
+}
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_parallel_calls_are_several(chats: dict[str, ChatTokenizer], is_parallel: bool) -> None:
+    """In the ways that families write them; where one may be, nothing is left of others."""
+    calling = Calling(functions=[BOOK], parallel=is_parallel)
+    for name, text in SEVERAL.items():
+        for key, each in zip(IDS, FAMILIES, strict=True):
+            needs = re.findall(r"<[^>]*>|\[[A-Z_]+\]", text)
+            if each.name == name and all(word in each.tokens for word in needs if name != "hermes"):
+                heard = said(chats[key], row(calling=calling), text)
+                names = [call for call, _ in heard["calls"]]
+                assert names == (["book", "book"] if is_parallel else ["book"]), key
+                assert len(set(heard["ids"])) == len(names)
+                assert not heard["text"].strip()
+
+
+@pytest.mark.parametrize("text", ['{"name": "Alice", "age": 3}', '["a", "b"]', '{"a": 1}', "[see"])
+def test_an_answer_in_json_is_no_bare_call(chats: dict[str, ChatTokenizer], text: str) -> None:
+    """Only one that begins with a function of the request is."""
+    for key in ("llama3_json-5", "llama4_pythonic-7"):
+        heard = said(chats[key], row([BOOK]), text)
+        assert (heard["text"], heard["calls"]) == (text, [])
+
+
+def test_arguments_of_more_than_64_bits_are_kept(chats: dict[str, ChatTokenizer]) -> None:
+    """As JSON has no such bound."""
+    text = '<tool_call>{"name": "book", "arguments": {"seats": 123456789012345678901}}</tool_call>'
+    heard = said(chats["hermes-0"], row([BOOK]), text)
+    assert heard["calls"] == [("book", {"seats": 123456789012345678901})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": "string"}, "true", "true"),
+        ({"type": "string"}, " two\nlines ", " two\nlines "),
+        ({"type": "integer"}, "3.0", 3),
+        ({"type": "integer"}, "many", "many"),
+        ({"type": "number"}, "2.5", 2.5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array"}, "['a']", ["a"]),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "7", 7),
+        ({}, '{"a": 1}', {"a": 1}),
+    ],
+)
+def test_text_values_mean_what_their_schema_says(
+    chats: dict[str, ChatTokenizer], schema: dict[str, Any], text: str, value: Any
+) -> None:
+    """In the formats that write values as text."""
+    function = Function("f", {"type": "object", "properties": {"a": schema}})
+    call = (
+        f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    )
+    heard = said(chats["qwen3_coder-1"], row([function]), call)
+    assert heard["calls"] == [("f", {"a": value})]
+
+
+def test_models_yaml_takes_every_name_of_the_tables() -> None:
+    """And no other."""
+    assert {name for name in TOOL_PARSERS if known_tool_parser(name) is None} == set()
+    assert {*TOOL_FORMATS, *ALIASES} <= TOOL_PARSERS
+    assert set(REASONING_FORMATS) == REASONING_PARSERS
+
+
+def test_names_of_vllm_and_of_mlx_lm_are_known() -> None:
+    """One table, for models.yaml."""
+    assert known_tool_parser("json_tools") == known_tool_parser("hermes") == "hermes"
+    assert known_tool_parser("qwen3_xml") == "qwen3_coder"
+    assert known_tool_parser("pythonic") == "llama4_pythonic"
+    assert known_tool_parser("no such") is None
+    assert infer_tools((), "{{ messages }}", "llama", None) is None
+
+
+def test_the_table_in_models_yaml_comes_before_what_is_inferred(tmp_path: Path) -> None:
+    """A template may name no mark, or another's."""
+    chat = family(tmp_path, words="[TOOL_CALLS]", tool_parser="hermes")
+    assert said(chat, row([BOOK]), f"<tool_call>{CALL}</tool_call>")["calls"]
+    chat = family(tmp_path, words="<tool_call>", tool_parser="none")
+    assert not chat.reads_calls
+
+
+def test_a_template_from_models_yaml_tells_the_format(tmp_path: Path) -> None:
+    """As one in the folder does; and one of several templates may show the tools."""
+    own = "{% if tools %}<tool_call>{{ tool_call.name }}{% endif %}"
+    chat = family(tmp_path, words="[TOOL_CALLS]", chat_template=own)
+    assert chat._tools is TOOL_FORMATS["hermes"]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "default", "template": "{{ messages[0].content }}"},
+        {"name": "tool_use", "template": own},
+    ]
+    several = family(tmp_path / "several")
+    assert not several.reads_calls
+    (tmp_path / "several" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "several" / "chat_template.jinja").unlink()
+    hermes = load_chat_tokenizer(
+        tmp_path / "several", name="x", eos_ids=2, chat_template=None, template_args={}
+    )
+    assert hermes._tools is TOOL_FORMATS["hermes"]

@@ -1,0 +1,103 @@
+"""Values in calls that their format has no right words for."""
+
+import time
+from typing import Any
+
+import pytest
+
+from gateway.engine.answers.output_parts import arguments_json
+from gateway.engine.answers.tool_parsers import read_json, read_python, read_qwen, types_of
+
+SCHEMAS = {"f": {"type": "object", "properties": {"a": {}, "n": {"type": "number"}}}}
+
+
+@pytest.mark.parametrize("name", ["a", "n"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "1e999", "{1, 2}", "[1, {2}]", "[b'a']"]
+)
+def test_arguments_that_json_has_no_words_for_are_text(name: str, value: str) -> None:
+    """Never null, which is another value; nor is the call lost."""
+    body = f"<function=f>\n<parameter={name}>\n{value}\n</parameter>\n</function>"
+    (call,) = read_qwen(body, SCHEMAS)
+    assert call == {"name": "f", "arguments": {name: value}}
+    arguments_json(call["arguments"])
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_call_in_json_with_a_number_that_is_none_cannot_be_written(number: str) -> None:
+    """So it stays text."""
+    (call,) = read_json(f'{{"name": "f", "arguments": {{"n": {number}}}}}', SCHEMAS)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        arguments_json(call["arguments"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[f(3)]", "[f(3, n=4)]", "[f(**{'n': 3})]", "[f(n=1+2)]", "[f(a=x), f(n=3)]", "[f", "f(n=3)"],
+)
+def test_a_call_in_python_that_is_none_by_names_and_values_is_not_read(text: str) -> None:
+    """Rather than as one with other arguments, or without them."""
+    with pytest.raises((ValueError, SyntaxError)):
+        read_python(text, SCHEMAS)
+
+
+def test_calls_in_python_may_have_the_literals_of_json() -> None:
+    """Templates show values as JSON, so models write them so, too."""
+    text = "[f(a=true, n=-1.5), a.g(o={'k': null, 'l': [false, None]})]"
+    assert read_python(text, SCHEMAS) == [
+        {"name": "f", "arguments": {"a": True, "n": -1.5}},
+        {"name": "a.g", "arguments": {"o": {"k": None, "l": [False, None]}}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]}, "10115"),
+        ({"type": ["string", "integer"], "allOf": [{"type": "string"}]}, "10115"),
+        (
+            {"allOf": [{"type": ["string", "integer"]}, {"minLength": 1}, {"type": "integer"}]},
+            10115,
+        ),
+        ({"$ref": "#/$defs/any", "type": ["string", "null"]}, "10115"),
+        ({"$ref": "#/$defs/any", "anyOf": [{"type": "string"}, {"type": "null"}]}, "10115"),
+        ({"allOf": [{"type": "number"}, {"type": ["integer", "string"]}]}, 10115),
+        ({"anyOf": [{"type": "string"}, {"minimum": 3}]}, "10115"),
+        ({"type": ["integer", "null"], "anyOf": [{"type": "null"}, {"minimum": 3}]}, 10115),
+    ],
+)
+def test_keywords_beside_one_another_narrow_the_types(schema: Any, value: Any) -> None:
+    """A postcode that must be text stays text."""
+    whole = {"properties": {"a": schema}, "$defs": {"any": {"type": ["string", "integer"]}}}
+    body = "<function=f>\n<parameter=a>\n10115\n</parameter>\n</function>"
+    (call,) = read_qwen(body, {"f": whole})
+    assert call["arguments"] == {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("some", "other", "types"),
+    [
+        (["number"], ["integer"], {"integer"}),
+        (["number", "string"], ["integer", "null"], {"integer"}),
+        (["number", "integer"], ["number"], {"number"}),
+        (["number", "integer"], ["integer"], {"integer"}),
+        (["integer", "string"], ["string"], {"string"}),
+        (["string"], ["null"], set()),
+        (["number", "integer"], ["string"], set()),
+    ],
+)
+def test_an_integer_is_a_number(some: list[str], other: list[str], types: set[str]) -> None:
+    """In whichever order they stand."""
+    for pair in ((some, other), (other, some)):
+        assert types_of({"allOf": [{"type": each} for each in pair]}, {}) == types
+
+
+def test_references_that_branch_are_each_read_once() -> None:
+    """A million of them took seconds."""
+    defs: dict[str, Any] = {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(6)
+    }
+    root = {"$defs": {**defs, "d6": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/d0"}]}}}
+    start = time.perf_counter()
+    assert types_of({"$ref": "#/$defs/d0"}, root) == {"integer"}
+    assert time.perf_counter() - start < 1

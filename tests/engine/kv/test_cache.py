@@ -1,0 +1,290 @@
+"""KV of rows of different lengths: what is there, what is masked, and what is copied."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.engine.kv.cache import SPARE, STEP, RaggedKVCache, compact
+from gateway.engine.kv.prefix_cache import BLOCK
+from gateway.jobs import KvCost
+from gateway.serving.generation.memory import Layout, RowCosts
+
+import mlx.core as mx  # isort: skip  (after OpenBLAS, which the line above loads)
+
+HEADS, SIZE = 2, 4
+
+
+def tokens(values: list[list[float]]) -> mx.array:
+    """Make keys that hold a number a token, (rows, heads, tokens, size)."""
+    rows = mx.array(values)[:, None, :, None]
+    return mx.broadcast_to(rows, (rows.shape[0], HEADS, rows.shape[2], SIZE))
+
+
+def append(cache: RaggedKVCache, values: list[list[float]]) -> None:
+    keys = tokens(values)
+    cache.update_and_fetch(keys, -keys)
+
+
+def rows_of(cache: RaggedKVCache) -> list[list[float]]:
+    """Return what each row holds, where keys and values agree in all heads and places."""
+    if cache.empty():
+        return [[] for _ in cache.lengths.counts]
+    keys, values = (np.array(each) for each in cache.keys_and_values())
+    assert (keys == -values).all()
+    assert (keys == keys[:, :1, :, :1]).all()
+    both = zip(keys[:, 0, :, 0].tolist(), cache.lengths.counts, strict=True)
+    return [row[:count] for row, count in both]
+
+
+@dataclass
+class Modelled:
+    """A cache beside plain lists that undergo the same."""
+
+    cache: RaggedKVCache
+    rows: list[list[float]] = field(default_factory=lambda: [[]])
+    last: float = 0
+
+    def new(self, count: int) -> list[float]:
+        start = self.last + 1
+        self.last += count
+        return [start + i for i in range(count)]
+
+    def read(self, counts: list[int]) -> None:
+        """Read so many tokens a row, padded on the right."""
+        counts = (counts * len(self.rows))[: len(self.rows)]
+        values = [self.new(count) for count in counts]
+        most = max(counts)
+        self.cache.prepare(lengths=counts, right_padding=[most - count for count in counts])
+        append(self.cache, [each + [9e9] * (most - len(each)) for each in values])
+        self.cache.finalize()
+        for row, more in zip(self.rows, values, strict=True):
+            row += more
+
+    def join(self, count: int) -> None:
+        other = RaggedKVCache()
+        values = self.new(count)
+        if values:
+            append(other, [values])
+        self.cache.extend(other)
+        self.rows.append(values)
+
+    def keep(self, wanted: set[int]) -> None:
+        order = compact([i for i in range(len(self.rows)) if i in wanted] or [0])
+        self.cache.filter(order)
+        self.rows = [self.rows[i] for i in order]
+
+    def rewind(self, counts: list[int]) -> None:
+        gone = [
+            min(count, len(row))
+            for count, row in zip(counts * len(self.rows), self.rows, strict=False)
+        ]
+        self.cache.rewind(tuple(gone))
+        self.rows = [row[: len(row) - less] for row, less in zip(self.rows, gone, strict=True)]
+
+
+counts = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+operations = st.one_of(
+    st.tuples(st.just("read"), counts),
+    st.tuples(st.just("join"), st.integers(0, 2 * STEP)),
+    st.tuples(st.just("keep"), st.sets(st.integers(0, 8))),
+    st.tuples(st.just("rewind"), st.lists(st.integers(0, 5), min_size=1, max_size=6)),
+)
+
+
+@given(st.lists(operations, max_size=14))
+@settings(max_examples=150, deadline=None)
+def test_each_row_holds_what_it_read_whatever_the_others_do(done: list[tuple[str, Any]]) -> None:
+    both = Modelled(RaggedKVCache())
+    for name, argument in done:
+        getattr(both, name)(argument)
+        assert both.cache.lengths.counts == tuple(map(len, both.rows))
+        assert rows_of(both.cache) == both.rows
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 12))
+def test_a_token_attends_to_its_own_row_up_to_itself_and_within_the_window(
+    lengths: list[int], count: int, window: int
+) -> None:
+    cache = RaggedKVCache(lengths)
+    for size in (None, window):
+        mask: Any = cache.make_mask(count, return_array=True, window_size=size)
+        expected = [
+            [
+                [
+                    at <= own and (size is None or at > own - size)
+                    for at in range(max(lengths) + count)
+                ]
+                for own in range(length, length + count)
+            ]
+            for length in lengths
+        ]
+        assert mask[:, 0].tolist() == expected
+
+
+def test_rows_of_one_length_need_no_mask() -> None:
+    cache = RaggedKVCache([3, 3])
+    assert cache.make_mask(1) is None
+    assert cache.make_mask(4) == "causal"
+    assert cache.offset == 3
+
+
+def test_the_layers_of_a_model_share_masks_and_positions() -> None:
+    first, second = (RaggedKVCache([2, 5]) for _ in range(2))
+    for cache in (first, second):
+        append(cache, [[1.0], [2.0]])
+    for cache in (first, second):
+        cache.filter([1, 0])
+    assert first.lengths is second.lengths
+    assert first.make_mask(1) is second.make_mask(1)
+    assert first.offset is second.offset
+
+
+def test_lengths_that_are_held_do_not_hold_those_that_came_after() -> None:
+    held = RaggedKVCache([1, 2]).lengths
+    following = held.plus(1).plus(1)
+    assert following.counts == (3, 4)
+    assert not list(held._next.values())
+
+
+def test_a_slot_is_clean_for_the_next_row() -> None:
+    """Attention gives masked places a weight of zero, and zero times NaN would be NaN."""
+    cache = RaggedKVCache()
+    append(cache, [[1.0] * 9])
+    for _ in range(8):
+        other = RaggedKVCache()
+        append(other, [[float("nan")] * 9])
+        cache.extend(other)
+    cache.filter(range(8))  # one slot stays free, and keeps what was in it
+    assert cache.keys is not None
+    assert cache.keys.shape[0] == 9
+    other = RaggedKVCache()
+    append(other, [[2.0]])
+    cache.extend(other)
+    keys, values = (each[8:] for each in cache.keys_and_values())
+    query = mx.ones((1, HEADS, 1, SIZE))
+    mask = mx.arange(9) < 1
+    found = mx.fast.scaled_dot_product_attention(query, keys, values, scale=1.0, mask=mask)
+    assert found.flatten().tolist() == [-2.0] * HEADS * SIZE
+
+
+def test_what_was_copied_before_is_not_written_to() -> None:
+    cache = RaggedKVCache()
+    append(cache, [[1.0, 2.0]])
+    twin = copy.copy(cache)
+    cache.rewind((1,))
+    append(cache, [[7.0]])
+    assert rows_of(twin) == [[1.0, 2.0]]
+    assert rows_of(cache) == [[1.0, 7.0]]
+
+
+def full_of(rows: int, length: int) -> RaggedKVCache:
+    """Make a cache of rows of equal length, evaluated."""
+    cache = RaggedKVCache([0] * rows)
+    keys = mx.random.normal((rows, HEADS, length, SIZE))
+    cache.update_and_fetch(keys, -keys)
+    mx.eval(cache.state)
+    return cache
+
+
+def peak_of(change: Any, cache: RaggedKVCache) -> int:
+    """Return the bytes that a change needs at its worst, besides what is there."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    change()
+    mx.eval(cache.state)
+    return mx.get_peak_memory() - before
+
+
+def test_a_row_that_leaves_moves_one_row_at_most() -> None:
+    cache = full_of(16, 4 * BLOCK)
+    row = cache.nbytes // 16
+    order = compact([i for i in range(16) if i != 3])
+    assert order == [0, 1, 2, 15, *range(4, 15)]
+    assert peak_of(lambda: cache.filter(order), cache) <= 1.5 * row
+    assert cache.nbytes == 16 * row
+
+
+def test_a_row_that_joins_copies_only_itself_where_a_slot_is_free() -> None:
+    cache, other = full_of(16, 4 * BLOCK), full_of(1, 4 * BLOCK)
+    row = other.nbytes
+    cache.filter(range(15))
+    assert peak_of(lambda: cache.extend(other), cache) <= 1.5 * row
+
+
+def test_a_step_copies_nothing() -> None:
+    cache = full_of(16, 4 * BLOCK - 8)
+    cache.rewind(tuple(i % 3 for i in range(16)))
+    assert peak_of(lambda: append(cache, [[1.0]] * 16), cache) < cache.nbytes / 16
+
+
+def test_few_slots_stay_free() -> None:
+    cache = full_of(16, 4 * BLOCK)
+    for rows in range(15, 0, -1):
+        cache.filter(range(rows))
+        assert cache.keys is not None
+        assert rows <= cache.keys.shape[0] <= rows + rows // SPARE
+
+
+def test_what_a_long_row_needed_is_free_once_it_leaves() -> None:
+    """Though no more slots are free than may be, and the others leave and join."""
+    cache = full_of(24, 8 * STEP)
+    cache.rewind((0, *[8 * STEP - BLOCK] * 23))
+    cache.filter(compact(range(1, 24)))
+    row = full_of(1, BLOCK).nbytes
+    for _ in range(9):
+        assert cache.nbytes <= (24 + 24 // SPARE) * row
+        cache.filter(compact(range(1, 23)))
+        cache.extend(full_of(1, BLOCK))
+
+
+@given(st.lists(st.integers(0, 2 * STEP), min_size=1, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_a_merged_cache_has_the_rows_of_all(counts: list[int]) -> None:
+    both = Modelled(RaggedKVCache())
+    for count in counts:
+        both.join(count)
+    some = [
+        RaggedKVCache.of(tokens([row]), -tokens([row])) if row else RaggedKVCache()
+        for row in both.rows[1:]
+    ]
+    assert rows_of(RaggedKVCache.merge(some)) == both.rows[1:]
+
+
+def test_caches_that_are_merged_are_copied_once() -> None:
+    caches = [full_of(1, 4 * BLOCK) for _ in range(9)]
+    merged: list[RaggedKVCache] = []
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    merged.append(RaggedKVCache.merge(caches))
+    mx.eval(merged[0].state)
+    assert merged[0].nbytes == sum(each.nbytes for each in caches)
+    assert mx.get_peak_memory() - before <= 1.2 * merged[0].nbytes
+
+
+@given(st.lists(operations, max_size=14))
+@settings(max_examples=60, deadline=None)
+def test_no_more_is_held_than_is_counted(done: list[tuple[str, Any]]) -> None:
+    both = Modelled(RaggedKVCache())
+    counted = RowCosts(KvCost(token=2 * HEADS * SIZE * 4))
+    for name, argument in done:
+        getattr(both, name)(argument)
+        if name == "keep":
+            assert both.cache.nbytes <= Layout(both.cache.lengths.counts).nbytes(counted)
+
+
+def test_keys_may_be_made_to_depend_on_what_a_model_sends() -> None:
+    """As a model divided by layers does on every rank but the first; a copy is not changed."""
+    cache = RaggedKVCache()
+    append(cache, [[1, 2, 3]])
+    twin = copy.copy(cache)
+    layer: Any = cache  # what mlx-lm calls is untyped
+    layer.keys = mx.depends(layer.keys, mx.zeros(1))
+    append(cache, [[4]])
+    assert rows_of(cache) == [[1, 2, 3, 4]]
+    assert rows_of(twin) == [[1, 2, 3]]

@@ -1,0 +1,206 @@
+"""What is counted for rows before they join is never less than what they hold then."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from gateway.engine.device import Device
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.loading import load_generation
+from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, measure_kv
+from gateway.engine.models.decoders import parameters
+from gateway.jobs import GenerateJob, Sampling, SequenceParams
+from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts
+from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
+from tests.fakes import caller
+
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": SLIDING,
+    "lfm2": STATEFUL,
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    },
+    "qwen3_next": HYBRID,
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 32,
+        "intermediate_size": 32,
+        "rope_scaling": None,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat(tmp_path_factory.mktemp("chat"))
+
+
+def open_engine(folder: Path, draft: Path | None = None) -> GenerationEngine:
+    return load_generation(
+        folder,
+        name="chat",
+        device=Device.CPU,
+        dtype=None,
+        max_context=None,
+        chat_template=None,
+        template_args={},
+        prefix_cache_bytes=1_000_000,
+        speculate_rows=4,
+        draft=draft,
+    )
+
+
+def row(prompt: int, max_tokens: int) -> SequenceParams:
+    return SequenceParams(
+        prompt=[2 + i % 40 for i in range(prompt)],
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature=0),
+        is_bare=True,
+    )
+
+
+def held(engine: GenerationEngine) -> int:
+    """Count the bytes of KV that rows hold: all but weights and prefixes."""
+    drafting = engine._drafting.model
+    models = [engine._model] if drafting is None else [engine._model, drafting._model]
+    weights = sum(array.nbytes for model in models for array in parameters(model))
+    return engine.nbytes() - weights - engine.prefix_bytes
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", [*KINDS, "drafted"])
+def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: int) -> None:
+    """Whoever joins, leaves and stops, and whoever is long beside whoever is short."""
+    chance = random.Random(seed)
+    is_drafted = kind == "drafted"
+    draft = write_chat(tmp_path / "d", seed=1, num_hidden_layers=6) if is_drafted else None
+    engine = open_engine(write_chat(tmp_path / "m", **KINDS.get(kind, {})), draft)
+    costs = RowCosts(engine.kv_cost, chunk_tokens=256)
+    used: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    apart: set[int] = set()
+    gone: set[int] = set()
+    most = 0
+    for _ in range(150):
+        if chance.random() < 0.25 and len(used) < 6:
+            job = row(chance.choice([3, 20, 300, 700]), chance.choice([1, 2, 30, 200]))
+            joined = engine.join(job)
+            used[joined], whole[joined] = len(job.prompt), len(job.prompt) + job.max_tokens
+        if used and chance.random() < 0.2:
+            one = chance.choice(list(used))
+            match chance.choice(["park", "preempt", "resume", "leave"]):
+                case "park":
+                    engine.park(one)
+                    apart.add(one)
+                case "preempt":
+                    engine.preempt(one)
+                    gone.add(one)
+                case "resume":
+                    engine.resume(one)
+                    apart.discard(one)
+                    gone.discard(one)
+                case "leave":
+                    engine.leave(one)
+                    del used[one]
+        deltas = engine.prefill(256) if engine.is_prefilling else []
+        for delta in (*deltas, *engine.decode()):
+            assert delta.error is None
+            used[delta.sequence_id] += delta.tokens
+            if delta.finish_reason is not None:
+                del used[delta.sequence_id]
+        lone = {each for each in used if each in apart or whole[each] - used[each] <= 1} - gone
+        layout = Layout(
+            [used[each] for each in used.keys() - lone - gone],
+            [used[each] for each in used.keys() & lone],
+        )
+        most = max(most, held(engine))
+        assert held(engine) <= layout.nbytes(costs)
+    assert most > 0
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_kv_is_counted_by_what_each_layer_keeps(tmp_path: Path, kind: str) -> None:
+    """Latent attention, windows and states too; never less than is held, nor a layer more."""
+    folder = write_chat(tmp_path / "m", **ARCHITECTURES[kind])
+    model, _ = load_model(folder)
+    cost = measure_kv(model)
+    for tokens in (20, 600):
+        cache = make_prompt_cache(model)
+        for start in range(0, tokens, 20):
+            model(mx.array([[5 + start % 7] * 20]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+        nbytes = [int(layer.nbytes) for layer in cache]
+        assert sum(nbytes) <= cost.of(tokens + KV_STEP, 20)
+        assert cost.of(tokens) <= sum(nbytes) + max(nbytes)
+    config = kv_bytes(Checkpoint("m", folder), Device.CPU, None, 600)
+    assert (cost.of(600) < config) == (kind != "llama")
+
+
+def test_a_curtailed_row_ends_with_length(folder: Path) -> None:
+    """At the tokens it is given, whatever it was allowed before; a stranger's id is fine."""
+    engine = open_engine(folder)
+    first = engine.join(row(10, 50))
+    while engine.is_prefilling:
+        engine.prefill(512)
+    said, ends = 0, []
+    engine.cap_tokens(first + 7, 1)
+    engine.cap_tokens(first, 5)
+    while engine.is_decoding:
+        for delta in engine.decode():
+            said += delta.tokens
+            ends.append(delta.finish_reason)
+    assert said == 5
+    assert ends[-1] == "length"
+
+
+def test_what_is_kept_of_prompts_can_be_forgotten(folder: Path) -> None:
+    """And is kept again from the next one on."""
+    engine = open_engine(folder)
+    for expected in (0, 0):
+        assert engine.prefix_bytes == expected
+        engine.join(row(200, 1))
+        while engine.is_prefilling:
+            engine.prefill(512)
+        assert engine.prefix_bytes > 0
+        engine.clear_prefixes()
+
+
+def test_a_row_says_whether_its_caller_has_bounded_it(folder: Path) -> None:
+    """An open one may be as long as the context: its memory is counted otherwise."""
+    engine = open_engine(folder)
+    asked: dict[str, Any] = {
+        "caller": caller(),
+        "messages": [{"role": "user", "content": "Hello"}],
+        "sampling": Sampling(temperature=0),
+    }
+    (bounded,) = engine.prepare(GenerateJob(**asked, max_tokens=10))
+    (unbounded,) = engine.prepare(GenerateJob(**asked))
+    assert (bounded.is_open, bounded.max_tokens) == (False, 10)
+    assert unbounded.is_open
+    assert unbounded.max_tokens == engine.max_context - len(unbounded.prompt)

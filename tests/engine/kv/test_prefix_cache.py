@@ -1,0 +1,502 @@
+"""What prompts begin with is read once, and nobody's answer changes by it."""
+
+import gc
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache
+
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.kv.cache import RaggedKVCache
+from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
+from gateway.jobs import GenerateJob, Grammar, PrefixNames, Sampling
+from tests.checkpoints import SLIDING, STATEFUL, write_chat
+from tests.engine.generation.test_engine import (
+    GREEDY,
+    SEEDED,
+    Answer,
+    Passing,
+    Run,
+    answers,
+    exchange,
+    open_engine,
+)
+from tests.fakes import caller
+
+PLENTY = 1 << 30
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """Draw a prompt of ordinary tokens."""
+    draw = random.Random(seed)
+    return [draw.randrange(300, 1000) for _ in range(count)]
+
+
+def bare(prompt: Sequence[int], sampling: Sampling = GREEDY, **more: Any) -> GenerateJob:
+    more.setdefault("max_tokens", 12)
+    return GenerateJob(caller=caller(), prompt=list(prompt), sampling=sampling, **more)
+
+
+BASE = tokens(400, 0)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a checkpoint of each kind of cache."""
+    return write_chat(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write one whose cache is KV throughout."""
+    return write_chat(tmp_path_factory.mktemp("only"))
+
+
+@pytest.fixture(scope="module")
+def expected(cold: GenerationEngine) -> "Expected":
+    """Ask it for each answer once."""
+    return Expected(cold)
+
+
+def ids(told: Sequence[Answer]) -> list[list[int]]:
+    assert all(answer.error is None for answer in told)
+    return [answer.ids for answer in told]
+
+
+def cached(told: Sequence[Answer]) -> list[int]:
+    return [answer.cached_tokens for answer in told]
+
+
+class Expected:
+    """The greedy tokens that an engine without a prefix cache gives."""
+
+    def __init__(self, cold: GenerationEngine) -> None:
+        self._cold = cold
+        self._known: dict[str, list[list[int]]] = {}
+
+    def of(self, case: str, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        if case not in self._known:
+            self._known[case] = ids(answers(self._cold, [bare(prompt) for prompt in prompts]))
+        return self._known[case]
+
+
+CASES = {
+    "repeated": [BASE],
+    "repeated to the last token of a block": [BASE[: 3 * BLOCK + 1]],
+    "one token shorter than that": [BASE[: 3 * BLOCK]],
+    "longer": [BASE + tokens(150, 1)],
+    "different from the middle on": [BASE[:201] + tokens(90, 2)],
+    "shorter": [BASE[:270]],
+    "shorter than a block": [BASE[: BLOCK - 1]],
+    "hits and misses together": [
+        tokens(30, 3),
+        BASE[:257] + tokens(30, 4),
+        BASE[:150] + tokens(40, 5),
+        tokens(90, 6),
+        BASE[: 3 * BLOCK + 1],
+        [7],
+    ],
+    "a burst that begins alike": [tokens(300, 7) + tokens(20 + i, 8 + i) for i in range(6)],
+}
+
+
+def test_what_a_prompt_adds_to_the_cache_is_counted_once(plain: Path) -> None:
+    """In whole blocks: with what was cached, all of the prompt but what no block holds."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
+    longer = [*BASE, *tokens(100, 1)]
+    told = [answers(engine, [bare(each)])[0] for each in (BASE, BASE, longer)]
+    # The last token of a prompt is read with the answer; of 499 others 448 are in whole blocks.
+    assert [(each.cached_tokens, each.kept_tokens) for each in told] == [
+        (0, 384),
+        (384, 0),
+        (384, 64),
+    ]
+    engine.close()
+    without = open_engine(plain)
+    assert answers(without, [bare(BASE)])[0].kept_tokens == 0
+    without.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("budget", [100, 512, 100_000])
+def test_the_greedy_tokens_are_those_without_it(
+    expected: Expected, warm: GenerationEngine, case: str, budget: int
+) -> None:
+    """Whatever the next prompts have in common with the one before, and the chunks they are read
+    in.
+    """
+    answers(warm, [bare(BASE)], budget)
+    for _ in range(2):
+        jobs = [bare(prompt) for prompt in CASES[case]]
+        told = answers(warm, jobs, budget)
+        assert ids(told) == expected.of(case, CASES[case])
+    reused = [len(prompt) - 1 - len(prompt) % BLOCK for prompt in CASES[case]]
+    assert any(cached(told)) or max(reused) < BLOCK
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plain_prompt_goes_on_from_its_last_whole_block(plain: Path, case: str) -> None:
+    """At least its last token is read, so an exact repeat has one to go on from."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
+    answers(engine, [bare(BASE)])
+    jobs = [bare(prompt) for prompt in CASES[case]]
+    first, second = answers(engine, jobs), answers(engine, jobs)
+    whole = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in CASES[case]]
+    assert cached(second) == whole
+    if not case.startswith("a burst"):
+        assert cached(first) == [
+            min(count_shared(BASE[:-1], p[:-1]), w) for p, w in zip(CASES[case], whole, strict=True)
+        ]
+
+
+def test_where_states_cannot_be_cut_a_prompt_goes_on_from_the_end_of_a_chunk(
+    tmp_path: Path,
+) -> None:
+    """Chunks end with blocks there, and one more ends with the prompt's last block."""
+    engine = open_engine(write_chat(tmp_path, **SLIDING), prefix_cache_bytes=PLENTY)
+    told = [
+        answers(engine, [bare(prompt)], 150)[0].cached_tokens
+        for prompt in (BASE, BASE, BASE[:300] + tokens(50, 1), BASE[:100])
+    ]
+    assert told == [0, 384, 256, 0]
+
+
+def test_an_answer_that_ends_by_itself_leaves_what_is_kept(warm: GenerationEngine) -> None:
+    """The last of them, too, though the next pass was launched for it."""
+    whole = answers(warm, [bare(BASE)])[0]
+    stop = (whole.text[len(whole.text) // 2],)
+    told = [answers(warm, [bare(BASE, stop=stop)])[0] for _ in range(3)]
+    assert all(answer.tokens < whole.tokens for answer in told)
+    assert cached(told) == [384, 384, 384]
+
+
+def test_a_sampled_answer_is_the_same(cold: GenerationEngine, warm: GenerationEngine) -> None:
+    """Its keys come from its seed and its place alone."""
+    jobs = [bare(BASE, SEEDED), bare(BASE[:250], SEEDED)]
+    expected = ids(answers(cold, jobs))
+    for _ in range(2):
+        assert ids(answers(warm, jobs)) == expected
+
+
+def test_an_answer_held_to_a_grammar_is_the_same(
+    cold: GenerationEngine, warm: GenerationEngine
+) -> None:
+    """Its matcher starts with the answer, wherever the prompt's KV comes from."""
+    grammar = Grammar("json_schema", json.dumps({"type": "array", "items": {"type": "boolean"}}))
+    texts: list[str] = []
+    for engine in (cold, warm, warm):
+        run = Run(engine)
+        asked = bare(BASE, Sampling(temperature=1.5, seed=3), grammar=grammar, max_tokens=60)
+        (row,) = engine.prepare(asked)
+        number = engine.join(replace(row, compiled=engine.compile(grammar)))
+        run.answers[number] = answer = Answer()
+        run.join(bare(BASE[:300]))
+        run.finish()
+        assert answer.error is None
+        texts.append(answer.text)
+    assert texts[0] == texts[1] == texts[2]
+    assert answer.cached_tokens == 384
+
+
+def test_the_choices_of_one_job_read_their_prompt_once(
+    cold: GenerationEngine, warm: GenerationEngine
+) -> None:
+    """But for what follows its last whole block."""
+    asked = bare(BASE, Sampling(temperature=1.5, seed=3), n=3)
+    told = answers(warm, [asked])
+    assert cached(told) == [0, 384, 384]
+    assert ids(told) == ids(answers(cold, [asked]))
+
+
+class Counting:
+    """A model that counts the prompt tokens that it is given, padding too."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.read = 0
+
+    def __call__(self, given: mx.array, cache: Any = None) -> Any:
+        self.read += given.size if given.shape[1] > 1 else 0
+        return self._model(given, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_a_burst_reads_what_it_shares_once(plain: Path) -> None:
+    """Eighteen requests that come together while nothing is kept yet."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
+    model = Counting(engine._model)
+    exchange(engine, model)
+    begin = tokens(1500, 1)
+    told = answers(engine, [bare(begin + tokens(40, 10 + i)) for i in range(18)])
+    assert cached(told) == [0] + [1472] * 17
+    assert model.read < 1540 + 17 * (68 + 2)
+
+
+def test_who_waits_for_a_prompt_that_leaves_reads_on_alone(plain: Path) -> None:
+    """From where it was left."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
+    run = Run(engine)
+    begin = tokens(600, 1)
+    (leaving,) = run.join(bare([*begin, 1]))
+    (waiting,) = run.join(bare([*begin, 2]))
+    run.step(200)
+    engine.leave(leaving)
+    run.finish(200)
+    assert run.answers[leaving].tokens == 0
+    assert run.answers[waiting].cached_tokens == 192
+    assert ids([run.answers[waiting]]) == ids(answers(open_engine(plain), [bare([*begin, 2])]))
+
+
+@pytest.mark.parametrize("limit", [1, PLENTY])
+def test_nobody_waits_longer_than_for_what_is_shared(plain: Path, limit: int) -> None:
+    """Not for the rest of the other prompt, even where the shared part found no room."""
+    engine = open_engine(plain, prefix_cache_bytes=limit)
+    run = Run(engine)
+    begin = tokens(256, 1)
+    (long,) = run.join(bare(begin + tokens(900, 2)))
+    (short,) = run.join(bare(begin + tokens(40, 3)))
+    for _ in range(8):
+        run.step(128)
+    assert run.answers[long].tokens == 0
+    assert run.answers[short].tokens > 0
+    assert run.answers[short].cached_tokens == (256 if limit == PLENTY else 0)
+
+
+def test_prompts_that_come_together_are_kept_wherever_a_state_is(tmp_path: Path) -> None:
+    """Each stops at the end of its own blocks there, in a pass with others."""
+    engine = open_engine(write_chat(tmp_path, **SLIDING), prefix_cache_bytes=PLENTY)
+    jobs = [bare(tokens(150, 1)), bare(tokens(200, 2)), bare(tokens(20, 3))]
+    assert cached(answers(engine, jobs)) == [0, 0, 0]
+    assert cached(answers(engine, jobs)) == [128, 192, 0]
+
+
+def test_a_prompt_that_leaves_half_read_breaks_nothing(
+    cold: GenerationEngine, warm: GenerationEngine
+) -> None:
+    """What it has read is right, and may be used."""
+    for steps in (1, 2, 3):
+        run = Run(warm)
+        (row,) = run.join(bare(BASE))
+        for _ in range(steps):
+            run.step(100)
+        warm.leave(row)
+        assert not warm.is_prefilling
+    told = answers(warm, [bare(BASE)])
+    assert ids(told) == ids(answers(cold, [bare(BASE)]))
+    assert cached(told)[0] > 0
+
+
+def test_a_next_turn_need_not_read_the_answer_again(plain: Path) -> None:
+    """A chat's next prompt is the last one, its answer and a new question."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
+    (answer,) = answers(engine, [bare(BASE, max_tokens=100)])
+    turn = BASE + answer.ids + tokens(30, 1)
+    (told,) = answers(engine, [bare(turn)])
+    assert told.cached_tokens == (len(BASE) + len(answer.ids) - 1) // BLOCK * BLOCK > len(BASE)
+    assert told.ids == answers(open_engine(plain), [bare(turn)])[0].ids
+
+
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("speculate_rows", [0, 4])
+def test_an_answer_that_met_a_stop_string_is_kept_too(
+    plain: Path, others: int, speculate_rows: int
+) -> None:
+    """Alone, and beside answers that go on."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
+    (whole,) = answers(engine, [bare(BASE, max_tokens=150)])
+    engine.clear_prefixes()
+    stop = whole.text[-25:-16]
+    assert stop not in whole.text[: len(whole.text) // 2]
+    beside = [bare(tokens(50, i), max_tokens=200) for i in range(others)]
+    answer, *_ = answers(engine, [bare(BASE, max_tokens=150, stop=[stop]), *beside])
+    assert answer.finish_reason == "stop"
+    assert answer.ids == whole.ids[: len(answer.ids)] != whole.ids
+    turn = BASE + answer.ids + tokens(30, 1)
+    (told,) = answers(engine, [bare(turn)])
+    assert told.cached_tokens == (len(BASE) + len(answer.ids) - 1) // BLOCK * BLOCK
+    assert told.ids == answers(open_engine(plain), [bare(turn)])[0].ids
+
+
+def active_memory() -> int:
+    """Count the bytes of the arrays that somebody holds."""
+    gc.collect()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])  # with one, the tokens of a row lie side by side
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_kept_never_pass_the_bound(tmp_path: Path, kind: str, kv_heads: int) -> None:
+    """The engine counts them, and no more are held."""
+    folder = write_chat(tmp_path, **KINDS[kind], num_key_value_heads=kv_heads)
+    one = open_engine(folder, prefix_cache_bytes=PLENTY)
+    weights = one.nbytes()
+    answers(one, [bare(BASE[: BLOCK + 1], max_tokens=1)])
+    block = one.nbytes() - weights
+    rounds = [
+        [bare(tokens(150, i) + tokens(90, j)) for j in range(2)] + [bare(BASE)] for i in range(3)
+    ]
+    cold = open_engine(folder)
+    expected = [ids(answers(cold, jobs)) for jobs in rounds]
+    for blocks in (0, 1, 7):
+        engine = open_engine(folder, prefix_cache_bytes=blocks * block)
+        before = active_memory()
+        for jobs, told in zip(rounds, expected, strict=True):
+            assert ids(answers(engine, jobs)) == told
+            assert engine.nbytes() - weights == engine._prefixes.nbytes <= blocks * block
+            assert active_memory() - before <= engine._prefixes.nbytes
+        assert (engine._prefixes.nbytes > 0) == (blocks > 0)
+        engine.close()
+
+
+def test_a_closed_engine_holds_no_prefix(plain: Path) -> None:
+    """Its memory is the next model's."""
+    gc.collect()
+    before = mx.get_active_memory()
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
+    answers(engine, [bare(BASE)])
+    assert mx.get_active_memory() - before > 0.9 * engine.nbytes()
+    engine.close()
+    gc.collect()
+    assert mx.get_active_memory() - before < 1000
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 6, 9])
+def test_a_fault_leaves_nothing_behind(plain: Path, at: int) -> None:
+    """Whatever was kept may be what broke; the rows are read again without it."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
+    jobs = [bare(BASE), bare(BASE[:300] + tokens(9, 1)), bare(tokens(200, 2), SEEDED)]
+    expected = ids(answers(open_engine(plain), jobs))
+    answers(engine, jobs)
+    model = engine._model
+    exchange(engine, Passing(model, at))
+    assert ids(answers(engine, jobs, 150)) == expected
+    exchange(engine, model)
+    assert ids(answers(engine, jobs)) == expected
+
+
+def test_a_broken_prefix_cannot_break_a_row_twice(plain: Path) -> None:
+    """A suspect is read whole, and says so."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
+    (expected,) = answers(engine, [bare(BASE)])
+    for key, kept in engine._prefixes._kept.items():
+        short = [(keys[..., :3], values) for keys, values in kept.layers]
+        engine._prefixes._kept[key] = replace(kept, layers=short)
+    (told,) = answers(engine, [bare(BASE)])
+    assert (told.ids, told.cached_tokens) == (expected.ids, 0)
+
+
+def test_suspects_take_nothing_from_one_another(plain: Path) -> None:
+    """Two rows whose first step failed are read again whole, each for itself."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY)
+    jobs = [bare(BASE), bare(BASE[:300] + tokens(30, 1))]
+    answers(engine, jobs)
+    exchange(engine, Passing(engine._model, 2))
+    told = answers(engine, jobs)
+    assert cached(told) == [0, 0]
+    assert ids(told) == ids(answers(open_engine(plain), jobs))
+
+
+def test_what_is_no_number_is_not_kept(tmp_path: Path) -> None:
+    """Wherever in the model it began."""
+    folder = write_chat(tmp_path)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    name = "model.layers.0.self_attn.v_proj.weight"
+    weights[name] = mx.full(weights[name].shape, float("inf"))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    engine = open_engine(folder, prefix_cache_bytes=PLENTY)
+    (told,) = answers(engine, [bare(BASE)])
+    assert "not a number" in (told.error or "")
+    assert engine._prefixes.nbytes == 0
+
+
+class Ending:
+    """A model that repeats one token, and whose logits are no numbers after so many tokens."""
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        self._model = model
+        self._tokens = tokens
+
+    def __call__(self, inputs: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = self._model(inputs, cache=cache)
+        logits = mx.where(mx.arange(logits.shape[-1]) == 300, 1e4, logits)
+        return logits * mx.nan if cache[0].lengths.longest > self._tokens else logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("speculate_rows", [0, 4])
+def test_an_answer_that_becomes_no_number_is_not_kept(plain: Path, speculate_rows: int) -> None:
+    """Of its prompt, what was kept before stays."""
+    engine = open_engine(plain, prefix_cache_bytes=PLENTY, speculate_rows=speculate_rows)
+    engine._model = engine._prefill._model = Ending(engine._model, len(BASE) + 100)
+    (told,) = answers(engine, [bare(BASE, max_tokens=150)])
+    assert "not a number" in (told.error or "")
+    assert len(told.ids) > BLOCK
+    assert engine._prefixes.count_known([*BASE, *told.ids]) == len(BASE) // BLOCK * BLOCK
+
+
+def batch(length: int) -> RaggedKVCache:
+    """Make one layer's cache of a row that has read so many tokens; each has its place as KV."""
+    places = mx.arange(length, dtype=mx.float32).reshape(1, 1, length, 1)
+    return RaggedKVCache.of(places, -places)
+
+
+prompts = st.lists(
+    st.lists(st.integers(0, 1), min_size=1, max_size=6).map(
+        lambda bits: [bit for bit in bits for _ in range(BLOCK)]
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(prompts, st.integers(0, 8))
+@settings(max_examples=60, deadline=None)
+def test_what_is_kept_is_bounded_right_and_within_reach(
+    prompts: list[list[int]], blocks: int
+) -> None:
+    """A block never goes before those that follow it, which nobody would find again."""
+    block = 2 * 4 * BLOCK + 8 * (BLOCK + 1)
+    prefixes = PrefixCache([KVCache()], blocks * block)  # type: ignore[no-untyped-call]
+    for prompt in prompts:
+        prefixes.store(prompt, [batch(len(prompt))], 0)
+        assert prefixes.nbytes == block * len(prefixes._kept) <= blocks * block
+        numbers = {0, *(kept.number for kept in prefixes._kept.values())}
+        assert all(key[0] in numbers for key in prefixes._kept)
+        known, layers = prefixes.take(prompt)
+        assert known == prefixes.count_known(prompt) == min(len(prompt), blocks * BLOCK)
+        if layers is not None:
+            assert layers[0].keys.flatten().tolist() == list(range(known))
+
+
+def test_a_routers_names_live_as_long_as_what_they_name(folder: Path) -> None:
+    """Each block of the beginning has its names, and loses them with its eviction."""
+    names = [bytes([i]) for i in range(6)]
+    engine = open_engine(folder, prefix_cache_bytes=PLENTY)
+    try:
+        prefix_names = PrefixNames(names, share=0.96)  # 384 tokens: six blocks
+        who = replace(caller(), prefix_names=prefix_names)
+        answers(engine, [replace(bare(BASE), caller=who)])
+        assert list(engine.prefix_names()) == names
+        engine.clear_prefixes()
+        assert not engine.prefix_names()
+    finally:
+        engine.close()
+
+
+def test_names_end_where_their_share_of_the_prompt_does() -> None:
+    assert PrefixNames([b"a", b"b"], 0.5).ends(100) == [(25, b"a"), (50, b"b")]
+    assert not PrefixNames().ends(100)

@@ -1,0 +1,581 @@
+"""LoRA adapters: rows of several in one batch say what merged models say alone."""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.tuner.utils import load_adapters
+
+from gateway.engine.device import Device
+from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.generation.loading import load_generation
+from gateway.engine.models.adapter_files import read_adapter
+from gateway.engine.models.missing_kernels import can_gather
+from gateway.errors import ModelLoadFailed
+from gateway.jobs import Adapter, GenerateJob, Question, Sampling
+from tests.checkpoints import SLIDING, STATEFUL, merge_adapter, write_adapter, write_chat
+from tests.engine.generation.test_preemption import (
+    JOBS,
+    SCHEMA,
+    TEXTS,
+    Answer,
+    Batch,
+    open_engine,
+)
+from tests.fakes import caller
+
+GREEDY = Sampling(temperature=0)
+ECHO = "one two three four five six seven " * 8
+PLENTY = 1 << 30
+# By name: no two alike in rank, scale and projections.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "small": {"seed": 1, "rank": 2},
+    "large": {"seed": 2, "rank": 9, "scale": 1.0},
+    "queries": {"seed": 3, "rank": 4, "scale": 4.0, "only": "q_proj"},
+}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
+
+Asked = tuple[str, str, dict[str, Any]]
+"""An adapter's name or none, a text, and what else a job has."""
+
+
+class World:
+    """A base, its adapters, and the models that these are when merged."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.base = write_chat(folder / "base", **config)
+        self.folders = {
+            name: write_adapter(folder / name, self.base, **given)
+            for name, given in ADAPTERS.items()
+        }
+        self.merged = {
+            name: open_engine(merge_adapter(folder / f"{name}-merged", self.base, adapter))
+            for name, adapter in self.folders.items()
+        }
+        self.merged[""] = open_engine(self.base)
+
+    def alone(self, asked: Asked) -> Answer:
+        """Answer a job by the merged model, alone."""
+        name, text, given = asked
+        batch = Batch(self.merged[name])
+        row = batch.join(text, given)
+        while batch.is_busy:
+            batch.step(64)
+        return batch.answers[row]
+
+    def open(self, **given: Any) -> "Adapted":
+        engine = open_engine(self.base, **given)
+        numbers = {name: add(engine, name, folder) for name, folder in self.folders.items()}
+        return Adapted(engine, numbers)
+
+    def close(self) -> None:
+        for engine in self.merged.values():
+            engine.close()
+
+
+class Adapted(Batch):
+    """Rows of an engine with adapters."""
+
+    def __init__(self, engine: GenerationEngine, numbers: dict[str, int]) -> None:
+        super().__init__(engine)
+        self.numbers = numbers
+
+    def ask(self, asked: Asked) -> int:
+        name, text, given = asked
+        adapter = Adapter(self.numbers[name], name) if name else None
+        return self.join(text, {**given, "adapter": adapter})
+
+
+def load(engine: GenerationEngine, name: str, folder: Path) -> Adapter:
+    steps = engine.adapters.add_in_steps(read_adapter(name, folder))
+    return next(adapter for adapter in steps if adapter is not None)
+
+
+def add(engine: GenerationEngine, name: str, folder: Path) -> int:
+    return load(engine, name, folder).number
+
+
+def run(batch: Adapted, jobs: Sequence[Asked], chance: random.Random) -> list[Answer]:
+    """Answer jobs that join at random moments."""
+    waiting, rows = list(jobs), []
+    while waiting or batch.is_busy:
+        if waiting and (not batch.is_busy or chance.random() < 0.3):
+            rows.append(batch.ask(waiting.pop(0)))
+        batch.step(64)
+    assert not batch.engine.take_faults()
+    return [batch.answers[row] for row in rows]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp(request.param), KINDS[request.param])
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("plain"), {})
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("ahead", [0, 8])
+def test_rows_of_several_adapters_in_one_batch_say_what_merged_models_say_alone(
+    world: World, seed: int, ahead: int
+) -> None:
+    """Greedy, with logprobs and with a grammar; read ahead or not; prefixes kept."""
+    chance = random.Random(seed)
+    kinds = [{"sampling": GREEDY, "max_tokens": 30}, JOBS[1], JOBS[2]]
+    kinds.append({"sampling": GREEDY, "max_tokens": 60, "grammar": SCHEMA})
+    names = ["", *ADAPTERS]
+    jobs = [
+        (chance.choice(names), chance.choice([*TEXTS, ECHO]), chance.choice(kinds))
+        for _ in range(7)
+    ]
+    batch = world.open(speculate_rows=ahead, prefix_cache_bytes=PLENTY)
+    try:
+        for job, found in zip(jobs, run(batch, jobs, chance), strict=True):
+            assert found.says_as(world.alone(job)), job
+    finally:
+        batch.engine.close()
+
+
+def test_each_adapter_says_something_of_its_own(plain: World) -> None:
+    """Else the tests here would show nothing."""
+    said = {plain.alone((name, TEXTS[1], JOBS[0])).text for name in ("", *ADAPTERS)}
+    assert len(said) == 1 + len(ADAPTERS)
+
+
+def test_kv_of_one_adapter_is_never_used_for_another(plain: World) -> None:
+    """The second time each finds its own, and only then."""
+    batch = plain.open(prefix_cache_bytes=PLENTY)
+    try:
+        jobs = [(name, TEXTS[1], JOBS[0]) for name in ("", *ADAPTERS)]
+        expected = [plain.alone(job).text for job in jobs]
+        for is_known in (False, True):
+            found = [run(batch, [job], random.Random(0))[0] for job in jobs]
+            assert [answer.text for answer in found] == expected
+            assert [answer.cached > 0 for answer in found] == [is_known] * len(jobs)
+    finally:
+        batch.engine.close()
+
+
+def test_nobody_waits_for_the_prompt_of_another_adapter(plain: World) -> None:
+    """What is read for one cannot be continued by the others: they are read together."""
+    batch = plain.open(prefix_cache_bytes=PLENTY)
+    try:
+        for name in ADAPTERS:
+            batch.ask((name, TEXTS[1], JOBS[0]))
+        batch.engine.prefill(4096)
+        assert batch.engine.last_pass.rows == len(ADAPTERS)
+    finally:
+        batch.engine.close()
+
+
+def test_an_adapter_leaves_nothing_behind(plain: World) -> None:
+    """Neither rows, KV, bytes nor modules; one that is added later has another number."""
+    batch = plain.open(prefix_cache_bytes=PLENTY)
+    engine = batch.engine
+    try:
+        before = open_engine(plain.base)
+        bare = before.nbytes()
+        before.close()
+        run(batch, [(name, TEXTS[1], JOBS[0]) for name in ADAPTERS], random.Random(0))
+        rows = [batch.ask((name, "Hi", JOBS[0])) for name in ADAPTERS]
+        batch.step(64)
+        for name in ADAPTERS:
+            engine.drop_adapter(batch.numbers[name])
+        assert engine.rows == 0
+        assert engine.prefix_bytes == 0
+        assert engine.nbytes() == bare
+        assert not [each for each in engine._model.modules() if hasattr(each, "lora_a")]
+        assert not any(batch.answers[row].ends for row in rows)
+        again = add(engine, "small", plain.folders["small"])
+        assert again not in batch.numbers.values()
+        batch.numbers["small"] = again
+        job = ("small", TEXTS[1], JOBS[0])
+        (found,) = run(batch, [job], random.Random(0))
+        assert found.says_as(plain.alone(job))
+        assert not found.cached
+    finally:
+        engine.close()
+
+
+def test_rows_go_on_while_adapters_come_and_go(plain: World) -> None:
+    """Also when a smaller rank, or a greater one, changes the stacks they are in."""
+    batch = plain.open()
+    try:
+        jobs = [(name, TEXTS[1], {"sampling": GREEDY, "max_tokens": 40}) for name in ("", "small")]
+        rows = [batch.ask(job) for job in jobs]
+        for name in ("large", "queries"):
+            batch.step(4096)
+            batch.step(4096)
+            batch.engine.drop_adapter(batch.numbers[name])
+            batch.step(64)
+            batch.numbers[name] = add(batch.engine, name, plain.folders[name])
+        while batch.is_busy:
+            batch.step(64)
+        for job, row in zip(jobs, rows, strict=True):
+            assert batch.answers[row].says_as(plain.alone(job))
+    finally:
+        batch.engine.close()
+
+
+def test_cancelled_parked_and_preempted_rows_change_no_other(plain: World) -> None:
+    batch = plain.open(prefix_cache_bytes=PLENTY)
+    try:
+        given = {"sampling": GREEDY, "max_tokens": 40}
+        jobs = [(name, TEXTS[1], given) for name in ("", *ADAPTERS)]
+        rows = [batch.ask(job) for job in jobs]
+        for _ in range(6):
+            batch.step(4096)
+        batch.engine.leave(rows[1])
+        batch.engine.park(rows[2])
+        batch.engine.preempt(rows[3])
+        for _ in range(3):
+            batch.step(4096)
+        batch.engine.resume(rows[2])
+        batch.engine.resume(rows[3])
+        while batch.is_busy:
+            batch.step(4096)
+        for place in (0, 2, 3):
+            assert batch.answers[rows[place]].says_as(plain.alone(jobs[place]))
+        assert not batch.answers[rows[1]].ends
+    finally:
+        batch.engine.close()
+
+
+def test_an_echoed_prompt_is_scored_by_its_adapter(plain: World) -> None:
+    given: dict[str, Any] = {"sampling": GREEDY, "max_tokens": 0, "echo": True, "logprobs": 0}
+    batch = plain.open()
+    try:
+        found = []
+        for engine, adapter in (
+            (plain.merged["large"], None),
+            (batch.engine, Adapter(batch.numbers["large"], "large")),
+            (batch.engine, None),
+        ):
+            job = GenerateJob(caller=caller(), prompt="What is it?", adapter=adapter, **given)
+            (row,) = engine.prepare(job)
+            engine.join(row)
+            (delta,) = engine.prefill(4096)
+            assert delta.prompt is not None
+            found.append([each.chosen.logprob for each in delta.prompt.logprobs])
+        assert found[0] == pytest.approx(found[1], abs=1e-3)
+        assert found[0] != pytest.approx(found[2], abs=1e-3)
+    finally:
+        batch.engine.close()
+
+
+def test_labels_are_judged_by_an_adapter(plain: World) -> None:
+    batch = plain.open()
+    try:
+        found = []
+        for engine, adapter in (
+            (plain.merged["small"], None),
+            (batch.engine, Adapter(batch.numbers["small"], "small")),
+        ):
+            job = GenerateJob(
+                caller=caller(),
+                messages=[{"role": "user", "content": "Hm"}],
+                sampling=GREEDY,
+                questions=[Question(0, "Is it?", ["yes", "no"])],
+                adapter=adapter,
+            )
+            for row in engine.prepare(job):
+                engine.join(row)
+            deltas = []
+            while engine.is_prefilling:
+                deltas += engine.prefill(4096)
+            judged = [each.judgement for each in deltas if each.judgement is not None]
+            found.append([logprob for each in judged for _, logprob in each.logprobs])
+        assert found[0] == pytest.approx(found[1], abs=1e-3)
+    finally:
+        batch.engine.close()
+
+
+def test_a_quantised_base_is_adapted_too(plain: World) -> None:
+    """As mlx-lm adapts it: by products beside the quantised one."""
+    engine, reference = open_engine(plain.base), open_engine(plain.base)
+    layers: Any = nn  # untyped
+    for each in (engine, reference):
+        layers.quantize(each._model, group_size=32, bits=4)
+    try:
+        tokens = mx.array([[5, 6, 7, 8]] * 3)
+        without = engine._model(tokens)
+        numbers = [add(engine, name, plain.folders[name]) for name in ("small", "large")]
+        load_adapters(reference._model, str(plain.folders["large"]))
+        expected = reference._model(tokens)
+        with engine.adapters.applied([numbers[1]] * 3):
+            alike = engine._model(tokens)
+        with engine.adapters.applied([numbers[1], 0, numbers[0]]):
+            mixed = engine._model(tokens)
+        assert mx.allclose(alike, expected, atol=1e-3, rtol=1e-3)
+        assert mx.allclose(mixed[0], expected[0], atol=1e-3, rtol=1e-3)
+        assert mx.allclose(mixed[1], without[1], atol=1e-3, rtol=1e-3)
+        assert not mx.allclose(mixed[2], without[2], atol=0.1)
+    finally:
+        engine.close()
+        reference.close()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_adapted_by_row_too(plain: World, dtype: str) -> None:
+    """On a CPU MLX gathers only float32 factors by itself."""
+    engine = load_generation(plain.base, name="chat", device=Device.CPU, dtype=dtype)
+    try:
+        numbers = [add(engine, name, folder) for name, folder in plain.folders.items()]
+        tokens = mx.array([[5, 6, 7, 8]] * 4)
+        rows = [*numbers, 0]
+        with engine.adapters.applied(rows):
+            mixed = engine._model(tokens)
+        assert mixed.dtype == engine.adapters.dtype == getattr(mx, dtype)
+        for row, number in enumerate(rows):
+            with engine.adapters.applied([number]):
+                alone = engine._model(tokens[:1])
+            largest: Any = mx.abs(alone).max()
+            assert mx.allclose(mixed[row], alone[0], rtol=0.0, atol=0.1 * largest.item())
+    finally:
+        engine.close()
+
+
+def test_a_pass_without_adapters_computes_what_the_base_does(plain: World) -> None:
+    """To the last bit."""
+    bare, batch = open_engine(plain.base), plain.open()
+    try:
+        tokens = mx.array([[5, 6, 7, 8]])
+        assert mx.array_equal(bare._model(tokens), batch.engine._model(tokens))
+    finally:
+        bare.close()
+        batch.engine.close()
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    file = folder / "adapters.safetensors"
+    weights: Any = mx.load(str(file))
+    mx.eval(weights)
+    change(weights)
+    mx.save_safetensors(str(file), weights)
+
+
+def reconfigure(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def set_factor(name: str, value: mx.array) -> Any:
+    return lambda folder: rewrite(folder, lambda weights: weights.update({name: value}))
+
+
+def set_rank(rank: Any, scale: Any = 2.0) -> Any:
+    return lambda folder: reconfigure(folder, lora_parameters={"rank": rank, "scale": scale})
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "another width": (
+        set_factor(f"{Q_PROJ}.lora_a", mx.zeros((48, 4))),
+        rf"{Q_PROJ}.lora_a is \(48, 4\), not \(64, 4\), which fits its base",
+    ),
+    "another rank than the config's": (
+        set_factor(f"{Q_PROJ}.lora_b", mx.zeros((5, 64))),
+        rf"{Q_PROJ}.lora_b is \(5, 64\), not \(4, 64\), as the rank in",
+    ),
+    "one factor": (
+        lambda folder: rewrite(folder, lambda weights: weights.pop(f"{Q_PROJ}.lora_b")),
+        rf"lacks {Q_PROJ}.lora_b",
+    ),
+    "an unknown module": (
+        set_factor("model.layers.9.self_attn.q_proj.lora_a", mx.zeros((64, 4))),
+        "lacks model.layers.9.self_attn.q_proj.lora_b",
+    ),
+    "not a number": (
+        set_factor(f"{Q_PROJ}.lora_a", mx.full((64, 4), float("nan"))),
+        rf"{Q_PROJ}.lora_a has values that are not numbers",
+    ),
+    "integers": (
+        set_factor(f"{Q_PROJ}.lora_a", mx.zeros((64, 4), mx.int32)),
+        rf"{Q_PROJ}.lora_a is of type I32",
+    ),
+    "experts": (
+        set_factor(f"{Q_PROJ}.lora_a", mx.zeros((2, 4, 64))),
+        "only linear projections are adapted",
+    ),
+    "DoRA by its weights": (set_factor(f"{Q_PROJ}.m", mx.zeros((64,))), "DoRA's magnitudes"),
+    "DoRA by its config": (
+        lambda folder: reconfigure(folder, fine_tune_type="dora"),
+        "fine_tune_type 'dora'",
+    ),
+    "rank 0": (set_rank(0), "rank 0, not a whole number from 1 on"),
+    "rank true": (set_rank(True), "rank True"),
+    "no scale": (set_rank(4, None), "scale None, not a number"),
+    "an endless scale": (set_rank(4, 1e39), "lora_b has values that are not numbers"),
+    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config"),
+    "a broken config": (
+        lambda folder: (folder / "adapter_config.json").write_text("{"),
+        "not valid JSON",
+    ),
+    "no weights": (lambda folder: (folder / "adapters.safetensors").unlink(), "no adapters.safe"),
+    "cut off": (
+        lambda folder: (folder / "adapters.safetensors").write_bytes(
+            (folder / "adapters.safetensors").read_bytes()[:-100]
+        ),
+        "not a whole safetensors file",
+    ),
+    "PEFT's": (
+        lambda folder: (folder / "adapters.safetensors").rename(
+            folder / "adapter_model.safetensors"
+        ),
+        "PEFT's format",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_wrong_with_an_adapter_is_named_and_nothing_of_it_stays(
+    plain: World, tmp_path: Path, name: str
+) -> None:
+    damage, message = HOSTILE[name]
+    folder = write_adapter(tmp_path / "broken", plain.base)
+    damage(folder)
+    engine = open_engine(plain.base)
+    try:
+        before = engine.nbytes()
+        with pytest.raises(ModelLoadFailed, match=message):
+            add(engine, "broken", folder)
+        assert engine.nbytes() == before
+    finally:
+        engine.close()
+
+
+def test_a_module_that_the_base_lacks_is_named(plain: World, tmp_path: Path) -> None:
+    deep = write_chat(tmp_path / "deep", num_hidden_layers=3)
+    folder = write_adapter(tmp_path / "adapter", deep, only="layers.2.mlp.up")
+    engine = open_engine(plain.base)
+    with pytest.raises(ModelLoadFailed, match=r"its base has no model\.layers\.2\.mlp\.up_proj"):
+        add(engine, "adapter", folder)
+    engine.close()
+
+
+def test_a_rank_beyond_the_projections_is_refused(plain: World, tmp_path: Path) -> None:
+    """Before any of its weights is read."""
+    folder = write_adapter(tmp_path / "adapter", plain.base, rank=65)
+    engine = open_engine(plain.base)
+    with pytest.raises(ModelLoadFailed, match="its rank is 65, and"):
+        add(engine, "adapter", folder)
+    engine.close()
+
+
+def test_an_embedding_is_no_linear_projection(plain: World, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", plain.base)
+    rows = json.loads((plain.base / "config.json").read_text())["vocab_size"]
+    extra = {
+        "model.embed_tokens.lora_a": mx.zeros((rows, 4)),
+        "model.embed_tokens.lora_b": mx.zeros((4, 64)),
+    }
+    rewrite(folder, lambda weights: weights.update(extra))
+    engine = open_engine(plain.base)
+    with pytest.raises(ModelLoadFailed, match=r"model\.embed_tokens is no linear projection"):
+        add(engine, "adapter", folder)
+    engine.close()
+
+
+def test_a_load_that_is_given_up_leaves_nothing(plain: World, monkeypatch: Any) -> None:
+    """A step for each module here; the second one never comes."""
+    monkeypatch.setattr("gateway.engine.models.adapters.SLICE_BYTES", 0)
+    engine = open_engine(plain.base)
+    try:
+        before = engine.nbytes()
+        steps = engine.adapters.add_in_steps(read_adapter("small", plain.folders["small"]))
+        assert next(steps) is None
+        assert engine.nbytes() > before
+        steps.close()
+        assert engine.nbytes() == before
+    finally:
+        engine.close()
+
+
+def test_an_adapters_bytes_are_its_own_factors(plain: World) -> None:
+    """The base's weights are there once, however many adapters it has."""
+    engine = open_engine(plain.base)
+    try:
+        before = engine.nbytes()
+        files = read_adapter("small", plain.folders["small"])
+        adapter = load(engine, "small", plain.folders["small"])
+        assert adapter.nbytes == engine.nbytes() - before == 4 * files.weights
+        other = load(engine, "small again", plain.folders["small"])
+        assert other.nbytes == 4 * files.weights
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("order", [("small", "queries", "large"), ("large", "queries", "small")])
+def test_an_adapter_adds_the_bytes_that_were_asked_for_whatever_ranks_others_have(
+    plain: World, order: Sequence[str]
+) -> None:
+    """Its weights' bytes are asked of the memory budget before it is added, and so is no more."""
+    engine = open_engine(plain.base)
+    try:
+        adapters = {}
+        for name in order:
+            before, files = engine.nbytes(), read_adapter(name, plain.folders[name])
+            adapters[name] = load(engine, name, plain.folders[name])
+            asked = files.weights * engine.adapters.dtype.size
+            assert adapters[name].nbytes == engine.nbytes() - before == asked
+        for name in order:
+            before = engine.nbytes()
+            engine.drop_adapter(adapters[name].number)
+            assert before - engine.nbytes() == adapters[name].nbytes
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whether_factors_can_be_gathered_is_tried_once_at_a_load_and_in_no_pass(
+    monkeypatch: pytest.MonkeyPatch, plain: World, dtype: str
+) -> None:
+    """MLX's CPU knows float32 alone. Rows of two adapters answer in either."""
+    tried: list[mx.Dtype] = []
+
+    def counted(dtype: mx.Dtype) -> bool:
+        tried.append(dtype)
+        return can_gather(dtype)
+
+    monkeypatch.setattr("gateway.engine.models.adapters.can_gather", counted)
+    engine = load_generation(plain.base, name="base", device=Device.CPU, dtype=dtype)
+    numbers = {name: add(engine, name, folder) for name, folder in plain.folders.items()}
+    assert tried == [getattr(mx, dtype)]
+    given = {"sampling": GREEDY, "max_tokens": 5}
+    jobs = [(name, TEXTS[0], given) for name in ("small", "large")]
+    run(Adapted(engine, numbers), jobs, random.Random(0))
+    assert tried == [getattr(mx, dtype)]
+    engine.close()
+
+
+def test_a_device_that_cannot_gather_adds_adapters_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, plain: World
+) -> None:
+    gather = mx.gather_mm
+
+    def missing(*args: Any, **given: Any) -> mx.array:
+        raise RuntimeError("GatherMM has no CUDA implementation.")
+
+    monkeypatch.setattr(mx, "gather_mm", missing)
+    adapted = plain.open()
+    monkeypatch.setattr(mx, "gather_mm", gather)
+    jobs = [(name, TEXTS[0], {"sampling": GREEDY, "max_tokens": 20}) for name in ("small", "large")]
+    found = run(adapted, jobs, random.Random(0))
+    for answer, job in zip(found, jobs, strict=True):
+        assert answer.says_as(plain.alone(job))
+    adapted.engine.close()

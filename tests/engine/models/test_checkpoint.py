@@ -1,0 +1,141 @@
+"""A model's size before it is loaded: what its engine measures afterwards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model, quantize_model, save_model
+
+from gateway.engine.device import Device
+from gateway.engine.embedding.engine import load_embedding
+from gateway.engine.generation.loading import load_generation
+from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, weights_bytes
+from gateway.errors import ModelLoadFailed
+from tests.checkpoints import STATEFUL, write_chat
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+def checkpoint(folder: Path) -> Checkpoint:
+    return Checkpoint("mine", folder)
+
+
+def measured(folder: Path, dtype: str | None = None) -> int:
+    engine = load_generation(
+        folder,
+        name="mine",
+        device=Device.CPU,
+        dtype=dtype,
+        max_context=None,
+        chat_template=None,
+        template_args={},
+    )
+    return engine.nbytes()
+
+
+def quantised(folder: Path, bits: int = 4, **own: Any) -> Path:
+    """Quantise a checkpoint where it is, as mlx_lm.convert does."""
+    model, config = load_model(folder)
+    model, config = quantize_model(model, config, group_size=32, bits=bits, **own)
+    save_model(folder, model)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_the_size_is_what_the_engine_measures(tmp_path: Path, dtype: str | None) -> None:
+    """In the dtype asked for."""
+    folder = write_chat(tmp_path / "plain")
+    assert weights_bytes(checkpoint(folder), Device.CPU, dtype) == measured(folder, dtype)
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_quantised_weights_count_as_what_they_become(tmp_path: Path, bits: int) -> None:
+    """float32 on a CPU; on a GPU they stay as they are."""
+    folder = quantised(write_chat(tmp_path / "packed"), bits)
+    assert weights_bytes(checkpoint(folder), Device.CPU, None) == measured(folder)
+    arrays: Any = mx.load(str(folder / "model.safetensors"))
+    packed = sum(array.nbytes for array in arrays.values())
+    assert weights_bytes(checkpoint(folder), Device.METAL, None) == packed
+
+
+def test_a_layer_may_have_a_group_size_of_its_own(tmp_path: Path) -> None:
+    """As mixed quantisation has."""
+    own = {"group_size": 64, "bits": 4}
+
+    def predicate(path: str, module: Any) -> Any:
+        return own if "down_proj" not in path and "lm_head" in path else True
+
+    folder = quantised(write_chat(tmp_path / "mixed"), quant_predicate=predicate)
+    assert weights_bytes(checkpoint(folder), Device.CPU, None) == measured(folder)
+
+
+def test_an_embedding_model_is_measured_alike() -> None:
+    """Its pooler is not read; half precision becomes float32."""
+    folder = GOLDEN / "bert"
+    engine = load_embedding(folder, name="mine", device=Device.CPU)
+    size = weights_bytes(checkpoint(folder), Device.CPU, None)
+    assert engine.nbytes() <= size <= engine.nbytes() * 1.2
+
+
+def test_shards_count_together(tmp_path: Path) -> None:
+    """Every file the index names."""
+    folder = write_chat(tmp_path / "one")
+    whole = weights_bytes(checkpoint(folder), Device.CPU, None)
+    arrays: Any = mx.load(str(folder / "model.safetensors"))
+    names = sorted(arrays)
+    halves = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    for file, some in halves.items():
+        mx.save_safetensors(str(folder / file), {name: arrays[name] for name in some})
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {name: file for file, some in halves.items() for name in some}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weights_bytes(checkpoint(folder), Device.CPU, None) == whole
+
+
+def test_kv_is_counted_for_so_many_tokens_at_most_the_context(tmp_path: Path) -> None:
+    """Two layers and one being copied, two heads of 16, keys and values, float32 on a CPU."""
+    folder = checkpoint(write_chat(tmp_path / "plain"))
+    a_token = 2 * 3 * 2 * 16 * 4
+    assert kv_bytes(folder, Device.CPU, None, 100) == 100 * a_token
+    assert kv_bytes(folder, Device.CPU, "bfloat16", 100) == 50 * a_token
+    assert kv_bytes(folder, Device.CPU, None, 10**9) == 4096 * a_token
+
+
+def test_a_config_in_other_words_has_no_kv_to_count(tmp_path: Path) -> None:
+    """Rather none than a guess."""
+    folder = write_chat(tmp_path / "plain", **STATEFUL)
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_attention_heads"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert kv_bytes(checkpoint(folder), Device.CPU, None, 100) == 0
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path, kept: int) -> None:
+    """Wherever the cut is: nothing of it is loaded."""
+    file = write_chat(tmp_path / "plain") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ModelLoadFailed, match=r"model.safetensors is not a whole safetensors"):
+        weights_bytes(checkpoint(file.parent), Device.CPU, None)
+
+
+@pytest.mark.parametrize("header", [b"[]", b"{}", b"not json", b'{"a": {}}', b'{"a": 1}'])
+def test_a_header_that_is_none_is_named(tmp_path: Path, header: bytes) -> None:
+    """Whatever its bytes say."""
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelLoadFailed, match=r"model.safetensors"):
+        weights_bytes(checkpoint(tmp_path), Device.CPU, None)
+
+
+def test_quantised_weights_without_a_group_size_are_refused(tmp_path: Path) -> None:
+    """Naming the file to mend."""
+    folder = quantised(write_chat(tmp_path / "packed"))
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in config.items() if "quantization" not in key}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadFailed, match=r"config.json does not say the group_size"):
+        weights_bytes(checkpoint(folder), Device.CPU, None)

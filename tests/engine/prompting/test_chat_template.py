@@ -1,0 +1,235 @@
+"""Chat templates are rendered as transformers renders them, whatever they cost."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.engine.prompting.chat_template import ChatTemplate
+from gateway.errors import BadRequest, ModelLoadFailed, Overloaded
+from gateway.jobs import Caller, GenerateJob, Sampling
+from gateway.serving.sandbox import Sandbox
+from tests.engine.chat_formats import DEMO, family
+from tests.sandboxes import SLOW, sandbox
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": None, "parameters": {"type": "object", "a": [1.5]}},
+}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"é": "<&>'\""}}}
+TURNS: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be \u2028 kind."},
+    {"role": "user", "content": [{"type": "text", "text": "hi <b>"}], "name": None},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "so"},
+    {"role": "tool", "content": "7", "tool_call_id": "1"},
+    {"role": "assistant", "content": " yes \n"},
+    {"role": "user", "content": "and then?"},
+]
+QWEN = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{%- set ns = namespace(last=messages|length - 1) %}
+{%- for message in messages[::-1] %}{% set ns.last = loop.index0 %}{% break %}{% endfor %}
+{%- for message in messages %}
+<|im_start|>{{ message.role }}
+{% if message.tool_calls %}{% for call in message.tool_calls -%}
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+{% endfor %}{% elif message.content is string %}{{ message.content.strip() }}
+{% else %}{{ message.content[0].text }}{% endif %}
+{{- message.reasoning_content }}{{ message.reasoning }}{{ ns.last }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+LLAMA = """{{- bos_token }}{% set date = strftime_now("%d %b %Y") if strftime_now is defined %}
+{%- macro said(text) %}{{ text | string | trim }}<|eot_id|>{% endmacro %}
+{{ "Today: " + date }}{{ documents | length if documents else "none" }}
+{% for m in messages %}<|{{ m['role'] }}|>{% generation %}{{ said(m['content']) }}
+{% endgeneration %}{% endfor %}{{ tools | tojson(indent=4) if tools is not none }}
+{{ dict(a=1).items() | list }} {{ xtc_marker }} {{ eos_token }}"""
+MISTRAL = """{{ bos_token }}{% if messages[0].role == 'system' %}
+{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}
+{% for m in rest %}{% if m.role == 'user' %}{{ '[INST] ' ~ m.content ~ ' [/INST]' }}
+{% elif m.role == 'tool' %}{{ raise_exception('tools must alternate') }}
+{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"""
+TEMPLATES = {
+    "demo": (DEMO / "chat_template.jinja").read_text(),
+    "qwen": QWEN,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+}
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "asking": {"add_generation_prompt": True},
+    "not thinking": {"add_generation_prompt": True, "enable_thinking": False},
+    "marked": {"xtc_marker": [1, {"a": None}], "bos_token": "<over>"},
+    "documents": {"documents": [{"title": "t", "text": "x"}]},
+    "continued": {"continue_final_message": True},
+}
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    """Give the sandbox that templates are rendered in."""
+    with sandbox("template", 60, quick_s=1.0) as box:
+        yield box
+
+
+@pytest.fixture(scope="module")
+def brief() -> Iterator[Sandbox]:
+    """Give one with a short deadline, for what never ends."""
+    with sandbox("template", 5, quick_s=1.0) as brief:
+        yield brief
+
+
+def both(template: ChatTemplate, turns: Any, tools: Any, arguments: Any) -> tuple[str, str]:
+    """Render beside what transformers itself gives; of a refusal, its message."""
+    try:
+        theirs = template._wrapper.apply_chat_template(
+            [dict(turn) for turn in turns], tools=tools or None, tokenize=False, **arguments
+        )
+    except Exception as error:
+        theirs = f"The model's chat template refuses these messages: {str(error)[:500]}"
+    try:
+        ours = template.render(turns, tools, arguments)
+    except BadRequest as error:
+        ours = error.message
+    return ours, theirs
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_it_is_what_transformers_renders(
+    name: str, asked: str, box: Sandbox, tmp_path: Path
+) -> None:
+    """To the byte, refusals too: tools, documents, dates, marks of generation, odd characters."""
+    chat = family(tmp_path, template=TEMPLATES[name], sandbox=box)
+    for turns in (TURNS, TURNS[:2], TURNS[4:]):
+        for tools in ([], [TOOL]):
+            ours, theirs = both(chat._template, turns, tools, ASKED[asked])
+            assert ours == theirs
+
+
+def test_of_several_templates_the_one_for_tools_is_rendered(box: Sandbox, tmp_path: Path) -> None:
+    """Where tools are sent; else the default."""
+    family(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "with tools"},
+    ]
+    chat = family(tmp_path, sandbox=box)
+    chat.tokenizer.chat_template = {
+        each["name"]: each["template"] for each in config["chat_template"]
+    }
+    assert both(chat._template, TURNS, [], {}) == ("plain", "plain")
+    assert both(chat._template, TURNS, [TOOL], {}) == ("with tools", "with tools")
+
+
+BAD = {
+    "endless": (SLOW, "took over"),
+    "long": ("{{ 'a' * 5000000 }}", "characters"),
+    "huge": ("{{ 'é' * 900000000 }}", "memory"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_template_that_costs_too_much_is_refused_at_load(
+    name: str, box: Sandbox, brief: Sandbox, tmp_path: Path
+) -> None:
+    """With the model, and what it did."""
+    box = brief if name == "endless" else box
+    text, why = BAD[name]
+    with pytest.raises(ModelLoadFailed, match=f"its chat template cannot be rendered.*{why}"):
+        family(tmp_path, template=text, sandbox=box)
+
+
+def test_a_template_that_wants_more_than_a_greeting_is_loaded(box: Sandbox, tmp_path: Path) -> None:
+    """A refusal costs nothing."""
+    chat = family(tmp_path, template="{{ raise_exception('no') }}", sandbox=box)
+    with pytest.raises(BadRequest, match="refuses these messages: no"):
+        chat._template.render(TURNS, [], {})
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_messages_that_make_a_template_cost_too_much_are_refused(
+    name: str, box: Sandbox, brief: Sandbox, tmp_path: Path
+) -> None:
+    """As a 400 that says so; the next ones are rendered."""
+    box = brief if name == "endless" else box
+    text, why = BAD[name]
+    mild = "{% if messages[0].content == 'x' %}" + text + "{% else %}fine{% endif %}"
+    chat = family(tmp_path, template=mild, sandbox=box)
+    with pytest.raises(BadRequest, match=f"could not render these messages: .*{why}") as caught:
+        chat.prompt(_job("x"))
+    assert caught.value.part == "prompt"
+    assert chat._template.render([{"role": "user", "content": "y"}], [], {}) == "fine"
+
+
+def test_who_comes_while_another_template_takes_its_time_is_told_to_come_back(
+    tmp_path: Path,
+) -> None:
+    """Overloaded, and not blamed."""
+    chat = family(tmp_path)
+    busy = ChatTemplate(chat._wrapper, lambda request, key: ("busy", "another"))
+    with pytest.raises(Overloaded):
+        busy.render(TURNS, [], {})
+
+
+def _job(content: str) -> GenerateJob:
+    return GenerateJob(
+        caller=Caller(request_id="r", deadline=1e9, allowed_s=1e9),
+        messages=[{"role": "user", "content": content}],
+        max_tokens=1,
+        sampling=Sampling(),
+    )
+
+
+LATE = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "hi"},
+    {"role": "system", "content": "Be brief."},
+    {"role": "assistant", "content": "hello"},
+    {"role": "system", "content": "Be bold."},
+    {"role": "user", "content": "bye"},
+]
+EACH = "[{{ m.role }}]{{ m.content }}"
+LATE_ONE = "m.role == 'system' and not loop.first"
+ANYWHERE = f"{{% for m in messages %}}{EACH}{{% endfor %}}"
+FIRST_ONLY = (
+    f"{{% for m in messages %}}{{% if {LATE_ONE} %}}{{{{ raise_exception('not first') }}}}"
+    f"{{% endif %}}{EACH}{{% endfor %}}"
+)
+DROPS = f"{{% for m in messages %}}{{% if m.role != 'system' %}}{EACH}{{% endif %}}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        pytest.param(
+            ANYWHERE,
+            "[system]Be kind.[user]hi[system]Be brief.[assistant]hello[system]Be bold.[user]bye",
+            id="takes them",
+        ),
+        pytest.param(
+            FIRST_ONLY,
+            "[system]Be kind.[user]hi\n\nBe brief.[assistant]hello[user]Be bold.\n\nbye",
+            id="refuses them",
+        ),
+        pytest.param(
+            DROPS, "[user]hi\n\nBe brief.[assistant]hello[user]Be bold.\n\nbye", id="drops them"
+        ),
+    ],
+)
+def test_system_turns_stay_where_they_stand(
+    template: str, text: str, box: Sandbox, tmp_path: Path
+) -> None:
+    """As the user's words where a template has no place for them."""
+    chat = family(tmp_path, template=template, sandbox=box)
+    assert chat._template.render(LATE, (), {"add_generation_prompt": True}) == text
+    assert [turn["role"] for turn in LATE].count("system") == 3
