@@ -141,7 +141,7 @@ BUDGET: dict[str, int] = {
     "cli": 1272,
     "clock": 40,
     "doctor": 323,
-    "engine": 10573,
+    "engine": 10576,
     "errors": 264,
     "ids": 8,
     "jobs": 242,
