@@ -22,7 +22,9 @@ class ControlTokens:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._contents = {
-            token: each.content for token, each in added.items() if each.content.strip(" ▁\r\n\t")
+            token: added_token.content
+            for token, added_token in added.items()
+            if added_token.content.strip(" ▁\r\n\t")
         }
         self._word = f"split{secrets.token_hex(16)}"
 
@@ -34,9 +36,9 @@ class ControlTokens:
         # As a batch: only tokenizers' batch calls release the GIL.
         if not any(is_own for pieces in texts for _, is_own in pieces):
             fast = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
-            return [list(each.ids) for each in fast]
+            return [list(encoded_text.ids) for encoded_text in fast]
         encoded = self._tokenizer.encode_batch(whole, add_special_tokens=False)
-        return [self._spell(*each) for each in zip(encoded, whole, texts, strict=True)]
+        return [self._spell(*encoding) for encoding in zip(encoded, whole, texts, strict=True)]
 
     def spell(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the ids of a caller's text with letters for its control tokens."""
@@ -49,32 +51,34 @@ class ControlTokens:
             for letter in (self._letters(contents[token]) if token in contents else [token])
         ]
 
-    def split(self, value: Any, kept: Collection[str] = ()) -> Any:
+    def split(self, value: Any, plain: Collection[str] = ()) -> Any:
         """Return a value of JSON in whose texts a word stands behind the first letter of each
-        control token, but those kept. `pieces` finds them in what a template makes of the value.
+        control token but the `plain` ones. `pieces` finds them in what a template makes of it.
         """
         match value:
             case str():
-                return self._word.join(self._cut(value, kept))
+                return self._word.join(self._cut(value, plain))
             case Mapping():
-                return {self.split(key): self.split(each, kept) for key, each in value.items()}
+                return {self.split(key): self.split(item, plain) for key, item in value.items()}
             case list() | tuple():
-                return [self.split(each, kept) for each in value]
+                return [self.split(item, plain) for item in value]
         return value
 
     def pieces(self, text: str) -> list[Piece]:
         """Return a text without the words of `split`, whose control tokens are the caller's."""
         *parts, last = text.split(self._word)
-        found = [each for part in parts for each in ((part[:-1], False), (part[-1:], True))]
-        return [*found, (last, False)]
+        pieces: list[Piece] = []
+        for part in parts:
+            pieces += [(part[:-1], False), (part[-1:], True)]
+        return [*pieces, (last, False)]
 
-    def _cut(self, text: str, kept: Collection[str]) -> list[str]:
+    def _cut(self, text: str, plain: Collection[str]) -> list[str]:
         (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         controls = self._contents
         places = [
             _begin(text, *offsets) + 1
             for token, offsets in zip(encoded.ids, encoded.offsets, strict=True)
-            if token in controls and controls[token] not in kept
+            if token in controls and controls[token] not in plain
         ]
         return [text[start:end] for start, end in pairwise([0, *places, len(text)])]
 
@@ -91,21 +95,24 @@ class ControlTokens:
     def _letters(self, content: str) -> list[int]:
         """Return the ids that spell a control token, from the pipeline without added tokens."""
         tokenizer = self._tokenizer
-        text = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
-        split = tokenizer.pre_tokenizer
-        pieces = [each for each, _ in split.pre_tokenize_str(text)] if split else [text]
+        text = content
+        if tokenizer.normalizer:
+            text = tokenizer.normalizer.normalize_str(content)
+        pieces = [text]
+        if tokenizer.pre_tokenizer:
+            pieces = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
         # Some pipelines put a space before every text: it is no part of the token.
         if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
             pieces[0] = pieces[0][1:]
-        ids = [each.id for piece in pieces if piece for each in tokenizer.model.tokenize(piece)]
+        ids = [word.id for piece in pieces if piece for word in tokenizer.model.tokenize(piece)]
         if self._contents.keys().isdisjoint(ids):
             return ids
         # The model's own vocabulary has it too, as a unigram's has.
         return [
-            each.id
+            token.id
             for piece in pieces
             for letter in piece
-            for each in tokenizer.model.tokenize(letter)
+            for token in tokenizer.model.tokenize(letter)
         ]
 
 

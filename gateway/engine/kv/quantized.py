@@ -30,12 +30,11 @@ _TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens of the passes that are tried
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How one layer keeps its KV. Passes of more than `most_packed` tokens a row attend to floating
-    keys and values; with 0, all do.
-    """
+    """How one layer keeps its KV."""
 
     bits: int
     group_size: int
+    # Passes of more tokens a row attend to floating keys and values; with 0, all do.
     most_packed: int = MOST_PACKED
 
 
@@ -103,15 +102,18 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
     evaluated of a model that `is_shared`, since other ranks would have to make them too. Raises
     ModelLoadFailed for a model without plain layers, or whose heads cannot be quantised.
     """
-    own = _own_caches(model)
-    packings = [_choose_packing(checkpoint, layer, bits) for layer in _read(model, own(), (1,))]
+    make_plain = _own_caches(model)
+    layers = _read(model, make_plain(), (1,))
+    packings = [_choose_packing(checkpoint, layer, bits) for layer in layers]
     if not any(packings):
-        kinds = sorted({type(layer).__name__ for layer in own()})
+        kinds = sorted({type(layer).__name__ for layer in layers})
         raise checkpoint.failed(
             f"no layer of it keeps plain KV, which `kv_bits` is for: they have {', '.join(kinds)}"
         )
-    for most in (MOST_PACKED, 0):  # its attention may take no packed keys, or have no kernel for it
-        _set_caches(model, own, [each and replace(each, most_packed=most) for each in packings])
+    # Its attention may take no packed keys, or have no kernel for them.
+    for tokens in (MOST_PACKED, 0):
+        tried = [packing and replace(packing, most_packed=tokens) for packing in packings]
+        _set_caches(model, make_plain, tried)
         try:
             _read(model, make_prompt_cache(model), _TRIED, is_evaluated=not is_shared)
         except Exception as error:
@@ -127,13 +129,14 @@ def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | Non
     """Return how a layer that has read a token is to keep it; None if it is to stay as it is."""
     if type(layer) is not KVCache or layer.keys is None:
         return None
-    size, other = (each.shape[-1] for each in layer.keys_and_values())  # type: ignore[no-untyped-call]
+    size, other = (plane.shape[-1] for plane in layer.keys_and_values())  # type: ignore[no-untyped-call]
     if size != other:
         raise checkpoint.failed(
             f"its keys have {size} numbers a head and its values {other}, as latent attention has "
             "them; `kv_bits` needs as many of both"
         )
-    if (group := kv_group_size(size)) is None:
+    group = kv_group_size(size)
+    if group is None:
         raise checkpoint.failed(
             f"its heads have {size} numbers; `kv_bits` needs a multiple of {min(KV_GROUP_SIZES)}"
         )
@@ -146,17 +149,17 @@ def _own_caches(model: Any) -> Callable[[], list[Any]]:
     """
     kind: Any = type(model)
     plain: Any = KVCache  # untyped in mlx-lm
-    held: Callable[[], Any] = ref(model)
+    model_ref: Callable[[], Any] = ref(model)
     if hasattr(kind, "make_cache"):
-        return lambda: list(kind.make_cache(held()))
-    return lambda: [plain() for _ in held().layers]
+        return lambda: list(kind.make_cache(model_ref()))
+    return lambda: [plain() for _ in model_ref().layers]
 
 
 def _set_caches(
-    model: Any, own: Callable[[], list[Any]], packings: Sequence[Packing | None]
+    model: Any, make_plain: Callable[[], list[Any]], packings: Sequence[Packing | None]
 ) -> None:
     def make_cache() -> list[Any]:
-        pairs = zip(own(), packings, strict=True)
+        pairs = zip(make_plain(), packings, strict=True)
         return [layer if how is None else PackedKVCache(how) for layer, how in pairs]
 
     model.make_cache = make_cache

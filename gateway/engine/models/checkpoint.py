@@ -17,6 +17,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar
 import mlx.core as mx
 
 from gateway.engine.device import Device, pick_dtype
+from gateway.engine.models.context import text_config
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import KvCost
 from gateway.registry import is_gguf
@@ -136,23 +137,23 @@ class Checkpoint:
                 arrays = json.loads(content.read(length))
             arrays.pop("__metadata__", None)
             tensors = {
-                name: Tensor(each["dtype"], tuple(each["shape"]), end - start)
-                for name, each in arrays.items()
-                for start, end in [each["data_offsets"]]
+                name: Tensor(array["dtype"], tuple(array["shape"]), end - start)
+                for name, array in arrays.items()
+                for start, end in [array["data_offsets"]]
             }
-            wanted = 8 + length + max(each["data_offsets"][1] for each in arrays.values())
+            expected_size = 8 + length + max(array["data_offsets"][1] for array in arrays.values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
-        if there < wanted:
-            raise self.failed(
-                f"{file} is not a whole safetensors file: it has {there:,} of {wanted:,} bytes"
-            )
+        if there < expected_size:
+            size = f"it has {there:,} of {expected_size:,} bytes"
+            raise self.failed(f"{file} is not a whole safetensors file: {size}")
         return tensors
 
     def _weight_files(self) -> list[str]:
         if (self.folder / "model.safetensors").is_file():
             return ["model.safetensors"]
-        if index := self.read_object(_INDEX):
+        index = self.read_object(_INDEX)
+        if index:
             shards = sorted(set(index.get("weight_map", {}).values()))
             absent = [shard for shard in shards if not (self.folder / shard).is_file()]
             if absent or not shards:
@@ -164,7 +165,8 @@ class Checkpoint:
                 f"only safetensors weights are loaded, and the folder has {join_names(pickled)}: "
                 "convert it to model.safetensors"
             )
-        if files := sorted(p.name for p in self.folder.glob("*") if is_gguf(p.name)):
+        files = sorted(p.name for p in self.folder.glob("*") if is_gguf(p.name))
+        if files:
             raise self.failed(f"its folder has {files[0]}: `source:` must name the file itself")
         raise self.failed(f"no model.safetensors in {self.folder}")
 
@@ -208,8 +210,7 @@ def dequantize(
     """
     unpacked = dict(arrays)
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
-        own = quantization.get(module)
-        packed = own if isinstance(own, Mapping) else quantization
+        packed = _module_quantization(quantization, module)
         with checkpoint.blame():
             unpacked[f"{module}.weight"] = mx.dequantize(
                 unpacked[f"{module}.weight"],
@@ -229,9 +230,9 @@ def read_in_slices(
 
     Raises ModelLoadFailed for what the files turn out to lack.
     """
-    for some in slices(arrays, slice_bytes):
+    for slice_arrays in slices(arrays, slice_bytes):
         with checkpoint.blame():
-            mx.eval(some)
+            mx.eval(slice_arrays)
         yield
 
 
@@ -244,25 +245,27 @@ def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
     return load
 
 
-def slices(arrays: Iterable[mx.array], most_bytes: int) -> Iterator[list[mx.array]]:
+def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
     """Cut arrays, in order, into lists of at most so many bytes; a larger array is alone."""
-    some: list[mx.array] = []
-    room = most_bytes
+    slice_arrays: list[mx.array] = []
+    room = slice_bytes
     for array in arrays:
-        if some and array.nbytes > room:
-            yield some
-            some, room = [], most_bytes
-        some.append(array)
+        if slice_arrays and array.nbytes > room:
+            yield slice_arrays
+            slice_arrays, room = [], slice_bytes
+        slice_arrays.append(array)
         room -= array.nbytes
-    if some:
-        yield some
+    if slice_arrays:
+        yield slice_arrays
 
 
-def join_names(names: Iterable[str], most: int = 5) -> str:
+def join_names(names: Iterable[str], limit: int = 5) -> str:
     """Join the first few names for a message."""
     names = sorted(names)
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    text = ", ".join(names[:limit])
+    if len(names) > limit:
+        text += f" and {len(names) - limit} more"
+    return text
 
 
 _FLOATING: Final = {
@@ -327,8 +330,7 @@ def kv_bytes(
     leaves. 0 if the config lacks the usual keys. `kv_bits` counts unless some layers may have
     sliding windows or states, which stay floating.
     """
-    whole = checkpoint.config()
-    config = whole.get("text_config") or whole
+    config = text_config(checkpoint.config())
     try:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -362,17 +364,19 @@ def measure_kv(model: Any) -> KvCost:
     """
     one, two = list(_plain(_read(model, 1))), list(_plain(_read(model, 2)))
     layers = [_layer_cost(*both) for both in zip(one, two, strict=True)]
-    windows = list(chain.from_iterable(each.windows for each in layers))
+    windows = list(chain.from_iterable(layer.windows for layer in layers))
     by_most: dict[int, int] = {}
-    for token, most in [*windows, *([max(windows)] if windows else [])]:
-        by_most[most] = by_most.get(most, 0) + token
+    if windows:
+        windows.append(max(windows))
+    for token, window in windows:
+        by_most[window] = by_most.get(window, 0) + token
     return KvCost(
-        token=sum(each.token for each in layers)
+        token=sum(layer.token for layer in layers)
         + max((_working_bytes(*both) for both in zip(one, layers, strict=True)), default=0),
-        windows=tuple((token, most) for most, token in by_most.items()),
-        constant=_and_one_more([each.constant for each in layers]),
-        plane=max((each.plane for each in layers), default=0),
-        states=sum(each.constant + sum(map(math.prod, each.windows)) for each in layers),
+        windows=tuple((token, window) for window, token in by_most.items()),
+        constant=_and_one_more([layer.constant for layer in layers]),
+        plane=max((layer.plane for layer in layers), default=0),
+        states=sum(layer.constant + sum(map(math.prod, layer.windows)) for layer in layers),
     )
 
 
@@ -409,10 +413,10 @@ def _layer_cost(one: Any, two: Any) -> KvCost:
     if all(isinstance(plane, mx.array) and plane.ndim == 4 for plane in planes):
         sizes = [plane.nbytes // max(1, plane.shape[2]) for plane in planes]
         token, plane = sum(sizes), max(sizes)
-        most = getattr(one, "max_size", None) or getattr(one, "chunk_size", None)
-        if most is None:
+        window = getattr(one, "max_size", None) or getattr(one, "chunk_size", None)
+        if window is None:
             return KvCost(token, plane=plane)
-        return KvCost(windows=((token, int(most)),), plane=plane)
+        return KvCost(windows=((token, int(window)),), plane=plane)
     token = max(0, int(two.nbytes) - int(one.nbytes))
     return KvCost(token, constant=max(0, int(one.nbytes) - token))
 
@@ -428,18 +432,21 @@ def _and_one_more(layers: Sequence[int]) -> int:
 
 
 def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
-    floating = (_FLOATING[each.dtype] for each in tensors.values() if each.dtype in _FLOATING)
+    floating = (_FLOATING[tensor.dtype] for tensor in tensors.values() if tensor.dtype in _FLOATING)
     return next(floating, mx.float32)
 
 
 def _group_size(checkpoint: Listing, module: str) -> int:
     """Return how many weights share a scale: the module's own number, or else the model's."""
     config = checkpoint.config()
-    quantization: dict[str, Any] = (
-        config.get("quantization") or config.get("quantization_config") or {}
-    )
-    own = quantization.get(module)
-    size = own.get("group_size") if isinstance(own, dict) else quantization.get("group_size")
+    quantization = config.get("quantization") or config.get("quantization_config") or {}
+    size = _module_quantization(quantization, module).get("group_size")
     if not isinstance(size, int):
         raise checkpoint.failed("config.json does not say the group_size of its quantised weights")
     return size
+
+
+def _module_quantization(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    # Its numbers apply to all modules but those that have their own.
+    stated = quantization.get(module)
+    return stated if isinstance(stated, Mapping) else quantization
