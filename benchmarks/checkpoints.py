@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from gateway.bench.workloads import Texts
+from gateway.bench.requests import Texts
 from gateway.engine.device import Device
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint
 from gateway.engine.models.gguf.decoder import read_gguf_decoder

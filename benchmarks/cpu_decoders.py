@@ -7,10 +7,10 @@ greedy tokens are the same. Takes some minutes.
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gateway.bench.figures import median
 from gateway.engine.device import choose_device, configure, prepare_malloc
 
 import mlx.core as mx  # isort: skip  (after OpenBLAS, which the line above loads)

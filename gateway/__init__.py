@@ -6,7 +6,7 @@ The house, from the roof down; an import goes down, never up, never to a strange
 
     cli, __main__      one file per command; serve is the one that stays
     server             beside cli: what Hypercorn needs for HTTP/1.1
-    doctor             the engine tried on the user's own device
+    doctor             the engine tested and timed on the user's own device
     bench              the load tool (its client is in the extra of that name)
     app                where concrete parts meet: an engine and a batcher for every spec
     api                HTTP, one file an endpoint; app.py has the table of all of them
@@ -34,8 +34,8 @@ vectors.
 A chat request: the same by api/chat and wire/chat, until serving/generation/scheduler lets its rows
 join, when there is memory for their KV. Reading prompts (engine/generation/prefill) and decoding
 (decode_batch) take turns of the lane of their own: rows join and a chunk is read, or rows leave and
-each of the others gets a token; the deltas travel up one async generator to api/streams, whose end,
-however it comes, takes its row out of the batch.
+each of the others gets a token; the deltas travel up one async generator to api/exchange, whose
+end, however it comes, takes its row out of the batch.
 """
 
 __version__ = "0.1.0"

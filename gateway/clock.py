@@ -48,7 +48,7 @@ class Timings:
     @property
     def tokens(self) -> int:
         """Return all the request's tokens so far, prompt and completion."""
-        return self.tokens_in + self.tokens_out + sum(each.tokens for each in self.parallel)
+        return self.tokens_in + self.tokens_out + sum(part.tokens for part in self.parallel)
 
     @property
     def seconds(self) -> dict[Stage, float]:
@@ -57,6 +57,13 @@ class Timings:
         for stage, started, ended in self.intervals:
             seconds[stage] = seconds.get(stage, 0.0) + (ended - started)
         return seconds
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """Return the milliseconds of each stage so far, and the `total`."""
+        stages = {str(stage): round(1000 * s, 2) for stage, s in self.seconds.items()}
+        stages["total"] = round(1000 * (now() - self.started), 2)
+        return stages
 
     def add(self, stage: Stage, started: float, ended: float | None = None) -> None:
         """Add a stage's time, from one reading of the monotonic clock to another, or to now."""

@@ -17,5 +17,5 @@ def new_id(prefix: str, nbytes: int) -> str:
 
 def owner_of(id_: str) -> str | None:
     """Return the name in an id; None if it has not the form of ours."""
-    found = _NAMED.fullmatch(id_)
-    return found[1] if found else None
+    match = _NAMED.fullmatch(id_)
+    return match[1] if match else None

@@ -26,16 +26,16 @@ class Tier(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """What a router calls the parts of a conversation's beginning, each with all before it: even
-    parts, which are together this share of the conversation.
+class PrefixNames:
+    """A router's names for prefixes of a conversation, the shortest first: each is longer by the
+    same length. Only the prefix cache reads them.
     """
 
     names: Sequence[bytes] = ()
-    share: float = 0.0
+    share: float = 0.0  # of the conversation, that the longest prefix takes
 
     def ends(self, tokens: int) -> Sequence[tuple[int, bytes]]:
-        """Return about where in a prompt of so many tokens each part ends."""
+        """Return about where each prefix ends, in a prompt of so many tokens."""
         step = self.share * tokens / max(1, len(self.names))
         return [(round(step * i), name) for i, name in enumerate(self.names, 1)]
 
@@ -54,7 +54,7 @@ class Caller:
     key_id: str | None = None
     timings: Timings = field(default_factory=Timings)
     number: int = field(default_factory=itertools.count(1).__next__)
-    beginning: Beginning = Beginning()
+    prefix_names: PrefixNames = PrefixNames()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

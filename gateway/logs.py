@@ -82,7 +82,9 @@ def _json(event: Any, **options: Any) -> str:
         return json.dumps(event, default=repr, skipkeys=True)
     if line.isprintable():
         return line
-    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in line)
+    return "".join(
+        character if character.isprintable() else json.dumps(character)[1:-1] for character in line
+    )
 
 
 def get(name: str) -> structlog.typing.FilteringBoundLogger:
@@ -115,7 +117,7 @@ def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
     line = " ".join(words)
     lines = list(_wrap(line)) if is_whole else [fit(line, COLUMNS)]
     for text in filter(None, below):  # indented, so that only our own text begins a line
-        lines += [f"    {_text(each)}" for each in str(text).splitlines()]
+        lines += [f"    {_text(row)}" for row in str(text).splitlines()]
     return "\n".join(lines)
 
 
@@ -157,13 +159,13 @@ def fit(text: str, columns: int) -> str:
     """Return a text cut to `columns`, with an ellipsis for the rest."""
     if len(text) <= columns and _width(text) <= columns:
         return text
-    kept, used = [], 0
+    parts, used = [], 0
     for letter in text[:columns]:
         used += _width(letter)
         if used > columns - 1:
             break
-        kept.append(letter)
-    return "".join(kept) + "…"
+        parts.append(letter)
+    return "".join(parts) + "…"
 
 
 def _wrap(line: str) -> Iterator[str]:
@@ -182,15 +184,17 @@ def _width(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(
-        0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF")
-        for each in text
+        0
+        if unicodedata.combining(character)
+        else 1 + (unicodedata.east_asian_width(character) in "WF")
+        for character in text
     )
 
 
 def _word(value: Any, columns: int | None = None) -> str:
     """Return a value as text in at most `columns`, quoted if its end would be unclear."""
     text = _text(value)
-    is_quoted = isinstance(value, str) and (not text or any(each in text for each in ' "='))
+    is_quoted = isinstance(value, str) and (not text or any(mark in text for mark in ' "='))
     if columns is not None:
         text = fit(text, columns - 2 * is_quoted)
     return '"' + text.replace('"', "'") + '"' if is_quoted else text
@@ -205,5 +209,6 @@ def _text(value: Any) -> str:
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
     )

@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias, TypeVar
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Metric
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    REGISTRY,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+CONTENT_TYPE = CONTENT_TYPE_LATEST
 M = TypeVar("M", Counter, Gauge, Histogram)
 
 
@@ -189,6 +198,11 @@ def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
         yield
     finally:
         REGISTRY.unregister(collector)
+
+
+def text() -> bytes:
+    """Return every metric in Prometheus' text form."""
+    return generate_latest()
 
 
 def total(gauge: Gauge) -> float:

@@ -1,14 +1,90 @@
 """The generated tables of the docs: `make docs` writes them, test_readme compares them."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from gateway.api.endpoint import Endpoint
 from gateway.api.endpoints import ENDPOINTS
-from gateway.api.openapi import endpoints_table, fields_table
-from gateway.settings import environment_table
+from gateway.api.openapi import template
+from gateway.settings import Settings, variable
+from gateway.settings.sources import in_words
+from gateway.wire.validation import Request as WireRequest
 
 DOCS = Path(__file__).parents[1] / "docs"
+
+
+def endpoints_table(endpoints: Iterable[Endpoint]) -> str:
+    """Return the table of endpoints in docs/api.md."""
+    rows = ["| Endpoint | What it does |", "| --- | --- |"]
+    for endpoint in endpoints:
+        paths = filter(None, (endpoint.path, endpoint.also))
+        cell = ", ".join(f"`{endpoint.method} {template(path)}`" for path in paths)
+        words = f"{endpoint.summary}. {endpoint.details}".strip()
+        rows.append(f"| {cell} | {words} |")
+    return "\n".join(rows)
+
+
+def fields_table(endpoints: Iterable[Endpoint]) -> str:
+    """Return the table of request fields in docs/api.md."""
+    rows = ["| Endpoint | Honoured | Accepted, without effect | Refused with 400 |"]
+    rows.append("| --- | --- | --- | --- |")
+    first: dict[type[WireRequest], str] = {}
+    for endpoint in endpoints:
+        name = f"`{endpoint.method} {endpoint.path}`"
+        if endpoint.request is not None:
+            first.setdefault(endpoint.request, name)
+        if endpoint.form is not None:
+            first[endpoint.form.request] = f"{name} {endpoint.form.name}"
+    for request, name in first.items():
+        columns = (request.served_fields(), sorted(request.harmless), list(request.refused))
+        cells = [" ".join(f"`{field}`" for field in fields) for fields in columns]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def environment_table() -> str:
+    """Render every variable as the Markdown table of docs/settings.md."""
+    properties: dict[str, dict[str, Any]] = Settings.model_json_schema()["properties"]
+    lines = ["| Variable | Type | Default | What it does |", "| --- | --- | --- | --- |"]
+    for name, schema in properties.items():
+        cells = (f"`{variable(name)}`", _type(schema), _default(schema), schema["description"])
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    options = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
+    one: Mapping[str, Any] = options[0]
+    if "enum" in one:
+        return ", ".join(f"`{each}`" for each in one["enum"])
+    if one["type"] == "array":
+        return "list, with commas" if one["items"].get("format") != "password" else "secrets"
+    if one.get("format") in ("path", "file-path"):
+        return "path"
+    names = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text"}
+    return names[one["type"]] + _bounds(one)
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    low, above, high = (schema.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
+    parts = [
+        f"≥ {low:,}" if low is not None else "",
+        f"> {above:,}" if above is not None else "",
+        f"≤ {high:,}" if high is not None else "",
+    ]
+    bounds = ", ".join(part for part in parts if part)
+    return f" {bounds}" if bounds else ""
+
+
+def _default(schema: Mapping[str, Any]) -> str:
+    if "default_text" in schema:
+        return str(schema["default_text"])
+    text = in_words(schema.get("default"))
+    return f"`{text}`" if text else ""
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "settings": (DOCS / "settings.md", environment_table),
     "endpoints": (DOCS / "api.md", lambda: endpoints_table(ENDPOINTS)),

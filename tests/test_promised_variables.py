@@ -67,7 +67,6 @@ SETTINGS: dict[str, str | tuple[str, str]] = {
     "GATEWAY_PREFILL_CHUNK_TOKENS": "513",
     "GATEWAY_PREFIX_CACHE_BYTES": "0",
     "GATEWAY_SPECULATE_ROWS": "2",
-    "GATEWAY_STRUCTURED_BACKEND": "outlines_core",
     "GATEWAY_STRUCTURED_ROWS": "2",
     "GATEWAY_STRUCTURED_COMPILE_TIMEOUT_S": "11",
     "GATEWAY_STRUCTURED_CACHE_SIZE": "129",
@@ -145,7 +144,6 @@ CHAT: dict[str, tuple[str, str, Any]] = {
     "SAMPLING_MIN_P": ("0.125", "sampling.min_p", 0.125),
     "SAMPLING_REPETITION_PENALTY": ("1.5", "sampling.repetition_penalty", 1.5),
     "SAMPLING_MAX_TOKENS": ("77", "sampling.max_tokens", 77),
-    "STRUCTURED_BACKEND": ("outlines_core", "structured.backend", "outlines_core"),
     "STRUCTURED_ROWS": ("7", "structured.rows", 7),
     "STRUCTURED_MAX_STRING_CHARS": ("77", "structured.max_string_chars", 77),
     "STRUCTURED_MAX_ARRAY_ITEMS": ("77", "structured.max_array_items", 77),
@@ -246,9 +244,9 @@ def test_every_key_of_a_shipped_model_is_set_by_its_variable(
 
 
 def test_all_of_the_old_list_is_here() -> None:
-    """As many as version 0.1 has: 83 of settings, 154 of models."""
-    assert len(SETTINGS) == 83
-    assert len(EACH) == 154
+    """As many as version 0.1 has, but for `structured_backend`: it had no effect."""
+    assert len(SETTINGS) == 82
+    assert len(EACH) == 151
 
 
 def test_the_variables_of_the_model_that_left_are_warned_of(

@@ -18,7 +18,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from benchmarks.adapters import load, write_adapter
 from benchmarks.device.forcing import Outcome, Row, answer, answer_alone, quoting, tokens_of
 from benchmarks.device.shapes import load_tokenizer
-from gateway.bench.workloads import Texts
+from gateway.bench.requests import Texts
 from gateway.engine.device import Device
 from gateway.engine.embedding.cross_encoder import load_cross_encoder
 from gateway.engine.embedding.engine import load_embedding

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import yaml
@@ -15,10 +16,10 @@ from benchmarks import servers
 from benchmarks.device.results import Figure
 from benchmarks.device.speed import Plan, draw_prompts, name_streams
 from benchmarks.targets.rig import rate, rest
-from gateway.bench.figures import Answer, median
-from gateway.bench.kinds import Kind
-from gateway.bench.load import Load, Peer, burst, run_closed_loop
-from gateway.bench.workloads import Texts, Wording
+from benchmarks.workloads import Wording, burst
+from gateway.bench.figures import Answer
+from gateway.bench.load import Load, Peer, run_closed_loop
+from gateway.bench.requests import Kind, Texts
 from gateway.engine.device import Device, leave
 from gateway.engine.embedding.engine import load_embedding
 from gateway.engine.generation.engine import GenerationEngine

@@ -10,12 +10,13 @@ from typing import Any, Final
 import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 
 import mlx.core as mx  # isort: skip
+from statistics import median
+
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.utils import load_model
 
 from benchmarks.device.results import Figure
-from gateway.bench.figures import median
 from gateway.engine.device import Device, clear_cache
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation

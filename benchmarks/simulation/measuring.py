@@ -25,10 +25,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import servers
 from benchmarks.checkpoints import write_chat
 from benchmarks.simulation.device import Client, Curve, Device
+from benchmarks.workloads import Wording
 from gateway.bench.figures import Answer
-from gateway.bench.kinds import Kind
 from gateway.bench.load import Peer
-from gateway.bench.workloads import Texts, Wording, Workload
+from gateway.bench.requests import Kind, Texts, Workload
 
 TEXTS = (1, 2, 4, 8, 16, 32)
 STREAMS = (1, 2, 4, 8, 16, 32)

@@ -3,14 +3,15 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from benchmarks.batch_generator import BatchReference
 from benchmarks.servers import CHECKOUT, worker
 from benchmarks.targets.rig import CHAT, Rig, errors, rate, rest
 from benchmarks.targets.verdicts import Target, Verdict, ratio
-from gateway.bench.figures import Answer, median
-from gateway.bench.kinds import Kind
-from gateway.bench.load import burst
+from benchmarks.workloads import burst
+from gateway.bench.figures import Answer
+from gateway.bench.requests import Kind
 
 TOKENS, FEW_TOKENS = 96, 32
 INSIDE = {

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 from benchmarks import servers
 from benchmarks.targets.rig import MINILM, Rig, errors, rest
 from benchmarks.targets.verdicts import Target, Verdict
-from gateway.bench.figures import Answer, median
-from gateway.bench.kinds import Kind
-from gateway.bench.load import Load, Peer, burst, run_closed_loop
+from benchmarks.workloads import burst
+from gateway.bench.figures import Answer
+from gateway.bench.load import Load, Peer, run_closed_loop
+from gateway.bench.requests import Kind
 
 CLIENTS = 64
 CALLS = 20  # of one side, before it is the other's turn

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 import yaml
@@ -20,7 +21,6 @@ from benchmarks.raw_client import Streamed, stream_all
 from benchmarks.targets.chatting import MLX_LM_NAME
 from benchmarks.targets.rig import Rig, rest
 from benchmarks.targets.verdicts import Target, Verdict, ratio
-from gateway.bench.figures import median
 
 ROWS, LAYERS = (1, 8, 32, 128), (4, 28)
 STREAMS, SERVED_LAYERS = (1, 8, 32), 4

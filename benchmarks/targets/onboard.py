@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -14,9 +15,9 @@ from benchmarks.llama_cpp import llama_cpp
 from benchmarks.targets.chatting import MLX_LM_NAME
 from benchmarks.targets.rig import SMOLLM2, SMOLLM2_GGUF, SMOLLM2_PACKAGE, Rig, errors, rate, rest
 from benchmarks.targets.verdicts import Target, Verdict, not_measured, ratio
-from gateway.bench.figures import Answer, median
-from gateway.bench.kinds import Kind
-from gateway.bench.load import burst
+from benchmarks.workloads import burst
+from gateway.bench.figures import Answer
+from gateway.bench.requests import Kind
 from gateway.registry.sources import package_folder
 
 TOKENS, PROMPT_TOKENS = 96, 128

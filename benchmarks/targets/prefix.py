@@ -1,11 +1,14 @@
 """Time to first token of long prompts: new ones, and those whose beginning was read before."""
 
+from statistics import median
+
 from benchmarks.targets.chatting import MLX_LM_NAME
 from benchmarks.targets.rig import CHAT, Rig, errors, rest
 from benchmarks.targets.verdicts import Target, Verdict, ratio
-from gateway.bench.figures import Answer, median
+from benchmarks.workloads import chat
+from gateway.bench.figures import Answer
 from gateway.bench.load import Peer
-from gateway.bench.workloads import Texts, chat
+from gateway.bench.requests import Texts
 
 TOKENS = 2000
 COLD = {

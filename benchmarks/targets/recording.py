@@ -1,12 +1,12 @@
 """What telling where a request's time went takes of it: header, log fields, metrics."""
 
 import time
+from statistics import median
 
 from benchmarks.targets.rig import MINILM, Rig, errors, rest
 from benchmarks.targets.verdicts import Target, Verdict
 from gateway import clock, metrics
 from gateway.api.middleware import record_timings, server_timing, timings_log
-from gateway.bench.figures import median
 from gateway.jobs import Stage, Timings
 
 RECORDING = Target("recording / one-text request (MiniLM) over HTTP, p50", at_most=0.01)

@@ -3,6 +3,7 @@ a causal model that scores by labels, with and without what its prompts share.
 """
 
 import time
+from statistics import median
 
 import aiohttp
 import numpy as np
@@ -19,9 +20,10 @@ from benchmarks.targets.rig import (
     rest,
 )
 from benchmarks.targets.verdicts import Target, Verdict, not_measured, ratio
-from gateway.bench.figures import Answer, median
-from gateway.bench.kinds import Kind
-from gateway.bench.load import Load, Peer, burst, run_closed_loop
+from benchmarks.workloads import burst
+from gateway.bench.figures import Answer
+from gateway.bench.load import Load, Peer, run_closed_loop
+from gateway.bench.requests import Kind
 from gateway.engine.device import Device, choose_device, configure, prepare_malloc
 from gateway.engine.embedding.label_scorer import LabelScorer, load_label_scorer_in_steps
 from gateway.jobs import Pair
@@ -99,7 +101,7 @@ async def _rates(rig: Rig, pairs: int) -> Verdict:
     inside: dict[int, list[float]] = {1: [], CLIENTS: []}
     wording = rig.wording(RERANKER, texts=pairs, prompt_words=8)
     workload = wording.workload(Kind.RERANK)
-    async with rig.engine(wording, Kind.RERANK) as engine, rig.gateway() as peer:
+    async with rig.engine(wording) as engine, rig.gateway() as peer:
         for _ in range(rig.rounds):
             [figures] = await run_closed_loop(
                 peer,

@@ -12,11 +12,11 @@ import yaml
 
 from benchmarks import servers
 from benchmarks.checkpoints import write_chat, write_embedder, write_reranker
-from gateway.bench.engine import TextsReference, open_reference
+from benchmarks.engine_alone import TextsReference, open_reference
+from benchmarks.workloads import Wording
 from gateway.bench.figures import Answer
-from gateway.bench.kinds import Kind
 from gateway.bench.load import Peer
-from gateway.bench.workloads import Texts, Wording, Workload
+from gateway.bench.requests import Kind, Texts, Workload
 from gateway.registry import load_catalog
 from gateway.settings import load_settings
 
@@ -117,15 +117,11 @@ class Rig:
             yield peer
 
     @asynccontextmanager
-    async def engine(
-        self, wording: Wording, kind: Kind = Kind.EMBEDDINGS
-    ) -> AsyncIterator[TextsReference]:
+    async def engine(self, wording: Wording) -> AsyncIterator[TextsReference]:
         """Open a model's engine in this process, for the texts that the requests have too."""
         settings = load_settings({"models": self.models}, env_file=None)
-        workload = wording.workload(kind)
-        async with open_reference(settings, load_catalog(self.models, {}), wording, workload) as it:
-            assert isinstance(it, TextsReference)
-            yield it
+        async with open_reference(settings, load_catalog(self.models, {}), wording) as reference:
+            yield reference
 
 
 async def rest() -> None:

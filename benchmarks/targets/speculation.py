@@ -6,8 +6,9 @@ from typing import Any
 from benchmarks.targets.onboard import TOKENS
 from benchmarks.targets.rig import SMOLLM2, SMOLLM2_PACKAGE, Rig, errors, rate, rest
 from benchmarks.targets.verdicts import Target, Verdict, not_measured, ratio
+from benchmarks.workloads import Form, chat
 from gateway.bench.load import Peer
-from gateway.bench.workloads import Ask, Form, chat
+from gateway.bench.requests import Ask
 from gateway.registry.sources import package_folder
 
 FREE_STREAM = Target(

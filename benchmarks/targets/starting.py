@@ -3,6 +3,7 @@
 import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from statistics import median
 
 import yaml
 
@@ -10,10 +11,9 @@ from benchmarks import servers
 from benchmarks.targets.chatting import MLX_LM_NAME
 from benchmarks.targets.rig import CHAT, MODELS, Rig, errors, rest
 from benchmarks.targets.verdicts import Target, Verdict, ratio
-from gateway.bench.figures import median
-from gateway.bench.kinds import Kind
-from gateway.bench.load import Peer, burst
-from gateway.bench.workloads import Wording
+from benchmarks.workloads import Wording, burst
+from gateway.bench.load import Peer
+from gateway.bench.requests import Kind
 
 TOKENS = 8
 LISTENING = Target("seconds from start to the first answer of /health", at_most=1.5)

@@ -4,8 +4,8 @@ from typing import Any
 
 from benchmarks.targets.rig import CHAT, Rig, errors, rate, rest
 from benchmarks.targets.verdicts import Target, Verdict, ratio
-from gateway.bench.load import burst
-from gateway.bench.workloads import PERSON, Ask, Form, Workload, chat
+from benchmarks.workloads import PERSON, Form, burst, chat
+from gateway.bench.requests import Ask, Workload
 
 REQUESTS = 18
 ROWS = 16
@@ -71,4 +71,4 @@ def _asks(rig: Rig, form: Form, *, is_streamed: bool = False) -> Workload:
     def make(number: int) -> Ask:
         return chat(CHAT, prompts[number], max_tokens=ROOM, form=form, is_streamed=is_streamed)
 
-    return Workload("tokens", make)
+    return Workload(make)

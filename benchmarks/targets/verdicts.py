@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from gateway.bench.figures import median
+from statistics import median
 
 
 @dataclass(frozen=True, slots=True)

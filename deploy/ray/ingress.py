@@ -25,12 +25,12 @@ from deploy.ray.choice import Call
 from deploy.ray.merging import Answer, merge
 from gateway import clock, logs
 from gateway.api.access import protect
-from gateway.api.anthropic import frame_event
+from gateway.api.bodies import Bodies, read_body
+from gateway.api.disconnects import while_connected
 from gateway.api.endpoint import is_anthropic
 from gateway.api.endpoints import METERED_PATHS, OPEN_PATHS
-from gateway.api.in_flight import Bodies, InFlight
-from gateway.api.requests import read_body
-from gateway.api.streams import frame, while_connected
+from gateway.api.in_flight import InFlight
+from gateway.api.streams import frame
 from gateway.errors import GatewayError, ModelNotFound, ModelsFileInvalid, Unavailable
 from gateway.registry import Catalog, ModelSpec
 from gateway.serving.rate_limit import Allowance
@@ -280,7 +280,7 @@ def _drain(response: Any) -> None:
 def _error_event(error: GatewayError, scope: Scope) -> bytes:
     """Return an error as the stream of its path has it."""
     if is_anthropic(scope["path"]):
-        return frame_event(error_body(error, scope["gateway.request_id"]))
+        return frame(orjson.dumps(error_body(error, scope["gateway.request_id"])), "error")
     if scope["path"].removeprefix("/v1") == "/responses":
         return _responses_error(error)
     return frame(orjson.dumps(error.body()))

@@ -18,7 +18,7 @@ from gateway import ids, logs
 from gateway.app.gateway import Gateway
 from gateway.app.loading import Engines
 from gateway.errors import RegistryInvalid
-from gateway.jobs import Beginning
+from gateway.jobs import PrefixNames
 from gateway.registry import read_models
 from gateway.settings import Settings, load_settings, variables
 
@@ -56,7 +56,7 @@ class Replica:
         """Yield a request's answer as ASGI messages, as many at a time as there are; with its head
         and its end, the timings so far. The request's client has left once this is closed.
         """
-        scope = {**scope, "gateway.beginning": Beginning(call.blocks, share)}
+        scope = {**scope, "gateway.prefix_names": PrefixNames(call.blocks, share)}
         exchange = _Exchange(body)
         task = asyncio.create_task(exchange.run(self._gateway, scope))
         self._exchanges.add(task)

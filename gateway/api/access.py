@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.in_flight import Bodies, InFlight, shutting_down
+from gateway.api.bodies import Bodies
+from gateway.api.in_flight import InFlight, shutting_down
 from gateway.api.middleware import Context, ErrorResponse
 from gateway.errors import Forbidden, GatewayError, RateLimited, Unauthorized, shorten
 from gateway.jobs import Timings
@@ -213,11 +214,11 @@ def is_here(host: str) -> bool:
     this machine's name the first word counts: a network may have chosen the rest.
     """
     name = _host_name(host)
-    own = socket.gethostname().partition(".")[0].lower()
+    hostname = socket.gethostname().partition(".")[0].lower()
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        is_own = bool(own) and name in (own, f"{own}.local")
+        is_own = bool(hostname) and name in (hostname, f"{hostname}.local")
         return name == "localhost" or is_own or name.endswith((".localhost", ".internal"))
 
 
@@ -266,12 +267,12 @@ async def _discard_body(receive: Receive) -> None:
     """Read a body, or as much of it as may be. Were its connection closed while the client still
     sends, it would be reset before the answer arrived.
     """
-    size, more = 0, True
+    size, has_more = 0, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
-            while more and size <= DISCARD_BYTES:
+            while has_more and size <= DISCARD_BYTES:
                 message = await receive()
-                more = message.get("more_body", False)
+                has_more = message.get("more_body", False)
                 size += len(message.get("body", b""))
 
 

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from gateway import metrics
 from gateway.api import dashboard
 from gateway.api.access import protect
+from gateway.api.bodies import Bodies
 from gateway.api.endpoints import ENDPOINTS, METERED_PATHS, OPEN_PATHS, PATHS
-from gateway.api.in_flight import Bodies, InFlight
+from gateway.api.in_flight import InFlight
 from gateway.api.middleware import ErrorResponse
 from gateway.api.requests import Service
 from gateway.errors import (
@@ -48,10 +49,10 @@ def create_app(
     """Return the ASGI application; without an admin key, it has nothing under /admin."""
     router = Starlette(
         routes=[
-            Route(path, partial(each.handler, service), methods=[each.method])
-            for each in ENDPOINTS
-            if each.is_served(has_admin=bool(admin_key), has_dashboard=service.has_dashboard)
-            for path in each.paths
+            Route(path, partial(endpoint.handler, service), methods=[endpoint.method])
+            for endpoint in ENDPOINTS
+            if endpoint.is_served(has_admin=bool(admin_key), has_dashboard=service.has_dashboard)
+            for path in endpoint.paths
         ],
         exception_handlers={
             GatewayError: _answer_error,

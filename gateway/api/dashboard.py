@@ -22,11 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from gateway import __version__, clock, metrics
+from gateway.api.disconnects import count_cancelled, while_connected
 from gateway.api.in_flight import RequestInFlight
-from gateway.api.middleware import count_cancelled
 from gateway.api.models import describe_model
 from gateway.api.requests import Service, reply
-from gateway.api.streams import while_connected
 from gateway.errors import Forbidden, RequestCancelled, RequestNotFound
 from gateway.jobs import Timings
 from gateway.registry import Resolved
@@ -149,7 +148,9 @@ class Samples:
         if is_admin:
             requests = service.in_flight.requests
             sample["requests"] = [
-                _describe(each) for each in requests if "gateway.is_watch" not in each.scope
+                _describe(request)
+                for request in requests
+                if "gateway.is_watch" not in request.scope
             ]
             sample["errors"] = service.in_flight.errors
         return orjson.dumps(sample) + b"\n"
@@ -178,10 +179,10 @@ def _describe(request: RequestInFlight) -> dict[str, Any]:
         "route": scope["route"].path if "route" in scope else None,
         "key": scope.get("gateway.key_id"),
         "model": timings.model,
-        "stage": next((each.stage for each in jobs if each.stage is not None), None),
+        "stage": next((job.stage for job in jobs if job.stage is not None), None),
         "age_s": round(clock.now() - timings.started, 3),
-        "tokens_in": sum(each.tokens_in for each in jobs),
-        "tokens_out": sum(each.tokens_out for each in jobs),
+        "tokens_in": sum(job.tokens_in for job in jobs),
+        "tokens_out": sum(job.tokens_out for job in jobs),
         "is_cancelled": request.cancellation is not None,
     }
 

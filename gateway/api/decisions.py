@@ -6,9 +6,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.generation import template_args
+from gateway.api.disconnects import while_connected
+from gateway.api.exchange import template_args
 from gateway.api.requests import Service, ignored_header, serialise, time_stage
-from gateway.api.streams import while_connected
 from gateway.jobs import GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
 from gateway.wire import decisions as wire

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import __version__
+from gateway.api.disconnects import while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
-from gateway.api.streams import while_connected
 from gateway.errors import BadRequest, GatewayError
 from gateway.jobs import Embedded, EmbedJob, Stage
 from gateway.registry import EmbeddingSpec

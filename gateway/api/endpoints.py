@@ -6,9 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api import (
-    anthropic,
     chat,
-    completions,
     dashboard,
     decisions,
     embeddings,
@@ -157,7 +155,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         "/v1/completions",
-        completions.answer,
+        chat.complete,
         summary="Continue prompts",
         details="The older form: `prompt` as text, token ids, or a list of either.",
         request=CompletionRequest,
@@ -240,7 +238,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         "/v1/messages",
-        anthropic.answer,
+        chat.answer_message,
         summary="Answer a conversation, as Anthropic's API does",
         details="[For its SDKs and agents](agents.md): text, tools, thinking, stop sequences, "
         "streaming; keys in `x-api-key` too, and errors in Anthropic's envelope.",
@@ -253,7 +251,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         "/v1/messages/count_tokens",
-        anthropic.count_tokens,
+        chat.count_message_tokens,
         summary="Count the tokens of a prompt",
         details="Takes the request that `/messages` takes.",
         request=CountMessageTokensRequest,
@@ -465,11 +463,18 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
-    return frozenset(path.removeprefix("/v1") for each in endpoints for path in each.paths)
+    return frozenset(path.removeprefix("/v1") for endpoint in endpoints for path in endpoint.paths)
 
 
-PATHS = _paths(each for each in ENDPOINTS if not each.is_admin)
-OPERATIONS = {path: each.operation for each in ENDPOINTS for path in each.paths if each.operation}
-UNTRACED_PATHS = frozenset(path for each in ENDPOINTS if not each.is_traced for path in each.paths)
-OPEN_PATHS = _paths(each for each in ENDPOINTS if each.is_open and not each.is_page)
-METERED_PATHS = _paths(each for each in ENDPOINTS if each.is_metered)
+PATHS = _paths(endpoint for endpoint in ENDPOINTS if not endpoint.is_admin)
+OPERATIONS = {
+    path: endpoint.operation
+    for endpoint in ENDPOINTS
+    for path in endpoint.paths
+    if endpoint.operation
+}
+UNTRACED_PATHS = frozenset(
+    path for endpoint in ENDPOINTS if not endpoint.is_traced for path in endpoint.paths
+)
+OPEN_PATHS = _paths(endpoint for endpoint in ENDPOINTS if endpoint.is_open and not endpoint.is_page)
+METERED_PATHS = _paths(endpoint for endpoint in ENDPOINTS if endpoint.is_metered)

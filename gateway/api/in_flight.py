@@ -1,6 +1,4 @@
-"""The requests in flight, to be listed, waited for and cancelled; the bytes of their bodies and of
-unread answers; the last errors; who watches.
-"""
+"""The requests in flight, to be listed, waited for and cancelled; the last errors; who watches."""
 
 import asyncio
 import contextlib
@@ -16,8 +14,6 @@ from gateway.errors import GatewayError, TooManyWatchers, Unavailable
 
 LAST_ERRORS = 50
 MOST_WATCHERS = 4
-SMALL_BYTES = 1024 * 1024  # of an answer that is never refused, as metrics are
-UNCOUNTED_BYTES = 64 * 1024  # of each body, so that most requests always have room
 
 
 def shutting_down() -> Unavailable:
@@ -144,9 +140,9 @@ class Watchers:
 
         Raises TooManyWatchers if none is free.
         """
-        most = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
-        if self.count >= most:
-            raise TooManyWatchers(most)
+        watcher_limit = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
+        if self.count >= watcher_limit:
+            raise TooManyWatchers(watcher_limit)
         self.count += 1
         try:
             yield
@@ -157,59 +153,6 @@ class Watchers:
 
     def sample(self, second: int, make: Callable[[bool], bytes], *, is_admin: bool) -> bytes:
         """Return the sample of a second, made by the first who asks: for admins or for others."""
-        if (kept := self._samples.get(is_admin)) is None or kept[0] != second:
-            kept = self._samples[is_admin] = (second, make(is_admin))
-        return kept[1]
-
-
-class Bodies:
-    """The bytes of all requests' bodies, each counted from its arrival to the end of its answer,
-    and of the answers that their clients have not read yet.
-
-    What finds no room is refused rather than queued: two requests that have each read half of a
-    body and wait for room for the rest would wait for each other.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.nbytes = 0
-
-    @contextlib.contextmanager
-    def body(self) -> Iterator["Body"]:
-        """Count one body while entered."""
-        body = Body(self)
-        try:
-            yield body
-        finally:
-            body.count(0)
-
-    def has_room(self, more: int, nbytes: int) -> bool:
-        """Return True if a body of `nbytes` may grow by `more`; the only body always may."""
-        return self.nbytes == nbytes or self.nbytes + more <= self._max_bytes
-
-
-class Body:
-    """The bytes counted for one body."""
-
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
-        self._nbytes = 0
-
-    def count(self, size: int, *, is_refusable: bool = True) -> None:
-        """Set the bytes that are held of the body. Raises Unavailable if there is no room."""
-        nbytes = max(0, size - UNCOUNTED_BYTES)
-        more = nbytes - self._nbytes
-        if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
-            raise Unavailable(
-                "The requests being read and the answers being sent are too large together. "
-                "Please try again shortly.",
-                retry_after_s=1,
-            )
-        self._bodies.nbytes += more
-        self._nbytes = nbytes
-
-    def count_answer(self, size: int) -> None:
-        """Set the bytes of an answer, before it is written. Raises Unavailable if there is no room,
-        but for a small one.
-        """
-        self.count(size, is_refusable=size > SMALL_BYTES)
+        if (sample := self._samples.get(is_admin)) is None or sample[0] != second:
+            sample = self._samples[is_admin] = (second, make(is_admin))
+        return sample[1]

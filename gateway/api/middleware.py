@@ -13,9 +13,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import clock, logs, metrics
+from gateway.api.bodies import Bodies, Body, check_head
+from gateway.api.disconnects import CLIENT_CLOSED, count_cancelled
 from gateway.api.endpoint import speaks_anthropic
-from gateway.api.in_flight import Bodies, Body, InFlight, RequestInFlight
-from gateway.api.requests import check_head
+from gateway.api.in_flight import InFlight, RequestInFlight
 from gateway.errors import GatewayError, Unavailable, shorten
 from gateway.jobs import Timings
 from gateway.wire.anthropic_errors import error_body, error_status
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logs.get("http")
 
-CLIENT_CLOSED = 499  # nginx's status for a client that closed the connection; it is only logged
 LEAST_RATE = 128 * 1024  # bytes a second that a client reads of its answer, after the send timeout
 PIECE_BYTES = 256 * 1024  # of a large body, sent at a time; the send timeout is for each piece
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
@@ -52,21 +52,9 @@ class ErrorResponse(Response):
         await super().__call__(scope, receive, send)
 
 
-def milliseconds(timings: Timings) -> dict[str, float]:
-    """Return the milliseconds of each stage so far, in their order, and the total."""
-    stages = {str(stage): round(1000 * s, 2) for stage, s in timings.seconds.items()}
-    stages["total"] = round(1000 * (clock.now() - timings.started), 2)
-    return stages
-
-
 def server_timing(timings: Timings) -> str:
     """Return the header's value, https://www.w3.org/TR/server-timing/, with the stages so far."""
-    return ", ".join(f"{stage};dur={ms:g}" for stage, ms in milliseconds(timings).items())
-
-
-def timings_field(timings: Timings) -> dict[str, float]:
-    """Return the `timings` of a stream's usage chunk."""
-    return {f"{stage}_ms": ms for stage, ms in milliseconds(timings).items()}
+    return ", ".join(f"{stage};dur={ms:g}" for stage, ms in timings.milliseconds.items())
 
 
 def timings_log(timings: Timings) -> dict[str, str | int | float]:
@@ -77,15 +65,6 @@ def timings_log(timings: Timings) -> dict[str, str | int | float]:
     tokens = {"tokens_in": timings.tokens_in, "tokens_out": timings.tokens_out}
     preempted = {"preemptions": timings.preemptions} if timings.preemptions else {}
     return {"model": timings.model, **stages, **tokens, **preempted}
-
-
-def count_cancelled(timings: Timings) -> None:
-    """Count a client that left before its answer was complete, once, by the stage of the request:
-    that of its first job still running, if it has several.
-    """
-    stages = (each.stage for each in (timings, *timings.parallel) if each.stage is not None)
-    if timings.model is not None and (stage := next(stages, None)) is not None:
-        metrics.of(metrics.CANCELLED, timings.model, stage).inc()
 
 
 def record_timings(timings: Timings, route: str) -> None:
@@ -309,5 +288,5 @@ def split_body(message: Message) -> Iterator[Message]:
         return
     last = range(0, len(body), PIECE_BYTES)[-1]
     for start in range(0, len(body), PIECE_BYTES):
-        more = start < last or message.get("more_body", False)
-        yield {**message, "body": body[start : start + PIECE_BYTES], "more_body": more}
+        has_more = start < last or message.get("more_body", False)
+        yield {**message, "body": body[start : start + PIECE_BYTES], "more_body": has_more}

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
+from gateway.api.disconnects import while_connected
 from gateway.api.requests import Service, reply
-from gateway.api.streams import while_connected
 from gateway.registry import ChatSpec, ModelSpec, Resolved
 from gateway.serving.generation.adapted import ChatBatcher
 from gateway.serving.generation.batcher import GenerationBatcher
@@ -65,10 +65,10 @@ async def list_models(service: Service, request: Request) -> Response:
     get those of chat models alone, in their form.
     """
     if request.scope["gateway.is_anthropic"]:
-        chat = [each for each in service.catalog() if isinstance(each.spec, ChatSpec)]
-        infos = [_anthropic_model(service, each) for each in chat]
+        chat = [entry for entry in service.catalog() if isinstance(entry.spec, ChatSpec)]
+        infos = [_anthropic_model(service, entry) for entry in chat]
         return reply(anthropic_models.page(infos, request.query_params))
-    data = [describe_model(service, each) for each in service.catalog()]
+    data = [describe_model(service, entry) for entry in service.catalog()]
     body: Models = {"object": "list", "data": data}
     return reply(body)
 

@@ -1,7 +1,7 @@
-"""The document of /openapi.json and the tables of the docs, made from the table of endpoints."""
+"""The document of /openapi.json, made from the table of endpoints."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
 from gateway import __version__
@@ -11,7 +11,6 @@ from gateway.registry import Catalog
 from gateway.wire.anthropic_errors import OVERLOADED, AnthropicErrorBody, error_status
 from gateway.wire.rerank import TEXTS_ERROR_STATUSES
 from gateway.wire.schemas import Schema, reference, schemas
-from gateway.wire.validation import Request as WireRequest
 
 SERVERS = [{"url": "/v1"}, {"url": "/", "description": "The same, for base URLs without /v1."}]
 ROOT = [{"url": "/"}]
@@ -37,7 +36,7 @@ def document(
 ) -> Schema:
     """Return the OpenAPI document for these settings, with the catalog's models as examples."""
     names = {
-        kind: [each.name for each in catalog if each.spec.kind == kind]
+        kind: [entry.name for entry in catalog if entry.spec.kind == kind]
         for kind in ("chat", "embedding", "rerank")
     }
     names["rerank"] += names["embedding"]  # which score by cosine
@@ -51,17 +50,19 @@ def document(
     for endpoint in endpoints:
         if endpoint.is_served(has_admin=has_admin, has_dashboard=has_dashboard):
             servers = {"servers": ROOT} if endpoint.is_admin or endpoint.is_page else {}
-            path = paths.setdefault(_template(endpoint.bare_path), servers)
+            path = paths.setdefault(template(endpoint.bare_path), servers)
             path[endpoint.method.lower()] = _operation(endpoint, endpoint.bare_path, names)
             if endpoint.also is not None:
-                path = paths.setdefault(_template(endpoint.also), {"servers": ROOT})
+                path = paths.setdefault(template(endpoint.also), {"servers": ROOT})
                 path[endpoint.method.lower()] = _operation(endpoint, endpoint.also, names)
-    forms = [each.form for each in endpoints if each.form]
-    requests = list(dict.fromkeys(each.request for each in endpoints if each.request))
+    forms = [endpoint.form for endpoint in endpoints if endpoint.form]
+    requests = list(dict.fromkeys(endpoint.request for endpoint in endpoints if endpoint.request))
     requests += [form.request for form in forms]
-    shapes = [shape for each in endpoints for shape in (each.answer, each.events) if shape]
+    shapes = [
+        shape for endpoint in endpoints for shape in (endpoint.answer, endpoint.events) if shape
+    ]
     shapes += [shape for form in forms for shape in (form.item, form.error)]
-    shapes += [each.texts_error for each in endpoints if each.texts_error]
+    shapes += [endpoint.texts_error for endpoint in endpoints if endpoint.texts_error]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -79,7 +80,7 @@ def document(
     }
 
 
-def _template(path: str) -> str:
+def template(path: str) -> str:
     """Return a path as OpenAPI writes it, without Starlette's converters."""
     return PATH_PARAMETER.sub(r"{\1}", path)
 
@@ -143,14 +144,16 @@ def _error_responses(endpoint: Endpoint) -> Schema:
     if is_anthropic(endpoint.path):
         shapes = {error_status(error): [AnthropicErrorBody] for error in endpoint.all_errors}
     if endpoint.bare_path.startswith(MODELS):
-        shapes = {status: [*each, AnthropicErrorBody] for status, each in shapes.items()}
+        shapes = {status: [*bodies, AnthropicErrorBody] for status, bodies in shapes.items()}
     form_error = endpoint.form.error if endpoint.form is not None else endpoint.texts_error
     if form_error is not None:
         for status in TEXTS_ERROR_STATUSES:
             shapes[status] = [*shapes.get(status, ()), form_error]
     responses: Schema = {}
-    for status, each in shapes.items():
-        schema = reference(each[0]) if len(each) == 1 else {"anyOf": list(map(reference, each))}
+    for status, bodies in shapes.items():
+        schema = (
+            reference(bodies[0]) if len(bodies) == 1 else {"anyOf": list(map(reference, bodies))}
+        )
         responses[str(status)] = _response(status, {"application/json": {"schema": schema}})
     return responses
 
@@ -158,32 +161,3 @@ def _error_responses(endpoint: Endpoint) -> Schema:
 def _response(status: int, content: Schema) -> Schema:
     phrase = "Overloaded" if status == OVERLOADED else HTTPStatus(status).phrase
     return {"description": phrase, "content": content}
-
-
-def endpoints_table(endpoints: Iterable[Endpoint]) -> str:
-    """Return the table of endpoints in docs/api.md."""
-    rows = ["| Endpoint | What it does |", "| --- | --- |"]
-    for endpoint in endpoints:
-        paths = filter(None, (endpoint.path, endpoint.also))
-        cell = ", ".join(f"`{endpoint.method} {_template(path)}`" for path in paths)
-        words = f"{endpoint.summary}. {endpoint.details}".strip()
-        rows.append(f"| {cell} | {words} |")
-    return "\n".join(rows)
-
-
-def fields_table(endpoints: Iterable[Endpoint]) -> str:
-    """Return the table of request fields in docs/api.md."""
-    rows = ["| Endpoint | Honoured | Accepted, without effect | Refused with 400 |"]
-    rows.append("| --- | --- | --- | --- |")
-    first: dict[type[WireRequest], str] = {}
-    for endpoint in endpoints:
-        name = f"`{endpoint.method} {endpoint.path}`"
-        if endpoint.request is not None:
-            first.setdefault(endpoint.request, name)
-        if endpoint.form is not None:
-            first[endpoint.form.request] = f"{name} {endpoint.form.name}"
-    for request, name in first.items():
-        columns = (request.served_fields(), sorted(request.harmless), list(request.refused))
-        cells = [" ".join(f"`{field}`" for field in fields) for fields in columns]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(rows)

@@ -5,11 +5,11 @@ from functools import lru_cache
 from typing import NotRequired
 
 import orjson
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from gateway import metrics as instruments
 from gateway.api.endpoint import Endpoint
 from gateway.api.openapi import document
 from gateway.api.requests import Service, reply
@@ -63,7 +63,7 @@ async def ready(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+    return Response(instruments.text(), media_type=instruments.CONTENT_TYPE)
 
 
 def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:

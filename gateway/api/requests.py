@@ -1,30 +1,26 @@
-"""The service that every handler uses, bodies read within limits, answers written as JSON."""
+"""The service that every handler uses: bodies → checked requests, leases, answers as JSON."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from itertools import chain
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope
 
 from gateway import clock, logs
-from gateway.api.in_flight import Body, InFlight, Watchers
+from gateway.api.bodies import read_body
+from gateway.api.in_flight import InFlight, Watchers
 from gateway.errors import (
     BadRequest,
-    EncodingNotSupported,
     GatewayError,
-    HeadTooLarge,
-    SlowBody,
-    TooLarge,
 )
-from gateway.jobs import Beginning, Caller, Stage, Tier
+from gateway.jobs import Caller, PrefixNames, Stage, Tier
 from gateway.registry import (
     Catalog,
     Changes,
@@ -53,6 +49,7 @@ LONG_BYTES = 32_000
 LARGE_BYTES = 1_000_000
 T = TypeVar("T")
 MAX_HEADER_NAMES = 16
+MAX_HEADER_CHARS = 1024
 R = TypeVar("R", bound=WireRequest)
 
 
@@ -154,7 +151,7 @@ class Service:
             tier=tier,
             key_id=request.scope.get("gateway.key_id"),
             timings=request.scope["gateway.timings"],
-            beginning=request.scope.get("gateway.beginning", Beginning()),
+            prefix_names=request.scope.get("gateway.prefix_names", PrefixNames()),
         )
 
     def _allowed_s(self, request: Request) -> float:
@@ -278,59 +275,15 @@ def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
 
 def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
     """Return a header with the first of the names, percent-encoded; none if there are no names."""
-    values = [quote(name[:64], safe="[]") for name in names[:MAX_HEADER_NAMES]]
+    values = [quote(name, safe="[]+") for name in first_names(names)]
     return {header: ",".join(values)} if values else {}
 
 
-# A body above the limit is read on and discarded, up to this many times the limit: if the
-# connection were closed while the client still sends, it would be reset before the 413 arrived.
-DISCARD_FACTOR = 4
-
-
-def check_head(scope: Scope, max_bytes: int) -> None:
-    """Raise HeadTooLarge if path, query and headers together are above the limit."""
-    size = sum(map(len, chain.from_iterable(scope["headers"])))
-    if size + len(scope["path"]) + len(scope["query_string"]) > max_bytes:
-        raise HeadTooLarge(f"The path, query and headers are larger than {max_bytes} bytes.")
-
-
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytearray:
-    """Raise TooLarge if it is above the limit, SlowBody if it has not arrived within `timeout_s`,
-    Unavailable if the bodies of all requests leave no room for it, and EncodingNotSupported if it
-    is compressed.
-    """
-    share: Body = request.scope["gateway.body"]
-    body = bytearray()
-    size = 0
-    refusal: GatewayError | None = None
-    encoding = request.headers.get("content-encoding", "identity").strip()
-    if encoding.lower() not in ("", "identity"):
-        refusal = EncodingNotSupported(encoding)
-    try:
-        async with asyncio.timeout(timeout_s):
-            more = True
-            while more and size <= DISCARD_FACTOR * max_bytes:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                chunk = message.get("body", b"")
-                more = message.get("more_body", False)
-                size += len(chunk)
-                if refusal is not None:
-                    continue
-                try:
-                    if size > max_bytes:
-                        raise TooLarge(f"The request body is larger than {max_bytes} bytes.")
-                    share.count(size)
-                    body += chunk
-                except GatewayError as error:
-                    refusal, body = error, bytearray()
-                    share.count(0)
-    except TimeoutError:
-        raise SlowBody(f"The request body did not arrive within {timeout_s:g} seconds.") from None
-    if refusal is not None:
-        raise refusal
-    return body
+def first_names(names: Sequence[str]) -> Sequence[str]:
+    """Return as many names as a header has room for, and `…+N` for those that it has not."""
+    sizes = accumulate(map(len, names[:MAX_HEADER_NAMES]))
+    count = sum(size <= MAX_HEADER_CHARS for size in sizes)
+    return names if count == len(names) else [*names[:count], f"…+{len(names) - count}"]
 
 
 MANY_LOGPROBS = 5_000  # to write them takes some milliseconds

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.api.disconnects import while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
-from gateway.api.streams import while_connected
 from gateway.errors import GatewayError
 from gateway.jobs import Reranked, RerankJob, Stage
 from gateway.registry import EmbeddingSpec, RerankSpec, Resolved

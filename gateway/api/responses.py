@@ -1,91 +1,49 @@
 """/v1/responses: answers that are stored for a while, so that a client can continue from them."""
 
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from gateway import clock, logs
-from gateway.api.generation import (
-    add_usage,
-    answer_headers,
-    can_retry,
-    count_delta,
+from gateway import logs
+from gateway.api.exchange import (
+    Exchange,
     default_sampling,
-    is_violated,
-    last_verdict,
-    require_fit,
-    schema_valid_header,
+    read_exchange,
     template_args,
-    verdict_json,
 )
-from gateway.api.requests import Service, ignored_header, reply
-from gateway.api.streams import ACCEPTED, EventStream, frame, while_connected
-from gateway.errors import BadRequest, GatewayError, ResponseNotFound, shorten
+from gateway.api.requests import Service, reply
+from gateway.errors import BadRequest, ResponseNotFound, shorten
 from gateway.ids import new_id
-from gateway.jobs import Caller, Delta, GenerateJob, Stage, Usage
-from gateway.registry import ChatSpec
-from gateway.serving.generation.answer_checks import AnswerChecker, Fit
+from gateway.jobs import Caller
 from gateway.serving.response_store import StoredItem, StoredResponse
 from gateway.wire import responses as wire
 from gateway.wire import responses_items
 from gateway.wire.generation import read_tier
 from gateway.wire.responses_items import Item
-from gateway.wire.responses_stream import ResponseEvent, ResponseWriter
+from gateway.wire.responses_stream import ResponseWriter
 from gateway.wire.responses_tools import unpack
-from gateway.wire.validation import Parsed
 
 log = logs.get("responses")
 
 MAX_JSON_BYTES = 6  # of one character, escaped
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """One request with its job and the writer of its answer.
-
-    `context` is the conversation to store with the answer, None if that is not stored.
-    """
-
-    service: Service
-    request: wire.ResponsesRequest
-    spec: ChatSpec
-    job: GenerateJob
-    writer: ResponseWriter
-    context: Sequence[StoredItem] | None
-
-
 async def answer(service: Service, request: Request) -> ASGIApp:
     """Answer a Responses request, whole or as a stream."""
-    parsed, exchange = await _read(service, request)
-    headers = ignored_header(parsed.ignored)
-    if not parsed.request.stream:
-        body = await while_connected(request.receive, _answer_whole(exchange, headers))
-        return Response(body, media_type="application/json", headers=headers)
-    writer = exchange.writer
-    stream = EventStream(
-        _frames(exchange, headers),
-        headers,
-        request,
-        write_error=lambda error: b"".join(
-            map(frame_event, [*writer.begin(), *writer.fail(error)])
-        ),
-    )
-    return await stream.prime(service.rules.stream_open_after_s)
+    exchange = await _read(service, request)
+    return await exchange.respond(request)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """Answer with the number of tokens of a request's prompt."""
-    parsed, exchange = await _read(service, request)
-    tokens = await while_connected(request.receive, _count_tokens(exchange))
+    exchange = await _read(service, request)
+    tokens = await exchange.count_tokens(request)
     body: wire.InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
-    return reply(body, headers=ignored_header(parsed.ignored))
+    return reply(body, headers=exchange.headers)
 
 
 async def show(service: Service, request: Request) -> Response:
@@ -134,10 +92,9 @@ def _find(service: Service, owner: str | None, response_id: str, param: str) -> 
     )
 
 
-async def _read(
-    service: Service, request: Request
-) -> tuple[Parsed[wire.ResponsesRequest], _Exchange]:
-    return await service.read(
+async def _read(service: Service, request: Request) -> Exchange:
+    return await read_exchange(
+        service,
         request,
         wire.ResponsesRequest,
         lambda wire_request: _exchange(service, wire_request, request),
@@ -145,7 +102,7 @@ async def _read(
     )
 
 
-def _exchange(service: Service, wire_request: wire.ResponsesRequest, request: Request) -> _Exchange:
+def _exchange(service: Service, wire_request: wire.ResponsesRequest, request: Request) -> Exchange:
     resolved, spec = service.chat_spec(wire_request.model)
     caller = service.caller(request, read_tier(wire_request.service_tier))
     earlier, items = _conversation(service, wire_request, caller)
@@ -158,10 +115,7 @@ def _exchange(service: Service, wire_request: wire.ResponsesRequest, request: Re
         template_args=template_args(resolved, spec),
         max_chars=service.rules.max_input_chars,
     )
-    context: Sequence[StoredItem] | None = None
-    if is_kept := wire_request.store and service.responses.is_on:
-        new_items = responses_items.dump_items(items, (item.id for item in earlier))
-        context = (*earlier, *(StoredItem(*pair) for pair in new_items))
+    is_kept = wire_request.store and service.responses.is_on
     response = wire.new_response(
         wire_request,
         job,
@@ -170,7 +124,24 @@ def _exchange(service: Service, wire_request: wire.ResponsesRequest, request: Re
         is_kept=is_kept,
     )
     writer = ResponseWriter(response, unpack(wire_request.tools).qualified_names)
-    return _Exchange(service, wire_request, spec, job, writer, context)
+    context: list[StoredItem] = []
+    if is_kept:
+        new_items = responses_items.dump_items(items, (item.id for item in earlier))
+        context = [*earlier, *(StoredItem(*pair) for pair in new_items)]
+
+    def keep() -> None:
+        if is_kept:
+            _store(service, caller, writer, context)
+
+    return Exchange(
+        service=service,
+        request=wire_request,
+        spec=spec,
+        jobs=[job],
+        writer=writer,
+        is_streamed=wire_request.stream,
+        keep=keep,
+    )
 
 
 def _conversation(
@@ -196,118 +167,16 @@ def _conversation(
     return earlier, responses_items.resolve_references(wire_request.input, find)
 
 
-def _store(exchange: _Exchange) -> None:
-    if exchange.context is None:
-        return
-    whole = exchange.writer.to_dict()
+def _store(
+    service: Service, caller: Caller, writer: ResponseWriter, context: Sequence[StoredItem]
+) -> None:
+    whole = writer.to_dict()
     output = [StoredItem(item["id"], orjson.dumps(item)) for item in whole["output"]]
-    response = StoredResponse(whole["id"], orjson.dumps(whole), exchange.context, output)
-    if not exchange.service.responses.keep(exchange.job.caller.key_id, response):
+    response = StoredResponse(whole["id"], orjson.dumps(whole), context, output)
+    if not service.responses.keep(caller.key_id, response):
         log.warning("response_not_kept", response=response.id, bytes=response.nbytes)
-
-
-async def _count_tokens(exchange: _Exchange) -> int:
-    async with exchange.service.lease_chat(
-        exchange.spec, exchange.job.caller, exchange.request
-    ) as batcher:
-        return await batcher.count_tokens(exchange.job)
-
-
-async def _answer_whole(exchange: _Exchange, headers: dict[str, str]) -> bytes:
-    job, writer = exchange.job, exchange.writer
-    deltas, usage, checker, fit = await _generate(exchange, headers)
-    if is_violated(fit) and can_retry(job):
-        with contextlib.suppress(GatewayError):  # no time or no room: keep the first answer
-            deltas, more, checker, fit = await _generate(exchange, headers)
-            usage = add_usage(usage, more)
-    require_fit(fit)
-    headers |= schema_valid_header(checker.unenforced, [fit])
-    if (verdict := verdict_json(checker, fit)) is not None:
-        writer.set_verdict(verdict)
-    writer.begin()
-    for delta in deltas:
-        writer.add(delta)
-    writer.end(usage, int(time.time()))
-    _store(exchange)
-    started = clock.now()
-    body = orjson.dumps(exchange.writer.to_dict())
-    exchange.job.caller.timings.add(Stage.SERIALISE, started)
-    return body
-
-
-async def _generate(
-    exchange: _Exchange, headers: dict[str, str]
-) -> tuple[list[Delta], Usage, AnswerChecker, Fit | None]:
-    """Generate the answer once, and check it."""
-    async with (
-        exchange.service.lease_chat(
-            exchange.spec, exchange.job.caller, exchange.request
-        ) as batcher,
-        batcher.generate(exchange.job) as generation,
-        aclosing(generation.deltas) as deltas,
-    ):
-        headers |= answer_headers(generation)
-        exchange.writer.set_sampling(generation.sampling)
-        usage, all_deltas = generation.usage, []
-        async for delta in deltas:
-            usage = count_delta(usage, delta)
-            all_deltas.append(delta)
-    return all_deltas, usage, generation.checker, await generation.checker.check(0)
-
-
-async def _frames(exchange: _Exchange, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
-    """Yield the events as frames. An error after the first of them becomes an event."""
-    has_begun = False
-    try:
-        async with aclosing(_events(exchange, headers)) as events:
-            async for event in events:
-                has_begun = has_begun or event is not None
-                yield ACCEPTED if event is None else frame_event(event)
-    except GatewayError as error:
-        if not has_begun:
-            raise
-        for event in exchange.writer.fail(error):
-            yield frame_event(event)
-
-
-async def _events(
-    exchange: _Exchange, headers: dict[str, str]
-) -> AsyncGenerator[ResponseEvent | None, None]:
-    """Yield None when the request is accepted, then the events, the first of them when the first
-    delta has come. The answer is stored before the last event is yielded.
-    """
-    job, writer = exchange.job, exchange.writer
-    async with (
-        exchange.service.lease_chat(exchange.spec, job.caller, exchange.request) as batcher,
-        batcher.generate(job) as generation,
-        aclosing(generation.deltas) as deltas,
-    ):
-        headers |= answer_headers(generation)  # before they are sent
-        yield None
-        writer.set_sampling(generation.sampling)
-        usage = generation.usage
-        is_first = True
-        async for delta in deltas:
-            if is_first:
-                is_first = False
-                for event in writer.begin():
-                    yield event
-            usage = count_delta(usage, delta)
-            for event in writer.add(delta):
-                yield event
-    if (verdict := await last_verdict(generation.checker, 0)) is not None:
-        writer.set_verdict(verdict)
-    end_events = writer.end(usage, int(time.time()))
-    _store(exchange)
-    for event in end_events:
-        yield event
 
 
 def _owner(request: Request) -> str | None:
     key_id: str | None = request.scope.get("gateway.key_id")
     return key_id
-
-
-def frame_event(event: ResponseEvent) -> bytes:
-    """Return an event as a frame with the event's type as its name."""
-    return b"event: " + event["type"].encode() + b"\n" + frame(orjson.dumps(event))

@@ -1,20 +1,20 @@
-"""Server-sent events: framing, priming, and cancelling work when the client disconnects."""
+"""Server-sent events: framing, priming, silences, and clients that read slowly."""
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import logs
-from gateway.api.in_flight import Body, RequestInFlight
+from gateway.api.bodies import Body
+from gateway.api.disconnects import cancel, run_unless, wait_for_disconnect
+from gateway.api.in_flight import RequestInFlight
 from gateway.errors import GatewayError
 
-T = TypeVar("T")
 log = logs.get("streams")
 
 KEEP_ALIVE_S = 10.0  # the longest silence on an open stream
@@ -25,64 +25,17 @@ _HEADERS = [
 ]
 # A comment line, which every decoder skips; with one line feed only, as some decoders take a blank
 # line after it for an empty event.
-_COMMENT = b": keep-alive\n"
+COMMENT = b": keep-alive\n"
 
 
-def frame(data: bytes) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + data + b"\n\n"
+def frame(data: bytes, name: str = "") -> bytes:
+    """Return one server-sent event, with a name if it has one."""
+    event = b"data: " + data + b"\n\n"
+    return b"event: " + name.encode() + b"\n" + event if name else event
 
 
 DONE = frame(b"[DONE]")
 ACCEPTED = b""  # not sent: it marks that the request is admitted, and events will follow
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is cancelled if the client disconnects.
-
-    Raises ClientDisconnect then, which needs no answer.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    is_over = False
-
-    def cancel_task(_: asyncio.Task[None]) -> None:
-        if not is_over:
-            task.cancel()
-
-    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
-    disconnect.add_done_callback(cancel_task)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if disconnect.done() and task.uncancel() == 0:  # this is the only cancellation
-            raise ClientDisconnect from None
-        raise
-    finally:
-        is_over = True
-        disconnect.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected. Nothing else may call `receive` meanwhile."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _run_unless(disconnect: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        await _cancel(task)
-
-
-async def _cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 def _frame_error(error: GatewayError) -> bytes:
@@ -107,7 +60,7 @@ class EventStream:
         request: Request,
         *,
         write_error: Callable[[GatewayError], bytes] = _frame_error,
-        keep_alive: bytes = _COMMENT,
+        keep_alive: bytes = COMMENT,
     ) -> None:
         self._headers = headers
         self._write_error = write_error
@@ -118,7 +71,7 @@ class EventStream:
         self._sent = 0
         self._accepted = asyncio.Event()
         self._changed = asyncio.Event()
-        self._disconnect = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+        self._disconnect = asyncio.ensure_future(wait_for_disconnect(request.receive))
         self._producer = asyncio.ensure_future(self._produce(events))
 
     async def prime(self, open_after_s: float) -> "EventStream":
@@ -137,7 +90,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _run_unless(self._disconnect, self._send(send, scope))
+            await run_unless(self._disconnect, self._send(send, scope))
         except asyncio.CancelledError:
             request: RequestInFlight | None = scope.get("gateway.in_flight")
             if request is None or (reason := request.cancellation) is None:
@@ -225,8 +178,8 @@ class EventStream:
         return GatewayError("The server had an error.")
 
     async def _close(self) -> None:
-        await _cancel(self._disconnect)
-        await _cancel(self._producer)
+        await cancel(self._disconnect)
+        await cancel(self._producer)
         if not self._producer.cancelled():
             self._producer.exception()  # so that asyncio does not log it as never retrieved
 

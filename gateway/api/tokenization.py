@@ -7,8 +7,8 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.api.disconnects import while_connected
 from gateway.api.requests import LONG_BYTES, Service, ignored_header, reply, time_stage
-from gateway.api.streams import while_connected
 from gateway.errors import BadRequest
 from gateway.jobs import Caller, GenerateJob, Stage
 from gateway.registry import ChatSpec

@@ -64,9 +64,9 @@ class Tracer:
     def __init__(self, operations: Mapping[str, str], untraced: Collection[str]) -> None:
         self._operations = operations
         self._untraced = untraced
-        own = Resource.create({SERVICE_NAME: "mlx-gateway", SERVICE_VERSION: __version__})
+        resource = Resource.create({SERVICE_NAME: "mlx-gateway", SERVICE_VERSION: __version__})
         self._provider = TracerProvider(
-            resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+            resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
         self._tracer = self._provider.get_tracer("gateway", __version__)
         self._propagator = TraceContextTextMapPropagator()
@@ -231,15 +231,15 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
     }
     if timings.model is None:
         return attributes
-    every = (timings, *timings.parallel)
+    jobs = (timings, *timings.parallel)
     attributes["gen_ai.response.model"] = timings.model
-    attributes["gen_ai.usage.input_tokens"] = sum(each.tokens_in for each in every)
-    reasons = list(chain.from_iterable(each.finish_reasons for each in every))
-    if tokens_out := sum(each.tokens_out for each in every):
+    attributes["gen_ai.usage.input_tokens"] = sum(job.tokens_in for job in jobs)
+    reasons = list(chain.from_iterable(job.finish_reasons for job in jobs))
+    if tokens_out := sum(job.tokens_out for job in jobs):
         attributes["gen_ai.usage.output_tokens"] = tokens_out
     if reasons:
         attributes["gen_ai.response.finish_reasons"] = reasons
-    if cached := sum(each.cached_tokens for each in every):
+    if cached := sum(job.cached_tokens for job in jobs):
         attributes["gen_ai.usage.cache_read.input_tokens"] = cached
     return attributes
 

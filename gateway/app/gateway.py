@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 
 from gateway import __version__, logs, metrics
 from gateway.api import app, endpoints
-from gateway.api.in_flight import Bodies, InFlight, Watchers
+from gateway.api.bodies import Bodies
+from gateway.api.in_flight import InFlight, Watchers
 from gateway.api.requests import Rules, Service
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes
@@ -81,7 +82,7 @@ class Gauges:
         rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
         for entry in self._models.entries:  # an id may have two: one that leaves, and its successor
             model = entry.spec.id
-            leases[model] += entry.leases + entry.waiting_callers
+            leases[model] += entry.leases
             if (batcher := entry.model) is not None:
                 tickets[model] += batcher.tickets
                 if isinstance(batcher, GenerationBatcher):
@@ -168,8 +169,6 @@ class Gateway:
                 self._pool,
                 self._arrivals,
                 self._budget,
-                lambda nbytes, is_pressing: self._models.room.clear(nbytes, is_pressing),
-                lambda model: self._models.room.pinned_bytes(without=model),
             ),
             lambda: self._catalog,
             self._budget,

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from gateway import logs
-from gateway.app import self_tests
 from gateway.app.limits import embedding_limits, generation_limits
-from gateway.app.self_tests import SelfTest, VerdictStore
+from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.errors import EngineFailed, Fault, ModelLoadFailed
 from gateway.jobs import Adapter, Compiled, KvCost, Sampling, SequenceParams
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
@@ -172,21 +171,13 @@ class ModelLoader:
         pool: ThreadPools,
         arrivals: Arrivals,
         budget: Budget,
-        clear: Callable[[int, bool], None],
-        pinned_bytes: Callable[[str], int],
     ) -> None:
         self._budget = budget
-        self._clear = clear
-        self._pinned_bytes = pinned_bytes
         self._settings = settings
         self._engines = engines
         self._lane = lane
         self._pool = pool
         self._arrivals = arrivals
-
-    async def fetch(self, spec: ModelSpec) -> None:
-        """Find or download a model's files."""
-        await self._engines.files(spec)
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
@@ -254,7 +245,7 @@ class ModelLoader:
     async def _open_chat(
         self, spec: ChatSpec, files: Path, size: Size
     ) -> AsyncIterator[tuple[Batcher, int]]:
-        settings = self._settings
+        settings, budget = self._settings, self._budget
         limits = generation_limits(settings, spec)
         steps = await self._engines.generation(spec, files)
         async with self._open_engine(steps, partial(warm_chat, spec.id, self._lane.health)) as (
@@ -277,18 +268,18 @@ class ModelLoader:
             costs = RowCosts(
                 kv,
                 included,
-                most=lambda: self._budget.limit_bytes - nbytes - self._pinned_bytes(spec.id),
+                most=lambda: budget.limit_bytes - nbytes - budget.pinned_bytes(without=spec.id),
                 largest=self._engines.buffer_bytes,
                 answer_tokens=settings.kv_answer_tokens,
                 chunk_tokens=longest_chunk(limits.prefill_chunk_tokens),
             )
-            memory = RowMemory(self._budget, costs, self._clear)
+            memory = RowMemory(budget, costs)
             test = SelfTest(
                 spec,
                 engine,
                 self._lane,
-                self._budget,
-                VerdictStore(settings.self_test_folder or self_tests.default_folder()),
+                budget,
+                verdict_store(settings),
                 partial(self._engines.digest, spec, files),
                 kv=kv,
                 is_on=settings.self_test,

@@ -1,4 +1,5 @@
-"""Runs a chat model's self-test: the first steps at load, the others while the model is idle.
+"""Runs a chat model's self-test: the first steps at load, the others while the model is idle, or
+all at once for `doctor --engine`.
 
 Its verdict is kept on disk, in a file named by a digest of everything the verdict depends on.
 """
@@ -9,8 +10,10 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from gateway import clock, logs
 from gateway.app.daemon_threads import run_in_daemon_thread
@@ -21,19 +24,14 @@ from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.ports import GenerationEngine
+from gateway.settings import Settings
 
 log = logs.get("self_test")
 
 LANE_S = 2.0  # of the lane that a self-test may take at load
 IDLE_POLL_S = 0.5  # between two steps in idle time
 ROWS = 6  # in memory at once: three, padded to the longest, and a copy when one joins
-MAX_FILE_BYTES = 4096  # of a verdict
-
-
-def default_folder() -> Path:
-    """Return the folder of verdicts where the setting names none."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "mlx-gateway" / "self-tests"
+_VERDICT = TypeAdapter(Verdict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +43,9 @@ class VerdictStore:
     def read(self, digest: str) -> Verdict:
         """Return the verdict kept under a digest; an empty one if its file is missing or wrong."""
         try:
-            with self._file(digest).open(encoding="utf-8") as file:
-                content = json.loads(file.read(MAX_FILE_BYTES))
-            values = {each.name: content[each.name] for each in fields(Verdict)}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return _VERDICT.validate_json(self._file(digest).read_bytes(), strict=True)
+        except (OSError, ValueError):
             return Verdict()
-        problem = values.pop("problem")
-        if not all(each is None or isinstance(each, bool) for each in values.values()):
-            return Verdict()
-        return Verdict(**values, problem=problem) if type(problem) is str else Verdict()
 
     def write(self, digest: str, verdict: Verdict) -> None:
         """Write a verdict to disk atomically if it is whole and lasting; raises OSError."""
@@ -71,6 +63,13 @@ class VerdictStore:
 
     def _file(self, digest: str) -> Path:
         return self.folder / f"{digest}.json"
+
+
+def verdict_store(settings: Settings) -> VerdictStore:
+    if settings.self_test_folder is not None:
+        return VerdictStore(settings.self_test_folder)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return VerdictStore(Path(cache) / "mlx-gateway" / "self-tests")
 
 
 class SelfTest:
@@ -113,9 +112,21 @@ class SelfTest:
         else:
             self._digest = await self._compute_digest()
             self.verdict = await run_in_daemon_thread(self._verdicts.read, self._digest)
+            spent_s = 0.0
             if not self.verdict.is_whole:
-                await self._start()
+                while not self.verdict.is_whole and spent_s < LANE_S:
+                    spent_s += await self._step()
+                await self._keep()
         await self._apply()
+
+    async def run_to_end(self) -> Verdict:
+        """Run all of the test, whatever is kept of an earlier one; apply and keep its verdict."""
+        self._digest = await self._compute_digest()
+        while not self._is_over:
+            await self._step()
+        await self._apply()
+        await self._keep()
+        return self.verdict
 
     @contextlib.asynccontextmanager
     async def run_when_idle(self, batcher: GenerationBatcher) -> AsyncIterator[None]:
@@ -137,21 +148,14 @@ class SelfTest:
     def _is_over(self) -> bool:
         return self.verdict.is_whole and self.verdict.window is not None
 
-    async def _start(self) -> None:
-        spent_s = 0.0
-        while not self.verdict.is_whole and spent_s < LANE_S:
-            self.verdict, seconds = await self._step()
-            spent_s += seconds
-        await self._write()
-
-    async def _step(self) -> tuple[Verdict, float]:
-        """Run one step; return the verdict so far, and the seconds the lane spent on it."""
+    async def _step(self) -> float:
+        """Run one step; return the seconds the lane spent on it."""
         async with self._lane.turn("load") as run:
             if self._steps is None:
                 self._steps = self._engine.self_test()
             began = clock.now()
-            verdict = await run(next, self._steps)
-            return verdict, clock.now() - began
+            self.verdict = await run(next, self._steps)
+            return clock.now() - began
 
     async def _finish(self, batcher: GenerationBatcher) -> None:
         """Run the remaining steps; the present verdict applies until the test is whole.
@@ -164,28 +168,29 @@ class SelfTest:
         try:
             while not self._is_over:
                 await asyncio.sleep(IDLE_POLL_S)
+                is_short = self._budget.spare_bytes < needed
                 if batcher.rows or batcher.tickets or not self._lane.is_idle:
-                    is_short = batcher.is_short_of_memory or self._budget.spare_bytes < needed
-                    if share.nbytes and is_short:
+                    if share.nbytes and (batcher.is_short_of_memory or is_short):
                         await self._close()
                         share.release()
-                    continue
-                if not share.nbytes:
-                    if needed > self._budget.spare_bytes:
-                        continue
+                elif share.nbytes or not is_short:
                     share.resize(needed)
-                verdict, _ = await self._step()
-                if verdict.is_whole and verdict != self.verdict:
-                    self.verdict = batcher.verdict = verdict
-                    await self._apply()
-                    batcher.note_batching()
-                    await self._write()
+                    await self._step()
+                    await self._report(batcher)
         except Unavailable:
             pass  # the lane has closed
         except Exception:
             log.error("self_test_failed", model=self._model, exc_info=True)
         finally:
             share.release()
+
+    async def _report(self, batcher: GenerationBatcher) -> None:
+        """Apply and keep the verdict if it is whole, and another than the one that applies."""
+        if self.verdict.is_whole and self.verdict != batcher.verdict:
+            batcher.verdict = self.verdict
+            await self._apply()
+            batcher.note_batching()
+            await self._keep()
 
     async def _apply(self) -> None:
         """Apply the verdict to the engine, and log it."""
@@ -200,7 +205,7 @@ class SelfTest:
         else:
             log.info("self_test_unfinished", **entry, rest="in idle time")
 
-    async def _write(self) -> None:
+    async def _keep(self) -> None:
         try:
             await run_in_daemon_thread(self._verdicts.write, self._digest, self.verdict)
         except OSError as error:

@@ -1,31 +1,25 @@
 """Answers → rates and percentiles. Pure: no clock, no I/O. Times in seconds."""
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The outcome of one request: its times, its size, or the name of its error.
-
-    `arrivals` are the times at which pieces of a stream arrived; an unstreamed answer has none.
-    `units` are vectors or tokens. Of the `prompt` tokens, `cached` came from the server's cache.
-    """
+    """The outcome of one request."""
 
     started: float
     ended: float
-    arrivals: Sequence[float] = ()
-    units: int = 0
+    arrivals: Sequence[float] = ()  # of the pieces of a stream
+    units: int = 0  # vectors, pairs or tokens
     error: str | None = None
-    prompt: int = 0
+    prompt: int = 0  # tokens, of which `cached` came from the server's cache
     cached: int = 0
 
     @property
     def seconds(self) -> float:
-        """Seconds from request to the end of the answer."""
         return self.ended - self.started
 
     @property
@@ -43,7 +37,6 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """The window's length."""
         return self.end - self.start
 
     def __contains__(self, moment: object) -> bool:
@@ -57,6 +50,9 @@ class Spread:
     p50: float
     p95: float
     p99: float
+
+    def in_ms(self) -> dict[str, float]:
+        return {name: seconds * 1000 for name, seconds in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return the percentiles of some values; None if there are none."""
     if not values:
         return None
     return Spread(*(percentile(values, percent) for percent in (50, 95, 99)))
@@ -105,12 +100,10 @@ def measure(answers: Sequence[Answer], window: Window) -> Figures:
 
 
 def _units_inside(answer: Answer, window: Window) -> float:
-    if not answer.arrivals:
-        spent = min(answer.ended, window.end) - max(answer.started, window.start)
-        return answer.units * max(0.0, spent) / answer.seconds if answer.seconds else 0.0
-    inside = sum(moment in window for moment in answer.arrivals)
-    return answer.units * inside / len(answer.arrivals)
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+    if answer.arrivals:
+        inside = sum(moment in window for moment in answer.arrivals)
+        return answer.units * inside / len(answer.arrivals)
+    if not answer.seconds:
+        return 0.0
+    spent = min(answer.ended, window.end) - max(answer.started, window.start)
+    return answer.units * max(0.0, spent) / answer.seconds

@@ -18,7 +18,7 @@ _gateways     finds the gateway for them, or starts one
 _options      options that several commands have
 _table        a table on a terminal, tab-separated lines elsewhere
 
-Commands import what they need when they run: only `serve` and `bench --engine` import mlx. Exit
+Commands import what they need when they run: only `serve` and `doctor --engine` import mlx. Exit
 status: 1 for what cannot be served, downloaded or answered, 2 for wrong usage or settings.
 """
 
@@ -70,7 +70,7 @@ def _application() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    names = (each.name for each in iter_modules(__path__) if not each.name.startswith("_"))
+    names = (module.name for module in iter_modules(__path__) if not module.name.startswith("_"))
     for name in sorted(names, key=lambda name: (name != "serve", name)):
         command = getattr(import_module(f"{__name__}.{name}"), name)
         app.command(name, cls=Command)(command)
@@ -90,10 +90,10 @@ def _application() -> typer.Typer:
 def _version(is_asked: bool) -> None:
     if is_asked:
         try:
-            found = version("mlx-gateway")
+            installed = version("mlx-gateway")
         except PackageNotFoundError:  # run from a checkout
-            found = __version__
-        print(f"mlx-gateway {found}")
+            installed = __version__
+        print(f"mlx-gateway {installed}")
         raise typer.Exit
 
 

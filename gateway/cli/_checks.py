@@ -11,27 +11,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from gateway.doctor.report import Finding
 from gateway.logs import human_bytes
 from gateway.settings import Settings
-
-State = Literal["ok", "warn", "fail"]
 
 _PROBE_S = 120  # a cold import of mlx from a slow disk
 
 
 class MlxBroken(Exception):
     """mlx does not work here; the text is its error, or how its process ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A check's outcome. fail: the gateway cannot serve; warn: it serves slower, or less."""
-
-    check: str
-    state: State
-    message: str
 
 
 def machine_problems(settings: Settings) -> list[str]:

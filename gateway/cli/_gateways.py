@@ -76,28 +76,18 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
         raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
     offers = []
     for model in answer["data"]:
-        spec = catalog.by_id(model["root"])
-        context = model.get("max_context") or _context(spec, settings)
-        is_capped = _is_capped(spec, context)
-        offers.append(Offer(model["id"], model["root"], model["kind"], context, is_capped))
+        context = model.get("max_context") or _context(catalog.by_id(model["root"]), settings)
+        offers.append(Offer(model["id"], model["root"], model["kind"], context))
     return offers
 
 
 def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
     """Return what a gateway with this catalog offers."""
     contexts = {spec.id: _context(spec, settings) for spec in catalog.specs}
-    offers = []
-    for name, spec in ((each.name, each.spec) for each in catalog):
-        context = contexts[spec.id]
-        offers.append(Offer(name, spec.id, spec.kind, context, _is_capped(spec, context)))
-    return offers
-
-
-def _is_capped(spec: ModelSpec | None, context: int | None) -> bool:
-    """Return True if a context is what models.yaml limits it to."""
-    if not isinstance(spec, ChatSpec) or context is None:
-        return False
-    return (spec.base_spec or spec).max_context == context
+    return [
+        Offer(model.name, model.spec.id, model.spec.kind, contexts[model.spec.id])
+        for model in catalog
+    ]
 
 
 def _context(spec: ModelSpec | None, settings: Settings) -> int | None:
@@ -145,8 +135,8 @@ class Started:
         """Wait until its preloaded models are loaded; raises NoGateway if it ends before."""
         while not self.url or _ask(self.url, "/ready")[0] != HTTPStatus.OK:
             self.require_alive()
-            if found := re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace")):
-                self.url = found[1]
+            if match := re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace")):
+                self.url = match[1]
             time.sleep(POLL_S)
 
     def require_alive(self) -> None:

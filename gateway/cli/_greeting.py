@@ -26,8 +26,8 @@ class Place:
 
 def find_places(opened: Sequence[str]) -> list[Place]:
     """Return the places of Hypercorn's binds, those with a port first, without unknown ones."""
-    found = [_place(int(bind.removeprefix("fd://"))) for bind in opened if bind[:5] == "fd://"]
-    return sorted(filter(None, found), key=lambda each: each.port is None)
+    places = [_place(int(bind.removeprefix("fd://"))) for bind in opened if bind[:5] == "fd://"]
+    return sorted(filter(None, places), key=lambda each: each.port is None)
 
 
 def _place(descriptor: int) -> Place | None:

@@ -1,22 +1,20 @@
 """The tools that `launch` runs and `connect` prints for: what each needs to ask this gateway.
 
-Setups hold no key: a tool reads it from the variable that its entry here names. To add a tool, add
+Neither holds a key: a tool reads it from the variable that its entry here names. To add a tool, add
 an entry to TOOLS, and a test that runs it (compat_tests/agents/test_launch.py).
 """
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
+# Tokens that agents need. Claude Code's first request has 23,500 before the question
+# (docs/agents.md).
 AGENT_CONTEXT: Final = 32_000
-"""Tokens that agents need. Claude Code's first request has 23,500 before the question
-(docs/agents.md).
-"""
 NO_KEY: Final = "unused"  # what a gateway without keys is sent, by tools that insist on one
-_PROVIDER: Final = "mlx-gateway"
-_KEY_VARIABLE: Final = "MLX_GATEWAY_KEY"  # of tools in which its name is free
+_OWN_KEYS: Final = frozenset({"GATEWAY_API_KEYS", "GATEWAY_ADMIN_KEY"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,161 +24,177 @@ class Service:
     url: str
     model: str
     small_model: str
-    context: int | None
+    context: int | None  # None if nobody knows it yet
 
+    def fill(self, template: Any) -> Any:
+        """Put the service's words into the texts of a template: {url}, {model}, {small_model}.
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What makes a tool use a gateway.
-
-    A variable of None is to be unset. `files` are for a private folder, which the variable
-    `folder` names.
-    """
-
-    variables: Mapping[str, str | None] = field(default_factory=dict)
-    arguments: tuple[str, ...] = ()
-    folder: str | None = None
-    files: Mapping[str, str] = field(default_factory=dict)
+        {context} and {output} are whole numbers; what needs one that is not known is left out.
+        """
+        context = self.context
+        numbers = {"{context}": context, "{output}": context and context // 4}
+        if isinstance(template, Mapping):
+            filled = {self.fill(key): self.fill(value) for key, value in template.items()}
+            return {key: value for key, value in filled.items() if value not in (None, {})}
+        if isinstance(template, list):
+            return [self.fill(value) for value in template]
+        if not isinstance(template, str) or template in numbers:
+            return numbers.get(template, template)
+        words = {"url": self.url, "model": self.model, "small_model": self.small_model}
+        return template.format_map(words)
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A program, the variable in which it reads its key, and its setup for a gateway."""
+    """A program, and what makes it use a gateway: templates for `Service.fill`."""
 
     command: str
     install: str
-    key: str
-    least_context: int
-    setup: Callable[[Service], Setup]
+    key: str  # the variable in which it reads its key
+    least_context: int = AGENT_CONTEXT
+    variables: Mapping[str, Any] = field(default_factory=dict)  # None unsets one
+    options: Mapping[str, Any] = field(default_factory=dict)  # each is `-c name=value`
+    folder: str | None = None  # the variable that names a private folder, for `files`
+    files: Mapping[str, Any] = field(default_factory=dict)
+
+    def filled(self, service: Service) -> "Tool":
+        """Return it for a service: what is no text is JSON."""
+        variables = {name: _text(service.fill(value)) for name, value in self.variables.items()}
+        files = {name: _text(service.fill(value)) for name, value in self.files.items()}
+        options = service.fill(self.options)
+        return replace(self, variables=variables, options=options, files=files)
+
+    @property
+    def arguments(self) -> list[str]:
+        # A text in JSON is one in TOML.
+        pairs = (
+            f"{name}={json.dumps(value, ensure_ascii=False)}"
+            for name, value in self.options.items()
+        )
+        return [word for pair in pairs for word in ("-c", pair)]
 
     def environment(
-        self, setup: Setup, key: str | None, around: Mapping[str, str], folder: str
+        self, key: str | None, around: Mapping[str, str], folder: str
     ) -> dict[str, str]:
         """Return the variables to run the tool with, and none of them the gateway's own keys."""
-        given = {**setup.variables, self.key: key or NO_KEY}
-        if setup.folder:
-            given[setup.folder] = folder
-        kept = {name: value for name, value in around.items() if name.upper() not in _OWN_KEYS}
-        return {name: value for name, value in (kept | given).items() if value is not None}
+        variables = {**self.variables, self.key: key or NO_KEY}
+        if self.folder:
+            variables[self.folder] = folder
+        outer = {name: value for name, value in around.items() if name.upper() not in _OWN_KEYS}
+        return {name: value for name, value in (outer | variables).items() if value is not None}
 
-    def shell_lines(self, setup: Setup, key: str) -> list[str]:
+    def shell_lines(self, key: str) -> list[str]:
         """Return lines for a shell that do as `launch` does; `key` is what the shell expands to
         the key.
         """
-        lines = [
-            f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}"
-            for name, value in setup.variables.items()
-        ]
+        lines = []
+        for name, value in self.variables.items():
+            is_unset = value is None
+            lines.append(f"unset {name}" if is_unset else f"export {name}={shlex.quote(value)}")
         lines.append(f"export {self.key}={key}")
-        if setup.folder:
-            lines.append(f'export {setup.folder}="$(mktemp -d)"')
-        for name, text in setup.files.items():
-            lines.append(f"printf '%s\\n' {shlex.quote(text)} > \"${setup.folder}/{name}\"")
-        if setup.arguments:
-            given = shlex.join(setup.arguments)
-            lines.append(f'{self.command}() {{ command {self.command} {given} "$@"; }}')
+        if self.folder:
+            lines.append(f'export {self.folder}="$(mktemp -d)"')
+        for name, text in self.files.items():
+            lines.append(f"printf '%s\\n' {shlex.quote(text)} > \"${self.folder}/{name}\"")
+        if self.arguments:
+            words = shlex.join(self.arguments)
+            lines.append(f'{self.command}() {{ command {self.command} {words} "$@"; }}')
         return lines
 
 
-_OWN_KEYS: Final = frozenset({"GATEWAY_API_KEYS", "GATEWAY_ADMIN_KEY"})
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
-def _claude(service: Service) -> Setup:
-    """Every name by which Claude Code asks for a model is one of ours.
-
-    A token needs no approval, as a key does that it finds in the environment. It compacts a
-    conversation in time if it knows the context, which it reads as 100,000 tokens at the least.
-    """
-    large = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL")
-    small = ("ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
-    elsewhere = ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX")
-    window = None if service.context is None else str(service.context)
-    return Setup(
-        {
-            "ANTHROPIC_BASE_URL": service.url,
-            **dict.fromkeys(large, service.model),
-            **dict.fromkeys(small, service.small_model),
-            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": window,
-            **dict.fromkeys(elsewhere),
-        }
-    )
-
-
-def _codex(service: Service) -> Setup:
-    """What its command line sets goes before ~/.codex/config.toml, of which the rest stays."""
-    provider = f"model_providers.{_PROVIDER}"
-    settings: dict[str, str | int] = {
-        "model": service.model,
-        "model_provider": _PROVIDER,
-        f"{provider}.name": _PROVIDER,
-        f"{provider}.base_url": f"{service.url}/v1",
-        f"{provider}.wire_api": "responses",
-        f"{provider}.env_key": _KEY_VARIABLE,
-        "review_model": service.model,
+def _llm_model(name: str) -> Mapping[str, Any]:
+    return {
+        "model_id": name,
+        "model_name": name,
+        "api_base": "{url}/v1",
+        "api_key_name": "mlx-gateway",
+        "supports_tools": True,
+        "supports_schema": True,
     }
-    if service.context is not None:
-        settings["model_context_window"] = service.context
-    # A text in JSON is one in TOML.
-    pairs = (f"{key}={json.dumps(each, ensure_ascii=False)}" for key, each in settings.items())
-    return Setup(arguments=tuple(word for pair in pairs for word in ("-c", pair)))
 
 
-def _opencode(service: Service) -> Setup:
-    """This JSON is merged into the user's own configuration."""
-    context = service.context
-    limit = {"limit": {"context": context, "output": context // 4}} if context else {}
-    config = {
-        "model": f"{_PROVIDER}/{service.model}",
-        "small_model": f"{_PROVIDER}/{service.small_model}",
-        "provider": {
-            _PROVIDER: {
-                "npm": "@ai-sdk/openai-compatible",
-                "name": _PROVIDER,
-                "options": {"baseURL": f"{service.url}/v1", "apiKey": f"{{env:{_KEY_VARIABLE}}}"},
-                "models": {
-                    service.small_model: {"name": service.small_model},
-                    service.model: {"name": service.model, **limit},
+_TABLE: Final = (
+    Tool(
+        "claude",
+        "npm install -g @anthropic-ai/claude-code",
+        # A token needs no approval, as a key does that it finds in the environment.
+        key="ANTHROPIC_AUTH_TOKEN",
+        variables={
+            "ANTHROPIC_BASE_URL": "{url}",
+            # Every name by which it asks for a model is one of ours.
+            "ANTHROPIC_MODEL": "{model}",
+            "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
+            "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{small_model}",
+            "ANTHROPIC_SMALL_FAST_MODEL": "{small_model}",
+            # It compacts a conversation in time if it knows the context, which it reads as
+            # 100,000 tokens at the least.
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "{context}",
+            "ANTHROPIC_API_KEY": None,
+            "CLAUDE_CODE_USE_BEDROCK": None,
+            "CLAUDE_CODE_USE_VERTEX": None,
+        },
+    ),
+    Tool(
+        "codex",
+        "npm install -g @openai/codex",
+        key="MLX_GATEWAY_KEY",
+        # What its command line sets goes before ~/.codex/config.toml, of which the rest stays.
+        options={
+            "model": "{model}",
+            "model_provider": "mlx-gateway",
+            "model_providers.mlx-gateway.name": "mlx-gateway",
+            "model_providers.mlx-gateway.base_url": "{url}/v1",
+            "model_providers.mlx-gateway.wire_api": "responses",
+            "model_providers.mlx-gateway.env_key": "MLX_GATEWAY_KEY",
+            "review_model": "{model}",
+            "model_context_window": "{context}",
+        },
+    ),
+    Tool(
+        "opencode",
+        "npm install -g opencode-ai",
+        key="MLX_GATEWAY_KEY",
+        variables={
+            # This JSON is merged into the user's own configuration.
+            "OPENCODE_CONFIG_CONTENT": {
+                "model": "mlx-gateway/{model}",
+                "small_model": "mlx-gateway/{small_model}",
+                "provider": {
+                    "mlx-gateway": {
+                        "npm": "@ai-sdk/openai-compatible",
+                        "name": "mlx-gateway",
+                        "options": {"baseURL": "{url}/v1", "apiKey": "{{env:MLX_GATEWAY_KEY}}"},
+                        "models": {
+                            "{small_model}": {"name": "{small_model}"},
+                            "{model}": {
+                                "name": "{model}",
+                                "limit": {"context": "{context}", "output": "{output}"},
+                            },
+                        },
+                    }
                 },
             }
         },
-    }
-    return Setup({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
-
-
-def _llm(service: Service) -> Setup:
-    """It reads models from a file in its folder of the user, where its keys and logs are too."""
-    models = [
-        {
-            "model_id": name,
-            "model_name": name,
-            "api_base": f"{service.url}/v1",
-            "api_key_name": _PROVIDER,
-            "supports_tools": True,
-            "supports_schema": True,
-        }
-        for name in dict.fromkeys((service.model, service.small_model))
-    ]
-    return Setup(
-        {"LLM_MODEL": service.model},
+    ),
+    Tool(
+        "llm",
+        "pip install llm",
+        key="OPENAI_API_KEY",
+        least_context=0,
+        variables={"LLM_MODEL": "{model}"},
+        # It reads models from a file in its folder of the user, where its keys and logs are too.
         folder="LLM_USER_PATH",
-        files={"extra-openai-models.yaml": json.dumps(models)},  # JSON is YAML
-    )
-
-
-TOOLS: Final[Mapping[str, Tool]] = {
-    "claude": Tool(
-        "claude",
-        "npm install -g @anthropic-ai/claude-code",
-        "ANTHROPIC_AUTH_TOKEN",
-        AGENT_CONTEXT,
-        _claude,
+        files={  # JSON is YAML
+            "extra-openai-models.yaml": [_llm_model("{model}"), _llm_model("{small_model}")]
+        },
     ),
-    "codex": Tool("codex", "npm install -g @openai/codex", _KEY_VARIABLE, AGENT_CONTEXT, _codex),
-    "opencode": Tool(
-        "opencode", "npm install -g opencode-ai", _KEY_VARIABLE, AGENT_CONTEXT, _opencode
-    ),
-    "llm": Tool("llm", "pip install llm", "OPENAI_API_KEY", 0, _llm),
-}
+)
+TOOLS: Final[Mapping[str, Tool]] = {tool.command: tool for tool in _TABLE}
 
 
 class NoModel(Exception):
@@ -189,60 +203,46 @@ class NoModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A name that the model `id` is served by; the context is None if nobody knows it yet. If
-    `is_capped`, models.yaml has a `max_context` of it.
-    """
+    """A name that the model `id` is served by; the context is None if nobody knows it yet."""
 
     name: str
     id: str
     kind: str
     context: int | None = None
-    is_capped: bool = False
 
 
 def choose(offers: Sequence[Offer], wanted: str | None, tool: Tool) -> Offer:
     """Return the offer of the wanted name, or else the first that suits a tool; raises NoModel."""
     chats = [offer for offer in offers if offer.kind == "chat"]
-    suited = [offer for offer in chats if _problem(offer, tool) is None]
-    if wanted is None:
-        if suited:
-            return suited[0]
-        models = [offer for offer in chats if offer.name == offer.id]
-        problems = [f"\n  {_problem(offer, tool)}" for offer in models]
-        listed = "".join(problems) or "\n  there are none"
-        advice = "Add a larger one to models.yaml: docs/models.md has some."
-        if (unknown := next((each for each in models if each.context is None), None)) is not None:
-            advice = _commands(unknown, tool)
-        raise NoModel(f"{tool.command} can use no chat model of models.yaml:{listed}\n{advice}")
-    offer = next((each for each in offers if each.name == wanted), None)
-    if offer is None or offer.kind != "chat":
-        what = "there is no such model" if offer is None else f"it is a model for {offer.kind}"
-        names = ", ".join(each.name for each in chats) or "none"
-        raise NoModel(f"{wanted}: {what}. The chat models are: {names}.")
-    if problem := _problem(offer, tool):
-        others = ", ".join(each.name for each in suited)
-        advice = f" Or choose another by --model: {others}." if others else ""
-        commands = f"\n{_commands(offer, tool)}" if offer.context is None else ""
-        raise NoModel(f"{problem}.{advice}{commands}")
-    return offer
-
-
-def _commands(offer: Offer, tool: Tool) -> str:
-    """Return the commands by which a tool can use a model that is not on disk yet."""
-    launch = f"mlx-gateway launch {tool.command} --model {shlex.quote(offer.name)}"
-    return f"Run:\n  mlx-gateway pull {shlex.quote(offer.id)}\n  {launch}"
+    candidates = [offer for offer in chats if wanted in (None, offer.name)]
+    if not candidates and wanted is not None:
+        names = ", ".join(offer.name for offer in chats) or "none"
+        raise NoModel(f"{wanted}: there is no such chat model. The chat models are: {names}.")
+    suited = [offer for offer in candidates if _problem(offer, tool) is None]
+    if suited:
+        return suited[0]
+    lines = [f"{tool.command} can use no chat model of models.yaml:"] if wanted is None else []
+    models = [offer for offer in candidates if offer.name in (offer.id, wanted)]
+    lines += [f"  {_problem(offer, tool)}" for offer in models] or ["  there are none"]
+    unknown = next((offer for offer in models if offer.context is None), None)
+    others = [offer.name for offer in chats if _problem(offer, tool) is None]
+    if others:
+        lines.append(f"Choose another by --model: {', '.join(others)}.")
+    if unknown is not None:
+        launch = f"mlx-gateway launch {tool.command} --model {shlex.quote(unknown.name)}"
+        lines += ["Run:", f"  mlx-gateway pull {shlex.quote(unknown.id)}", f"  {launch}"]
+    if not others and unknown is None:
+        lines.append("Add a larger one to models.yaml: docs/models.md has some.")
+    raise NoModel("\n".join(lines).strip())
 
 
 def _problem(offer: Offer, tool: Tool) -> str | None:
-    """Return why a tool cannot use a chat model, and what to do; None if it can."""
+    """Return why a tool cannot use a chat model; None if it can."""
     if not tool.least_context:
         return None
     if offer.context is None:
         return f"{offer.name}: it is not on disk, so its context is not known"
     if offer.context < tool.least_context:
-        cap = " (models.yaml sets its `max_context`)" if offer.is_capped else ""
-        return (
-            f"{offer.name}: its context is {offer.context:,} tokens{cap}, and {tool.command} needs "
-            f"{tool.least_context:,}"
-        )
+        context, least = f"{offer.context:,}", f"{tool.least_context:,}"
+        return f"{offer.name}: its context is {context} tokens, and {tool.command} needs {least}"
     return None

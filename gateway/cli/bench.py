@@ -1,48 +1,34 @@
-"""`mlx-gateway bench`: a server's rates by number of clients, and its overhead."""
+"""`mlx-gateway bench`: a server's rates by number of clients."""
 
 import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from gateway.bench.kinds import EMBEDDER, PARTS, USUAL, Kind
+from gateway.bench.requests import Ask, Kind, Texts, Workload, chat, embeddings, rerank
 from gateway.cli._table import show
-from gateway.errors import GatewayError
-from gateway.registry import load_catalog
-from gateway.settings import load_settings, variables
 
 if TYPE_CHECKING:
-    from gateway.bench.engine import Reference
-    from gateway.bench.load import Line, Peer
-    from gateway.bench.workloads import Wording, Workload
+    from gateway.bench.figures import Figures, Spread
+    from gateway.bench.load import Peer
+
+    Measured = list[tuple[int, Figures]]  # by number of clients
 
 NO_CLIENT = "mlx-gateway bench needs aiohttp, of the extra `bench`: pip install aiohttp"
 KEYS = ["GATEWAY_BENCH_API_KEY", "OPENAI_API_KEY"]
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """Whole numbers from 1 on, written with commas."""
-
-    each: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.each))
-
-
-def _numbers(given: object) -> Numbers:
-    parts = str(given).split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise typer.BadParameter(f"{given} should be whole numbers from 1 on, like 1,8,32")
-    return Numbers(tuple(map(int, parts)))
+EMBEDDER, WRITER = "text-embedding-3-small", "gpt-4o-mini"
+MODELS = {Kind.EMBEDDINGS: EMBEDDER, Kind.RERANK: EMBEDDER, Kind.CHAT: WRITER}
+UNITS = {Kind.EMBEDDINGS: "vectors", Kind.RERANK: "pairs", Kind.CHAT: "tokens"}
+RERANKED_TEXTS = 32
+COLUMNS = (
+    "Clients", "Requests/s", "Units/s",
+    "p50 ms", "p95 ms", "p99 ms", "First p50 ms", "First p95 ms", "Errors",
+)  # fmt: skip
 
 
 def bench(
@@ -51,23 +37,14 @@ def bench(
         str, typer.Option(help="Address of the server, any OpenAI-compatible one.")
     ] = "http://127.0.0.1:8000",
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="The model to ask; of mixed work, the chat model.", show_default="by kind"
-        ),
+        str | None, typer.Option(help="The model to ask.", show_default="by kind")
     ] = None,
-    embedder: Annotated[str, typer.Option(help="The embedding model of mixed work.")] = EMBEDDER,
     api_key: Annotated[
         str | None, typer.Option(envvar=KEYS, help="API key, if the server needs one.")
     ] = None,
     concurrency: Annotated[
-        Numbers,
-        typer.Option(
-            parser=_numbers,
-            metavar="N,N,…",
-            help="Clients at once, one number after another; of mixed work, of each kind.",
-        ),
-    ] = Numbers((1, 8, 32)),
+        str, typer.Option(metavar="N,N,…", help="Clients at once, one number after another.")
+    ] = "1,8,32",
     duration: Annotated[
         float, typer.Option(min=0.1, help="Seconds to measure each number of clients.")
     ] = 10,
@@ -75,26 +52,15 @@ def bench(
         float, typer.Option(min=0, help="Seconds of load before each measurement.")
     ] = 2,
     texts: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Texts in a request of embeddings or rerank.", show_default="by kind"
-        ),
+        int | None, typer.Option(min=1, help="Texts in a request.", show_default="by kind")
     ] = None,
     words: Annotated[
-        Numbers,
-        typer.Option(
-            parser=_numbers, metavar="N,N,…", help="Words in a text; several numbers are mixed."
-        ),
-    ] = Numbers((15,)),
+        str, typer.Option(metavar="N,N,…", help="Words in a text; several numbers are mixed.")
+    ] = "15",
     prompt_words: Annotated[
-        Numbers,
-        typer.Option(
-            parser=_numbers, metavar="N,N,…", help="Words in a prompt; several numbers are mixed."
-        ),
-    ] = Numbers((30,)),
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in an answer.", show_default="by kind")
-    ] = None,
+        str, typer.Option(metavar="N,N,…", help="Words in a prompt; several numbers are mixed.")
+    ] = "30",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens in an answer.")] = 64,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds after which a request has failed.")
     ] = 600,
@@ -102,102 +68,117 @@ def bench(
         int | None,
         typer.Option(min=0, help="Seed of the random texts.", show_default="new each time"),
     ] = None,
-    engine: Annotated[
-        bool,
-        typer.Option(
-            "--engine", help="Also measure the engine alone, in this process, and compare."
-        ),
-    ] = False,
-    models: Annotated[Path | None, typer.Option(help="The models file, for --engine.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure a server: rates, times and errors with 1 to many clients; every answer is checked.
+    """Measure a server: rates, times and errors with 1 to many clients.
 
     Ends with status 1 if any answer was wrong.
     """
-    if engine and kind is Kind.MIXED:
-        raise typer.BadParameter("it measures one kind of work, not mixed", param_hint="--engine")
     if find_spec("aiohttp") is None:
-        print(NO_CLIENT, file=sys.stderr)
-        raise SystemExit(1)
-    from gateway.bench import report
-    from gateway.bench.load import FirstAskFailed, Peer
-    from gateway.bench.workloads import Texts, Wording
+        _quit(NO_CLIENT)
+    from gateway.bench.load import Peer
 
+    clients = _numbers(concurrency, "--concurrency")
     # Other texts at each run: a server may remember the last one's.
     seed = time.time_ns() % 2**32 if seed is None else seed
-    models_asked = {part: model or USUAL[part].model for part in PARTS[kind]}
-    if kind is Kind.MIXED:
-        models_asked[Kind.EMBEDDINGS] = embedder
-    wordings = {
-        part: Wording(
-            model=name,
-            texts=Texts(seed, words.each),
-            texts_per_request=texts or USUAL[part].texts,
-            prompts=Texts(seed, prompt_words.each),
-            max_tokens=max_tokens or USUAL[part].max_tokens or 1,
-        )
-        for part, name in models_asked.items()
-    }
-    workloads = {part: wording.workload(part) for part, wording in wordings.items()}
-    try:
-        lines = asyncio.run(
-            _measure(
-                Peer(url, key=api_key, timeout_s=timeout),
-                workloads,
-                concurrency.each,
-                warmup_s=warmup,
-                duration_s=duration,
-                engine=_engine(wordings[kind], workloads[kind], models) if engine else None,
-            )
-        )
-    except (FirstAskFailed, GatewayError) as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(1) from None
+    documents = Texts(seed, _numbers(words, "--words"))
+    prompts = Texts(seed, _numbers(prompt_words, "--prompt-words"))
+    make = _maker(kind, model or MODELS[kind], documents, prompts, texts, max_tokens)
+    peer = Peer(url, key=api_key, timeout_s=timeout)
+    measured = asyncio.run(_measure(peer, Workload(make), clients, warmup, duration))
     if as_json:
-        asked = {"kind": kind, "url": url, "seed": seed, "duration_s": duration}
-        print(json.dumps(report.as_json(lines, asked), indent=2))
+        results = [_as_json(count, UNITS[kind], figures) for count, figures in measured]
+        report = {"kind": kind, "url": url, "seed": seed, "duration_s": duration}
+        print(json.dumps({**report, "results": results}, indent=2))
     else:
-        show(report.columns(with_engine=engine), report.rows(lines, with_engine=engine))
-        for note in report.notes(lines):
-            print(note)
-    if any(line.figures.errors for line in lines):
+        show(COLUMNS, [_row(count, UNITS[kind], figures) for count, figures in measured])
+        for problem in describe_problems(measured):
+            print(problem)
+    if any(figures.errors for _, figures in measured):
         raise SystemExit(1)
 
 
-def _engine(
-    wording: "Wording", workload: "Workload", models: Path | None
-) -> "AbstractAsyncContextManager[Reference]":
-    from gateway.bench.engine import open_reference
+def _maker(
+    kind: Kind, model: str, documents: Texts, prompts: Texts, length: int | None, max_tokens: int
+) -> Callable[[int], Ask]:
+    """Return what makes the request of a number."""
+    match kind:
+        case Kind.EMBEDDINGS:
+            return lambda number: embeddings(model, documents.part(number, length or 1))
+        case Kind.RERANK:
+            count = length or RERANKED_TEXTS
+            return lambda number: rerank(model, prompts[number], documents.part(number, count))
+        case Kind.CHAT:
+            return lambda number: chat(model, prompts[number], max_tokens=max_tokens)
 
-    settings = load_settings({"models": models})
-    return open_reference(settings, load_catalog(settings.models, variables()), wording, workload)
+
+def _numbers(given: str, option: str) -> list[int]:
+    parts = given.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        problem = f"{given} should be whole numbers from 1 on, like 1,8,32"
+        raise typer.BadParameter(problem, param_hint=option)
+    return [int(part) for part in parts]
 
 
 async def _measure(
-    peer: "Peer",
-    workloads: "dict[Kind, Workload]",
-    concurrency: Sequence[int],
-    *,
-    warmup_s: float,
-    duration_s: float,
-    engine: "AbstractAsyncContextManager[Reference] | None",
-) -> "list[Line]":
-    from gateway.bench.load import measure_rounds, show_progress
+    peer: "Peer", workload: Workload, clients: list[int], warmup_s: float, duration_s: float
+) -> "Measured":
+    """Measure each number of clients, after one request, so that no model's load is measured."""
+    from gateway.bench.load import Load, run_closed_loop
 
-    total_s = (warmup_s + duration_s) * len(concurrency)
-    if engine is not None:
-        total_s += duration_s * (len(concurrency) + 1)
-    async with engine or nullcontext() as reference, peer, show_progress(total_s) as bar:
-        return [
-            line
-            async for line in measure_rounds(
-                peer,
-                workloads,
-                concurrency,
-                warmup_s=warmup_s,
-                duration_s=duration_s,
-                reference=reference,
-                on_answer=bar,
+    measured = []
+    async with peer:
+        first = await peer.ask(workload.next())
+        if first.error is not None:
+            _quit(f"The first request failed: {first.error}.")
+        for count in clients:
+            if sys.stderr.isatty():
+                print(f"Measuring {count} clients for {duration_s:g} s…", file=sys.stderr)
+            [figures] = await run_closed_loop(
+                peer, [Load(workload, count)], warmup_s=warmup_s, duration_s=duration_s
             )
-        ]
+            measured.append((count, figures))
+    return measured
+
+
+def _quit(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(1)
+
+
+def _row(clients: int, unit: str, figures: "Figures") -> tuple[str, ...]:
+    return (
+        str(clients),
+        f"{figures.requests_per_s:.1f}",
+        f"{figures.units_per_s:.1f} {unit}",
+        *_milliseconds(figures.latency, "p50", "p95", "p99"),
+        *_milliseconds(figures.first, "p50", "p95"),
+        str(sum(figures.errors.values())),
+    )
+
+
+def _milliseconds(spread: "Spread | None", *names: str) -> list[str]:
+    if spread is None:
+        return ["–"] * len(names)
+    return [f"{spread.in_ms()[name]:.1f}" for name in names]
+
+
+def describe_problems(measured: "Measured") -> Iterator[str]:
+    """Yield what the table has no room for: errors by name, and that nothing was measured."""
+    for clients, figures in measured:
+        for name, number in sorted(figures.errors.items()):
+            yield f"{clients} clients: {number} × {name}"
+        if not figures.requests and not figures.errors:
+            yield f"{clients} clients: no request ended in time; raise --duration"
+
+
+def _as_json(clients: int, unit: str, figures: "Figures") -> dict[str, Any]:
+    return {
+        "clients": clients,
+        "requests": figures.requests,
+        "requests_per_s": figures.requests_per_s,
+        f"{unit}_per_s": figures.units_per_s,
+        "latency_ms": figures.latency and figures.latency.in_ms(),
+        "first_token_ms": figures.first and figures.first.in_ms(),
+        "errors": dict(figures.errors),
+    }

@@ -20,11 +20,11 @@ def check(models: ModelsFile = None) -> None:
         print(f"note: {note}")
     if reading.problems:
         raise RegistryInvalid(list(reading.problems))
-    preloaded, most = reading.catalog.preloaded(), settings.cache_max_models
-    if len(preloaded) > most:
+    preloaded, max_models = reading.catalog.preloaded(), settings.cache_max_models
+    if len(preloaded) > max_models:
         print(
             f"note: {settings.models} preloads {len(preloaded)} models, and "
-            f"GATEWAY_CACHE_MAX_MODELS is {most}: only the last {most} stay loaded"
+            f"GATEWAY_CACHE_MAX_MODELS is {max_models}: only the last {max_models} stay loaded"
         )
     names = len(reading.catalog.names())
     print(f"{settings.models}: {len(reading.catalog)} models by {names} names, no problems")

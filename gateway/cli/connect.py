@@ -51,7 +51,7 @@ def connect(
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
     service = Service(url, large.name, small.name, large.context)
-    for line in chosen.shell_lines(chosen.setup(service), _key(settings, is_shown=show_key)):
+    for line in chosen.filled(service).shell_lines(_key(settings, is_shown=show_key)):
         print(line)
 
 

@@ -150,12 +150,12 @@ def _run(
     signals: Signals,
 ) -> int:
     """Run a tool until it ends, and return its status as shells have it."""
-    setup = tool.setup(service)
+    tool = tool.filled(service)
     with contextlib.ExitStack() as stack:
         with signals.deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
-        for name, text in setup.files.items():
+        for name, text in tool.files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
-        environment = tool.environment(setup, first_key(settings), os.environ, folder)
-        status = signals.start([command[0], *setup.arguments, *command[1:]], environment)
+        environment = tool.environment(first_key(settings), os.environ, folder)
+        status = signals.start([command[0], *tool.arguments, *command[1:]], environment)
     return status if status >= 0 else 128 - status

@@ -35,8 +35,8 @@ def pull(
     hub = hub_of(settings, may_download=True)
     try:
         spec = catalog.resolve(model).spec
-        for each in _needed(spec, settings.speculate_rows):
-            _fetch(each, hub)
+        for source_spec in _needed(spec, settings.speculate_rows):
+            _fetch(source_spec, hub)
     except GatewayError as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
@@ -46,9 +46,9 @@ def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
     """Yield a model and those that are loaded with it."""
     yield spec
     if isinstance(spec, ChatSpec):
-        for each in (spec.base_spec, spec.draft_in_use(speculate_rows)):
-            if each is not None:
-                yield from _needed(each, speculate_rows)
+        for part in (spec.base_spec, spec.draft_in_use(speculate_rows)):
+            if part is not None:
+                yield from _needed(part, speculate_rows)
 
 
 def _fetch(spec: ModelSpec, hub: "Hub") -> None:

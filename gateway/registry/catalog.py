@@ -18,7 +18,7 @@ ADOPTABLE: Final = MappingProxyType(
             *("sampling", "thinking"),
             *("overflow", "matryoshka", "token_ids", "default_prompt_name", "max_tokens_per_doc"),
         },
-        "structured": {"backend", "rows", "schema_in_prompt"},
+        "structured": {"rows", "schema_in_prompt"},
         "batching": {
             *("max_batch_size", "max_batch_tokens", "batch_window_ms", "adaptive_window"),
             *("min_batch_size", "batch_deadline_ms", "cache_size", "prefill_chunk_tokens"),
@@ -76,18 +76,18 @@ class Catalog:
 
     def by_id(self, model: str) -> ModelSpec | None:
         """Return the spec of this id, if there is one."""
-        return next((each for each in self.specs if each.id == model), None)
+        return next((spec for spec in self.specs if spec.id == model), None)
 
     def current(self, spec: ModelSpec) -> ModelSpec | None:
         """Return the spec that a model loaded for `spec` can serve; None if there is none.
 
         `spec` may be of an earlier reading, and differ in keys that no load depends on.
         """
-        return next((each for each in self.specs if load_alike(each, spec)), None)
+        return next((candidate for candidate in self.specs if load_alike(candidate, spec)), None)
 
     def changes_since(self, older: "Catalog") -> Changes:
         """Return what differs from an older reading of the file."""
-        now, before = ({spec.id: spec for spec in each.specs} for each in (self, older))
+        now, before = ({spec.id: spec for spec in catalog.specs} for catalog in (self, older))
         in_both = [name for name in now if name in before]
         return Changes(
             added=tuple(name for name in now if name not in before),
@@ -98,9 +98,9 @@ class Catalog:
     def preloaded(self) -> tuple[str, ...]:
         """Return the models that are loaded at start; an adapter's is its base."""
         loaded = (
-            (each.base if isinstance(each, ChatSpec) else None) or each.id
-            for each in self.specs
-            if each.preload
+            (spec.base if isinstance(spec, ChatSpec) else None) or spec.id
+            for spec in self.specs
+            if spec.preload
         )
         return tuple(dict.fromkeys(loaded))
 
@@ -120,7 +120,7 @@ def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
     if one is other or one.id != other.id:
         return one is other
     base, other_base = (
-        each.base_spec if isinstance(each, ChatSpec) else None for each in (one, other)
+        spec.base_spec if isinstance(spec, ChatSpec) else None for spec in (one, other)
     )
     if base is not None and other_base is not None and not load_alike(base, other_base):
         return False
@@ -128,8 +128,8 @@ def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
         None
         if draft is None
         else (draft.source, draft.dtype, draft.fuse_projections, draft.kv_bits)
-        for each in (one, other)
-        for draft in [each.draft_spec if isinstance(each, ChatSpec) else None]
+        for spec in (one, other)
+        for draft in [spec.draft_spec if isinstance(spec, ChatSpec) else None]
     ]
     return one.kind == other.kind and drafts[0] == drafts[1] and _are_alike(one, other, "")
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -18,7 +18,7 @@ from gateway.errors import RegistryInvalid
 from gateway.registry.catalog import Catalog
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import PackageSource, PathSource, package_folder
-from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Structured, split_names
+from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, split_names
 from gateway.registry.variables import ModelVariables
 from gateway.registry.yaml_lines import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
@@ -88,12 +88,9 @@ def _unreadable(problem: str) -> Reading:
 class Strength(IntEnum):
     """How strong a model's claim to a name is."""
 
-    DEFAULT = 0
-    """An alias from the default of a ${VAR:-default}."""
-    WRITTEN = 1
-    """An alias in the file."""
-    SET = 2
-    """An alias from the model's own variable."""
+    DEFAULT = 0  # an alias from the default of a ${VAR:-default}
+    WRITTEN = 1  # an alias in the file
+    SET = 2  # an alias from the model's own variable
     ID = 3
 
 
@@ -115,14 +112,6 @@ class Claim:
         """
         is_weaker = self.strength < other.strength and self.model != other.model
         return is_weaker and (self.strength is Strength.DEFAULT or other.strength is Strength.SET)
-
-
-def settle_claims(claims: Sequence[Claim]) -> tuple[Claim, list[Claim], list[Claim]]:
-    """Return the strongest claim to a name, those that yield to it and those that clash with it."""
-    best = max(claims, key=lambda claim: claim.strength)  # of equals, the first
-    others = [claim for claim in claims if claim is not best]
-    yielding = [claim for claim in others if claim.yields_to(best)]
-    return best, yielding, [claim for claim in others if claim not in yielding]
 
 
 class _Reader:
@@ -161,9 +150,8 @@ class _Reader:
         dropped = self._settle_names(models)
         for spec in specs:
             self._check_source(spec)
-            self._note_idle_keys(spec)
-        specs = [self._resolve_draft(_drop_aliases(spec, dropped), specs) for spec in specs]
-        return [self._resolve_base(spec, specs) for spec in specs]
+        specs = [self._resolve(_drop_aliases(spec, dropped), "draft", specs) for spec in specs]
+        return [self._resolve(spec, "base", specs) for spec in specs]
 
     def _override_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries with the values from the variables of their keys."""
@@ -171,13 +159,13 @@ class _Reader:
         earlier: list[ModelVariables] = []
         for model, entry in models.items():
             if isinstance(entry, dict):
-                own = ModelVariables(model, entry, self._variables)
-                for clash in own.clashes(earlier):
+                variables = ModelVariables(model, entry, self._variables)
+                for clash in variables.clashes(earlier):
                     self._report(("models", model), f"{model}: the variable {clash}")
-                earlier.append(own)
-                overridden[model], names = own.override(self._variables)
+                earlier.append(variables)
+                overridden[model], names = variables.override(self._variables)
                 self._set |= {("models", model, *path): name for path, name in names.items()}
-                self.overrides |= {*own.paths, *names.values()}
+                self.overrides |= {*variables.paths, *names.values()}
         return overridden
 
     def _check_version(self, top: Mapping[str, Any]) -> None:
@@ -238,7 +226,7 @@ class _Reader:
                 self._report(where[:-1], f"{about}`{key}` is missing")
             case "literal_error":
                 expected = details["ctx"]["expected"]
-                valid = [each.strip("'") for each in expected.replace(" or ", ", ").split(", ")]
+                valid = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
                 hint = did_you_mean(nearest(str(value), valid))
                 self._report(where, f"{about}`{key}` must be {expected}, not {value!r}{hint}")
             case "misplaced_key":
@@ -256,15 +244,19 @@ class _Reader:
         """
         dropped = set()
         for name, claims in self._list_claims(models).items():
-            best, yielding, clashing = settle_claims(claims)
-            for claim in yielding:
-                dropped.add((claim.model, name))
-                default = "default " if claim.strength is Strength.DEFAULT else ""
-                note = f"its {default}alias {name!r} gives way: that {best.description}"
-                self.notes.append((claim.line, f"{claim.model}: {note}"))
-            for claim in clashing:
-                problem = f"the alias {name!r} {best.description} already{_set_by(claim.variable)}"
-                self.problems.append((claim.line, f"{claim.model}: {problem}"))
+            best = max(claims, key=lambda claim: claim.strength)  # of equals, the first
+            for claim in claims:
+                if claim is best:
+                    continue
+                if claim.yields_to(best):
+                    dropped.add((claim.model, name))
+                    default = "default " if claim.strength is Strength.DEFAULT else ""
+                    note = f"its {default}alias {name!r} gives way: that {best.description}"
+                    self.notes.append((claim.line, f"{claim.model}: {note}"))
+                else:
+                    problem = f"the alias {name!r} {best.description} already"
+                    problem += _set_by(claim.variable)
+                    self.problems.append((claim.line, f"{claim.model}: {problem}"))
         return dropped
 
     def _list_claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
@@ -288,64 +280,34 @@ class _Reader:
                 claims.setdefault(alias, []).append(claim)
         return claims
 
-    def _note_idle_keys(self, spec: ModelSpec) -> None:
-        """Note keys that no longer have an effect."""
-        if isinstance(spec, ChatSpec) and spec.structured.backend == "outlines_core":
-            words = Structured.model_fields["backend"].description
-            line = self._document.line(("models", spec.id, "structured", "backend"))
-            self.notes.append((line, f"{spec.id}: `backend` outlines_core: {words}"))
-
-    def _resolve_draft(self, spec: ModelSpec, specs: Sequence[ModelSpec]) -> ModelSpec:
-        """Return a spec with the one that its `draft` names, or report why it cannot be that."""
-        if not isinstance(spec, ChatSpec) or spec.draft is None:
+    def _resolve(
+        self, spec: ModelSpec, key: Literal["draft", "base"], specs: Sequence[ModelSpec]
+    ) -> ModelSpec:
+        """Return a spec with the one that its `draft` or `base` names, or report why it cannot be
+        that.
+        """
+        name = getattr(spec, key, None)
+        if not isinstance(spec, ChatSpec) or name is None:
             return spec
-        draft = next((each for each in specs if each.id == spec.draft), None)
-        match draft:
-            case None if ("models", spec.draft) in self._document.lines:  # it has a problem
-                return spec
-            case None:
-                hint = did_you_mean(nearest(spec.draft, [each.id for each in specs]))
-                problem = f"no model has the id {spec.draft!r}{hint}"
-            case ChatSpec(id=spec.id):
-                problem = "a model cannot be its own draft"
-            case ChatSpec(base=str()):
-                problem = f"{draft.id} is an adapter, and a draft is a model of its own"
-            case ChatSpec() if spec.parallel or draft.parallel:
-                problem = "a model with `parallel` neither has a draft nor is one"
-            case ChatSpec(draft=None):
-                return spec.with_draft(draft)
-            case ChatSpec():
-                problem = f"{draft.id} has a draft of its own, and cannot be one"
-            case _:
-                problem = f"{draft.id} is of kind {draft.kind}, and a draft is a chat model"
-        self._report(("models", spec.id, "draft"), f"{spec.id}: `draft`: {problem}")
-        return spec
-
-    def _resolve_base(self, spec: ModelSpec, specs: Sequence[ModelSpec]) -> ModelSpec:
-        """Return an adapter's spec with that of its base, or report why that cannot be one."""
-        if not isinstance(spec, ChatSpec) or spec.base is None:
+        other = next((model for model in specs if model.id == name), None)
+        if other is None and ("models", name) in self._document.lines:  # it has a problem
             return spec
-        base = next((each for each in specs if each.id == spec.base), None)
-        match base:
-            case None if ("models", spec.base) in self._document.lines:  # it has a problem
-                return spec
-            case None:
-                hint = did_you_mean(nearest(spec.base, [each.id for each in specs]))
-                problem = f"no model has the id {spec.base!r}{hint}"
-            case ChatSpec(id=spec.id):
-                problem = "a model cannot be its own base"
-            case ChatSpec(base=str()):
-                problem = f"{base.id} has a base of its own, and cannot be one"
-            case ChatSpec(fuse_projections=True):
-                problem = f"{base.id} has `fuse_projections`, and no adapter is of fused ones"
-            case ChatSpec(parallel=str()):
-                problem = f"{base.id} has `parallel`, and no adapter is divided"
-            case ChatSpec():
-                return spec.with_base(base)
-            case _:
-                problem = f"{base.id} is of kind {base.kind}, and a base is a chat model"
-        self._report(("models", spec.id, "base"), f"{spec.id}: `base`: {problem}")
-        return spec
+        if other is None:
+            hint = did_you_mean(nearest(name, [model.id for model in specs]))
+            problem = f"no model has the id {name!r}{hint}"
+        elif other.id == spec.id:
+            problem = f"a model cannot be its own {key}"
+        elif not isinstance(other, ChatSpec):
+            problem = f"{other.id} is of kind {other.kind}, and a {key} is a chat model"
+        elif key == "draft":
+            problem = _why_no_draft(spec, other)
+        else:
+            problem = _why_no_base(other)
+        if problem:
+            self._report(("models", spec.id, key), f"{spec.id}: `{key}`: {problem}")
+            return spec
+        assert isinstance(other, ChatSpec)
+        return spec.with_draft(other) if key == "draft" else spec.with_base(other)
 
     def _check_source(self, spec: ModelSpec) -> None:
         where = ("models", spec.id, _source_key(spec))
@@ -366,7 +328,7 @@ class _Reader:
         noun, exists = ("file", Path.is_file) if spec.source.is_gguf else ("folder", Path.is_dir)
         if not exists(path):
             siblings = path.parent.iterdir() if path.parent.is_dir() else ()
-            names = [each.name for each in siblings if exists(each)]
+            names = [sibling.name for sibling in siblings if exists(sibling)]
             hint = did_you_mean(nearest(path.name, names))
             where = ("models", spec.id, _source_key(spec))
             self._report(where, f"{spec.id}: there is no {noun} {path}{hint}")
@@ -381,6 +343,28 @@ class _Reader:
         places = (where[:depth] for depth in range(len(where), 0, -1))
         variable = next((self._set[place] for place in places if place in self._set), None)
         self.problems.append((self._document.line(where), f"{message}{_set_by(variable)}"))
+
+
+def _why_no_draft(spec: ChatSpec, draft: ChatSpec) -> str:
+    """Return why a model cannot be another's draft; nothing if it can."""
+    if draft.base is not None:
+        return f"{draft.id} is an adapter, and a draft is a model of its own"
+    if spec.parallel or draft.parallel:
+        return "a model with `parallel` neither has a draft nor is one"
+    if draft.draft is not None:
+        return f"{draft.id} has a draft of its own, and cannot be one"
+    return ""
+
+
+def _why_no_base(base: ChatSpec) -> str:
+    """Return why a model cannot be an adapter's base; nothing if it can."""
+    if base.base is not None:
+        return f"{base.id} has a base of its own, and cannot be one"
+    if base.fuse_projections:
+        return f"{base.id} has `fuse_projections`, and no adapter is of fused ones"
+    if base.parallel is not None:
+        return f"{base.id} has `parallel`, and no adapter is divided"
+    return ""
 
 
 def _source_key(spec: ModelSpec) -> str:
@@ -402,12 +386,12 @@ def _path_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
 def _list_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
     """Yield each alias of an entry, valid or not: its place, its name and whether it is text."""
     aliases = entry.get("aliases") if isinstance(entry, dict) else None
-    for place, each in enumerate(aliases if isinstance(aliases, list) else [aliases]):
+    for place, alias in enumerate(aliases if isinstance(aliases, list) else [aliases]):
         inside: Where = (place,) if isinstance(aliases, list) else ()
-        if isinstance(each, str):
-            yield from ((inside, name, True) for name in split_names(each))
-        elif isinstance(each, dict) and isinstance(each.get("name"), str):
-            yield inside, each["name"], False
+        if isinstance(alias, str):
+            yield from ((inside, name, True) for name in split_names(alias))
+        elif isinstance(alias, dict) and isinstance(alias.get("name"), str):
+            yield inside, alias["name"], False
 
 
 def _drop_aliases(spec: ModelSpec, dropped: Collection[tuple[str, str]]) -> ModelSpec:

@@ -10,7 +10,7 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     """Return the valid name most similar to a name; None if none is similar."""
     if len(name) > MAX_CHARS:
         return None
-    by_folded = {each.casefold(): each for each in valid}
+    by_folded = {name.casefold(): name for name in valid}
     matches = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
     return by_folded[matches[0]] if matches else None
 

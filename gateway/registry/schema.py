@@ -24,9 +24,9 @@ def json_schema() -> dict[str, Any]:
         [(ModelSpec, "validation", TypeAdapter(ModelSpec))], ref_template="#/$defs/{model}"
     )
     definitions = schema["$defs"]
-    for each in get_args(Source):  # written as text
-        definitions.pop(each.__name__, None)
-    for name in (each.__name__ for each in SPECS.values()):
+    for source in get_args(Source):  # written as text
+        definitions.pop(source.__name__, None)
+    for name in (spec.__name__ for spec in SPECS.values()):
         del definitions[name]["properties"]["id"]  # it is the key
         definitions[name]["required"].remove("id")
     chat = definitions[ChatSpec.__name__]
@@ -63,8 +63,8 @@ def _value(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """Allow a variable for a plain value, and null for an optional one."""
     bare = {key: value for key, value in schema.items() if key not in ("title", *_ABOUT)}
     about = {key: schema[key] for key in _ABOUT if schema.get(key) is not None}
-    options = [_inner(each) for each in bare.pop("anyOf", [bare]) if each != _NULL]
-    if any(_is_plain(each) for each in options) and _TEXT not in options:
+    options = [_inner(option) for option in bare.pop("anyOf", [bare]) if option != _NULL]
+    if any(_is_plain(option) for option in options) and _TEXT not in options:
         options.append(_REF)
     if not required:
         options.append(_NULL)

@@ -46,9 +46,8 @@ class _Overrides:
 def override(setting: str) -> Any:
     """Declare a key that overrides a setting: declared as that is, but it may be absent."""
     declared = Settings.model_fields[setting]
-    words, extra = declared.description, declared.json_schema_extra
-    if not (isinstance(extra, dict) and extra.get("deprecated")):
-        words = f"{words} If absent, {variable(setting)}."
+    words = f"{declared.description} If absent, {variable(setting)}."
+    extra = declared.json_schema_extra
     field: Any = Field(default=None, description=words, json_schema_extra=extra)
     field.metadata = [*declared.metadata, _Overrides(setting)]
     return field
@@ -74,7 +73,7 @@ class Section(BaseModel):
             if isinstance(value, Section):
                 overrides |= value.overrides()
             elif value is not None:
-                names = (each.setting for each in field.metadata if isinstance(each, _Overrides))
+                names = (mark.setting for mark in field.metadata if isinstance(mark, _Overrides))
                 overrides |= dict.fromkeys(names, value)
         return overrides
 
@@ -129,7 +128,6 @@ class ChatBatching(Section):
 class Structured(Section):
     """How grammars constrain answers."""
 
-    backend: Literal["llguidance", "outlines_core"] | None = override("structured_backend")
     rows: int | None = override("structured_rows")
     max_string_chars: int | None = Field(
         default=None, ge=1, description="Longest string where a schema sets no bound."
@@ -179,11 +177,11 @@ def _aliases(value: object) -> object:
     if not isinstance(value, list):
         return value
     aliases: list[object] = []
-    for each in value:
-        if isinstance(each, str):
-            aliases += [{"name": name} for name in split_names(each)]
+    for item in value:
+        if isinstance(item, str):
+            aliases += [{"name": name} for name in split_names(item)]
         else:
-            aliases.append(each)
+            aliases.append(item)
     return aliases
 
 
@@ -340,10 +338,10 @@ class RerankSpec(_Spec):
 
     @model_validator(mode="after")
     def _labels_alone(self) -> "RerankSpec":
-        given = self.model_fields_set & {"template", "labels", "instruction"}
-        if self.scoring == "head" and given:
-            message = f"only a model with `scoring: labels` has '{min(given)}'"
-            raise _misplaced(min(given), message)
+        recipe = self.model_fields_set & {"template", "labels", "instruction"}
+        if self.scoring == "head" and recipe:
+            message = f"only a model with `scoring: labels` has '{min(recipe)}'"
+            raise _misplaced(min(recipe), message)
         return self
 
 
@@ -400,7 +398,7 @@ class ChatSpec(_Spec):
     fuse_projections: bool = Field(
         default=False,
         description="Compute q, k and v as one product, and gate and up, which a GPU may be "
-        "faster with: `mlx-gateway doctor --engine` measures it.",
+        "faster with: `mlx-gateway doctor --engine` shows the speed of each.",
     )
     kv_bits: Literal[8, 4] | None = Field(
         default=None, description="Bits of what is kept of each token read; absent, all of them."
@@ -440,8 +438,8 @@ class ChatSpec(_Spec):
 
     def draft_in_use(self, speculate_rows: int) -> "ChatSpec | None":
         """Return that model unless this one has no drafts. `speculate_rows` is the gateway's."""
-        own = self.batching.speculate_rows
-        return self._draft_spec if (speculate_rows if own is None else own) else None
+        row_count = self.batching.speculate_rows
+        return self._draft_spec if (speculate_rows if row_count is None else row_count) else None
 
     def with_draft(self, draft: "ChatSpec") -> "ChatSpec":
         spec = self.model_copy()
@@ -453,16 +451,16 @@ class ChatSpec(_Spec):
     def _take_adapter_as_source(cls, data: object, info: ValidationInfo) -> object:
         if not isinstance(data, Mapping):
             return data
-        given = {key for key, value in data.items() if value is not None}
-        if given.isdisjoint({"base", "adapter"}):
+        keys = {key for key, value in data.items() if value is not None}
+        if keys.isdisjoint({"base", "adapter"}):
             return data
         for key, other in (("base", "adapter"), ("adapter", "base")):
-            if key not in given:
+            if key not in keys:
                 raise _misplaced(other, f"`{other}` needs `{key}` beside it")
-        if "source" in given and data["source"] != data["adapter"]:
+        if "source" in keys and data["source"] != data["adapter"]:
             raise _misplaced("source", "an adapter has its base's weights, and no `source`")
-        if others := sorted((given & cls.model_fields.keys()) - ADAPTER_KEYS):
-            raise _misplaced(others[0], f"`{others[0]}` is the base's to set")
+        if unknown := sorted((keys & cls.model_fields.keys()) - ADAPTER_KEYS):
+            raise _misplaced(unknown[0], f"`{unknown[0]}` is the base's to set")
         try:
             adapter = read_source(data["adapter"], info)
         except ValueError as error:

@@ -35,7 +35,7 @@ class ModelVariables:
         kind = variables.get(f"{self._stem}KIND") or entry.get("kind")
         # If the kind is wrong, the keys are those of all kinds.
         specs = [SPECS[kind]] if isinstance(kind, str) and kind in SPECS else SPECS.values()
-        self._types = {path: each for spec in specs for path, each in _types(spec)}
+        self._types = {path: kind for spec in specs for path, kind in _types(spec)}
         self.paths = {self._stem + _in_capitals("_".join(path)): path for path in self._types}
         """The path that each variable sets, without variables of free keys."""
 
@@ -118,7 +118,7 @@ def _types(spec: type[BaseModel]) -> Iterator[tuple[Path, Any]]:
         if key != "id":
             yield (key,), field.annotation
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from (((key, *path), each) for path, each in _types(field.annotation))
+            yield from (((key, *path), kind) for path, kind in _types(field.annotation))
 
 
 def _replace_aliases(aliases: object, names: str | None) -> object:
@@ -126,7 +126,7 @@ def _replace_aliases(aliases: object, names: str | None) -> object:
     if not isinstance(aliases, list):
         return names
     # Mappings keep their places in the list, by which their lines are found.
-    return ["" if isinstance(each, str) else each for each in aliases] + [names or ""]
+    return ["" if isinstance(alias, str) else alias for alias in aliases] + [names or ""]
 
 
 def _in_capitals(text: str) -> str:

@@ -192,8 +192,8 @@ class _Builder:
         self, node: yaml.SequenceNode, where: Where, around: tuple[yaml.Node, ...]
     ) -> list[Any]:
         built: list[Any] = []
-        for each in node.value:
-            item = self.build(each, (*where, len(built)), around)
+        for child in node.value:
+            item = self.build(child, (*where, len(built)), around)
             if item is not _Nothing.ABSENT:
                 built.append(None if item is _Nothing.BROKEN else item)
         return built

@@ -1,19 +1,31 @@
 """The bytes that models and their sequences may hold, and those they hold."""
 
 from collections.abc import Callable
+from typing import Protocol
+
+
+class Evictable(Protocol):
+    """The loaded models, those among them that are idle being evictable."""
+
+    def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
+        """Evict idle models if that frees `nbytes`; recently used ones only if it is pressing."""
+
+    def pinned_bytes(self, *, without: str) -> int:
+        """Return the bytes of all pinned models but this one."""
 
 
 class Budget:
     """The bytes of all models: a model's weights have one share, the KV of its rows another.
 
     Bytes are counted here, not refused: code that needs more than `free_bytes` waits until its
-    listener is called, or calls `Room.clear` to make room.
+    listener is called, or calls `evict_idle`.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.claimed_bytes = 0
         self._held_bytes = 0
+        self._models: Evictable | None = None
         self._listeners: dict[Callable[[], None], Callable[[], None]] = {}
 
     @property
@@ -35,6 +47,19 @@ class Budget:
     def share(self) -> "Share":
         """Return a new share, which holds nothing yet."""
         return Share(self)
+
+    def attach(self, models: Evictable) -> None:
+        """Set the models that are evicted from now on."""
+        self._models = models
+
+    def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
+        """Evict idle models if that frees `nbytes`; recently used ones only if it is pressing."""
+        if self._models is not None:
+            self._models.evict_idle(nbytes, is_pressing=is_pressing)
+
+    def pinned_bytes(self, *, without: str) -> int:
+        """Return the bytes of all pinned models but this one."""
+        return 0 if self._models is None else self._models.pinned_bytes(without=without)
 
     def listen(
         self, on_change: Callable[[], None], on_recall: Callable[[], None] = lambda: None

@@ -239,17 +239,19 @@ class Lane:
     def _release(self) -> None:
         """Pass the lane to the next waiter, or mark it free."""
         # A waiter that is being cancelled stays in the list until its task runs.
-        self._waiters = [each for each in self._waiters if not each.gained.done()]
+        self._waiters = [waiter for waiter in self._waiters if not waiter.gained.done()]
         if not self._waiters:
             self._is_held = False
             return
-        chosen = self._waiters.pop(self._fair_queue.choose(each.kind for each in self._waiters))
+        chosen = self._waiters.pop(self._fair_queue.choose(waiter.kind for waiter in self._waiters))
         self._fair_queue.begin(chosen.kind)
         chosen.gained.set_result(None)
 
     def _is_up(self, kind: str, seconds: float) -> bool:
         # A copy: the loop's thread may change the list meanwhile.
-        return self._fair_queue.is_up(kind, seconds, [each.kind for each in tuple(self._waiters)])
+        return self._fair_queue.is_up(
+            kind, seconds, [waiter.kind for waiter in tuple(self._waiters)]
+        )
 
     async def _run(self, beat: Beat, function: Callable[..., Any], *args: Any) -> Any:
         self._check()
@@ -374,7 +376,9 @@ class Turn:
         if none ever did. Safe on any thread.
         """
         lane, owner = self._lane, self._owner
-        if any(each.owner != owner and each.kind not in beside for each in tuple(lane._waiters)):
+        if any(
+            waiter.owner != owner and waiter.kind not in beside for waiter in tuple(lane._waiters)
+        ):
             return 0.0
         ended = [
             at

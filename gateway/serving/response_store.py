@@ -122,8 +122,8 @@ class ResponseStore:
         with self._lock:
             self.expire()
             owned = self._by_owner.get(owner)
-            found = None if owned is None else owned.responses.get(response_id)
-            return None if found is None else found[1]
+            response = None if owned is None else owned.responses.get(response_id)
+            return None if response is None else response[1]
 
     def item(self, owner: str | None, item_id: str) -> StoredItem | None:
         """Return an item of any response of an owner's; of several with one id, the newest."""

@@ -81,7 +81,7 @@ class ThreadPools:
 def prompt_kind(job: GenerateJob) -> Kind:
     """Return the kind of work that rendering a job's prompt is."""
     prompt = job.prompt if isinstance(job.prompt, str) else ""
-    questions = [text for each in job.questions for text in (each.text, *each.labels)]
+    questions = [text for question in job.questions for text in (question.text, *question.labels)]
     is_long = _is_longer(LONG_CHARS, [prompt, *job.messages, *job.tools, *questions])
     return "long prompts" if is_long else "short prompts"
 
@@ -164,8 +164,8 @@ class Tokeniser:
         while batch := _take_batch(waiting):
             try:
                 if not await self._encode_batch(batch, kind) and len(batch) > 1:
-                    for each in batch:  # one at a time, to find the text that failed
-                        await self._encode_batch([each], kind)
+                    for item in batch:  # one at a time, to find the text that failed
+                        await self._encode_batch([item], kind)
             except BaseException:
                 for request, _ in batch:
                     request.result.cancel()  # unless it is complete
@@ -181,8 +181,8 @@ class Tokeniser:
         if not batch:
             return True
         try:
-            every = [text for _, texts in batch for text in texts]
-            encoded = await self._pool.run(self._encode, every, kind=kind)
+            texts_together = [text for _, texts in batch for text in texts]
+            encoded = await self._pool.run(self._encode, texts_together, kind=kind)
         except Exception as error:
             if is_single and not batch[0][0].is_over:
                 batch[0][0].result.set_exception(error)

@@ -170,8 +170,8 @@ class Settings(BaseSettings):
         default=20,
         ge=0,
         le=3600,
-        description="How long a request waits for its model, a model for room (twice as long "
-        "after each refusal in a row), and answers for memory that other models hold; then 503.",
+        description="How long a request waits for its model, and answers for memory that other "
+        "models hold; then 503.",
     )
     model_ttl_s: float | None = Field(
         default=None,
@@ -288,13 +288,6 @@ class Settings(BaseSettings):
         le=8,
         description="Up to so many answers at once, tokens are read ahead: those that a grammar "
         "leaves no choice of, and guesses from the prompt or a draft model; 0 is never.",
-    )
-    structured_backend: Annotated[
-        Literal["llguidance", "outlines_core"], BeforeValidator(lower)
-    ] = Field(
-        default="llguidance",
-        description="Has no effect any more: llguidance compiles every grammar.",
-        json_schema_extra={"deprecated": True},
     )
     structured_rows: int = Field(
         default=1, ge=1, le=1024, description="Structured answers written together, per model."

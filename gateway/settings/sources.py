@@ -37,11 +37,11 @@ def load_settings(
 
     Raises SettingsInvalid with one line per problem.
     """
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    set_flags = {name: value for name, value in (flags or {}).items() if value is not None}
     try:
-        return Settings(_env_file=env_file, **given)  # type: ignore[call-arg, arg-type]
+        return Settings(_env_file=env_file, **set_flags)  # type: ignore[call-arg, arg-type]
     except ValidationError as error:
-        raise SettingsInvalid(_lines(error, given, env_file)) from None
+        raise SettingsInvalid(_lines(error, set_flags, env_file)) from None
     except UnicodeDecodeError:
         raise SettingsInvalid([f"{env_file}: not UTF-8 text"]) from None
 
@@ -136,14 +136,14 @@ def explain(
 
     `flags` and `env_file` are those that the settings were loaded with.
     """
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    set_flags = {name: value for name, value in (flags or {}).items() if value is not None}
     dumped = settings.model_dump(mode="json")
     return [
         Knob(
             name,
             variable(name),
-            _CREDENTIALS.sub("**********@", _text(value)),
-            find_source(name, given, env_file)[1],
+            _CREDENTIALS.sub("**********@", in_words(value)),
+            find_source(name, set_flags, env_file)[1],
         )
         for name, value in dumped.items()
     ]
@@ -164,12 +164,7 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
     """
     valid = VARIABLES | set(known)
     lines = _empty_lines(env_file)
-    given = variables(env_file)
-    for field, schema in Settings.model_json_schema()["properties"].items():
-        text = given.get(variable(field))
-        if schema.get("deprecated") and text and text.lower() != schema["default"]:
-            lines.append(f"{variable(field)}={text}: {schema['description']}")
-    for name in sorted(given):
+    for name in sorted(variables(env_file)):
         if name.startswith(PREFIX) and name not in valid:
             near = _nearest(name, valid)
             hint = f"; did you mean {near}?" if near else ""
@@ -200,56 +195,18 @@ def _nearest(name: str, valid: Collection[str]) -> str | None:
         return typo[0]
     gaps = [place for place, letter in enumerate(name) if letter == "_"]
     longer = [
-        each
-        for each in valid
-        if any(each.startswith(name[: gap + 1]) and each.endswith(name[gap:]) for gap in gaps)
+        valid_name
+        for valid_name in valid
+        if any(
+            valid_name.startswith(name[: gap + 1]) and valid_name.endswith(name[gap:])
+            for gap in gaps
+        )
     ]
     alike = difflib.get_close_matches(name, valid, n=1, cutoff=0.75)
     return min(longer, key=lambda each: (len(each), each)) if longer else next(iter(alike), None)
 
 
-def environment_table() -> str:
-    """Render every variable as the Markdown table of docs/settings.md."""
-    properties: dict[str, dict[str, Any]] = Settings.model_json_schema()["properties"]
-    lines = ["| Variable | Type | Default | What it does |", "| --- | --- | --- | --- |"]
-    for name, schema in properties.items():
-        cells = (f"`{variable(name)}`", _type(schema), _default(schema), schema["description"])
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _type(schema: Mapping[str, Any]) -> str:
-    options = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
-    one: Mapping[str, Any] = options[0]
-    if "enum" in one:
-        return ", ".join(f"`{each}`" for each in one["enum"])
-    if one["type"] == "array":
-        return "list, with commas" if one["items"].get("format") != "password" else "secrets"
-    if one.get("format") in ("path", "file-path"):
-        return "path"
-    names = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text"}
-    return names[one["type"]] + _bounds(one)
-
-
-def _bounds(schema: Mapping[str, Any]) -> str:
-    low, above, high = (schema.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
-    parts = [
-        f"≥ {low:,}" if low is not None else "",
-        f"> {above:,}" if above is not None else "",
-        f"≤ {high:,}" if high is not None else "",
-    ]
-    bounds = ", ".join(part for part in parts if part)
-    return f" {bounds}" if bounds else ""
-
-
-def _default(schema: Mapping[str, Any]) -> str:
-    if "default_text" in schema:
-        return str(schema["default_text"])
-    text = _text(schema.get("default"))
-    return f"`{text}`" if text else ""
-
-
-def _text(value: object) -> str:
+def in_words(value: object) -> str:
     """Return a value as it would be written in the environment."""
     match value:
         case None:
@@ -257,7 +214,7 @@ def _text(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case list() | tuple():
-            return ",".join(_text(each) for each in value)
+            return ",".join(in_words(item) for item in value)
         case float():
             return f"{value:g}"
         case _:

@@ -51,14 +51,14 @@ def _read_origin(value: str) -> str:
     """Read an origin, in which a `*` is any port, any host, or any names before a domain."""
     if value in ("*", "null"):
         return value
-    found = _ORIGIN.fullmatch(value.lower())
-    if found is None:
+    match = _ORIGIN.fullmatch(value.lower())
+    if match is None:
         raise ValueError(
             f"{value!r} matches no origin: those are `scheme://host` or `scheme://host:port`, of "
             "which the port, the host, or what is before a domain may be `*`"
         )
-    if found["port"] is not None and found["port"] == _USUAL_PORTS.get(found["scheme"]):
-        raise ValueError(f"{value!r} matches no origin: browsers leave out :{found['port']} there")
+    if match["port"] is not None and match["port"] == _USUAL_PORTS.get(match["scheme"]):
+        raise ValueError(f"{value!r} matches no origin: browsers leave out :{match['port']} there")
     return value.lower()
 
 

@@ -16,5 +16,6 @@ legacy                             older request fields → today's
 messages                           chat messages and tools → what chat templates read
 generation                         of chat, completions, responses: sampling, forms, usage, logprobs
 validation, bounds                 bytes → a checked request, or the 400 that names the field
+answers                            what each writer of answers does: events, or the whole
 schemas                            requests and answers → JSON Schemas, for /openapi.json
 """

@@ -304,10 +304,12 @@ class MessageTokensCount(TypedDict):
 
 def usage_dict(usage: Usage) -> MessageUsage:
     cached = min(usage.cached_tokens, usage.prompt_tokens)
-    kept = min(usage.kept_tokens, usage.prompt_tokens - cached)  # of an answer's too, if preempted
+    kept_tokens = min(
+        usage.kept_tokens, usage.prompt_tokens - cached
+    )  # of an answer's too, if preempted
     return {
-        "input_tokens": usage.prompt_tokens - cached - kept,
-        "cache_creation_input_tokens": kept,
+        "input_tokens": usage.prompt_tokens - cached - kept_tokens,
+        "cache_creation_input_tokens": kept_tokens,
         "cache_read_input_tokens": cached,
         "cache_creation": None,
         "inference_geo": None,

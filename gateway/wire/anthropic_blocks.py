@@ -17,7 +17,7 @@ from gateway.wire.messages import (
     ToolChoice,
     ToolParam,
 )
-from gateway.wire.validation import Part, missing_parameter
+from gateway.wire.validation import Part, require
 
 # Claude Code's first system block: a header for Anthropic's billing, which changes from one session
 # to the next. A model has no use for it, and no two prompts would begin alike.
@@ -112,11 +112,11 @@ def is_continuation(messages: Sequence[InputMessage]) -> bool:
 
     Raises BadRequest for one that ends with anything but text.
     """
-    said = [(i, each) for i, each in enumerate(messages) if _blocks(each.content)]
+    said = [(i, message) for i, message in enumerate(messages) if _blocks(message.content)]
     if not said or said[-1][1].role != "assistant":
         return False
     last = takewhile(lambda each: each[1].role == "assistant", reversed(said))
-    blocks = [block for _, each in last for block in _blocks(each.content)]
+    blocks = [block for _, message in last for block in _blocks(message.content)]
     place = f"messages[{said[-1][0]}]"
     if any(block.type == "tool_use" for block in blocks):
         raise BadRequest(
@@ -144,7 +144,7 @@ def to_turns(system: SystemPrompt | None, messages: Sequence[InputMessage]) -> l
         elif role == "user":
             turns += _user_turns(list(placed), names)
         else:
-            text = _join(_require(each, "text") for each in placed)
+            text = _join(_require(block, "text") for block in placed)
             if turns and turns[-1]["role"] == "system":
                 text = _join((turns.pop()["content"], text))
             turns.append({"role": "system", "content": text})
@@ -191,9 +191,7 @@ def _text_of(block: InputBlock | ResultPart, place: str) -> str:
     found, its title and where it is from, a line each.
     """
     if block.type == "text":
-        if block.text is None:
-            raise missing_parameter(f"{place}.text")
-        return block.text
+        return require(block.text, f"{place}.text")
     source = block.source
     if block.type == "search_result":
         address = source if isinstance(source, str) else None
@@ -205,9 +203,7 @@ def _text_of(block: InputBlock | ResultPart, place: str) -> str:
             content, field = source.content, f"{place}.source.content"
     else:
         raise _not_served(block.type, place, "unless its source is text")
-    if content is None:
-        raise missing_parameter(field)
-    texts = [content] if isinstance(content, str) else _texts(content, field)
+    texts = [content] if isinstance(content, str) else _texts(require(content, field), field)
     return "\n".join(filter(None, (block.title, address, _join(texts))))
 
 
@@ -216,9 +212,7 @@ def _texts(parts: Sequence[TextPart | ResultPart], place: str) -> list[str]:
     for i, part in enumerate(parts):
         if part.type != "text":
             raise _not_served(part.type, f"{place}[{i}]", "there")
-        if part.text is None:
-            raise missing_parameter(f"{place}[{i}].text")
-        texts.append(part.text)
+        texts.append(require(part.text, f"{place}[{i}].text"))
     return texts
 
 
@@ -228,9 +222,7 @@ def _join(texts: Iterator[str] | Sequence[str]) -> str:
 
 def _require(placed: _Placed, field: Literal["text", "thinking", "id", "name"]) -> str:
     value: str | None = getattr(placed.block, field)
-    if value is None:
-        raise missing_parameter(f"{placed.place}.{field}")
-    return value
+    return require(value, f"{placed.place}.{field}")
 
 
 def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[str, Any]:
@@ -239,14 +231,14 @@ def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[st
     A template leaves out the thinking that its model should not read again.
     """
     texts, thinking, calls = [], [], []
-    for each in placed:
-        block = each.block
+    for placed_block in placed:
+        block = placed_block.block
         if block.type == "text":
-            texts.append(_require(each, "text"))
+            texts.append(_require(placed_block, "text"))
         elif block.type == "thinking":
-            thinking.append(_require(each, "thinking"))
+            thinking.append(_require(placed_block, "thinking"))
         elif block.type == "tool_use":
-            call_id, name = _require(each, "id"), _require(each, "name")
+            call_id, name = _require(placed_block, "id"), _require(placed_block, "name")
             names[call_id] = name
             function = {"name": name, "arguments": block.input or {}}
             calls.append({"id": call_id, "type": "function", "function": function})
@@ -266,14 +258,15 @@ def _user_turns(placed: Sequence[_Placed], names: dict[str, str]) -> Iterator[di
         else:
             yield {
                 "role": "user",
-                "content": _join(_text_of(each.block, each.place) for each in run),
+                "content": _join(
+                    _text_of(placed_block.block, placed_block.place) for placed_block in run
+                ),
             }
 
 
 def _result_turn(placed: _Placed, names: dict[str, str]) -> dict[str, Any]:
     block, place = placed.block, placed.place
-    if (call_id := block.tool_use_id) is None:
-        raise missing_parameter(f"{place}.tool_use_id")
+    call_id = require(block.tool_use_id, f"{place}.tool_use_id")
     if call_id not in names:
         raise BadRequest(
             f"Invalid '{place}.tool_use_id': no 'tool_use' before it has the id '{call_id}'.",

@@ -7,6 +7,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
+from gateway.wire.validation import find_place, read_limit
 
 MOST_LISTED = 1000
 
@@ -58,18 +59,18 @@ def page(models: Sequence[AnthropicModel], query: Mapping[str, str]) -> Anthropi
 
     Raises BadRequest for another limit than 1 to 1000, an id that is not listed, and both ids.
     """
-    text = query.get("limit", "20")
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:5]) <= MOST_LISTED):
-        raise BadRequest(f"Invalid 'limit': it should be 1 to {MOST_LISTED}.", param="limit")
+    limit, total = read_limit(query, MOST_LISTED), len(models)
     if "after_id" in query and "before_id" in query:
         raise BadRequest("Send 'after_id' or 'before_id', not both.", param="before_id")
-    limit, total = int(text), len(models)
+    ids = [model["id"] for model in models]
     if "before_id" in query:
-        end = _place(models, query, "before_id")
+        end = find_place(ids, query, "before_id", "model")
         start = max(0, end - limit)
         has_more = start > 0
     else:
-        start = _place(models, query, "after_id") + 1 if "after_id" in query else 0
+        start = 0
+        if "after_id" in query:
+            start = find_place(ids, query, "after_id", "model") + 1
         end = min(start + limit, total)
         has_more = end < total
     shown = list(models[start:end])
@@ -79,10 +80,3 @@ def page(models: Sequence[AnthropicModel], query: Mapping[str, str]) -> Anthropi
         "first_id": shown[0]["id"] if shown else None,
         "last_id": shown[-1]["id"] if shown else None,
     }
-
-
-def _place(models: Sequence[AnthropicModel], query: Mapping[str, str], name: str) -> int:
-    ids = [model["id"] for model in models]
-    if query[name] not in ids:
-        raise BadRequest(f"Invalid '{name}': there is no such model.", param=name)
-    return ids.index(query[name])

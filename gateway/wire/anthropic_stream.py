@@ -9,7 +9,9 @@ from typing import Any, Literal, NotRequired
 import orjson
 from typing_extensions import TypeAliasType, TypedDict
 
+from gateway.errors import GatewayError
 from gateway.jobs import CallDelta, Delta, FinishReason, Usage
+from gateway.wire.answers import Answer, AnswerWriter
 from gateway.wire.anthropic import (
     AnthropicMessage,
     ContentBlock,
@@ -21,7 +23,7 @@ from gateway.wire.anthropic import (
     ToolUseBlock,
     usage_dict,
 )
-from gateway.wire.anthropic_errors import AnthropicErrorBody
+from gateway.wire.anthropic_errors import AnthropicErrorBody, error_body
 from gateway.wire.generation import SchemaVerdict
 
 
@@ -229,13 +231,14 @@ def _read_input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class MessageWriter:
-    """Builds a message from deltas; `begin`, `add` and `end` return the events to send.
+class MessageWriter(AnswerWriter):
+    """Builds a message from deltas. An error names the request that it is of."""
 
-    An unstreamed answer is the message at the end, so it equals what a stream's events add up to.
-    """
+    names_events = True
+    ping = PING
 
-    def __init__(self, model: str, *, max_tokens: int, thoughts: Thoughts) -> None:
+    def __init__(self, model: str, *, max_tokens: int, thoughts: Thoughts, request_id: str) -> None:
+        self._request_id = request_id
         self._id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._max_tokens = max_tokens
@@ -248,15 +251,10 @@ class MessageWriter:
         self._stop: str | None = None
         self._verdict: SchemaVerdict | None = None
 
-    def set_verdict(self, verdict: SchemaVerdict) -> None:
-        """Set whether the answer fits its schema, if a grammar enforced only part of that."""
-        self._verdict = verdict
-
     def begin(self, usage: Usage) -> list[MessageEvent]:
-        """Return the first event; `usage` is what was counted so far."""
         return [{"type": "message_start", "message": self._message(usage)}]
 
-    def add(self, delta: Delta) -> list[MessageEvent]:
+    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> list[MessageEvent]:
         events: list[MessageEvent] = []
         if delta.reasoning and self._thoughts != "none":
             if not isinstance(self._open, _ThinkingWriter):
@@ -273,6 +271,7 @@ class MessageWriter:
                 events += self._write(call.arguments)
         self._tokens += delta.tokens
         self._finish, self._stop = delta.finish_reason, delta.stop
+        self._verdict = verdict
         return events
 
     def end(self, usage: Usage) -> list[MessageEvent]:
@@ -287,9 +286,15 @@ class MessageWriter:
             delta["gateway"] = self._verdict
         return [*events, delta, {"type": "message_stop"}]
 
-    def to_dict(self, usage: Usage) -> AnthropicMessage:
-        """Return the message, which has to have ended."""
-        message = self._message(usage)
+    def fail(self, error: GatewayError) -> list[MessageEvent]:
+        return [error_body(error, self._request_id)]
+
+    def whole(self, answer: Answer) -> AnthropicMessage:
+        for delta in answer.choices[0]:
+            self.add(delta)
+        self._verdict = answer.verdicts[0]
+        self._stop_block()
+        message = self._message(answer.usage)
         ending = self._ending()
         message |= {
             "content": self._done,

@@ -1,7 +1,6 @@
 """POST /v1/chat/completions: request → GenerateJob; deltas → a completion or its chunks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
 import orjson
@@ -17,21 +16,24 @@ from gateway.jobs import (
     Delta,
     GenerateJob,
     Sampling,
-    TokenLogprob,
+    Timings,
     Usage,
 )
 from gateway.jobs import FinishReason as Finish
+from gateway.wire.answers import Answer, AnswerWriter
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.generation import (
     ChoiceLogprobs,
     CompletionUsage,
     Effort,
+    Heading,
     MaxTokens,
     SchemaVerdict,
     ServiceTier,
     StreamOptions,
     logprobs_dict,
     schema_from_prompt,
+    timings_dict,
     usage_dict,
 )
 from gateway.wire.legacy import FunctionChoice, GuidedRequest, RequestedTools, read_functions
@@ -276,65 +278,43 @@ class ChatChunkChoice(TypedDict):
     finish_reason: FinishReason | None
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(Heading):
     """An answer to a conversation."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: CompletionUsage
 
 
-class ChatCompletionChunk(TypedDict):
+class ChatCompletionChunk(Heading):
     """An event of a stream; the one with usage has no choices, and comes last, before `[DONE]`."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[CompletionUsage]
     timings: NotRequired[Mapping[str, float]]
     gateway: NotRequired[SchemaVerdict]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatCompletionWriter:
-    """Writes completions and chunks, all with the same id, time, model and fingerprint.
+class ChatCompletionWriter(AnswerWriter):
+    """Writes a completion or its chunks, all with the same heading."""
 
-    If `is_legacy`, calls are written as `function_call`.
-    """
+    def __init__(self, request: ChatRequest, heading: Heading, timings: Timings) -> None:
+        self._heading = heading
+        self._timings = timings
+        self._has_usage = request.stream_options.include_usage
+        self._choice_count = request.n
+        self._has_logprobs = request.logprobs
+        self._is_legacy = request.is_legacy
 
-    id: str
-    created: int
-    model: str
-    fingerprint: str
-    is_legacy: bool = False
+    def begin(self, usage: Usage) -> Sequence[ChatCompletionChunk]:
+        """Return the first chunk of every choice, the only one with a role."""
+        first: ChoiceDelta = {"role": "assistant", "content": ""}
+        return [self._chunk([_chunk_choice(i, first)]) for i in range(self._choice_count)]
 
-    def completion(self, choices: Sequence["ChatChoiceWriter"], usage: Usage) -> ChatCompletion:
-        """Dump each choice by itself, since orjson holds the GIL during a dump."""
-        choices_json = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in choices]
-        return {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": cast(list[ChatChoice], choices_json),
-            "usage": usage_dict(usage),
-        }
-
-    def role(self, index: int) -> ChatCompletionChunk:
-        """Return a choice's first chunk, the only one with a role."""
-        return self._chunk([_chunk_choice(index, {"role": "assistant", "content": ""})])
-
-    def chunks(
+    def add(
         self, delta: Delta, verdict: SchemaVerdict | None = None
-    ) -> list[ChatCompletionChunk]:
+    ) -> Sequence[ChatCompletionChunk]:
         """Return a delta's chunks: reasoning, text, a call, and the end with its verdict."""
         logprobs = logprobs_dict(delta.logprobs) if delta.logprobs else None
         index = delta.index
@@ -344,22 +324,62 @@ class ChatCompletionWriter:
         if delta.text or logprobs is not None:
             parts.append(_chunk_choice(index, {"content": delta.text}, logprobs))
         if delta.call is not None:
-            parts += [_chunk_choice(index, each) for each in self._call(delta.call)]
+            parts += [_chunk_choice(index, part) for part in self._call(delta.call)]
         chunks = [self._chunk([part]) for part in parts]
         if delta.finish_reason is not None:
-            reason = _finish_reason(delta.finish_reason, is_legacy=self.is_legacy)
+            reason = _finish_reason(delta.finish_reason, is_legacy=self._is_legacy)
             end = self._chunk([_chunk_choice(index, {}, finish_reason=reason)])
             if verdict is not None:
                 end["gateway"] = verdict
             chunks.append(end)
         return chunks
 
-    def usage(self, usage: Usage, timings: Mapping[str, float]) -> ChatCompletionChunk:
-        """Return the last chunk of a stream with `include_usage`; it has no choices."""
+    def end(self, usage: Usage) -> Sequence[ChatCompletionChunk]:
+        if not self._has_usage:
+            return []
         chunk = self._chunk([])
         chunk["usage"] = usage_dict(usage)
-        chunk["timings"] = timings
-        return chunk
+        chunk["timings"] = timings_dict(self._timings)
+        return [chunk]
+
+    def whole(self, answer: Answer) -> ChatCompletion:
+        # Each choice is dumped by itself, since orjson holds the GIL during a dump.
+        choices_json = [
+            orjson.Fragment(orjson.dumps(self._choice(index, deltas)))
+            for index, deltas in enumerate(answer.choices)
+        ]
+        return {
+            **self._heading,
+            "object": "chat.completion",
+            "choices": cast(list[ChatChoice], choices_json),
+            "usage": usage_dict(answer.usage),
+        }
+
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
+        reason = deltas[-1].finish_reason
+        assert reason is not None
+        logprobs = [token for delta in deltas for token in delta.logprobs]
+        return {
+            "index": index,
+            "message": self._message(deltas),
+            "logprobs": logprobs_dict(logprobs) if self._has_logprobs else None,
+            "finish_reason": _finish_reason(reason, is_legacy=self._is_legacy),
+        }
+
+    def _message(self, deltas: Sequence[Delta]) -> ChatMessage:
+        text = "".join(delta.text for delta in deltas)
+        message: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
+        reasoning = "".join(delta.reasoning for delta in deltas)
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        calls = _calls(deltas)
+        if calls:
+            message["content"] = text or None
+            if self._is_legacy:
+                message["function_call"] = calls[0]["function"]
+            else:
+                message["tool_calls"] = calls
+        return message
 
     def _call(self, call: CallDelta) -> list[ChoiceDelta]:
         """Return the deltas of a call: one with its id and name, one with arguments."""
@@ -372,19 +392,13 @@ class ChatCompletionWriter:
             )
         if call.arguments:
             parts.append({"index": call.index, "function": {"arguments": call.arguments}})
-        if self.is_legacy:
+        if self._is_legacy:
             return [{"function_call": part["function"]} for part in parts]
         return [{"tool_calls": [part]} for part in parts]
 
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
-        return {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-        }
+        chunk = {**self._heading, "object": "chat.completion.chunk", "choices": choices}
+        return cast(ChatCompletionChunk, chunk)
 
 
 def _chunk_choice(
@@ -396,56 +410,22 @@ def _chunk_choice(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-class ChatChoiceWriter:
-    """Builds one choice from its deltas."""
-
-    def __init__(self, index: int, *, has_logprobs: bool, is_legacy: bool) -> None:
-        self._index = index
-        self._has_logprobs = has_logprobs
-        self._is_legacy = is_legacy
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: dict[int, ChatToolCall] = {}
-        self._logprobs: list[TokenLogprob] = []
-        self._finish_reason: Finish | None = None
-
-    def add(self, delta: Delta) -> None:
-        self._text.append(delta.text)
-        self._reasoning.append(delta.reasoning)
-        self._logprobs += delta.logprobs
-        self._finish_reason = delta.finish_reason
-        if (new := delta.call) is not None:
-            if new.index not in self._calls:
-                assert new.id is not None
-                function: FunctionCall = {"name": "", "arguments": ""}
-                self._calls[new.index] = {"id": new.id, "type": "function", "function": function}
-            function = self._calls[new.index]["function"]
-            function["name"] += new.name or ""
-            function["arguments"] += new.arguments
-
-    def to_dict(self) -> ChatChoice:
-        """Return the choice, which has to be finished."""
-        assert self._finish_reason is not None
-        return {
-            "index": self._index,
-            "message": self._message(),
-            "logprobs": logprobs_dict(self._logprobs) if self._has_logprobs else None,
-            "finish_reason": _finish_reason(self._finish_reason, is_legacy=self._is_legacy),
+def _calls(deltas: Sequence[Delta]) -> list[ChatToolCall]:
+    """Return the calls that the pieces of an answer add up to."""
+    pieces: dict[int, list[CallDelta]] = {}
+    for delta in deltas:
+        if delta.call is not None:
+            pieces.setdefault(delta.call.index, []).append(delta.call)
+    calls: list[ChatToolCall] = []
+    for call in pieces.values():
+        call_id = call[0].id
+        assert call_id is not None
+        function: FunctionCall = {
+            "name": "".join(piece.name or "" for piece in call),
+            "arguments": "".join(piece.arguments for piece in call),
         }
-
-    def _message(self) -> ChatMessage:
-        text = "".join(self._text)
-        message: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
-        if reasoning := "".join(self._reasoning):
-            message["reasoning_content"] = reasoning
-        if self._calls:
-            message["content"] = text or None
-            calls = list(self._calls.values())
-            if self._is_legacy:
-                message["function_call"] = calls[0]["function"]
-            else:
-                message["tool_calls"] = calls
-        return message
+        calls.append({"id": call_id, "type": "function", "function": function})
+    return calls
 
 
 def _finish_reason(reason: Finish, *, is_legacy: bool) -> FinishReason:

@@ -1,8 +1,8 @@
 """POST /v1/completions: prompts → GenerateJobs; deltas → a completion or its chunks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, chain
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
 import orjson
@@ -22,12 +22,16 @@ from gateway.jobs import (
     TokenLogprob,
     Usage,
 )
+from gateway.wire.answers import Answer, AnswerWriter
 from gateway.wire.bounds import Label
 from gateway.wire.generation import (
     CompletionUsage,
+    Heading,
     MaxTokensOrZero,
+    SchemaVerdict,
     ServiceTier,
     StreamOptions,
+    timings_dict,
     usage_dict,
 )
 from gateway.wire.legacy import GuidedRequest
@@ -141,18 +145,6 @@ def _check(request: CompletionRequest, bounds: CharBounds) -> None:
     bounds.check(texts, param="prompt", noun="A prompt")
 
 
-def choice_writers(request: CompletionRequest) -> list["TextChoiceWriter"]:
-    """Return a writer for each choice: those of the first prompt, those of the second, …"""
-    return [
-        TextChoiceWriter(
-            index,
-            echo=_echo(request, index // request.n),
-            with_logprobs=request.logprobs is not None,
-        )
-        for index in range(len(request.prompt) * request.n)
-    ]
-
-
 def _echo(request: CompletionRequest, index: int) -> str:
     """Return the prompt that a choice repeats, if any; that of token ids comes with a delta."""
     prompt = request.prompt[index]
@@ -180,51 +172,60 @@ class TextChoice(TypedDict):
     finish_reason: FinishReason | None
 
 
-class Completion(TypedDict):
+class Completion(Heading):
     """Continuations of prompts; in a stream, an event."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[TextChoice]
     usage: NotRequired[CompletionUsage]
     timings: NotRequired[Mapping[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionWriter:
-    """Writes completions and chunks, all with the same id, time, model and fingerprint."""
+class CompletionWriter(AnswerWriter):
+    """Writes a completion or its chunks, all with the same heading."""
 
-    id: str
-    created: int
-    model: str
-    fingerprint: str
+    def __init__(self, request: CompletionRequest, heading: Heading, timings: Timings) -> None:
+        self._heading = heading
+        self._timings = timings
+        self._has_usage = request.stream_options.include_usage
+        # Those of the first prompt, those of the second, …
+        self._choices = [
+            TextChoiceWriter(
+                index,
+                echo=_echo(request, index // request.n),
+                with_logprobs=request.logprobs is not None,
+            )
+            for index in range(len(request.prompt) * request.n)
+        ]
 
-    def completion(self, choices: Sequence["TextChoiceWriter"], usage: Usage) -> Completion:
-        """Dump each choice by itself, since orjson holds the GIL during a dump."""
-        choices_json = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in choices]
-        completion = self.chunk(cast(list[TextChoice], choices_json))
-        completion["usage"] = usage_dict(usage)
+    def begin(self, usage: Usage) -> Sequence[Completion]:
+        return []
+
+    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> Sequence[Completion]:
+        choice = self._choices[delta.index].add(delta)
+        is_empty = not (choice["text"] or delta.logprobs or delta.finish_reason is not None)
+        return [] if is_empty else [self._completion([choice])]
+
+    def end(self, usage: Usage) -> Sequence[Completion]:
+        if not self._has_usage:
+            return []
+        chunk = self._completion([])
+        chunk["usage"] = usage_dict(usage)
+        chunk["timings"] = timings_dict(self._timings)
+        return [chunk]
+
+    def whole(self, answer: Answer) -> Completion:
+        for delta in chain.from_iterable(answer.choices):
+            self._choices[delta.index].add(delta)
+        # Each choice is dumped by itself, since orjson holds the GIL during a dump.
+        choices_json = [orjson.Fragment(orjson.dumps(choice.to_dict())) for choice in self._choices]
+        completion = self._completion(cast(list[TextChoice], choices_json))
+        completion["usage"] = usage_dict(answer.usage)
         return completion
 
-    def chunk(self, choices: list[TextChoice]) -> Completion:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-        }
-
-    def usage(self, usage: Usage, timings: Mapping[str, float]) -> Completion:
-        """Return the last chunk of a stream with `include_usage`; it has no choices."""
-        chunk = self.chunk([])
-        chunk["usage"] = usage_dict(usage)
-        chunk["timings"] = timings
-        return chunk
+    def _completion(self, choices: list[TextChoice]) -> Completion:
+        chunk = {**self._heading, "object": "text_completion", "choices": choices}
+        return cast(Completion, chunk)
 
 
 class TextChoiceWriter:

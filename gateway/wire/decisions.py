@@ -17,8 +17,10 @@ from gateway.errors import BadRequest
 from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, GenerateJob, Question, Sampling, Timings, Usage
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
+from gateway.wire.messages import join_texts
 from gateway.wire.responses import ResponseUsage, usage_dict
-from gateway.wire.validation import CharBounds, Part, Request, missing_parameter
+from gateway.wire.responses_items import InputPart, as_items
+from gateway.wire.validation import CharBounds, Part, Request, require
 
 MAX_QUESTIONS = 400
 MAX_LABELS = 255  # of a question
@@ -37,20 +39,17 @@ SCORE = (
     "exactly one of the levels, and nothing else."
 )
 YES_NO = ("yes", "no")
-_TEXTS = ("input_text", "output_text", "text")
 _OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
 _OPTIONS = frozenset({"choices", "levels"})
 _KINDS = ("message", *_OUTPUTS.values(), *_OUTPUTS)
 
 
-class DecisionInputPart(Part):
+class DecisionInputPart(InputPart):
     """A piece of a text: text, a refusal, or JSON."""
 
-    harmless = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+    fields: ClassVar[Mapping[str, str]] = {**InputPart.fields, "input_json": "data"}
 
-    type: Label = Field(json_schema_extra={"enum": [*_TEXTS, "refusal", "input_json"]})
-    text: str | None = None
-    refusal: str | None = None
+    type: Label = Field(json_schema_extra={"enum": [*InputPart.fields, "input_json"]})
     data: dict[str, Any] | list[dict[str, Any]] | None = None
 
 
@@ -82,15 +81,11 @@ class DecisionInputItem(Part):
     output: Parts | None = None
 
 
-def _as_items(value: object) -> object:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
 Items = Annotated[
     list[DecisionInputItem],
     FAIL_FAST,
     ITEM_LIMIT,
-    BeforeValidator(_as_items, json_schema_input_type=str | list[DecisionInputItem]),
+    BeforeValidator(as_items, json_schema_input_type=str | list[DecisionInputItem]),
     Field(min_length=1),
 ]
 LabelText = Annotated[Label, Field(min_length=1)]
@@ -142,8 +137,8 @@ class QuestionParam(Part):
     def values(self) -> Sequence[str | bool]:
         """Return the values of the choices, or the labels of the levels."""
         if self.type == "choice":
-            return [each.value for each in self.choices or ()]
-        return [each.label for each in self.levels or ()]
+            return [choice.value for choice in self.choices or ()]
+        return [level.label for level in self.levels or ()]
 
 
 class DecisionsRequest(Request):
@@ -181,9 +176,9 @@ def to_jobs(
     for content that is not text.
     """
     head = HEAD.format(input=_input_text(request.input))
-    questions = [_question(i, each) for i, each in enumerate(request.questions)]
+    questions = [_question(i, question) for i, question in enumerate(request.questions)]
     bounds.check([head], param="input", noun="The input")
-    bounds.check([each.text for each in questions], param="questions", noun="A question")
+    bounds.check([question.text for question in questions], param="questions", noun="A question")
     slices = _slice(questions)
     caller.timings.parallel = [Timings() for _ in slices[1:]]
     return [
@@ -227,9 +222,8 @@ def _input_text(items: Sequence[DecisionInputItem]) -> str:
         heading: str
         match item.type:
             case "message":
-                if item.role is None:
-                    raise missing_parameter(f"{place}.role")
-                heading, text = item.role, _text(item.content, f"{place}.content")
+                role = require(item.role, f"{place}.role")
+                heading, text = role, _text(item.content, f"{place}.content")
             case "function_call" | "custom_tool_call":
                 field = "arguments" if item.type == "function_call" else "input"
                 call_id, name = _require(item, place, "call_id"), _require(item, place, "name")
@@ -256,28 +250,11 @@ def _input_text(items: Sequence[DecisionInputItem]) -> str:
 
 def _require(item: DecisionInputItem, place: str, field: str) -> str:
     value: str | None = getattr(item, field)
-    if value is None:
-        raise missing_parameter(f"{place}.{field}")
-    return value
+    return require(value, f"{place}.{field}")
 
 
 def _text(parts: Sequence[DecisionInputPart] | None, place: str) -> str:
-    if parts is None:
-        raise missing_parameter(place)
-    texts = []
-    for i, part in enumerate(parts):
-        field = {"refusal": "refusal", "input_json": "data"}.get(part.type, "text")
-        if field == "text" and part.type not in _TEXTS:
-            raise BadRequest(
-                f"Invalid '{place}': a part of type '{part.type}' is not served; this gateway "
-                "reads text.",
-                param=place,
-            )
-        value = getattr(part, field)
-        if value is None:
-            raise missing_parameter(f"{place}[{i}].{field}")
-        texts.append(value if isinstance(value, str) else orjson.dumps(value).decode())
-    return "".join(texts)
+    return join_texts(require(parts, place), place)
 
 
 def _question(number: int, param: QuestionParam) -> Question:
@@ -290,9 +267,7 @@ def _question(number: int, param: QuestionParam) -> Question:
     if (field := param.options_field) is None:
         return Question(number, PREDICATE.format(instructions=instructions), YES_NO)
     form = CHOICE if field == "choices" else SCORE
-    options: Sequence[ChoiceParam | LevelParam] | None = getattr(param, field)
-    if options is None:
-        raise missing_parameter(f"{place}.{field}")
+    options: Sequence[ChoiceParam | LevelParam] = require(getattr(param, field), f"{place}.{field}")
     labels = _labels(param.values)
     if len(set(labels)) < len(labels):
         raise BadRequest(f"Invalid '{place}.{field}': two are the same.", param=f"{place}.{field}")
@@ -375,8 +350,8 @@ def to_decision(
 ) -> Decision:
     """Return the answers, from the logprob of every label by question."""
     answers = [
-        _answer(question, _normalise(each))
-        for question, each in zip(request.questions, logprobs, strict=True)
+        _answer(question, _normalise(row))
+        for question, row in zip(request.questions, logprobs, strict=True)
     ]
     return {"model": request.model, "answers": answers, "usage": usage_dict(usage)}
 
@@ -384,14 +359,14 @@ def to_decision(
 def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
     if question.type == "predicate":
         return {"type": "predicate", "name": question.name, "probability": probabilities[0]}
-    count, most = len(probabilities), max(probabilities)
+    count, highest = len(probabilities), max(probabilities)
     # 0 if all are equally likely, 1 if one is certain.
-    confidence = max(0.0, (count * most - 1) / (count - 1))
+    confidence = max(0.0, (count * highest - 1) / (count - 1))
     if question.type == "choice":
         return {
             "type": "choice",
             "name": question.name,
-            "choice": question.values[probabilities.index(most)],
+            "choice": question.values[probabilities.index(highest)],
             "confidence": confidence,
             "probabilities": [
                 {"value": value, "probability": probability}
@@ -401,7 +376,7 @@ def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
     return {
         "type": "score",
         "name": question.name,
-        "score": math.fsum(level * each for level, each in enumerate(probabilities)),
+        "score": math.fsum(level * probability for level, probability in enumerate(probabilities)),
         "confidence": confidence,
         "probabilities": [
             {"label": str(label), "value": level, "probability": probability}
@@ -414,7 +389,7 @@ def _answer(question: QuestionParam, probabilities: Sequence[float]) -> Answer:
 
 def _normalise(logprobs: Sequence[float]) -> list[float]:
     """Return probabilities that add up to 1."""
-    most = max(logprobs)
-    weights = [math.exp(each - most) for each in logprobs]
+    highest = max(logprobs)
+    weights = [math.exp(logprob - highest) for logprob in logprobs]
     total = math.fsum(weights)
-    return [each / total for each in weights]
+    return [weight / total for weight in weights]

@@ -16,7 +16,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest
-from gateway.jobs import Grammar, Sampling, Tier, TokenLogprob, Usage
+from gateway.jobs import Grammar, Sampling, Tier, Timings, TokenLogprob, Usage
 from gateway.wire.bounds import (
     FAIL_FAST,
     NAME_CHARS,
@@ -351,6 +351,15 @@ class ChoiceLogprobs(TypedDict):
     refusal: None
 
 
+class Heading(TypedDict):
+    """What every chunk of a completion repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 class SchemaVerdict(TypedDict):
     """What of its schema no grammar held an answer to, and whether it fits; null if unknown."""
 
@@ -360,17 +369,22 @@ class SchemaVerdict(TypedDict):
 
 def logprobs_dict(logprobs: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     """Return the tokens' logprobs in OpenAI's shape."""
-    return {"content": [token_dict(each) for each in logprobs], "refusal": None}
+    return {"content": [token_dict(logprob) for logprob in logprobs], "refusal": None}
 
 
 def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
     """Return a token's logprob and those of the likeliest at its place, likeliest first."""
     tokens: list[TopLogprob] = [
-        {"token": each.token, "logprob": each.logprob, "bytes": list(each.bytes)}
-        for each in (logprob.chosen, *logprob.top)
+        {"token": token.token, "logprob": token.logprob, "bytes": list(token.bytes)}
+        for token in (logprob.chosen, *logprob.top)
     ]
     first, *top = tokens
     return {**first, "top_logprobs": top}
+
+
+def timings_dict(timings: Timings) -> dict[str, float]:
+    """Return the `timings` of a stream's usage chunk."""
+    return {f"{stage}_ms": ms for stage, ms in timings.milliseconds.items()}
 
 
 def usage_dict(usage: Usage) -> CompletionUsage:

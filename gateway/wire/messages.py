@@ -4,14 +4,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import orjson
 from pydantic import Discriminator, Field, Tag
 
 from gateway import jobs
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, Name, Schema, parse
-from gateway.wire.validation import Part, missing_parameter
+from gateway.wire.validation import Part, require
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
@@ -20,6 +21,9 @@ class ContentPart(Part):
     """A piece of a message's content. Only text is served."""
 
     harmless = frozenset({"annotations", "cache_control", "logprobs", "prompt_cache_breakpoint"})
+
+    # By the type of a part, the field with its text.
+    fields: ClassVar[Mapping[str, str]] = {"text": "text", "refusal": "refusal"}
 
     type: Label = Field(json_schema_extra={"enum": ["text", "refusal"]})
     text: str | None = None
@@ -91,8 +95,8 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
     template_turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    others = (turn for turn in turns if turn["role"] != "system")
-    for role, turns_of_role in groupby(others, key=itemgetter("role")):
+    rest_turns = (turn for turn in turns if turn["role"] != "system")
+    for role, turns_of_role in groupby(rest_turns, key=itemgetter("role")):
         if role != "user":
             template_turns += turns_of_role
             continue
@@ -105,8 +109,8 @@ def to_template(messages: list[Message]) -> list[dict[str, Any]]:
 
 def _turn(message: Message, place: str) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    if message.role == "user" and message.content is None:
-        raise missing_parameter(f"{place}.content")
+    if message.role == "user":
+        require(message.content, f"{place}.content")
     turn: dict[str, Any] = {"role": role, "content": _text(message.content, place)}
     if message.name is not None:
         turn["name"] = message.name
@@ -127,18 +131,22 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
 def _text(content: str | list[ContentPart] | None, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
+    return join_texts(content, f"{place}.content")
+
+
+def join_texts(parts: Sequence[ContentPart], place: str) -> str:
+    """Return the text of all parts. Raises BadRequest for a part that is not text."""
     texts = []
-    for i, part in enumerate(content):
-        if part.type not in ("text", "refusal"):
+    for i, part in enumerate(parts):
+        if part.type not in part.fields:
             raise BadRequest(
-                f"Invalid '{place}.content': a part of type '{part.type}' is not served; "
+                f"Invalid '{place}': a part of type '{part.type}' is not served; "
                 "this gateway reads text.",
-                param=f"{place}.content",
+                param=place,
             )
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None:
-            raise missing_parameter(f"{place}.content[{i}].{part.type}")
-        texts.append(text)
+        field = part.fields[part.type]
+        value = require(getattr(part, field), f"{place}[{i}].{field}")
+        texts.append(value if isinstance(value, str) else orjson.dumps(value).decode())
     return "".join(texts)
 
 
@@ -239,9 +247,9 @@ def read_tools(
     """
     functions = [tool for tool in tools if isinstance(tool, ToolParam)]
     if tools and not functions:
-        others = ", ".join(sorted({f"'{tool.type[:64]}'" for tool in tools}))
+        tool_types = ", ".join(sorted({f"'{tool.type[:64]}'" for tool in tools}))
         raise BadRequest(
-            f"Invalid 'tools[0].type': functions are the only tools served, not {others}.",
+            f"Invalid 'tools[0].type': functions are the only tools served, not {tool_types}.",
             param="tools[0].type",
             code="unsupported_value",
         )

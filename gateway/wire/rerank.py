@@ -57,7 +57,7 @@ def _texts_of(value: str | Sequence[str | TextDocument]) -> list[str]:
     """Return one text, or several, as a list of texts."""
     if isinstance(value, str):
         return [value]
-    return [each if isinstance(each, str) else each.text for each in value]
+    return [document if isinstance(document, str) else document.text for document in value]
 
 
 class Empty(BadRequest):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import orjson
 from pydantic import BeforeValidator, Field, field_validator
@@ -11,9 +11,9 @@ from typing_extensions import TypedDict
 from gateway.errors import BadRequest, ResponseNotFound
 from gateway.ids import new_id
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, parse
-from gateway.wire.messages import Function, Message, ToolCall
+from gateway.wire.messages import ContentPart, Function, Message, ToolCall, join_texts
 from gateway.wire.responses_tools import QualifiedName
-from gateway.wire.validation import Part, missing_parameter
+from gateway.wire.validation import Part, find_place, missing_parameter, read_limit, require
 
 _PREFIXES = {
     "message": "msg",
@@ -26,14 +26,13 @@ KINDS = (*_PREFIXES, REFERENCE)
 TEXTS = ("input_text", "output_text", "text")
 
 
-class InputPart(Part):
+class InputPart(ContentPart):
     """A piece of an item's content. Only text is served."""
 
     harmless = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+    fields: ClassVar[Mapping[str, str]] = {**dict.fromkeys(TEXTS, "text"), "refusal": "refusal"}
 
     type: Label = Field(json_schema_extra={"enum": [*TEXTS, "refusal"]})
-    text: str | None = None
-    refusal: str | None = None
 
 
 def _as_parts(value: object) -> object:
@@ -79,7 +78,7 @@ class Item(Part):
         return self.type == REFERENCE or self.model_fields_set <= {"id"}
 
 
-def _as_items(value: object) -> object:
+def as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -87,7 +86,7 @@ Items = Annotated[
     list[Item],
     FAIL_FAST,
     ITEM_LIMIT,
-    BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
+    BeforeValidator(as_items, json_schema_input_type=str | list[Item]),
     Field(min_length=1),
 ]
 
@@ -100,7 +99,7 @@ def resolve_references(items: Sequence[Item], find: Callable[[str], bytes | None
     whole_items = []
     for i, item in enumerate(items):
         if item.is_reference:
-            item_id = _require(item.id, f"input[{i}].id")
+            item_id = require(item.id or None, f"input[{i}].id")
             if (body := find(item_id)) is None:
                 raise ResponseNotFound(
                     f"Item with id '{item_id}' not found.",
@@ -157,19 +156,15 @@ def page(items: Sequence[tuple[str, bytes]], query: Mapping[str, str]) -> InputI
     The query parameters are `limit` (1 to 100, 20 by default), `order` (asc or desc) and `after`,
     the id of the last item before the page. Raises BadRequest for other values.
     """
-    limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= 100):
-        raise BadRequest("Invalid 'limit': it should be 1 to 100.", param="limit")
+    limit, order = read_limit(query, 100), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise BadRequest("Invalid 'order': it should be 'asc' or 'desc'.", param="order")
     ordered_items = list(items) if order == "asc" else list(reversed(items))
     start = 0
     if "after" in query:
         ids = [item_id for item_id, _ in ordered_items]
-        if query["after"] not in ids:
-            raise BadRequest("Invalid 'after': there is no such item.", param="after")
-        start = ids.index(query["after"]) + 1
-    page_items = ordered_items[start : start + int(limit)]
+        start = find_place(ids, query, "after", "item") + 1
+    page_items = ordered_items[start : start + limit]
     return {
         "object": "list",
         "data": [cast(InputItem, orjson.Fragment(body)) for _, body in page_items],
@@ -199,20 +194,21 @@ def to_messages(
         place = f"input[{i}]"
         match item.type:
             case "message":
-                role: Any = _require(item.role, f"{place}.role")
+                role: Any = require(item.role, f"{place}.role")
                 if role == "user" and "content" not in item.model_fields_set:
-                    _require(None, f"{place}.content")
-                messages.append(Message(role=role, content=_text(item.content, place)))
+                    raise missing_parameter(f"{place}.content")
+                content = join_texts(item.content, f"{place}.content")
+                messages.append(Message(role=role, content=content))
             case "function_call":
                 call = _call(item, place, names)
                 call_names[call.id or ""] = call.function.name
                 _append_call(messages, call)
             case "function_call_output":
-                call_id = _require(item.call_id, f"{place}.call_id")
+                call_id = require(item.call_id or None, f"{place}.call_id")
                 messages.append(
                     Message(
                         role="tool",
-                        content=_text(item.output, place, "output"),
+                        content=join_texts(item.output, f"{place}.output"),
                         tool_call_id=call_id,
                         name=call_names.get(call_id, item.name),
                     )
@@ -223,9 +219,9 @@ def to_messages(
 
 
 def _call(item: Item, place: str, names: Mapping[QualifiedName, str]) -> ToolCall:
-    call_id = _require(item.call_id, f"{place}.call_id")
-    own = _require(item.name, f"{place}.name")
-    name = names.get((item.namespace, own), own)
+    call_id = require(item.call_id or None, f"{place}.call_id")
+    function = require(item.name or None, f"{place}.name")
+    name = names.get((item.namespace, function), function)
     arguments = item.arguments or "{}"
     try:
         parse(arguments.encode())
@@ -244,26 +240,3 @@ def _append_call(messages: list[Message], call: ToolCall) -> None:
         calls.append(call)
     else:
         messages[-1] = messages[-1].model_copy(update={"tool_calls": [call]})
-
-
-def _require(value: str | None, param: str) -> str:
-    if not value:
-        raise missing_parameter(param)
-    return value
-
-
-def _text(parts: list[InputPart], place: str, name: str = "content") -> str:
-    texts = []
-    for i, part in enumerate(parts):
-        if part.type not in (*TEXTS, "refusal"):
-            raise BadRequest(
-                f"Invalid '{place}.{name}': a part of type '{part.type}' is not served; "
-                "this gateway reads text.",
-                param=f"{place}.{name}",
-            )
-        field = "refusal" if part.type == "refusal" else "text"
-        text = part.refusal if field == "refusal" else part.text
-        if text is None:
-            raise missing_parameter(f"{place}.{name}[{i}].{field}")
-        texts.append(text)
-    return "".join(texts)

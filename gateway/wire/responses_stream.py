@@ -1,6 +1,7 @@
 """The answer of a Responses request: deltas → output items, and the events that carry them."""
 
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -12,6 +13,7 @@ from typing_extensions import TypeAliasType, TypedDict
 from gateway.errors import BadRequest, GatewayError, Overloaded
 from gateway.ids import new_id
 from gateway.jobs import CallDelta, Delta, Sampling, Usage
+from gateway.wire.answers import Answer, AnswerWriter
 from gateway.wire.generation import ChatTokenLogprob, SchemaVerdict, token_dict
 from gateway.wire.responses import (
     FunctionCallItem,
@@ -318,12 +320,13 @@ class _CallWriter(_ItemWriter):
         return item
 
 
-class ResponseWriter:
-    """Builds a response from deltas; `begin`, `add`, `end` and `fail` return the events to send.
+class ResponseWriter(AnswerWriter):
+    """Builds a response from deltas.
 
-    An unstreamed answer is the response at the end, so it equals what a stream's events add up to.
     `qualified_names` maps the function names that the model knows to those of the request.
     """
+
+    names_events = True
 
     def __init__(
         self,
@@ -333,25 +336,23 @@ class ResponseWriter:
         self._response: Response = {**response}
         self._qualified_names = qualified_names
         self._numbers = count()
+        self._has_begun = False
         self._done: list[OutputItem] = []
         self._open: _ItemWriter | None = None
         self._finish: str | None = None
         self._logprobs: list[ChatTokenLogprob] = []
 
-    def begin(self) -> list[ResponseEvent]:
-        """Return the first events: the request was accepted."""
-        return [self._event("response.created"), self._event("response.in_progress")]
-
-    def set_sampling(self, sampling: Sampling) -> None:
-        """Set the sampling that is in effect: the model's own files may set defaults."""
+    def accept(self, sampling: Sampling) -> None:
         self._response |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
 
-    def set_verdict(self, verdict: SchemaVerdict) -> None:
-        """Set whether the answer fits its schema, if a grammar enforced only part of that."""
-        self._response |= {"gateway": verdict}
+    def begin(self, usage: Usage) -> list[ResponseEvent]:
+        self._has_begun = True
+        return [self._event("response.created"), self._event("response.in_progress")]
 
-    def add(self, delta: Delta) -> list[ResponseEvent]:
+    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> list[ResponseEvent]:
         events: list[ResponseEvent] = []
+        if verdict is not None:
+            self._response |= {"gateway": verdict}
         if delta.reasoning:
             reasoning = self._open
             if not isinstance(reasoning, _ReasoningWriter):
@@ -376,11 +377,8 @@ class ResponseWriter:
         self._finish = delta.finish_reason
         return events
 
-    def end(self, usage: Usage, at: int) -> list[ResponseEvent]:
-        """Complete the response, or mark it incomplete if `max_output_tokens` cut it.
-
-        `at` is the Unix time.
-        """
+    def end(self, usage: Usage) -> list[ResponseEvent]:
+        """Complete the response, or mark it incomplete if `max_output_tokens` cut it."""
         is_cut = self._finish == "length"
         events: list[ResponseEvent] = []
         if self._logprobs and isinstance(self._open, _MessageWriter):  # of tokens without text
@@ -390,14 +388,15 @@ class ResponseWriter:
         events += self._close("incomplete" if is_cut else "completed")
         self._response |= {
             "status": "incomplete" if is_cut else "completed",
-            "completed_at": None if is_cut else at,
+            "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": usage_dict(usage),
         }
         return [*events, self._event("response.incomplete" if is_cut else "response.completed")]
 
     def fail(self, error: GatewayError) -> list[ResponseEvent]:
-        """Mark a response that has begun as failed."""
+        """Mark the response as failed; its first events come first, if they have not come yet."""
+        first_events = [] if self._has_begun else self.begin(Usage(0))
         codes = {Overloaded: "rate_limit_exceeded", BadRequest: "invalid_prompt"}
         code = next((codes[kind] for kind in codes if isinstance(error, kind)), "server_error")
         details = error.body()["error"]
@@ -412,7 +411,15 @@ class ResponseWriter:
             "message": details["message"],
             "param": details["param"],
         }
-        return [event, self._event("response.failed")]
+        return [*first_events, event, self._event("response.failed")]
+
+    def whole(self, answer: Answer) -> Response:
+        for delta in answer.choices[0]:
+            self.add(delta)
+        if answer.verdicts[0] is not None:
+            self._response |= {"gateway": answer.verdicts[0]}
+        self.end(answer.usage)
+        return self.to_dict()
 
     def to_dict(self) -> Response:
         unfinished = [self._open.to_dict("incomplete")] if self._open is not None else []

@@ -148,8 +148,8 @@ def unpack(tools: Sequence[Tool]) -> Toolset:
 def _functions(tools: Sequence[Tool]) -> Iterator[tuple[str | None, FunctionTool | OtherTool]]:
     for tool in tools:
         if isinstance(tool, Namespace):
-            for each in tool.tools:
-                yield tool.name, each
+            for inner_tool in tool.tools:
+                yield tool.name, inner_tool
         else:
             yield None, tool
 

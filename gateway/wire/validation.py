@@ -62,8 +62,8 @@ class Request(BaseModel):
 
     def traced_fields(self) -> dict[str, str | int | float]:
         """Return what a trace has of the request, by GenAI's names: no content."""
-        given = {name: getattr(self, name) for name in _TRACED.keys() & self.model_fields_set}
-        changed = {name: value for name, value in given.items() if value not in (None, False)}
+        fields_set = {name: getattr(self, name) for name in _TRACED.keys() & self.model_fields_set}
+        changed = {name: value for name, value in fields_set.items() if value not in (None, False)}
         return {_TRACED[name]: value for name, value in changed.items()}
 
     def unserved_tools(self) -> Sequence[str]:
@@ -93,6 +93,7 @@ class Part(BaseModel):
 
 
 R = TypeVar("R", bound=Request)
+V = TypeVar("V")
 MAX_IGNORED_NAMES = 64  # of unknown fields inside a request's parts
 MAX_FIELDS = 1024  # at the top level
 
@@ -152,9 +153,9 @@ def _unknown_fields(part: BaseModel, place: str) -> Iterator[str]:
         if isinstance(value, Part):
             yield from _unknown_fields_of(value, f"{place}{alias}")
         elif isinstance(value, list):
-            for i, each in enumerate(value):
-                if isinstance(each, Part):
-                    yield from _unknown_fields_of(each, f"{place}{alias}[{i}]")
+            for i, item in enumerate(value):
+                if isinstance(item, Part):
+                    yield from _unknown_fields_of(item, f"{place}{alias}[{i}]")
 
 
 @cache
@@ -182,7 +183,7 @@ def _unknown_fields_of(part: Part, place: str) -> Iterator[str]:
 
 def _is_one_of(value: object, others: Iterable[object]) -> bool:
     """Return True if a value equals another of its own type: in Python 0.0 == False, 1 == True."""
-    return any(type(value) is type(each) and value == each for each in others)
+    return any(type(value) is type(other) and value == other for other in others)
 
 
 def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
@@ -234,18 +235,18 @@ def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
     not about the type.
     """
     param = _path(errors[0]["loc"])
-    of_one_field = [each for each in errors if _path(each["loc"]).startswith(param)]
+    of_one_field = [error for error in errors if _path(error["loc"]).startswith(param)]
     error = max(
         of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _TYPES)
     )
     param = _path(error["loc"])
     if error["type"] in _TYPES:
-        here = (each["type"] for each in of_one_field if _path(each["loc"]) == param)
-        wanted = dict.fromkeys(_TYPES[kind] for kind in here if kind in _TYPES)
-        if list(wanted) == ["an integer"] and _is_beyond_64_bits(error["input"]):
+        here = (error["type"] for error in of_one_field if _path(error["loc"]) == param)
+        type_names = dict.fromkeys(_TYPES[kind] for kind in here if kind in _TYPES)
+        if list(type_names) == ["an integer"] and _is_beyond_64_bits(error["input"]):
             return _out_of_64_bits(param, error["input"])
         return BadRequest(
-            f"Invalid type for '{param}': expected {' or '.join(wanted)}, but got "
+            f"Invalid type for '{param}': expected {' or '.join(type_names)}, but got "
             f"{_json_type(error['input'])} instead.",
             param=param,
             code="invalid_type",
@@ -290,6 +291,28 @@ def missing_parameter(param: str) -> BadRequest:
     return BadRequest(
         f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
     )
+
+
+def require(value: V | None, param: str) -> V:
+    """Return a field's value. Raises BadRequest if it is missing."""
+    if value is None:
+        raise missing_parameter(param)
+    return value
+
+
+def read_limit(query: Mapping[str, str], most: int) -> int:
+    """Return the `limit` of a page: 20 unless the query has another. Raises BadRequest."""
+    text = query.get("limit", "20")
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= most):
+        raise BadRequest(f"Invalid 'limit': it should be 1 to {most}.", param="limit")
+    return int(text)
+
+
+def find_place(ids: Sequence[str], query: Mapping[str, str], name: str, noun: str) -> int:
+    """Return the place of the id that a query names. Raises BadRequest if it is not there."""
+    if query[name] not in ids:
+        raise BadRequest(f"Invalid '{name}': there is no such {noun}.", param=name)
+    return ids.index(query[name])
 
 
 def _is_beyond_64_bits(value: object) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from gateway.api.in_flight import Bodies, Body
+from gateway.api.bodies import Bodies, Body
 from gateway.api.requests import MANY_LOGPROBS, serialise
 from gateway.api.streams import EventStream, frame
 from gateway.jobs import CallDelta, Likelihood, TokenLogprob

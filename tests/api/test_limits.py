@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.api.in_flight import SMALL_BYTES, UNCOUNTED_BYTES, Bodies, Body
+from gateway.api.bodies import SMALL_BYTES, UNCOUNTED_BYTES, Bodies, Body
 from gateway.errors import Unavailable
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines

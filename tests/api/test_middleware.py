@@ -13,7 +13,8 @@ from openai import AsyncOpenAI, AuthenticationError
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.access import is_here
-from gateway.api.in_flight import Bodies, InFlight
+from gateway.api.bodies import Bodies
+from gateway.api.in_flight import InFlight
 from gateway.api.middleware import PIECE_BYTES, Context, split_body
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines

@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import logs
 from gateway.api.access import Guard, origin_pattern
-from gateway.api.in_flight import Bodies, InFlight
+from gateway.api.bodies import Bodies
+from gateway.api.in_flight import InFlight
 from gateway.api.middleware import Context
 from gateway.registry import Catalog
 from tests.fakes import ScriptedEngines

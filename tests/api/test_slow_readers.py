@@ -7,7 +7,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import clock
-from gateway.api.in_flight import Bodies, InFlight
+from gateway.api.bodies import Bodies
+from gateway.api.in_flight import InFlight
 from gateway.api.middleware import LEAST_RATE, PIECE_BYTES, Context
 from tests.virtual_time import VirtualLoop
 

@@ -14,7 +14,8 @@ import pytest
 import structlog
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.api.in_flight import Bodies, InFlight
+from gateway.api.bodies import Bodies
+from gateway.api.in_flight import InFlight
 from gateway.api.middleware import Context
 from gateway.api.traces import Tracer
 from gateway.app import gateway as app

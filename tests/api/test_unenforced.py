@@ -64,7 +64,20 @@ async def test_what_is_not_enforced_is_named_and_checked(
     assert counted("valid") == before + 1
     held = await post(client, response_format={"type": "json_object"})
     assert not {"x-gateway-unenforced", "x-gateway-schema-valid"} & held.headers.keys()
-    assert len(engines.chat.judged) == 1
+
+
+async def test_what_is_held_whole_is_checked_too(
+    client: httpx2.AsyncClient, engines: ScriptedEngines
+) -> None:
+    """A compiler may err: the answer is written once more, and only a second fault is told."""
+    whole = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}
+    engines.chat.verdicts = [False]
+    answer = await post(client, response_format=whole)
+    assert len(engines.chat.judged) == 2
+    assert not {"x-gateway-unenforced", "x-gateway-schema-valid"} & answer.headers.keys()
+    engines.chat.verdicts = [False, False]
+    answer = await post(client, response_format=whole)
+    assert answer.headers["x-gateway-schema-valid"] == "false"
 
 
 @pytest.mark.parametrize(
@@ -184,29 +197,35 @@ async def test_responses_tell_it_too(client: httpx2.AsyncClient, engines: Script
     assert last["response"]["gateway"]["schema_valid"] is False
 
 
-async def test_at_most_sixteen_are_named(
+async def test_what_has_no_room_in_the_header_is_counted(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """Each cut, as ignored fields are."""
+    """No pointer is cut: there is room for sixteen, or for 1,024 characters."""
     wide = {"enum": ["many unenforced"], **UNIQUE}
     answer = await post(
         client,
         response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": wide}},
     )
-    names = answer.headers["x-gateway-unenforced"].split(",")
-    assert len(names) == 16
-    assert all(len(name) <= 3 * 64 for name in names)
+    *names, rest = answer.headers["x-gateway-unenforced"].split(",")
+    assert names == [f"%23%2F{i}%2F{'x' * 99}" for i in range(9)]
+    assert rest == "%E2%80%A6+11"
 
 
 async def test_a_bare_prompts_schema_is_always_strict(
     client: httpx2.AsyncClient, engines: ScriptedEngines
 ) -> None:
-    """Its answer would come without a verdict."""
+    """An answer that does not fit is an error, whole or in a stream: there is no other verdict."""
     body = {"model": "writer", "prompt": "[1]", "guided_json": UNIQUE}
-    await client.post("/v1/completions", json=body)
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
     [job] = engines.chat.jobs
     assert job.grammar is not None
     assert job.grammar.strict
+    engines.chat.verdicts = [False, False]
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "schema_violated"
+    streamed = await client.post("/v1/completions", json={**body, "stream": True})
+    assert "schema_violated" in streamed.text
 
 
 async def test_answers_that_are_slow_to_judge_keep_no_other_request(tmp_path: Path) -> None:

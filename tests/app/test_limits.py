@@ -42,7 +42,7 @@ def test_what_an_embedding_model_overrides_holds_for_it() -> None:
 
 def test_what_a_chat_model_overrides_holds_for_it() -> None:
     """In each of its sections."""
-    structured = {"rows": 7, "backend": "outlines_core", "max_string_chars": 7}
+    structured = {"rows": 7, "max_string_chars": 7}
     given = {"id": "m", "kind": "chat", "source": "hub:a/b", **BOTH}
     spec = ChatSpec.model_validate(
         {**given, "batching": CHAT, "structured": structured}, context=FOLDER
@@ -50,6 +50,6 @@ def test_what_a_chat_model_overrides_holds_for_it() -> None:
     own = settings_of(spec, settings())
     assert (own.generation_max_batch_size, own.prefill_chunk_tokens) == (7, 77)
     assert (own.prefix_cache_bytes, own.structured_rows) == (0, 7)
-    assert (own.structured_backend, own.model_ttl_s) == ("outlines_core", 7.0)
+    assert own.model_ttl_s == 7.0
     assert (own.queue_limit, own.queue_max_tokens) == (7, 77)
     assert own.embedding_max_batch_size == 32

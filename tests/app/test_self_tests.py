@@ -16,12 +16,15 @@ import httpx2
 import pytest
 
 from gateway import metrics
-from gateway.app.self_tests import VerdictStore
+from gateway.app.self_tests import SelfTest, VerdictStore
 from gateway.engine.device import Device
 from gateway.engine.generation.self_test import self_test_digest
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import Fault, PassFault
 from gateway.jobs import KvCost, Verdict
+from gateway.registry import ChatSpec, PathSource
+from gateway.serving.budget import Budget
+from gateway.serving.lane import Lane
 from tests.checkpoints import write_chat
 from tests.fakes import PASSED, ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
@@ -287,8 +290,6 @@ class TestVerdicts:
             "[" * 3000,
             json.dumps(asdict(PASSED) | {"rows": "no"}),
             json.dumps(asdict(PASSED) | {"problem": 1}),
-            json.dumps({"rows": True}),
-            json.dumps(asdict(replace(PASSED, problem="x" * 10_000))),
         ],
     )
     def test_what_is_not_sound_is_not_known(self, tmp_path: Path, content: str) -> None:
@@ -304,6 +305,24 @@ class TestVerdicts:
         (tmp_path / "d.json").write_bytes(b"\xff\x00")
         (tmp_path / "e.json").mkdir()
         assert VerdictStore(tmp_path).read("d") == VerdictStore(tmp_path).read("e") == Verdict()
+
+
+async def test_doctor_runs_all_of_a_test_whatever_is_kept(tmp_path: Path) -> None:
+    """Its verdict holds at once, and replaces the other on disk."""
+
+    async def digest() -> str:
+        return "d"
+
+    engine, verdicts = Scrutinised(findings=[Verdict(), FAILED]), VerdictStore(tmp_path)
+    verdicts.write("d", PASSED)
+    spec = ChatSpec(id="chat", kind="chat", source=PathSource(tmp_path))
+    async with Lane() as lane:
+        test = SelfTest(
+            spec, engine, lane, Budget(1000), verdicts, digest, kv=KvCost(0), is_on=True
+        )
+        assert await test.run_to_end() == FAILED
+    assert engine.held == [FAILED]
+    assert verdicts.read("d") == FAILED
 
 
 async def test_a_verdict_that_cannot_be_kept_holds_nevertheless(tmp_path: Path) -> None:

@@ -36,8 +36,7 @@ from benchmarks.device.parts import Part, parts
 from benchmarks.device.results import Figure, Result, State
 from benchmarks.device.shapes import SHAPES, folder_of
 from benchmarks.device.table import END, START, read_blocks, update
-from gateway.doctor.findings import Finding
-from gateway.doctor.report import Checked, Report
+from gateway.doctor.report import Checked, Finding, Report
 from gateway.engine.device import Device
 from gateway.engine.generation import engine as engines
 from gateway.engine.generation.engine import GenerationEngine

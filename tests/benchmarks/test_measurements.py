@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
+from benchmarks.engine_alone import EmbeddingReference, RerankReference, TextsReference
 from benchmarks.targets import beside, chatting, embedding, recording, reranking
 from benchmarks.targets.__main__ import measured
 from benchmarks.targets.rig import MINILM, RERANKER, Rig
 from benchmarks.targets.verdicts import Target, Verdict, ratio
-from gateway.bench.engine import EmbeddingReference, RerankReference, TextsReference
+from benchmarks.workloads import Wording
 from gateway.bench.figures import Answer, Figures, Spread
-from gateway.bench.kinds import Kind
 from gateway.bench.load import Peer
-from gateway.bench.workloads import Wording, embeddings
+from gateway.bench.requests import embeddings
 from tests.fakes import ScriptedEmbedder, ScriptedEngines, ScriptedReranker
 from tests.serving_app import catalog, served
 
@@ -159,10 +159,8 @@ class Scripted(Rig):
                 yield peer
 
     @asynccontextmanager
-    async def engine(
-        self, wording: Wording, kind: Kind = Kind.EMBEDDINGS
-    ) -> AsyncIterator[TextsReference]:
-        if kind is Kind.RERANK:
+    async def engine(self, wording: Wording) -> AsyncIterator[TextsReference]:
+        if wording.model == RERANKER:
             yield RerankReference(ScriptedReranker(), wording)
         else:
             yield EmbeddingReference(ScriptedEmbedder(), wording, truncate=False)

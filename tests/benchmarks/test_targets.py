@@ -12,20 +12,19 @@ from aiohttp import ClientSession
 from benchmarks import servers
 from benchmarks.batch_generator import BatchReference
 from benchmarks.checkpoints import write_chat, write_embedder, write_reranker, write_unpacked
+from benchmarks.engine_alone import (
+    EmbeddingReference,
+    RerankReference,
+    open_reference,
+)
 from benchmarks.llama_cpp import llama_cpp
 from benchmarks.targets.onboard import Round, judged
 from benchmarks.targets.small import read_wrk
 from benchmarks.targets.verdicts import Target, markdown, not_measured
-from gateway.bench.engine import (
-    EmbeddingReference,
-    GenerationReference,
-    RerankReference,
-    open_reference,
-)
+from benchmarks.workloads import PERSON, Form, Wording, chat
 from gateway.bench.figures import Answer
-from gateway.bench.kinds import Kind
 from gateway.bench.load import Peer
-from gateway.bench.workloads import PERSON, Form, Texts, Wording, chat, embeddings
+from gateway.bench.requests import Texts, embeddings
 from gateway.registry import load_catalog
 from tests.gguf_files import write_model
 from tests.serving_app import settings
@@ -199,26 +198,21 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_engines_count_what_they_make(folder: Path) -> None:
-    """Vectors and tokens, of the requests that the server would get."""
+    """Vectors and pairs, of the requests that the server would get."""
     chosen, catalog = (
         settings(models=folder / "models.yaml"),
         load_catalog(folder / "models.yaml", {}),
     )
     words = wording("near-free")
-    async with open_reference(chosen, catalog, words, words.workload(Kind.EMBEDDINGS)) as embedder:
+    async with open_reference(chosen, catalog, words) as embedder:
         assert isinstance(embedder, EmbeddingReference)
         assert embedder.run(3) == 6
         assert embedder.rate(2, 0.05) > 0
         assert embedder.best(0.2).batch in (2, 4, 8, 16, 32, 64)
     words = wording("reranker")
-    async with open_reference(chosen, catalog, words, words.workload(Kind.RERANK)) as reranker:
+    async with open_reference(chosen, catalog, words) as reranker:
         assert isinstance(reranker, RerankReference)
         assert reranker.run(3) == 6
-    words = wording("chat")
-    async with open_reference(chosen, catalog, words, words.workload(Kind.CHAT)) as writer:
-        assert isinstance(writer, GenerationReference)
-        assert writer.answer(3) == 60
-        assert writer.best(0.1) is None
 
 
 def test_mlx_lms_generator_makes_every_token(folder: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gateway.bench.kinds import EMBEDDER, WRITER
+from gateway.bench.figures import Figures
+from gateway.cli.bench import EMBEDDER, WRITER, describe_problems
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
@@ -19,11 +20,6 @@ ROOT = Path(__file__).parents[2]
 MODELS: dict[str, dict[str, Any]] = {
     "embedder": {"kind": "embedding", "source": "path:.", "aliases": [EMBEDDER]},
     "writer": {"kind": "chat", "source": "path:.", "aliases": [WRITER]},
-}
-PERSON_SAID: dict[str, Any] = {
-    "text": '{"name":"a","age":1,"is_member":true,"likes":[]}',
-    "tokens": 9,
-    "finish_reason": "stop",
 }
 QUICK = ("--duration", "0.3", "--warmup", "0", "--words", "3", "--prompt-words", "3")
 
@@ -61,11 +57,9 @@ async def test_a_line_for_each_number_of_clients(tmp_path: Path) -> None:
         status, out, err = await bench("embeddings", "--url", url, "--concurrency", "1,3", *QUICK)
     assert (status, err) == (0, "")
     rows = [line.split("\t") for line in out.splitlines()]
-    assert [row[:2] for row in rows] == [
-        ["embeddings (vectors)", "1"],
-        ["embeddings (vectors)", "3"],
-    ]
-    assert all(float(row[2]) > 0 for row in rows)
+    assert [row[0] for row in rows] == ["1", "3"]
+    assert all(float(row[1]) > 0 for row in rows)
+    assert all(row[2].endswith(" vectors") for row in rows)
     assert [row[-3:] for row in rows] == [["–", "–", "0"]] * 2
 
 
@@ -102,29 +96,6 @@ async def test_json_says_all_that_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_wrong_answers_end_with_1_and_are_named(tmp_path: Path) -> None:
-    """Every kind of mixed work is checked: what the scripted writer says is no JSON."""
-    async with served(catalog(tmp_path, MODELS), engines()) as client:
-        url = str(client.base_url)
-        status, out, err = await bench("mixed", "--url", url, "--concurrency", "1", *QUICK)
-    assert (status, out) == (1, "")
-    assert err == "The first request (structured) failed: answer is not JSON.\n"
-
-
-@pytest.mark.anyio
-async def test_mixed_work_has_a_line_for_each_kind(tmp_path: Path) -> None:
-    """Measured side by side."""
-    writer = ScriptedChat(max_context=1000, script=[PERSON_SAID])
-    async with served(catalog(tmp_path, MODELS), ScriptedEngines(chat=writer)) as client:
-        url = str(client.base_url)
-        status, out, _ = await bench("mixed", "--url", url, "--concurrency", "2", *QUICK)
-    assert status == 0
-    rows = [line.split("\t") for line in out.splitlines()]
-    assert [row[0].split()[0] for row in rows] == ["embeddings", "chat", "structured"]
-    assert {row[-1] for row in rows} == {"0"}
-
-
-@pytest.mark.anyio
 async def test_errors_under_load_are_counted_by_name(tmp_path: Path) -> None:
     """One at a time is answered, and three at once are too many."""
     async with served(catalog(tmp_path, MODELS), engines(), queue_limit=1) as client:
@@ -133,7 +104,7 @@ async def test_errors_under_load_are_counted_by_name(tmp_path: Path) -> None:
     assert status == 1
     row, note = out.splitlines()
     count = row.split("\t")[-1]
-    assert note == f"embeddings, 3 clients: {count} × 429 rate_limit_exceeded"
+    assert note == f"3 clients: {count} × 429 rate_limit_exceeded"
 
 
 @pytest.mark.anyio
@@ -141,7 +112,7 @@ async def test_nobody_there_is_told_in_one_line() -> None:
     """No traceback."""
     status, out, err = await bench("chat", "--url", "http://127.0.0.1:9", *QUICK)
     assert (status, out) == (1, "")
-    assert err == "The first request (chat) failed: cannot connect.\n"
+    assert err == "The first request failed: cannot connect.\n"
 
 
 @pytest.mark.anyio
@@ -170,28 +141,7 @@ async def test_a_terminal_shows_how_far_it_is(tmp_path: Path) -> None:
     os.close(shown)
     assert status == 0
     assert len(out.splitlines()) == 1
-    assert " answers, 0 errors" in bar
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    ("kind", "unit"), [("embeddings", "vectors"), ("chat", "tokens"), ("structured", "tokens")]
-)
-async def test_the_engine_does_the_same_work(tmp_path: Path, kind: str, unit: str) -> None:
-    """The models on board, in this process; the ratio is to what the server did."""
-    writer = ScriptedChat(max_context=1000, script=[PERSON_SAID])
-    async with served(catalog(tmp_path, MODELS), ScriptedEngines(chat=writer)) as client:
-        status, out, err = await bench(
-            *(kind, "--url", str(client.base_url), "--concurrency", "2", "--json"),
-            *("--engine", "--max-tokens", "8" if kind == "chat" else "200", *QUICK),
-        )
-    assert status == 0, err
-    [result] = json.loads(out)["results"]
-    assert result[f"engine_{unit}_per_s"] > 0
-    assert result["ratio"] == pytest.approx(
-        result[f"{unit}_per_s"] / result[f"engine_{unit}_per_s"]
-    )
-    assert ("engine_best" in result) == (kind == "embeddings")
+    assert bar == "Measuring 1 clients for 0.3 s…\r\n"
 
 
 @pytest.mark.anyio
@@ -202,7 +152,7 @@ async def test_the_engine_does_the_same_work(tmp_path: Path, kind: str, unit: st
         ("chat", "--concurrency", "0"),
         ("chat", "--concurrency", "1,x"),
         ("embeddings", "--words", ""),
-        ("mixed", "--engine"),
+        ("mixed",),
     ],
 )
 async def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
@@ -212,16 +162,8 @@ async def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
     assert "Usage" in err
 
 
-@pytest.mark.anyio
-async def test_a_name_that_models_yaml_has_not_is_told(tmp_path: Path) -> None:
-    """The engine is loaded by the name that the requests use."""
-    status, _, err = await bench("chat", "--engine", "--model", "gpt-4o-mimi", *QUICK)
-    assert status == 1
-    assert "gpt-4o-mini" in err
-
-
 def test_the_load_needs_no_mlx() -> None:
-    """Only --engine does: the load runs where there is no model."""
+    """It runs where there is no model."""
     code = """
 import sys
 from gateway.cli import main
@@ -230,7 +172,7 @@ try:
 except SystemExit as ended:
     assert not ended.code
 light = {"mlx", "aiohttp", "jsonschema", "numpy"} & sys.modules.keys()
-import gateway.bench.load, gateway.bench.report, gateway.bench.load
+import gateway.bench.load
 heavy = {"mlx", "mlx_lm", "transformers", "outlines"} & sys.modules.keys()
 print(light, heavy, file=sys.stderr)
 """
@@ -254,9 +196,20 @@ def test_without_the_load_tools_extra_bench_names_it_in_one_line() -> None:
 
 def test_what_serves_and_what_examines_the_engine_need_no_load_tool() -> None:
     """They are whole without its extra."""
-    rooms = "import gateway.app.gateway, gateway.cli.serve, gateway.doctor.loading"
+    rooms = "import gateway.app.gateway, gateway.cli.serve, gateway.doctor.trial"
     done = python(WITHOUT_AIOHTTP + rooms)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_the_table_has_no_room_for_is_told_below() -> None:
+    """Errors by name, and what was too short to measure."""
+    failing = Figures(0, 0.0, 12.5, None, None, {"timed out": 1, "502": 2})
+    silent = Figures(0, 0.0, 0.0, None, None)
+    assert list(describe_problems([(2, failing), (1, silent)])) == [
+        "2 clients: 2 × 502",
+        "2 clients: 1 × timed out",
+        "1 clients: no request ended in time; raise --duration",
+    ]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

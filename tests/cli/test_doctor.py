@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import _checks as checks
+from gateway.doctor.report import Finding
 from tests.checkpoints import write_chat
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +132,7 @@ def test_a_model_beyond_the_memory_that_is_set_is_a_warning(here: Path) -> None:
 def test_a_slow_cpu_is_told_what_to_install() -> None:
     """A GPU needs neither OpenBLAS nor g++."""
     slow = checks.check_blas("cpu", "reference BLAS", 2.5, "Install it.")
-    assert slow == checks.Finding("blas", "warn", "Install it.")
+    assert slow == Finding("blas", "warn", "Install it.")
     assert checks.check_blas("metal", "mlx's own", 2e3, "Install it.").state == "ok"
     assert "apt-get install g++" in checks.check_compiler("cpu", None).message
     assert checks.check_compiler("cpu", "/usr/bin/g++").state == "ok"
@@ -203,7 +204,7 @@ def test_models_that_are_not_here_are_told_how_to_come() -> None:
     assert checks.check_hub([], may_download=False, refusal=None).state == "ok"
     found = checks.check_hub(["a", "b"], may_download=True, refusal=None)
     said = "a and 1 more: fetched at the first request, or by `mlx-gateway pull a`."
-    assert found == checks.Finding("hub", "ok", said)
+    assert found == Finding("hub", "ok", said)
     found = checks.check_hub(["a"], may_download=False, refusal=None)
     assert found.state == "warn"
     assert "GATEWAY_AUTO_PULL is off" in found.message

@@ -180,7 +180,7 @@ async def test_a_gateway_that_was_found_says_what_it_serves(home: Path) -> None:
     assert loaded.seen["variables"]["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "50000"
     assert unheard.status == 1
     assert unheard.err == (
-        "unheard: there is no such model. The chat models are: large, big, small.\n"
+        "unheard: there is no such chat model. The chat models are: large, big, small.\n"
     )
 
 
@@ -263,16 +263,15 @@ async def test_a_context_that_is_too_small_is_refused_by_name(home: Path) -> Non
     outcome = await ran(home, "launch", "claude", "--model", "small")
     assert (outcome.status, outcome.out) == (1, "")
     assert outcome.err == (
-        "small: its context is 8,192 tokens, and claude needs 32,000. "
-        "Or choose another by --model: large, big.\n"
+        "small: its context is 8,192 tokens, and claude needs 32,000\n"
+        "Choose another by --model: large, big.\n"
     )
     catalog(home, {"large": {**LARGE, "max_context": 31_999}})
     outcome = await ran(home, "launch", "claude")
     assert outcome.status == 1
     assert outcome.err.splitlines() == [
         "claude can use no chat model of models.yaml:",
-        "  large: its context is 31,999 tokens (models.yaml sets its `max_context`), and claude "
-        "needs 32,000",
+        "  large: its context is 31,999 tokens, and claude needs 32,000",
         "Add a larger one to models.yaml: docs/models.md has some.",
     ]
     outcome = await ran(home, "connect", "llm")
@@ -471,13 +470,13 @@ def test_a_model_is_chosen_by_its_context() -> None:
     with pytest.raises(NoModel) as refused:
         choose(offers, "unknown", CLAUDE)
     assert str(refused.value).splitlines() == [
-        "unknown: it is not on disk, so its context is not known. "
-        "Or choose another by --model: right.",
+        "unknown: it is not on disk, so its context is not known",
+        "Choose another by --model: right.",
         "Run:",
         "  mlx-gateway pull unknown",
         "  mlx-gateway launch claude --model unknown",
     ]
-    with pytest.raises(NoModel, match="vectors: it is a model for embedding"):
+    with pytest.raises(NoModel, match="vectors: there is no such chat model"):
         choose(offers, "vectors", CLAUDE)
     with pytest.raises(NoModel, match="there are none"):
         choose([], None, CLAUDE)
@@ -487,9 +486,9 @@ def test_setups_quote_what_would_be_code() -> None:
     """A name with quotes and signs of a shell stays a name."""
     service = Service("http://x", "a'b\"$(c)`d`", "e", 40_000)
     for tool in TOOLS.values():
-        lines = "\n".join(tool.shell_lines(tool.setup(service), "k"))
+        lines = "\n".join(tool.filled(service).shell_lines("k"))
         subprocess.run(["sh", "-n", "-c", lines], check=True)
     (model,) = (
-        each for each in TOOLS["codex"].setup(service).arguments if each.startswith("model=")
+        each for each in TOOLS["codex"].filled(service).arguments if each.startswith("model=")
     )
     assert json.loads(model.removeprefix("model=")) == service.model

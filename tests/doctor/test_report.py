@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.doctor import report
-from gateway.doctor.findings import Finding
-from gateway.doctor.report import Checked, Report
+from gateway.doctor.report import Checked, Finding, Report
 from gateway.registry import ChatSpec, PackageSource, PathSource
 
 

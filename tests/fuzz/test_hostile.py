@@ -79,7 +79,8 @@ def check(sent: Sent, status: int, body: bytes) -> None:
     if sent.path == "/messages":
         statuses = {error_status(each) for each in endpoint.all_errors}
     assert status in {*endpoint.statuses, *statuses}, status
-    assert status != 500, body
+    # The model's fault: its answer breaks a schema that has to be held.
+    assert status != 500 or b'"schema_violated"' in body, body
     if status != 200:
         envelope(orjson.loads(body))
     elif body.startswith((b"data: ", b"event: ", b": ")):

@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 
 def texts(count: int, fewest: int, most: int, turn: int = 0) -> list[str]:
     """Make texts of so many words, the same in every run; each word is one token of the models'."""
-    from gateway.bench.workloads import WORDS
+    from gateway.bench.requests import WORDS
 
     chance = random.Random(turn << 10 | count)
     return [" ".join(chance.choices(WORDS, k=chance.randint(fewest, most))) for _ in range(count)]

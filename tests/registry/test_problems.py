@@ -180,19 +180,6 @@ def test_a_package_that_is_not_installed_is_a_note(file: Path) -> None:
     assert len(reading.catalog) == 1
 
 
-def test_a_key_without_effect_is_a_note(file: Path) -> None:
-    """At its line, and only where it asks for what is no longer done."""
-    entry = "{{kind: chat, source: 'path:.', structured: {{backend: {}}}}}"
-    file.write_text(f"version: 1\nmodels:\n  a: {entry.format('llguidance')}")
-    assert read_models(file, {}).notes == ()
-    file.write_text(f"version: 1\nmodels:\n  a: {entry.format('outlines_core')}")
-    (note,) = read_models(file, {}).notes
-    assert note.endswith(
-        "models.yaml:3: a: `backend` outlines_core: Has no effect any more: "
-        "llguidance compiles every grammar."
-    )
-
-
 def test_a_prompt_must_exist(file: Path) -> None:
     """Where the file gives prompts; without any, the model's own are checked at load."""
     (found,) = of_model(file, "prompts: {query: 'q: '}", "default_prompt_name: qery")

@@ -24,6 +24,7 @@ from gateway.errors import (
     UnknownParameter,
 )
 from gateway.jobs import CallDelta, Delta, GenerateJob, Grammar, Sampling, Usage
+from gateway.wire.answers import Answer
 from gateway.wire.anthropic import (
     CountMessageTokensRequest,
     MessagesRequest,
@@ -370,13 +371,14 @@ def written(
     *deltas: Delta, thoughts: Thoughts = "whole", max_tokens: int = 9
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return the message, and all events; both must add up to the same."""
-    writer = MessageWriter("m", max_tokens=max_tokens, thoughts=thoughts)
+    writer = MessageWriter("m", max_tokens=max_tokens, thoughts=thoughts, request_id="r")
     events: list[Any] = [*writer.begin(USAGE)]
     for delta in deltas:
         events += writer.add(delta)
     events += writer.end(USAGE)
-    whole: Any = writer.to_dict(USAGE)
-    assert _added_up(events) == whole
+    unstreamed = MessageWriter("m", max_tokens=max_tokens, thoughts=thoughts, request_id="r")
+    whole: Any = unstreamed.whole(Answer([deltas], USAGE))
+    assert _added_up(events) == {**whole, "id": events[0]["message"]["id"]}
     return whole, events
 
 
@@ -474,11 +476,10 @@ def test_an_answer_of_nothing_has_no_blocks() -> None:
 
 def test_a_call_that_was_cut_has_no_input() -> None:
     """What there is of it is no JSON."""
-    writer = MessageWriter("m", max_tokens=1, thoughts="none")
-    writer.add(Delta(0, call=CallDelta(0, "c1", "weather", '{"city": "U'), tokens=1))
-    writer.add(Delta(0, finish_reason="length"))
-    writer.end(USAGE)
-    (block,) = writer.to_dict(USAGE)["content"]
+    writer = MessageWriter("m", max_tokens=1, thoughts="none", request_id="r")
+    call = CallDelta(0, "c1", "weather", '{"city": "U')
+    deltas = [Delta(0, call=call, tokens=1), Delta(0, finish_reason="length")]
+    (block,) = writer.whole(Answer([deltas], USAGE))["content"]
     assert block == {**CALL, "caller": {"type": "direct"}, "input": {}}
 
 

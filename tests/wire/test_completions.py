@@ -13,16 +13,18 @@ from gateway.jobs import (
     Grammar,
     Likelihood,
     Sampling,
+    Timings,
     TokenLogprob,
     Usage,
 )
+from gateway.wire.answers import Answer
 from gateway.wire.completions import (
     CompletionRequest,
     CompletionWriter,
     TextChoiceWriter,
-    choice_writers,
     to_jobs,
 )
+from gateway.wire.generation import Heading
 from gateway.wire.validation import CharBounds, read_request
 from tests.fakes import caller
 
@@ -35,6 +37,11 @@ def read(**fields: Any) -> CompletionRequest:
 def jobs(**fields: Any) -> list[GenerateJob]:
     sampling, bounds = Sampling(temperature=0.3, top_k=7), CharBounds(100, 150)
     return to_jobs(read(**fields), caller(), sampling, bounds=bounds)
+
+
+def writer(**fields: Any) -> CompletionWriter:
+    heading: Heading = {"id": "cmpl-1", "created": 5, "model": "m", "system_fingerprint": "f"}
+    return CompletionWriter(read(**fields), heading, Timings())
 
 
 def test_every_prompt_is_a_job_and_takes_no_template() -> None:
@@ -176,12 +183,11 @@ def test_a_prompt_beyond_the_limit_of_characters_is_refused() -> None:
 
 def test_choices_are_counted_prompt_by_prompt() -> None:
     """And begin with their own prompt when it is echoed."""
-    made = choice_writers(read(prompt=["a", "b"], n=2, echo=True))
-    for index, choice in enumerate(made):
-        choice.add(Delta(index, "!", 1, "stop"))
-    whole = [choice.to_dict() for choice in made]
-    assert [each["index"] for each in whole] == [0, 1, 2, 3]
-    assert [each["text"] for each in whole] == ["a!", "a!", "b!", "b!"]
+    choices = [[Delta(index, "!", 1, "stop")] for index in range(4)]
+    answer = writer(prompt=["a", "b"], n=2, echo=True).whole(Answer(choices, Usage(2, 4)))
+    written = orjson.loads(orjson.dumps(answer))["choices"]
+    assert [choice["index"] for choice in written] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in written] == ["a!", "a!", "b!", "b!"]
 
 
 def test_a_choice_adds_up_to_its_chunks() -> None:
@@ -212,10 +218,9 @@ def test_of_tokens_with_one_text_the_likelier_is_told_and_the_chosen_always() ->
 
 def test_a_whole_answer_has_usage_and_a_chunk_has_not() -> None:
     """The rest is the same."""
-    writer = CompletionWriter("cmpl-1", 5, "m", "f")
-    choice = TextChoiceWriter(0, echo="", with_logprobs=False)
-    chunk = writer.chunk([choice.add(Delta(0, "a", 1, "length"))])
-    whole = orjson.loads(orjson.dumps(writer.completion([choice], Usage(2, 1))))
+    delta = Delta(0, "a", 1, "length")
+    (chunk,) = writer().add(delta)
+    whole = orjson.loads(orjson.dumps(writer().whole(Answer([[delta]], Usage(2, 1)))))
     assert "usage" not in chunk
     assert whole.pop("usage")["total_tokens"] == 3
     assert whole == chunk

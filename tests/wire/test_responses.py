@@ -280,10 +280,11 @@ def answer(**fields: Any) -> ResponseWriter:
 
 def told(answer: ResponseWriter, *deltas: Delta) -> list[Any]:
     """Give every event of an answer of these deltas."""
-    events = answer.begin()
+    usage = Usage(3, 4, cached_tokens=1, reasoning_tokens=2)
+    events = answer.begin(usage)
     for delta in deltas:
         events += answer.add(delta)
-    return events + answer.end(Usage(3, 4, cached_tokens=1, reasoning_tokens=2), at=9)
+    return events + answer.end(usage)
 
 
 def written(answer: ResponseWriter) -> dict[str, Any]:
@@ -315,7 +316,7 @@ def test_a_text_is_told_in_openais_order() -> None:
         {"type": "output_text", "text": "Hey", "annotations": [], "logprobs": []}
     ]
     assert whole["status"] == "completed"
-    assert whole["completed_at"] == 9
+    assert whole["completed_at"] > whole["created_at"] == 5
     assert whole["usage"] == {
         "input_tokens": 3,
         "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
@@ -415,7 +416,7 @@ def test_logprobs_belong_to_the_texts_tokens() -> None:
 def test_a_failure_is_told_and_ends_the_response(error: Any, code: str) -> None:
     """With one of the codes that OpenAI's response may have; the event has our own."""
     growing = answer()
-    growing.begin()
+    growing.begin(Usage(3))
     growing.add(Delta(0, "He", 1))
     event, failed = growing.fail(error)
     assert event["type"] == "error"
@@ -425,6 +426,13 @@ def test_a_failure_is_told_and_ends_the_response(error: Any, code: str) -> None:
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"] == {"code": code, "message": error.message}
     assert failed["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_a_failure_before_the_first_event_brings_the_first_events() -> None:
+    """A client learns the id before it learns that nothing comes."""
+    events = answer().fail(Overloaded("full"))
+    assert kinds(events) == ["created", "in_progress", "error", "failed"]
+    assert [event["sequence_number"] for event in events] == [0, 1, 2, 3]
 
 
 def test_the_answer_repeats_its_request() -> None:

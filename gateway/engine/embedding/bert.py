@@ -242,15 +242,19 @@ class Bert:
         packed = dequantize(checkpoint, checkpoint.weights(), config.quantization)
         arrays = {modern_name(n.removeprefix(self.prefix)): a for n, a in packed.items()}
         weights = fit_weights(checkpoint, arrays, weight_shapes(config), IGNORED)
-        kept = pick_dtype(device, dtype, weights["embeddings.word_embeddings.weight"].dtype)
-        weights = {name: array.astype(kept) for name, array in weights.items()}
-        choice = arithmetic(device, kept, config.activation, config.dimensions, config.heads)
+        weights_dtype = pick_dtype(
+            device, dtype, weights["embeddings.word_embeddings.weight"].dtype
+        )
+        weights = {name: array.astype(weights_dtype) for name, array in weights.items()}
+        choice = arithmetic(
+            device, weights_dtype, config.activation, config.dimensions, config.heads
+        )
         self.config = config
         self.dimensions = config.dimensions
         self.vocabulary = config.vocabulary
         self.padding_id = config.padding_id
         self.max_tokens = self._max_tokens(config)
-        self._dtype = kept
+        self._dtype = weights_dtype
         self._words = weights["embeddings.word_embeddings.weight"]
         # Most tokens are of type 0, so its vector is part of every position.
         types = weights["embeddings.token_type_embeddings.weight"]

@@ -137,8 +137,8 @@ class CrossEncoderEngine(EncoderEngine):
         [first] = self.tokenizer.encode([query], with_specials=False)
         room = self.max_tokens - self._template.specials - len(first)
         if room < 1:
-            least = self.max_tokens - room + 1
-            raise ContextLengthExceeded(self.max_tokens, least, noun="query")
+            min_tokens = self.max_tokens - room + 1
+            raise ContextLengthExceeded(self.max_tokens, min_tokens, noun="query")
         keep = room if max_document_tokens is None else min(room, max_document_tokens)
         encoded = self.tokenizer.encode_start(documents, keep, with_specials=False)
         return [
@@ -211,7 +211,9 @@ def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
     if listing is None:
         return checkpoint
     try:
-        modules = {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listing}
+        modules = {
+            str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in listing
+        }
     except (TypeError, KeyError) as error:
         raise checkpoint.failed("modules.json is no list of modules with type and path") from error
     if list(modules) != ["Transformer"]:
@@ -244,7 +246,7 @@ def _open_head(
     """Open the head above an encoder, in its dtype; the weights are read when first evaluated."""
     names = HEADS[config["model_type"]]
     d = encoder.dimensions
-    kept = encoder.parameters()[0].dtype
+    weights_dtype = encoder.parameters()[0].dtype
     opened = dequantize(checkpoint, checkpoint.weights(), config.get("quantization") or {})
     parts = [part for part in (names.dense, names.out, names.norm) if part is not None]
     arrays = {n: a for n, a in opened.items() if n.rpartition(".")[0] in parts}
@@ -260,7 +262,9 @@ def _open_head(
         shapes[f"{names.dense}.bias"] = (d,)
     if names.norm is not None:
         shapes[f"{names.norm}.weight"] = (d,)
-    weights = {n: a.astype(kept) for n, a in fit_weights(checkpoint, arrays, shapes).items()}
+    weights = {
+        n: a.astype(weights_dtype) for n, a in fit_weights(checkpoint, arrays, shapes).items()
+    }
     dense, out = make_dense(weights, names.dense), make_dense(weights, names.out)
     if names.norm is None:
         return Head("cls", dense, mx.tanh, None, out)
@@ -270,6 +274,6 @@ def _open_head(
         raise checkpoint.failed(
             f"config.json: classifier_activation `{named}` is none of {', '.join(ACTIVATIONS)}"
         )
-    choice = arithmetic(device, kept, named, d, heads=1)
+    choice = arithmetic(device, weights_dtype, named, d, heads=1)
     norm = make_norm(weights, names.norm, choice, float(config.get("norm_eps", 1e-5)))
     return Head(pooling, dense, choice.activation, norm, out)

@@ -59,12 +59,12 @@ def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
     the same number for every thread, and the dearest is as cheap as can be. A row is never divided.
     """
     costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
-    most = threads
+    row_count = threads
     while True:
-        cheapest = bisect_left(costs, True, key=lambda cost: len(_runs(lengths, cost)) <= most)
+        cheapest = bisect_left(costs, True, key=lambda cost: len(_runs(lengths, cost)) <= row_count)
         if costs[cheapest] <= max(SLICE_TOKENS, lengths[-1]):
             return _runs(lengths, costs[cheapest])
-        most += threads
+        row_count += threads
 
 
 def _runs(lengths: Sequence[int], cost: int) -> list[int]:
@@ -144,7 +144,7 @@ class EncoderEngine(ABC):
     def dtype(self) -> mx.Dtype:
         """Return the type of the model's floating weights."""
         dtypes = (array.dtype for array in self._encoder.parameters())
-        return next((each for each in dtypes if mx.issubdtype(each, mx.floating)), mx.float32)
+        return next((dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)), mx.float32)
 
     @property
     def vocab_size(self) -> int:
@@ -185,8 +185,8 @@ class EncoderEngine(ABC):
         waiting = iter(order)
         slices = [list(islice(waiting, count)) for count in counts]
         passes = [
-            self._forward([rows[i] for i in each], starts and [starts[i] for i in each])
-            for each in slices
+            self._forward([rows[i] for i in piece], starts and [starts[i] for i in piece])
+            for piece in slices
         ]
         results = np.empty((len(rows), width), dtype=np.float32)
         results[order] = self._run_passes(passes, threads)
@@ -309,8 +309,8 @@ def read_max_tokens(
     checkpoint: Checkpoint, positions: int, settings: Mapping[str, Any], asked: int | None
 ) -> int:
     """Return the model's own limit, capped by its positions, lowered by models.yaml."""
-    own = settings.get("max_seq_length")
-    if own is None:
-        own = checkpoint.read_object("tokenizer_config.json").get("model_max_length")
-    limits = [limit for limit in (positions, own, asked) if limit is not None]
+    max_tokens = settings.get("max_seq_length")
+    if max_tokens is None:
+        max_tokens = checkpoint.read_object("tokenizer_config.json").get("model_max_length")
+    limits = [limit for limit in (positions, max_tokens, asked) if limit is not None]
     return int(min(limits))

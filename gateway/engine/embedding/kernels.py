@@ -52,9 +52,9 @@ def arithmetic(
     scale = 1.0 / math.sqrt(dimensions // heads)
     if device is Device.CPU and dtype == mx.float32:
         activation = _ON_CPU[hidden_act]
-        some = mx.zeros((2, 2))
+        zeros = mx.zeros((2, 2))
         # While loading: where there is a g++, mlx takes seconds to compile them for the first time.
-        mx.eval(activation(some), exp2(some))
+        mx.eval(activation(zeros), exp2(zeros))
         normalize = layer_norm_by_products(dimensions)
         return Arithmetic(activation, attend_base2, normalize, scale * LOG2_E)
     return Arithmetic(_OF_MLX[hidden_act], attend_fused, mx.fast.layer_norm, scale)

@@ -207,7 +207,7 @@ class _SharedPrefix(_KVCache):  # type: ignore[misc]
     def __init__(self, layer: Any, tokens: int) -> None:
         super().__init__()
         self.keys, self.values = (
-            mx.contiguous(each[..., :tokens, :]) for each in layer.keys_and_values()
+            mx.contiguous(plane[..., :tokens, :]) for plane in layer.keys_and_values()
         )
         self.offset = tokens
 
@@ -260,9 +260,9 @@ def _fill(text: str, query: str, instruction: str) -> list[Piece]:
     """Return a template's text before the document; what is filled in is not read again. The last
     piece is the template's own.
     """
-    given = {"{query}": query, "{instruction}": instruction}
+    fields = {"{query}": query, "{instruction}": instruction}
     parts = re.split("({query}|{instruction})", text)
-    return [(given.get(part, part), part in given) for part in parts]
+    return [(fields.get(part, part), part in fields) for part in parts]
 
 
 def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:
@@ -329,20 +329,20 @@ def _read_labels(
 
 
 def _read_max_tokens(config: Mapping[str, Any], max_context: int | None) -> int:
-    own = int(config.get("max_position_embeddings") or MAX_TOKENS)
-    return min(own, max_context or MAX_TOKENS)
+    positions = int(config.get("max_position_embeddings") or MAX_TOKENS)
+    return min(positions, max_context or MAX_TOKENS)
 
 
 def _check_head(checkpoint: Checkpoint, model: Any, head: LabelHead, ids: Sequence[int]) -> None:
     """Raise if the model's own logits of a few tokens differ from the head's."""
     tokens = mx.array([[*ids, *ids]])
     try:
-        found: Any = head(model.model(tokens)[:, -1]).item()
+        score: Any = head(model.model(tokens)[:, -1]).item()
         logits = model(tokens)[0, -1].astype(mx.float32)[mx.array(list(ids))]
         right: Any = (logits * mx.array([1.0, -1.0])[: len(ids)]).sum().item()
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise checkpoint.failed(f"its architecture gives no hidden states: {error}") from error
     digits = 1e-3 if floating_dtype(model) == mx.float32 else 5e-2
     scale: Any = mx.abs(logits).max().item()
-    if not abs(found - right) <= digits * max(1.0, scale):
+    if not abs(score - right) <= digits * max(1.0, scale):
         raise checkpoint.failed("its logits are not its hidden states times its output matrix")

@@ -96,15 +96,18 @@ def _local_layers(raw: Mapping[str, Any]) -> list[bool]:
     layers = int(raw["num_hidden_layers"])
     if types := raw.get("layer_types"):
         known = {"full_attention": False, "sliding_attention": True}
-        return [known[each] for each in types[:layers]]
-    every = int(raw.get("global_attn_every_n_layers", 3))
-    return [index % every != 0 for index in range(layers)]
+        return [known[kind] for kind in types[:layers]]
+    interval = int(raw.get("global_attn_every_n_layers", 3))
+    return [index % interval != 0 for index in range(layers)]
 
 
 def _thetas(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> tuple[float, float]:
     """Return the base of the rotations of global layers, and of local ones."""
-    every = raw.get("rope_parameters") or {}
-    full, local = every.get("full_attention") or {}, every.get("sliding_attention") or {}
+    rope_parameters = raw.get("rope_parameters") or {}
+    full, local = (
+        rope_parameters.get("full_attention") or {},
+        rope_parameters.get("sliding_attention") or {},
+    )
     for rope in (full, local, raw.get("rope_scaling") or {}):
         if (kind := rope.get("rope_type", "default")) != "default":
             raise checkpoint.failed(f"config.json: rope_type `{kind}` is not supported")
@@ -149,7 +152,7 @@ def make_spans(
     A token sees those at most `window` away (transformers, masking_utils.py,
     sliding_window_bidirectional_overlay). `mask` (rows, length) is true at real tokens.
     """
-    least = HALF_PADDING_SCORE if dtype == mx.float16 else PADDING_SCORE
+    masked_score = HALF_PADDING_SCORE if dtype == mx.float16 else PADDING_SCORE
     spans = []
     for start in range(0, length, block):
         end, low, high = min(start + block, length), 0, length
@@ -159,7 +162,7 @@ def make_spans(
             distance = mx.abs(mx.arange(start, end)[:, None] - mx.arange(low, high)[None])
             near = (distance <= window)[None, None]
             seen = near if seen is None else near & seen[..., low:high]
-        bias = None if seen is None else mx.where(seen, 0.0, least).astype(dtype)
+        bias = None if seen is None else mx.where(seen, 0.0, masked_score).astype(dtype)
         spans.append(Span(slice(start, end), slice(low, high), bias))
     return spans
 
@@ -187,8 +190,8 @@ class Layer:
         qkv = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
         q, k, v = rotate(qkv[0]), rotate(qkv[1]), qkv[2]
         parts = [
-            self.attend(q[:, :, each.queries], k[:, :, each.keys], v[:, :, each.keys], each.bias)
-            for each in spans
+            self.attend(q[:, :, span.queries], k[:, :, span.keys], v[:, :, span.keys], span.bias)
+            for span in spans
         ]
         mixed = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
         x = x + self.attention_out(mixed.transpose(0, 2, 1, 3).reshape(flat, width))
@@ -255,15 +258,17 @@ class ModernBert:
         packed = dequantize(checkpoint, checkpoint.weights(), config.quantization)
         arrays = {name.removeprefix("model."): array for name, array in packed.items()}
         weights = fit_weights(checkpoint, arrays, weight_shapes(config), IGNORED)
-        kept = pick_dtype(device, dtype, weights["embeddings.tok_embeddings.weight"].dtype)
-        weights = {name: array.astype(kept) for name, array in weights.items()}
-        choice = arithmetic(device, kept, config.activation, config.dimensions, config.heads)
+        weights_dtype = pick_dtype(device, dtype, weights["embeddings.tok_embeddings.weight"].dtype)
+        weights = {name: array.astype(weights_dtype) for name, array in weights.items()}
+        choice = arithmetic(
+            device, weights_dtype, config.activation, config.dimensions, config.heads
+        )
         self.config = config
         self.dimensions = config.dimensions
         self.vocabulary = config.vocabulary
         self.padding_id = config.padding_id
         self.max_tokens = config.positions
-        self._dtype = kept
+        self._dtype = weights_dtype
         self._on_cpu = device is Device.CPU
         self._words = weights["embeddings.tok_embeddings.weight"]
         self._norms = [
@@ -298,8 +303,8 @@ class ModernBert:
         first, last = self._norms
         x = first(self._words[tokens].reshape(rows * length, self.dimensions))
         yield x.reshape(shape)
-        each = zip(self._layers, self.config.thetas, self.config.windows, strict=True)
-        for layer, theta, window in each:
+        layers = zip(self._layers, self.config.thetas, self.config.windows, strict=True)
+        for layer, theta, window in layers:
             x = layer(x, rows, self._rotation(theta), spans[window])
             yield x.reshape(shape)
         yield last(x).reshape(shape)

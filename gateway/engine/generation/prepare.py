@@ -72,7 +72,7 @@ def prepare_sequences(
             job.calling is not None and not job.calling.forced and not chat.reads_calls
         ),
         earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
-        beginning=job.caller.beginning.ends(len(prompt)),
+        beginning=job.caller.prefix_names.ends(len(prompt)),
         adapter=job.adapter,
     )
     return [replace(row, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)]

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from gateway.engine.grammar.forms import to_llguidance
 from gateway.engine.grammar.schemas import Node, Schema, bare
+from gateway.engine.grammar.unenforced import to_llguidance
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Grammar, SchemaRule
 
@@ -72,11 +72,8 @@ def answer_grammar(
 
     if calling.forced:
         schemas = [
-            (
-                each.name,
-                held(_arguments(i), _close(each.parameters), each.name, strict=each.strict),
-            )
-            for i, each in enumerate(calling.functions)
+            (tool.name, held(_arguments(i), _close(tool.parameters), tool.name, strict=tool.strict))
+            for i, tool in enumerate(calling.functions)
         ]
         source = _lark("start: call", schemas, "", "")
         return Grammar("calls", source, schemas=tuple(rules))
@@ -84,10 +81,10 @@ def answer_grammar(
         return answer
     free = [
         (
-            each.name,
-            held(_arguments(i), each.parameters, each.name, strict=True) if each.strict else ANY,
+            tool.name,
+            held(_arguments(i), tool.parameters, tool.name, strict=True) if tool.strict else ANY,
         )
-        for i, each in enumerate(calling.functions)
+        for i, tool in enumerate(calling.functions)
     ]
     if answer is not None:
         if form is None or answer.kind != "json_schema":
@@ -119,6 +116,14 @@ def with_forms(source: str, forms: Mapping[str, Schema]) -> str:
     return "\n".join(rules)
 
 
+def of_function(function: str, error: BadRequest) -> BadRequest:
+    """Name, in a refusal, the function whose parameters it is about, if there is one."""
+    if not function:
+        return error
+    message = f"The parameters of '{function}': {error.message}"
+    return BadRequest(message, part="tools", code=error.code)
+
+
 def _close(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Forbid arguments that a function does not declare, unless it says that there may be more.
 
@@ -131,12 +136,12 @@ def _close(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _needs_more(parameters: Mapping[str, Any]) -> bool:
     """Return True if a schema, not checked yet, requires properties that it does not declare."""
-    own, required = parameters.get("properties", {}), parameters.get("required", [])
-    if not isinstance(own, dict) or not isinstance(required, list):
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
         return False
-    least = parameters.get("minProperties", 0)
-    is_wide = isinstance(least, (int, float)) and least > len(own)
-    return is_wide or any(isinstance(name, str) and name not in own for name in required)
+    min_properties = parameters.get("minProperties", 0)
+    is_wide = isinstance(min_properties, (int, float)) and min_properties > len(properties)
+    return is_wide or any(isinstance(name, str) and name not in properties for name in required)
 
 
 def _closing(form: CallFormat) -> str:

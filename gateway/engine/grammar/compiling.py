@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,21 +17,11 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 from outlines.types.dsl import Choice, to_regex
 
-from gateway.engine.grammar import forms, schemas
-from gateway.engine.grammar.calls import with_forms
-from gateway.engine.grammar.forms import (
-    COMPACT,
-    Allowance,
-    Read,
-    check_strict,
-    form_that_compiles,
-    of_function,
-    repeats_much,
-    to_llguidance,
-)
+from gateway.engine.grammar import schemas
+from gateway.engine.grammar.calls import of_function, with_forms
 from gateway.engine.grammar.matching import Matcher, State, Texts
-from gateway.engine.grammar.references import MAX_PATH, check_path
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schemas import Node, refusal
+from gateway.engine.grammar.shaping import Shape, shape_schema
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.grammar.trial import (
     LARK_TEXT,
@@ -42,10 +32,22 @@ from gateway.engine.grammar.trial import (
     try_grammar,
     without_texts,
 )
+from gateway.engine.grammar.unenforced import (
+    COMPACT,
+    Held,
+    check_strict,
+    hold,
+    leave_out,
+    read_options,
+    to_llguidance,
+    warned,
+    why,
+)
 from gateway.engine.sandboxed import TRIAL_FORCED, TRIAL_STEPS
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 
+_ROUNDS: Final = 3  # of compiling a schema, each without what the one before was refused for
 RENEW_AFTER: Final = 256  # copies share a lexer whose states only grow: start another now and then
 _LARK_SCHEMA: Final = re.compile(rf"{LARK_TEXT.pattern}|%json\s*")
 _GBNF: Final = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
@@ -58,16 +60,10 @@ class Bounds:
 
     max_schema_bytes: int = 256 * 1024
     max_depth: int = 128
-    max_path: int = MAX_PATH  # subschemas, one inside the other or by `$ref`
+    max_path: int = 400  # subschemas, one inside the other or by `$ref`
     max_text_chars: int = 32 * 1024
     max_calls_chars: int = 4 * 1024 * 1024  # of our own making, from schemas bounded one by one
     max_choices: int = 4096
-    max_forms_s: float = 4.0  # of processor time, for all forms of a schema together
-    max_wait_s: float = 60.0  # by the clock, for the same on a busy machine
-
-    def allowance(self) -> Allowance:
-        """Return the time that the forms of a schema may take from now on."""
-        return Allowance(self.max_forms_s, self.max_wait_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,96 +94,107 @@ def compile_grammar(
     bounds: Bounds | None = None,
     sandbox: Sandbox | None = None,
 ) -> CompiledGrammar:
-    """Compile with llguidance. Raises BadRequest for what it can't do, or would only half do.
+    """Compile with llguidance. Raises BadRequest for what it can't do.
 
     `shape` tightens JSON Schemas; a schema that cannot be met so is compiled as it came. Everything
     is compiled in the `sandbox` first, if there is one.
     """
-    bounds = bounds or Bounds()
+    bounds, shape = bounds or Bounds(), shape or Shape()
+    compiler = Compiler(tokenizer, sandbox)
     if grammar.kind == "json_schema":
-        read = read_schema(grammar.source, bounds)
-        compile_form = _Schemas(tokenizer, read.options, sandbox)
-        form, compiled = form_that_compiles(
-            read, shape or Shape(), compile_form, bounds.allowance()
-        )
+        schema = read_schema(grammar.source, bounds)
+        options = read_options(schema)
+        held, compiled = compile_schema(compiler, hold(schema, bounds.max_path), shape, options)
         if grammar.strict:
-            check_strict(form)
-        return replace(compiled, unenforced=form.unenforced)
+            check_strict(held.unenforced)
+        return replace(compiled, unenforced=held.unenforced)
     source = text_of(grammar, bounds)
-    if any(repeats_much(json.loads(rule.schema)) for rule in grammar.schemas):
-        grammar = _loosen_calls(tokenizer, grammar, shape or Shape(), bounds, sandbox) or grammar
-        return _text(tokenizer, grammar, grammar.source, bounds, sandbox)
     try:
-        return _text(tokenizer, grammar, source, bounds, sandbox)
+        compiled, warnings = _compile_text(compiler, grammar, source, bounds)
     except DiedCompiling:
         raise
     except BadRequest:
-        smaller = _loosen_calls(tokenizer, grammar, shape or Shape(), bounds, sandbox)
-        if smaller is None:
+        if not grammar.schemas:
             raise
-    return _text(tokenizer, smaller, smaller.source, bounds, sandbox)
+        warnings = ["some function's parameters do not compile as they are"]
+    if warnings:
+        grammar = _hold_calls(compiler, grammar, shape, bounds)
+        compiled, _ = _compile_text(compiler, grammar, grammar.source, bounds)
+    return replace(compiled, unenforced=grammar.unenforced)
 
 
-def _text(
-    tokenizer: GrammarTokenizer,
-    grammar: Grammar,
-    source: str,
-    bounds: Bounds,
-    sandbox: Sandbox | None,
-) -> CompiledGrammar:
-    """Compile a grammar other than a JSON Schema as it came; `source` is its text."""
+def compile_schema(
+    compiler: "Compiler", held: Held, shape: Shape, options: Mapping[str, Any] = COMPACT
+) -> tuple[Held, CompiledGrammar]:
+    """Compile what can be held of a schema; return that, in its final form, and the grammar.
+
+    What the compiler refuses is left out as well, and the rest tried again. Raises BadRequest in
+    our own words when nothing compiles.
+    """
+    for _ in range(_ROUNDS):
+        forms = [shape_schema(held.schema, shape), held.schema]
+        problem = ""
+        for form in forms if forms[0] != held.schema else forms[1:]:
+            try:
+                compiled, warnings = compiler.compile_schema(form, options)
+            except DiedCompiling:
+                raise
+            except BadRequest as error:
+                problem = error.message.removeprefix(_CANNOT)
+            else:
+                return replace(held.naming(warned(held, warnings)), schema=form), compiled
+        smaller = leave_out(held, problem, compiler.is_broken)
+        if smaller is None:
+            break
+        held = smaller
+    raise refusal(why(held, problem))
+
+
+def _compile_text(
+    compiler: "Compiler", grammar: Grammar, source: str, bounds: Bounds
+) -> tuple[CompiledGrammar, Sequence[str]]:
+    """Compile a grammar other than a JSON Schema; `source` is its text. Return the warnings too."""
+    maker, texts = compiler.tokenizer.maker, compiler.tokenizer.texts
     if grammar.kind in ("grammar", "calls"):
         if grammar.kind == "grammar":  # ours may say more than a caller's
             source = _from_gbnf(source)
             _check_lark(source, bounds)
-        spec = tokenizer.maker.get_cfg_logits_processor(source).grammar
+        spec = maker.get_cfg_logits_processor(source).grammar
     else:
-        spec = tokenizer.maker.get_regex_logits_processor(source).grammar
-    # Only a call of our own making may use the model's marks, which are control tokens.
-    texts = tokenizer.texts_and_marks if grammar.kind == "calls" else tokenizer.texts
+        spec = maker.get_regex_logits_processor(source).grammar
+    if grammar.kind == "calls":  # only these may use the model's marks, which are control tokens
+        texts = compiler.tokenizer.texts_and_marks
     try:
-        compiled = _compile(tokenizer, spec, "invalid_grammar", texts, sandbox)
+        compiled, warnings = compiler.compile(spec, "invalid_grammar", texts)
+        if warnings and grammar.kind != "calls":
+            raise _refusal("; ".join(warnings)[:1000])
     except DiedCompiling:
         raise
     except BadRequest as error:
         raise _refusal(_reword(grammar, error.message.removeprefix(_CANNOT))) from None
-    return replace(compiled, unenforced=grammar.unenforced)
+    return compiled, warnings
 
 
-def _loosen_calls(
-    tokenizer: GrammarTokenizer,
-    grammar: Grammar,
-    shape: Shape,
-    bounds: Bounds,
-    sandbox: Sandbox | None,
-) -> Grammar | None:
-    """Return calls with each schema in a form that compiles; None if that changes nothing.
+def _hold_calls(compiler: "Compiler", grammar: Grammar, shape: Shape, bounds: Bounds) -> Grammar:
+    """Return calls with what can be held of each schema, naming the rest.
 
-    Raises BadRequest, naming the function, for a schema that has no such form, and for a strict one
-    whose form leaves something out.
+    Raises BadRequest, naming the function, for a schema that doesn't compile, and for a strict one
+    that is not held whole.
     """
     forms, unenforced = dict[str, schemas.Schema](), list[str]()
-    compile_form = _Schemas(tokenizer, COMPACT, sandbox)
-    allowance = bounds.allowance()
     for rule in grammar.schemas:
         try:
-            form, _ = form_that_compiles(
-                read_schema(rule.schema, bounds),
-                shape,
-                lambda schema: compile_form(schemas.bare(schema)),
-                allowance,
-            )
+            held = hold(read_schema(rule.schema, bounds), bounds.max_path)
+            held, _ = compile_schema(compiler, held, shape)
             if rule.strict:
-                check_strict(form)
+                check_strict(held.unenforced)
         except DiedCompiling:
             raise
         except BadRequest as error:
             raise of_function(rule.function, error) from None
-        forms[rule.rule] = form.schema
-        unenforced += [f"{rule.function}{pointer}" for pointer in form.unenforced]
+        forms[rule.rule] = held.schema
+        unenforced += [f"{rule.function}{pointer}" for pointer in held.unenforced]
     source = with_forms(grammar.source, forms)
-    if source == grammar.source:
-        return None
     return replace(grammar, source=source, unenforced=tuple(unenforced))
 
 
@@ -198,14 +205,14 @@ _REASON: Final = re.compile(r"^error: (.+)$", re.MULTILINE)
 _CALL: Final = re.compile(r'^call_(\d+): ("(?:[^"\\]|\\.)*")', re.MULTILINE)
 
 
-def _reword(grammar: Grammar, found: str) -> str:
+def _reword(grammar: Grammar, problem: str) -> str:
     """Return llguidance's message on a regex, a choice, a grammar or calls in our words.
 
     It quotes the lines it read, which the caller wrote only if the kind is a grammar.
     """
-    place = _PLACE.match(found)
-    first = _PLACE.sub("", found.partition("\n")[0], count=1)
-    reason = (match[1] if (match := _REASON.search(found)) else first).strip().rstrip(".")[:300]
+    place = _PLACE.match(problem)
+    first = _PLACE.sub("", problem.partition("\n")[0], count=1)
+    reason = (match[1] if (match := _REASON.search(problem)) else first).strip().rstrip(".")[:300]
     lines = grammar.source.split("\n")
     line = lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else ""
     if grammar.kind == "calls":
@@ -222,14 +229,13 @@ def _reword(grammar: Grammar, found: str) -> str:
     return f"The {grammar.kind} cannot be compiled: {reason}."
 
 
-def read_schema(source: str, bounds: Bounds) -> Read:
-    """Read a JSON Schema within bounds, checked and brought up to date."""
-    return forms.read_schema(
-        source,
-        max_bytes=bounds.max_schema_bytes,
-        max_depth=bounds.max_depth,
-        max_path=bounds.max_path,
+def read_schema(source: str, bounds: Bounds) -> schemas.Schema:
+    """Read a JSON Schema within bounds, checked against its draft's own schema."""
+    schema = schemas.parse_schema(
+        source, max_bytes=bounds.max_schema_bytes, max_depth=bounds.max_depth
     )
+    schemas.check_draft(schema)
+    return schema
 
 
 def text_of(grammar: Grammar, bounds: Bounds) -> str:
@@ -258,34 +264,6 @@ def _refusal(message: str, code: str = "invalid_grammar") -> BadRequest:
     return BadRequest(message, part="answer_form", code=code)
 
 
-@dataclass(frozen=True, slots=True)
-class _Schemas:
-    """Compiles the forms of a schema. What was refused once is refused again at once."""
-
-    tokenizer: GrammarTokenizer
-    options: Mapping[str, Any]
-    sandbox: Sandbox | None
-    refusals: dict[str, BadRequest] = field(default_factory=dict)
-
-    def __call__(self, schema: schemas.Schema) -> CompiledGrammar:
-        """Compile a form, after those of its patterns that decoding may find to be too large."""
-        for large in repeats_much(schema):
-            self._alone(large)
-        return self._alone(schema)
-
-    def _alone(self, schema: schemas.Schema) -> CompiledGrammar:
-        text = json.dumps(to_llguidance(schema, self.options))
-        if text in self.refusals:
-            raise self.refusals[text]
-        spec = self.tokenizer.maker.get_json_schema_logits_processor(text).grammar
-        texts = self.tokenizer.texts
-        try:
-            return _compile(self.tokenizer, spec, "invalid_json_schema", texts, self.sandbox)
-        except BadRequest as error:
-            self.refusals[text] = error
-            raise
-
-
 def _from_gbnf(source: str) -> str:
     """Return a grammar in llama.cpp's form, GBNF, in Lark's; any other as it is."""
     if not _GBNF.search(source):
@@ -300,42 +278,63 @@ def _check_lark(source: str, bounds: Bounds) -> None:
     """Raise BadRequest for what the answer's text would not show, or what we would ignore."""
     if open_at := next(filter(is_open, LARK_TEXT.finditer(source)), None):
         raise _refusal(f"The grammar has a text or a regex without an end: {open_at[0][:64]}")
-    if found := _LARK_SPECIAL.search(without_texts(source)):
-        raise _refusal(f"The grammar uses `{found[0]}`, which is not supported.")
+    if match := _LARK_SPECIAL.search(without_texts(source)):
+        raise _refusal(f"The grammar uses `{match[0]}`, which is not supported.")
     at = 0
-    while found := _LARK_SCHEMA.search(source, at):
-        at = found.end()
-        if found[0].startswith("%"):
+    while match := _LARK_SCHEMA.search(source, at):
+        at = match.end()
+        if match[0].startswith("%"):
             try:
                 schema, at = json.JSONDecoder().raw_decode(source, at)
             except (ValueError, RecursionError) as error:
                 raise _refusal(f"The grammar's %json is not JSON: {error}") from None
             schemas.check_depth(schema, bounds.max_depth)
-            check_path(schema, bounds.max_path)
+            read_options(schema)
 
 
-def _compile(
-    tokenizer: GrammarTokenizer, spec: str, code: str, texts: Texts, sandbox: Sandbox | None
-) -> CompiledGrammar:
-    """Return the grammar's first matcher; every other one is a copy."""
-    if sandbox is not None:
-        try_grammar(sandbox, spec, code)
-    limits = LLParserLimits(**LIMITS)
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """Compiles llguidance's own form of grammars for one model."""
 
-    def first() -> LLMatcher:
-        return LLMatcher(tokenizer.tokens, spec, log_level=0, limits=limits)
+    tokenizer: GrammarTokenizer
+    sandbox: Sandbox | None
 
-    matcher = first()
-    noun = "JSON Schema" if code == "invalid_json_schema" else "grammar"
-    copies = _Copies(first, matcher, texts)
-    error = State(matcher, texts).problem()
-    if error is None and (warnings := matcher.get_grammar_warnings()):
-        error = "; ".join(warnings)
-    if error is None:
-        error = _try(Matcher(copies, tokenizer.eos_ids), tokenizer)
-    if error is not None:
-        raise _refusal(f"The {noun} cannot be compiled: {error[:1000].strip()}", code)
-    return CompiledGrammar(copies, tokenizer.eos_ids, alone=lambda: State(first(), texts))
+    def compile_schema(
+        self, schema: Node, options: Mapping[str, Any]
+    ) -> tuple[CompiledGrammar, Sequence[str]]:
+        """Compile a JSON Schema; return the warnings too."""
+        text = json.dumps(to_llguidance(schema, options))
+        spec = self.tokenizer.maker.get_json_schema_logits_processor(text).grammar
+        return self.compile(spec, "invalid_json_schema", self.tokenizer.texts)
+
+    def is_broken(self, pattern: str) -> bool:
+        """Return True if a pattern doesn't compile by itself."""
+        try:
+            self.compile_schema({"type": "string", "pattern": pattern}, COMPACT)
+        except BadRequest:
+            return True
+        return False
+
+    def compile(self, spec: str, code: str, texts: Texts) -> tuple[CompiledGrammar, Sequence[str]]:
+        """Return the grammar's first matcher, of which every other one is a copy, and warnings."""
+        if self.sandbox is not None:
+            try_grammar(self.sandbox, spec, code)
+        limits = LLParserLimits(**LIMITS)
+
+        def first() -> LLMatcher:
+            return LLMatcher(self.tokenizer.tokens, spec, log_level=0, limits=limits)
+
+        matcher = first()
+        copies = _Copies(first, matcher, texts)
+        error = State(matcher, texts).problem()
+        warnings = [] if error else matcher.get_grammar_warnings()
+        if error is None:
+            error = _try(Matcher(copies, self.tokenizer.eos_ids), self.tokenizer)
+        if error is not None:
+            raise _refusal(f"{_CANNOT}{error[:1000].strip()}", code)
+        ends = self.tokenizer.eos_ids
+        alone = lambda: State(first(), texts)  # noqa: E731
+        return CompiledGrammar(copies, ends, alone=alone), warnings
 
 
 def _try(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:

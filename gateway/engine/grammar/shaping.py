@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
 
-from gateway.engine.grammar.patterns import ENDLESS_FORMATS, all_but, widths, within
-from gateway.engine.grammar.schemas import Node, Schema, can_end, rebuild, types, walk
+from gateway.engine.grammar.patterns import ENDLESS_FORMATS, FORMATS, widths
+from gateway.engine.grammar.schemas import (
+    Node,
+    Schema,
+    can_end,
+    is_number,
+    rebuild,
+    tuple_items,
+    types,
+    walk,
+)
 
-_APPLICATORS: Final = ("$ref", "anyOf", "oneOf", "allOf")
-_SETTLED: Final = (*_APPLICATORS, "enum", "const")
+_SETTLED: Final = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _CONSTRAINTS: Final = ("properties", "patternProperties", "required")
 _MARK: Final = "gateway-closed"
 _OPEN: Final = "gateway-open"
@@ -62,13 +70,13 @@ def complete(schema: Schema) -> Schema:
 def _complete(node: Schema) -> Schema:
     if not isinstance(node, dict) or not isinstance(node.get("properties"), dict):
         return node
-    own, required = node["properties"], list(node.get("required", ()))
-    optional = [name for name in own if name not in required]
-    room = node.get("maxProperties", len(own) + len(required)) - len(required)
-    if len(optional) <= room and all(_may_say_nothing(own[name]) for name in optional):
+    properties, required = node["properties"], list(node.get("required", ()))
+    optional = [name for name in properties if name not in required]
+    room = node.get("maxProperties", len(properties) + len(required)) - len(required)
+    if len(optional) <= room and all(_may_say_nothing(properties[name]) for name in optional):
         names = {*required, *optional}
-        node["required"] = [name for name in own if name in names] + [
-            name for name in required if name not in own
+        node["required"] = [name for name in properties if name in names] + [
+            name for name in required if name not in properties
         ]
     return node
 
@@ -94,19 +102,19 @@ def close_objects(schema: Schema) -> Schema:
     for _, node in walk(schema):
         subschemas = _subschemas(node)
         sources = len(node.get("allOf", ())) + any(key in node for key in _CONSTRAINTS)
-        if sources > 1 and any("$ref" in each for each in (node, *subschemas)):
+        if sources > 1 and any("$ref" in part for part in (node, *subschemas)):
             return schema
     return rebuild(rebuild(schema, _close), _unmark)
 
 
 def _subschemas(node: Node) -> list[Node]:
     """List the subschemas, however deep, that constrain the same value."""
-    found = []
+    parts = []
     for key in ("allOf", "anyOf", "oneOf"):
-        for each in node.get(key, ()):
-            if isinstance(each, dict):
-                found += [each, *_subschemas(each)]
-    return found
+        for part in node.get(key, ()):
+            if isinstance(part, dict):
+                parts += [part, *_subschemas(part)]
+    return parts
 
 
 def _close(node: Schema) -> Schema:
@@ -114,12 +122,12 @@ def _close(node: Schema) -> Schema:
         return node
     subschemas = _subschemas(node)
     named = set(node.get("required", ())).union(
-        *(each.get(key, ()) for each in subschemas for key in ("properties", "required"))
+        *(part.get(key, ()) for part in subschemas for key in ("properties", "required"))
     )
     if len(node.get("allOf", ())) > 1 or any(key in node for key in _CONSTRAINTS):
-        for each in subschemas:
-            if each.pop(_MARK, False):
-                del each["additionalProperties"]
+        for part in subschemas:
+            if part.pop(_MARK, False):
+                del part["additionalProperties"]
     is_open = "additionalProperties" not in node and "patternProperties" not in node
     if node.get("properties") and is_open and named <= node["properties"].keys():
         node |= {"additionalProperties": False, _MARK: True}
@@ -171,52 +179,35 @@ def bound_strings(
 
 def _limit(node: Node, limits: Node) -> Node:
     kinds = types(node)
-    most = _most_chars(node, limits["maxLength"]) if "maxLength" in limits else None
-    if most is not None and "string" in kinds and "maxLength" not in node:
-        node["maxLength"] = most
+    max_chars = _most_chars(node, limits["maxLength"]) if "maxLength" in limits else None
+    if max_chars is not None and "string" in kinds and "maxLength" not in node:
+        node["maxLength"] = max_chars
     if "maxItems" in limits and "array" in kinds and "maxItems" not in node:
-        least = max(node.get("minItems", 0), len(node.get("prefixItems", ())))
-        node["maxItems"] = max(limits["maxItems"], least)
+        first_items, _ = tuple_items(node)
+        node["maxItems"] = max(limits["maxItems"], node.get("minItems", 0), len(first_items))
     return node
 
 
 def _most_chars(node: Node, limit: int) -> int | None:
     """Return the bound of a string that could be endless; None if it ends by its own form."""
-    most = max(limit, int(node.get("minLength", 0)))
+    max_chars = max(limit, int(node.get("minLength", 0)))
     if "pattern" in node:
-        least, widest = widths(node["pattern"])
-        return None if widest is not None else max(most, least + limit if least else 0)
-    if "format" in node:
-        return max(most, _SHORTEST_FORMAT) if node["format"] in ENDLESS_FORMATS else None
-    return most
+        narrowest, widest = widths(node["pattern"])
+        return None if widest is not None else max(max_chars, narrowest + limit if narrowest else 0)
+    if node.get("format") in FORMATS:
+        return max(max_chars, _SHORTEST_FORMAT) if node["format"] in ENDLESS_FORMATS else None
+    return max_chars
 
 
 def _bound_names(node: Node, limits: Node) -> Node:
-    """Bound the names of properties, and how many an object has beyond those declared."""
-    own, patterns = node.get("properties", {}), node.get("patternProperties")
-    rest = node.get("additionalProperties", True)
-    if "maxLength" not in limits or "object" not in types(node):
+    """Bound the names, and the number, of the properties of an object that declares none."""
+    value = node.get("additionalProperties", False)
+    is_map = value is not False and not any(key in node for key in _CONSTRAINTS)
+    if not is_map or "object" not in types(node) or "maxLength" not in limits:
         return node
-    chars, required = limits["maxLength"], node.get("required", ())
-    if patterns is not None:
-        is_alone = rest is not False and any(key in node for key in _APPLICATORS)
-        if is_alone or any(len(name) > chars for name in (*own, *required)):
-            return node
-        drawn = {
-            pattern if widths(pattern)[1] is not None else within(pattern, chars): value
-            for pattern, value in patterns.items()
-        }
-        node = {**node, "patternProperties": drawn, "additionalProperties": False}
-    elif rest is not False and ("additionalProperties" in node or own):
-        names = all_but(own, chars) if own else _any_name(chars)
-        if names is None:
-            return node
-        node = {**node, "patternProperties": {names: rest}, "additionalProperties": False}
-    else:
-        return node
-    if "maxItems" in limits and "maxProperties" not in node and own.keys() <= set(required):
-        most = max(limits["maxItems"], node.get("minProperties", 0)) + len(required)
-        node["maxProperties"] = most
+    node = {**node, **_any_properties(limits, value)}
+    if "maxItems" in limits and "maxProperties" not in node:
+        node["maxProperties"] = max(limits["maxItems"], node.get("minProperties", 0))
     return node
 
 
@@ -226,7 +217,7 @@ def _bound_counts(node: Node, limits: Node) -> Node:
     A small model repeats digits as it does letters. A number without bounds may have an exponent.
     """
     kinds, is_short = types(node), "maxLength" in limits
-    bounds = [node[key] for key in (*_LOWER, *_UPPER) if key in node]
+    bounds = [node[key] for key in (*_LOWER, *_UPPER) if is_number(node.get(key))]
     if "number" in kinds and "multipleOf" not in node and (bounds or is_short):
         places = max(_PLACES_IF_SHORT if is_short else _PLACES, *map(_places_near, bounds), 0)
         if places > _PLACES:
@@ -249,15 +240,15 @@ def _places_near(bound: float) -> int:
 
 def _open(node: Node, limits: Node) -> Node:
     """Point places that the schema leaves open at the bounded value of any shape."""
-    more: dict[str, Any] = {}
+    opened: dict[str, Any] = {}
     if "array" in types(node) and "items" not in node:
-        more["items"] = _open_ref(_OPEN_DEPTH)
+        opened["items"] = _open_ref(_OPEN_DEPTH)
     named = any(key in node for key in ("properties", "patternProperties"))
     if "object" in types(node) and not named and "additionalProperties" not in node:
-        more.update(_any_properties(limits, _open_ref(_OPEN_DEPTH)))
+        opened.update(_any_properties(limits, _open_ref(_OPEN_DEPTH)))
         if not {"minProperties", "maxProperties", "required"} & node.keys():
-            more.update(_few_properties(limits))
-    return {**node, **more} if more else node
+            opened.update(_few_properties(limits))
+    return {**node, **opened} if opened else node
 
 
 def _few_properties(limits: Node) -> Node:
@@ -285,9 +276,5 @@ def _any_properties(limits: Node, value: Node) -> Node:
     """Allow any properties, their names bounded as other strings are."""
     if "maxLength" not in limits:
         return {"additionalProperties": value}
-    names = _any_name(limits["maxLength"])
+    names = f"^(?s:.{{0,{limits['maxLength']}}})$"
     return {"patternProperties": {names: value}, "additionalProperties": False}
-
-
-def _any_name(chars: int) -> str:
-    return f"^(?s:.{{0,{chars}}})$"

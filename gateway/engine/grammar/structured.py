@@ -12,19 +12,19 @@ import mlx.core as mx
 import numpy as np
 
 from gateway.engine import sandboxed
-from gateway.engine.grammar.calls import CallFormat, answer_grammar
+from gateway.engine.grammar.calls import CallFormat, answer_grammar, of_function
 from gateway.engine.grammar.compiling import (
     Bounds,
     CompiledGrammar,
     compile_grammar,
     read_schema,
 )
-from gateway.engine.grammar.drafts import Draft, draft_of
-from gateway.engine.grammar.forms import check_strict, first_form, of_function
 from gateway.engine.grammar.matching import BoundRow, Masks, apply_masks
-from gateway.engine.grammar.shaping import Shape
+from gateway.engine.grammar.schemas import Draft, draft_of
+from gateway.engine.grammar.shaping import Shape, shape_schema
 from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.grammar.trial import Sandbox, key_of
+from gateway.engine.grammar.unenforced import check_strict, hold
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Grammar
 
@@ -153,10 +153,10 @@ class Structured:
         Keywords that are not enforced are added to the list, behind the function's name.
         """
         try:
-            form = first_form(read_schema(json.dumps(dict(schema)), self._bounds), self._shape)
+            held = hold(read_schema(json.dumps(dict(schema)), self._bounds), self._bounds.max_path)
             if strict:
-                check_strict(form)
+                check_strict(held.unenforced)
         except BadRequest as error:
             raise of_function(function, error) from None
-        unenforced += [f"{function}{pointer}" for pointer in form.unenforced]
-        return form.schema if isinstance(form.schema, dict) else {}
+        unenforced += [f"{function}{pointer}" for pointer in held.unenforced]
+        return dict(shape_schema(held.schema, self._shape))

@@ -1,7 +1,7 @@
 """Projections that read the same input, computed as one product: q, k and v; gate and up.
 
 One wide product reads the input once and starts one kernel where narrow ones start two or three.
-A GPU may gain by that in short passes, which `doctor --engine` measures; a CPU did not.
+A GPU may gain by that in short passes, which `doctor --engine` shows; a CPU did not.
 """
 
 from collections.abc import Generator, Sequence

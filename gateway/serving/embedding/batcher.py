@@ -81,11 +81,11 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
             cut = 0
             if job.max_tokens_per_doc is not None:
                 rows = await self._tokenise(embed_job, texts)
-                most = len(self._engine.encode([document_prompt])[0]) + job.max_tokens_per_doc
-                if most < self._engine.max_tokens:
-                    cut = sum(len(row) > most for row in rows[len(queries) :])
+                max_tokens = len(self._engine.encode([document_prompt])[0]) + job.max_tokens_per_doc
+                if max_tokens < self._engine.max_tokens:
+                    cut = sum(len(row) > max_tokens for row in rows[len(queries) :])
                     rows[len(queries) :] = [
-                        self._engine.truncate(row, most) for row in rows[len(queries) :]
+                        self._engine.truncate(row, max_tokens) for row in rows[len(queries) :]
                     ]
                 embed_job, texts = replace(embed_job, token_rows=rows, texts=()), []
             try:
@@ -107,25 +107,25 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         )
 
     async def _embed(self, job: EmbedJob, texts: Sequence[str], arrival: Arrival) -> Embedded:
-        found = [self._cache.get(text, truncate=job.truncate) for text in texts]
-        found = found or [None] * len(job.token_rows)
-        if missing := [index for index, each in enumerate(found) if each is None]:
+        kept_rows = [self._cache.get(text, truncate=job.truncate) for text in texts]
+        kept_rows = kept_rows or [None] * len(job.token_rows)
+        if missing := [index for index, row in enumerate(kept_rows) if row is None]:
             new = await self._compute_texts(
                 job, [texts[index] for index in missing if texts], arrival
             )
-            for index, each in zip(missing, new, strict=True):
-                found[index] = each
+            for index, row in zip(missing, new, strict=True):
+                kept_rows[index] = row
                 if texts:
-                    self._cache.put(texts[index], each)
-        every = [each for each in found if each is not None]
-        tokens = sum(each.tokens for each in every)
-        truncated = sum(each.is_truncated for each in every)
+                    self._cache.put(texts[index], row)
+        rows = [row for row in kept_rows if row is not None]
+        tokens = sum(row.tokens for row in rows)
+        truncated = sum(row.is_truncated for row in rows)
         timings = job.caller.timings
         timings.tokens_in, timings.stage = tokens, None
         metrics.count_prompt(self._name, tokens)
         if truncated:
             metrics.of(metrics.TRUNCATED, self._name).inc(truncated)
-        vectors = np.stack([each.vector for each in every])
+        vectors = np.stack([row.vector for row in rows])
         if job.dimensions is not None and job.dimensions < self._engine.dimensions:
             vectors = self._engine.shorten(vectors, job.dimensions)
         return Embedded(vectors, tokens, truncated)

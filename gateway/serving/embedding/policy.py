@@ -144,13 +144,13 @@ class EmbeddingCache:
         if not self._size:
             return None
         key = _digest(text)
-        found = self._vectors.get(key)
-        if found is None or (found.is_truncated and not truncate):
+        vector = self._vectors.get(key)
+        if vector is None or (vector.is_truncated and not truncate):
             self._misses.inc()
             return None
         self._vectors.move_to_end(key)
         self._hits.inc()
-        return found
+        return vector
 
     def put(self, text: str, vector: TextVector) -> None:
         """Keep a text's vector, evicting the least recently used one if full."""
@@ -200,10 +200,12 @@ def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | No
 
 def cosines(queries: Vectors, documents: Vectors) -> npt.NDArray[np.float64]:
     """Return (documents,): the cosine of each row with that of the query, or with its own."""
-    ones, others = queries.astype(np.float64), documents.astype(np.float64)
-    lengths = np.linalg.norm(ones, axis=1) * np.linalg.norm(others, axis=1)
-    found: npt.NDArray[np.float64] = (ones * others).sum(axis=1) / np.where(lengths, lengths, 1)
-    return np.clip(found, -1, 1)
+    ones, document_rows = queries.astype(np.float64), documents.astype(np.float64)
+    lengths = np.linalg.norm(ones, axis=1) * np.linalg.norm(document_rows, axis=1)
+    cosines: npt.NDArray[np.float64] = (ones * document_rows).sum(axis=1) / np.where(
+        lengths, lengths, 1
+    )
+    return np.clip(cosines, -1, 1)
 
 
 def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> None:

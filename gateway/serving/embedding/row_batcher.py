@@ -59,10 +59,10 @@ class RowRequest(Generic[R]):
 
     def take(self, count: int) -> "list[Row[R]]":
         """Take the next rows, for a batch."""
-        taken = self._order[self._taken : self._taken + count]
+        tickets = self._order[self._taken : self._taken + count]
         self._taken += count
         self._timings.stage = Stage.INFERENCE
-        return [Row(self, index, self._rows[index]) for index in taken]
+        return [Row(self, index, self._rows[index]) for index in tickets]
 
     def note_pass(self, seconds: float, turn: Turn) -> None:
         """Add the seconds of a pass and, once a turn, of the wait for the lane before it.
@@ -244,19 +244,19 @@ class RowBatcher(Generic[R]):
 
     def _take(self) -> list[Row[R]]:
         self._has_work()
-        most = self._limits.max_batch_size
-        requests = self._waiting[:most]
-        lengths = [request.lengths(most) for request in requests]
+        max_rows = self._limits.max_batch_size
+        requests = self._waiting[:max_rows]
+        lengths = [request.lengths(max_rows) for request in requests]
         tokens = min(self._limits.max_batch_tokens, self._pace.tokens)
-        counts = take_batch(lengths, most, tokens)
+        counts = take_batch(lengths, max_rows, tokens)
         pairs = zip(requests, counts, strict=True)
-        chosen = [each for request, count in pairs for each in request.take(count)]
+        chosen = [ticket for request, count in pairs for ticket in request.take(count)]
         return sorted(chosen, key=lambda each: len(each.row))
 
     async def _run(self, turn: Turn, batch: list[Row[R]]) -> None:
         turn.set_shape((self._name, len(batch).bit_length(), len(batch[-1].row).bit_length()))
         try:
-            _answer(batch, await turn(self._compute, [each.row for each in batch]))
+            _answer(batch, await turn(self._compute, [ticket.row for ticket in batch]))
         except Exception as error:
             log.warning("batch_failed", model=self._name, rows=len(batch), error=str(error))
             await self._retry_alone(turn, batch, error)
@@ -287,13 +287,13 @@ class RowBatcher(Generic[R]):
 
     def _record(self, batch: Sequence[Row[R]], turn: Turn, started: float) -> None:
         seconds = clock.now() - started
-        for request in {each.request for each in batch}:
+        for request in {ticket.request for ticket in batch}:
             request.note_pass(seconds, turn)
         padded = len(batch) * max(1, len(batch[-1].row))
         self._pace.note(padded, seconds)
         metrics.of(metrics.BATCH_ROWS, self._name).observe(len(batch))
         metrics.of(metrics.BATCH_PADDING, self._name).observe(
-            1 - sum(len(each.row) for each in batch) / padded
+            1 - sum(len(ticket.row) for ticket in batch) / padded
         )
         log.debug(
             "batch",
@@ -326,13 +326,13 @@ class RowBatcher(Generic[R]):
 def _answer(batch: Sequence[Row[R]], results: Vectors) -> None:
     if len(results) != len(batch):
         raise ValueError(f"{len(results)} results were given for {len(batch)} rows")
-    for each, result in zip(batch, results, strict=True):
-        each.request.answer(each.index, result)
+    for ticket, result in zip(batch, results, strict=True):
+        ticket.request.answer(ticket.index, result)
 
 
 def _refuse(batch: Sequence[Row[R]], error: GatewayError) -> None:
-    for each in batch:
-        each.request.refuse(error)
+    for ticket in batch:
+        ticket.request.refuse(error)
 
 
 def _unloaded_error(model: str) -> GatewayError:

@@ -1,4 +1,4 @@
-"""Checks finished answers by schemas that are strict, or that a grammar enforces only in part."""
+"""Checks finished answers by the schemas that they were held to, whatever their grammar held."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from gateway import logs, metrics
-from gateway.errors import DeadlineExceeded
+from gateway.errors import DeadlineExceeded, SchemaViolated
 from gateway.jobs import Delta, GenerateJob
 from gateway.serving.admission import until_deadline
 from gateway.serving.ports import GenerationEngine
@@ -39,7 +39,7 @@ class _Choice:
 
 
 class AnswerChecker:
-    """Collects the choices of one job, and checks them by its schemas if any has to be checked.
+    """Collects the choices of one job, and checks them by its schemas if it has any.
 
     `unenforced` are JSON pointers to the parts that are not enforced, after the function's name
     for parameters of one.
@@ -60,9 +60,14 @@ class AnswerChecker:
         self._choices: dict[int, _Choice] = {}
         self.unenforced = unenforced
         functions = () if job.calling is None else job.calling.functions
+        self._held = {
+            function.name: function
+            for function in functions
+            if function.strict or (job.calling and job.calling.forced)
+        }
+        has_schema = job.grammar is not None and job.grammar.kind == "json_schema"
         self._must_fit = job.grammar is not None and (job.grammar.strict or job.grammar.must_fit)
-        has_strict = self._must_fit or any(function.strict for function in functions)
-        self._is_needed = has_strict or bool(unenforced)
+        self._is_needed = has_schema or bool(self._held)
 
     def add(self, delta: Delta) -> None:
         """Add a delta to its choice."""
@@ -93,6 +98,12 @@ class AnswerChecker:
         metrics.of(metrics.CHECKED_ANSWERS, self._name, outcome).inc()
         return fit
 
+    async def require_fits(self) -> None:
+        """Check every choice. Raises SchemaViolated if one is broken."""
+        for index in list(self._choices):
+            if await self.check(index) is Fit.BROKEN:
+                raise SchemaViolated
+
     async def _fit(self, schemas: Sequence[tuple[str, str, bool]]) -> Fit:
         results: list[tuple[bool | None, bool]] = []
         try:
@@ -112,12 +123,9 @@ class AnswerChecker:
 
     def _schemas(self, choice: _Choice) -> Iterator[tuple[str, str, bool]]:
         """Yield each schema, the text to check by it, and whether that must fit."""
-        calling, grammar = self._job.calling, self._job.grammar
-        functions = {} if calling is None else {each.name: each for each in calling.functions}
+        grammar = self._job.grammar
         for name, arguments in choice.calls.values():
-            function = functions.get("".join(name))
-            is_forced = calling is not None and calling.forced and self.unenforced
-            if function is not None and (is_forced or function.strict):
+            if (function := self._held.get("".join(name))) is not None:
                 schema = json.dumps(dict(function.parameters))
                 yield schema, "".join(arguments), function.strict
         if grammar is not None and grammar.kind == "json_schema" and not choice.calls:

@@ -244,6 +244,7 @@ class GenerationBatcher:
                     outputs.put_nowait(generation.usage)
                     async for delta in deltas:
                         outputs.put_nowait(replace(delta, index=number * job.n + delta.index))
+                    await generation.checker.require_fits()
 
         workers = [asyncio.create_task(work()) for _ in range(slots)]
         for worker in workers:

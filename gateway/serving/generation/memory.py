@@ -90,23 +90,13 @@ def longest_chunk(chunk_tokens: int) -> int:
 
 
 class RowMemory:
-    """The share of the budget of one model's rows. `clear` evicts idle models for so many bytes,
-    recently used ones only if it is pressing.
+    """The share of the budget of one model's rows."""
 
-    `prefix_bytes` are those of the prefix cache, which is freed when rows or models need memory.
-    """
-
-    def __init__(
-        self,
-        budget: Budget,
-        costs: RowCosts,
-        clear: Callable[[int, bool], None] = lambda _nbytes, _is_pressing: None,
-    ) -> None:
+    def __init__(self, budget: Budget, costs: RowCosts) -> None:
         self._budget = budget
         self._costs = costs
-        self._clear = clear
         self._share = budget.share()
-        self.prefix_bytes = 0
+        self.prefix_bytes = 0  # of the prefix cache, which is freed when rows or models need memory
         self._is_recalled = False
 
     @property
@@ -167,7 +157,7 @@ class RowMemory:
         """
         free = self._budget.free_bytes
         if not self._budget.claimed_bytes and (missing := self._missing_bytes(layout, free)) > 0:
-            self._clear(missing + max(0, free), is_pressing)
+            self._budget.evict_idle(missing + max(0, free), is_pressing=is_pressing)
 
     def clear_prefixes(self) -> None:
         """Record that the prefix cache is freed in this turn."""

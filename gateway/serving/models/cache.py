@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from gateway import clock, logs, metrics
-from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, Unavailable
+from gateway.errors import GatewayError, ModelLoadFailed, ModelLoading, NoRoom, Unavailable
 from gateway.jobs import Caller
 from gateway.registry import Catalog, ChatSpec, ModelSpec, load_alike
 from gateway.serving.admission import NO_BOUND, Admission, Noun, time_load
 from gateway.serving.budget import Budget
-from gateway.serving.models.entry import Entry, Failures, State
+from gateway.serving.models.entry import Entry, Failures, State, copy_error
 from gateway.serving.models.memory import Abandoned, Room
 
 M = TypeVar("M")
-LEAST_POLL_S = 0.05  # of a model that waits for others
 LOAD_RETRY_S = 5.0  # while a model loads, the rate of its queue is unknown
 log = logs.get("cache")
 
@@ -47,9 +46,6 @@ class Prepared(Generic[M]):
 
 class Loader(Protocol[M]):
     """Loads models; app has the one implementation, tests have scripted ones."""
-
-    async def fetch(self, spec: ModelSpec) -> None:
-        """Find or download a model's files."""
 
     async def prepare(self, spec: ModelSpec, base: M | None = None) -> Prepared[M]:
         """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
@@ -99,13 +95,7 @@ class ModelCache(Generic[M]):
         self._failures = Failures()
         self._pins: dict[str, bool] = {}  # by model: pinned or unpinned by hand
         self._is_closed = False
-        self.room: Room[M] = Room(
-            budget,
-            max_models=max_models,
-            wait_s=load_wait_s,
-            is_pinned=self._is_pinned,
-            is_current=self._is_current,
-        )
+        self._room: Room[M] = Room(budget, max_models=max_models, is_pinned=self._is_pinned)
 
     @contextlib.asynccontextmanager
     async def lease(self, spec: ModelSpec, caller: Caller | None = None) -> AsyncIterator[M]:
@@ -116,12 +106,14 @@ class ModelCache(Generic[M]):
         queue as long as the lease lasts.
         """
         with self._admit(spec, caller):
-            entry = await self._enter(spec, caller)
-            try:
+            async with contextlib.AsyncExitStack() as leases:
+                base = None
+                if (base_spec := _base_spec(spec)) is not None:
+                    self._failures.check(spec.id)  # before its base is loaded for it
+                    base = await leases.enter_async_context(self._use(base_spec, None, caller))
+                entry = await leases.enter_async_context(self._use(spec, base, caller))
                 assert entry.model is not None
                 yield entry.model
-            finally:
-                self._leave(entry)
 
     async def load(self, spec: ModelSpec) -> None:
         """Load a model even if it failed a moment ago. Raises as `lease` does."""
@@ -151,7 +143,7 @@ class ModelCache(Generic[M]):
         self._failures.clear()  # what had no room beside those that are pinned may have it now
         for entry in self._entries:
             self._retire_if_unused(entry)
-        self.room.notify()  # one that is in use may yield now
+        self._room.notify()
 
     def is_pinned(self, spec: ModelSpec) -> bool:
         """Return True if a model is not evicted: by hand, else by its spec."""
@@ -215,15 +207,12 @@ class ModelCache(Generic[M]):
     def _is_pinned(self, entry: Entry[M]) -> bool:
         """Return True if an entry is pinned, or holds what is: a base goes with its adapters."""
         current = self._catalog().current(entry.spec)
-        is_kept = current is not None and self.is_pinned(current) and entry.is_open
-        return is_kept or any(self._is_pinned(each) for each in self._adapters(entry))
+        is_pinned = current is not None and self.is_pinned(current) and entry.is_open
+        return is_pinned or any(self._is_pinned(adapter) for adapter in self._adapters(entry))
 
     def _adapters(self, base: Entry[M]) -> list[Entry[M]]:
         """Return the adapters that are parts of a model."""
         return [entry for entry in self._entries if entry.base is base]
-
-    def _is_current(self, entry: Entry[M]) -> bool:
-        return self._catalog().current(entry.spec) is not None
 
     def _admission(self, spec: ModelSpec) -> Admission:
         current = self._catalog().by_id(spec.id) or spec
@@ -245,7 +234,25 @@ class ModelCache(Generic[M]):
         is_loaded = self.states().get(spec.id) == "loaded"
         return self._admission(spec).admit(retry_after_s=None if is_loaded else LOAD_RETRY_S)
 
-    def _entry(self, spec: ModelSpec, base: Entry[M] | None = None) -> Entry[M]:
+    @contextlib.asynccontextmanager
+    async def _use(
+        self, spec: ModelSpec, base: Entry[M] | None, caller: Caller | None
+    ) -> AsyncIterator[Entry[M]]:
+        """Hold a lease of one model. Enters once it is loaded."""
+        entry = self._entry(spec, base)
+        entry.enter()
+        try:
+            if not entry.is_settled.is_set():
+                async with time_load(caller) if caller else contextlib.nullcontext():
+                    await self._wait(entry)
+            if entry.failure is not None:
+                raise copy_error(entry.failure)
+            yield entry
+        finally:
+            entry.leave()
+            self._retire_if_unused(entry)
+
+    def _entry(self, spec: ModelSpec, base: Entry[M] | None) -> Entry[M]:
         """Return the copy of the model that is open to new callers, or begin to load one."""
         if self._is_closed:
             raise _shutting_down()
@@ -258,97 +265,35 @@ class ModelCache(Generic[M]):
         entry = Entry[M](spec, base)
         if base is not None:
             base.enter()  # until it is loaded
-        self._note_successor(entry)
         self._entries.append(entry)
         entry.task = asyncio.create_task(self._run(entry), name=f"model {spec.id}")
         return entry
 
-    async def _enter(self, spec: ModelSpec, caller: Caller | None) -> Entry[M]:
-        """Begin a lease as soon as the model is ready: of its base too, if it is an adapter."""
-        while True:
-            base = None
-            if (base_spec := _base_spec(spec)) is not None:
-                await self._fetch(spec, caller)
-                base = await self._enter(base_spec, caller)
-            try:
-                entry = self._entry(spec, base)
-                if await self._has_entered(entry, caller):
-                    return entry
-            except BaseException:
-                if base is not None:
-                    self._leave(base)
-                raise
-            # It was evicted or unloaded, or its base yields to another adapter. Its successor may
-            # be of a newer catalog.
-            if base is not None:
-                self._leave(base)
-            spec = self._catalog().by_id(spec.id) or spec
-            self._note_successor(self._entry(_base_spec(spec) or spec), was_evicted=True)
-
-    async def _fetch(self, spec: ModelSpec, caller: Caller | None) -> None:
-        """Find or download an adapter's files, unless it is open; its base is not held for that."""
-        if not any(
-            entry.is_open and entry.base is not None and load_alike(entry.spec, spec)
-            for entry in self._entries
-        ):
-            await self._has_entered(self._entry(spec), caller)
-
-    async def _has_entered(self, entry: Entry[M], caller: Caller | None) -> bool:
-        """Begin a lease as soon as the model is ready; return False if it leaves instead."""
-        began = clock.now()
-        if entry.state is State.READY:
-            entry.enter()
-            return True
-        waiting = entry.wait()
+    async def _wait(self, entry: Entry[M]) -> None:
+        """Wait for a load, or raise why it has not ended within `load_wait_s`."""
         try:
-            async with time_load(caller) if caller else contextlib.nullcontext():
-                return await self._wait(entry, waiting, began)
-        except BaseException:
-            entry.give_up(waiting)
-            self._retire_if_unused(entry)
-            raise
-
-    def _note_successor(self, entry: Entry[M], *, was_evicted: bool = False) -> None:
-        """Record that callers of an older copy wait for this one. Those of an adapter do not wait
-        without end: they hold its base, which others may wait for.
-        """
-        is_second = was_evicted or any(each.spec.id == entry.spec.id for each in self._entries)
-        entry.is_successor = is_second and entry.base is None
-
-    def _leave(self, entry: Entry[M]) -> None:
-        """End a lease, and that of its base."""
-        entry.leave()
-        self._retire_if_unused(entry)
-        if entry.base is not None:
-            self._leave(entry.base)
-
-    async def _wait(self, entry: Entry[M], waiting: asyncio.Future[bool], began: float) -> bool:
-        """Wait for a load, at most `load_wait_s` not counting its wait for other models."""
-        while not waiting.done():
-            left_s = max(began, entry.admitted_at) + self._load_wait_s - clock.now()
-            if entry.waits_for_others:
-                left_s = max(self._load_wait_s, LEAST_POLL_S)
-            if left_s <= 0:
-                raise ModelLoading(
-                    f"The model `{entry.spec.id}` is still {self._stage(entry)}. "
-                    "Try again shortly.",
-                    retry_after_s=LOAD_RETRY_S,
-                )
-            await asyncio.wait([waiting], timeout=left_s)
-        return waiting.result()
+            async with asyncio.timeout(self._load_wait_s):
+                await entry.is_settled.wait()
+        except TimeoutError:
+            if entry.waits_for_room:
+                raise NoRoom(entry.spec.id, self._room.users()) from None
+            raise ModelLoading(
+                f"The model `{entry.spec.id}` is still {self._stage(entry)}. Try again shortly.",
+                retry_after_s=LOAD_RETRY_S,
+            ) from None
 
     def _retire_if_unused(self, entry: Entry[M]) -> None:
         """Free a model without callers if it was unloaded or replaced, or else start its TTL."""
         if entry.leases:
             return
-        if not entry.waiting_callers and entry.may_move_to(State.LEAVING):
+        if entry.may_move_to(State.LEAVING):
             current = self._catalog().current(entry.spec)
             if entry.state is State.RETIRING or current is None:
                 entry.move_to(State.LEAVING)
             elif entry.is_loaded:
                 ttl_s = self._ttl_s if current.ttl_s is None else current.ttl_s
                 entry.start_ttl(None if self._is_pinned(entry) else ttl_s)
-        self.room.notify()
+        self._room.notify()
 
     def _stage(self, entry: Entry[M]) -> str:
         percent = self._loader.fetched_percent(entry.spec)
@@ -357,27 +302,23 @@ class ModelCache(Generic[M]):
     async def _run(self, entry: Entry[M]) -> None:
         """Fetch a model, wait for room, load it, serve it and free it."""
         started, spec, base = clock.now(), entry.spec, entry.base
-        holding = contextlib.ExitStack()
+        holding_base = contextlib.ExitStack()
         if base is not None:
-            holding.callback(self._leave, base)
+            holding_base.callback(self._retire_if_unused, base)
+            holding_base.callback(base.leave)
         try:
-            if base is None and _base_spec(spec) is not None:
-                await self._loader.fetch(spec)
-                if entry.may_move_to(State.LEAVING):
-                    entry.move_to(State.LEAVING)  # its callers lease the base
-                return
             prepared = await self._loader.prepare(spec, base.model if base is not None else None)
             if entry.state is State.LEAVING:
                 return  # it was unloaded while it was fetched
             log.info("model_loading", model=spec.id)
             async with (
-                self.room.hold(entry, prepared.nbytes) as share,
+                self._room.hold(entry, prepared.nbytes) as share,
                 prepared.open() as loaded,
             ):
                 share.resize(loaded.nbytes)
                 if entry.spec is not spec:  # the catalog was reloaded meanwhile
                     loaded.adopt(entry.spec)
-                holding.close()
+                holding_base.close()
                 with self._serve(entry, loaded, clock.now() - started):
                     await entry.leaving.wait()
                 await self._free_adapters(entry)
@@ -393,10 +334,10 @@ class ModelCache(Generic[M]):
             reason = f"{type(error).__name__}: {error}"
             self._fail(entry, ModelLoadFailed(spec.id, reason), unforeseen=error)
         finally:
-            holding.close()
+            holding_base.close()
             entry.move_to(State.GONE)
             self._entries.remove(entry)
-            self.room.notify()
+            self._room.notify()
 
     async def _free_adapters(self, base: Entry[M]) -> None:
         """Free the adapters of a model that is about to be freed itself. None has callers, who
@@ -416,12 +357,10 @@ class ModelCache(Generic[M]):
         entry.model, entry.adopt = loaded.model, loaded.adopt
         if entry.state is State.LOADING:
             entry.move_to(State.READY)
-        else:
-            entry.admit_waiting()
+        entry.settle()
         self._admission(entry.spec).begin()
         self._failures.forget(model)
         self._retire_if_unused(entry)
-        self.room.notify()  # a loaded model may have to yield
         metrics.of(metrics.MODEL_LOADS, model, "loaded").inc()
         log.info("model_loaded", model=model, seconds=round(seconds, 2), bytes=loaded.nbytes)
         metrics.MODELS_LOADED.inc()
@@ -439,7 +378,7 @@ class ModelCache(Generic[M]):
         log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
         if self._catalog().current(entry.spec):  # else it is of an older spec
             self._failures.remember(model, error)
-        entry.refuse(error)
+        entry.settle(error)
 
     async def __aenter__(self) -> "ModelCache[M]":
         return self
@@ -448,14 +387,14 @@ class ModelCache(Generic[M]):
         self._is_closed = True
         entries = list(self._entries)
         for entry in entries:
-            is_loading = entry.model is None
-            entry.refuse(_shutting_down())
-            if entry.may_move_to(State.LEAVING):
-                entry.move_to(State.LEAVING)
-            if is_loading and entry.task is not None:
+            if entry.model is None and entry.task is not None:
                 entry.task.cancel()
+                entry.settle(_shutting_down())  # a task that has not begun would not do it
+            elif entry.may_move_to(State.LEAVING):
+                entry.move_to(State.LEAVING)
         if tasks := [entry.task for entry in entries if entry.task is not None]:
             await asyncio.wait(tasks)
+        self._entries.clear()
 
 
 def _shutting_down() -> Unavailable:

@@ -1,7 +1,6 @@
 """A model in the cache and its state; and failed loads, which are not retried at once."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from enum import Enum
 from types import MappingProxyType
@@ -37,11 +36,10 @@ class Failures:
         self._until[model] = clock.now() + seconds
 
     def forget(self, model: str) -> None:
-        """Forget a model's failure, so that its next load is tried at once."""
+        """Let a model's next load be tried at once."""
         self._errors.pop(model, None)
 
     def clear(self) -> None:
-        """Forget every failure."""
         self._errors.clear()
 
     def check(self, model: str) -> None:
@@ -73,7 +71,6 @@ class State(Enum):
 
     LOADING = "loading"  # it waits for its files, room or weights: callers wait
     READY = "ready"  # callers enter at once
-    YIELDING = "yielding"  # in use, while another model waits for its room: new callers wait
     RETIRING = "retiring"  # unloaded by hand: its callers finish, new ones load a copy
     LEAVING = "leaving"  # it has no callers and is being freed
     GONE = "gone"  # its memory is freed
@@ -83,8 +80,7 @@ class State(Enum):
 MOVES: Final = MappingProxyType(
     {
         State.LOADING: {State.READY, State.RETIRING, State.LEAVING, State.GONE},
-        State.READY: {State.YIELDING, State.RETIRING, State.LEAVING, State.GONE},
-        State.YIELDING: {State.READY, State.RETIRING, State.LEAVING, State.GONE},
+        State.READY: {State.RETIRING, State.LEAVING, State.GONE},
         State.RETIRING: {State.LEAVING, State.GONE},
         State.LEAVING: {State.GONE},
         State.GONE: set[State](),
@@ -95,36 +91,34 @@ MOVES: Final = MappingProxyType(
 class Entry(Generic[M]):
     """A model from its first request until its memory is freed.
 
-    `state` decides what its callers do. Its load has got as far as the fields show:
-    `needed_bytes` once its files are there, `share` once it has room, `model` once it is loaded.
-    An adapter is a part of `base`: it is freed before that is, and its callers lease both. One that
-    has no `base` is being fetched, and leaves once its files are there.
+    `state` decides what its callers do; the fields from `needed_bytes` on show how far its load
+    has got.
     """
 
     def __init__(self, spec: ModelSpec, base: "Entry[M] | None" = None) -> None:
         self.spec = spec
+        # An adapter is a part of its base: freed before that is, and its callers lease both.
         self.base = base
         self.state = State.LOADING
+        self.leases = 0  # callers that use it or wait for it: while there are any, it stays
+        self.last_used = 0.0
+        self.task: asyncio.Task[None] | None = None  # fetches, loads and frees it
+        self.leaving = asyncio.Event()
+        self._ttl: asyncio.TimerHandle | None = None
+
+        self.needed_bytes: int | None = None  # known once its files are there
+        # Done when its wait for room ends: with None if it leaves instead.
+        self.admission: asyncio.Future[Share | None] | None = None
+        self.share: Share | None = None  # held once it has room
         self.model: M | None = None
         self.adopt: Callable[[ModelSpec], None] = lambda _: None
-        self.leaving = asyncio.Event()
-        self.leases = 0
-        self.last_used = 0.0
-        self.is_successor = False  # an older copy still has callers, or was evicted
-        self.needed_bytes: int | None = None
-        self.admission: asyncio.Future[None] | None = None  # done when its wait for room ends
-        self.admitted_at = 0.0
-        self.spared_until = 0.0
-        self.yielding_since = 0.0
-        self.share: Share | None = None
-        self.task: asyncio.Task[None] | None = None  # fetches, loads and frees it
-        self._waiting: list[asyncio.Future[bool]] = []
-        self._ttl: asyncio.TimerHandle | None = None
+        self.failure: GatewayError | None = None
+        self.is_settled = asyncio.Event()  # the load has ended, well or not
 
     @property
     def is_open(self) -> bool:
         """Return True if new callers use it or wait for it."""
-        return self.state in (State.LOADING, State.READY, State.YIELDING)
+        return self.state in (State.LOADING, State.READY)
 
     @property
     def is_leaving(self) -> bool:
@@ -137,44 +131,26 @@ class Entry(Generic[M]):
         return self.model is not None and not self.is_leaving
 
     @property
-    def is_waiting(self) -> bool:
-        """Return True if it waits for room."""
-        return self.needed_bytes is not None and self.share is None
-
-    @property
-    def waits_for_others(self) -> bool:
-        """Return True if its callers wait for other models."""
-        return self.is_waiting or self.state is State.YIELDING
+    def waits_for_room(self) -> bool:
+        return self.admission is not None and not self.admission.done()
 
     @property
     def nbytes(self) -> int:
         """Return the bytes it holds of the budget."""
         return 0 if self.share is None else self.share.nbytes
 
-    @property
-    def waiting_callers(self) -> int:
-        """Return the number of callers that wait for it."""
-        return sum(not each.done() for each in self._waiting)
-
     def may_move_to(self, state: State) -> bool:
-        """Return True if this move is in MOVES."""
         return state in MOVES[self.state]
 
     def move_to(self, state: State) -> None:
-        """Change the state. In READY, waiting callers enter; if it leaves, or retires after it
-        yielded, they try another copy.
-
-        Raises AssertionError for a move that is not in MOVES.
-        """
+        """Change the state. Raises AssertionError for a move that is not in MOVES."""
         assert self.may_move_to(state), f"{self.spec.id}: {self.state} → {state} is not legal"
-        before, self.state = self.state, state
+        self.state = state
         if state is State.LEAVING:
             self.start_ttl(None)
             self.leaving.set()
-        if state is State.READY:
-            self.admit_waiting()
-        elif state is State.LEAVING or (state is State.RETIRING and before is State.YIELDING):
-            self._settle(lambda each: each.set_result(False))
+            if self.admission is not None and not self.admission.done():
+                self.admission.set_result(None)
 
     def enter(self) -> None:
         """Begin a lease."""
@@ -186,42 +162,10 @@ class Entry(Generic[M]):
         self.leases -= 1
         self.last_used = clock.now()
 
-    def wait(self) -> asyncio.Future[bool]:
-        """Return a future: True once the caller has a lease, False if it must try another entry.
-
-        A failed load is its exception. A caller that stops waiting must pass it to `give_up`.
-        """
-        waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
-        return waiting
-
-    def give_up(self, waiting: asyncio.Future[bool]) -> None:
-        """Stop waiting, and end the lease if it was granted at the same moment."""
-        with contextlib.suppress(ValueError):
-            self._waiting.remove(waiting)
-        if not waiting.done():
-            waiting.cancel()
-        elif not waiting.cancelled() and waiting.exception() is None and waiting.result():
-            self.leave()
-
-    def admit_waiting(self) -> None:
-        """Begin the leases of all waiting callers at once, so that the next plan counts them."""
-
-        def admit(waiting: asyncio.Future[bool]) -> None:
-            self.enter()
-            waiting.set_result(True)
-
-        self._settle(admit)
-
-    def refuse(self, error: GatewayError) -> None:
-        """Raise a copy of the error in each waiting caller."""
-        self._settle(lambda each: each.set_exception(copy_error(error)))
-
-    def _settle(self, settle: Callable[[asyncio.Future[bool]], None]) -> None:
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            if not each.done():
-                settle(each)
+    def settle(self, failure: GatewayError | None = None) -> None:
+        """Wake the callers that wait for the load, which has ended."""
+        self.failure = failure
+        self.is_settled.set()
 
     def start_ttl(self, ttl_s: float | None) -> None:
         """Leave after `ttl_s` seconds without a lease; never if it is None."""

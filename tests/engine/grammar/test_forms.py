@@ -1,18 +1,14 @@
 """What a caller may ask of a form, and what is said of one that cannot be had."""
 
-import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.engine.grammar.compiling import Bounds, compile_grammar, read_schema
-from gateway.engine.grammar.forms import Allowance, form_that_compiles
+from gateway.engine.grammar.compiling import compile_grammar
 from gateway.engine.grammar.patterns import DATES, FORMATS
-from gateway.engine.grammar.shaping import Shape
-from gateway.errors import BadRequest, Unavailable
+from gateway.errors import BadRequest
 from gateway.jobs import Grammar
 from tests.engine.grammar.drawn_rows import compiled, ids, tokenizer
 
@@ -138,68 +134,6 @@ def test_a_text_with_their_sign_is_no_such_grammar() -> None:
     """Only a rule is."""
     grammar = compile_grammar(tokenizer(), Grammar("grammar", 'start: "a ::= b"'))
     assert grammar.matcher(ids("a ::= b")).is_over
-
-
-class Clock:
-    """Says what it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 5.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Machine:
-    """Compiles nothing, and takes its time: `costs` of the processor's, and of the wall clock's."""
-
-    def __init__(self, processor: float, wall: float) -> None:
-        self.costs = (processor, wall)
-        self.processor, self.wall = Clock(), Clock()
-        self.tried = 0
-
-    def __call__(self, schema: Any) -> None:
-        self.tried += 1
-        self.processor.now += self.costs[0]
-        self.wall.now += self.costs[1]
-        raise BadRequest("regex parse error: look-around", part="answer_form")
-
-    def compile(self, schema: Any) -> None:
-        """Try every form of a schema."""
-        allowance = Allowance(4, 60, processor=self.processor, wall=self.wall)
-        form_that_compiles(read_schema(json.dumps(schema), Bounds()), Shape(), self, allowance)
-
-
-PATTERNS = {"properties": {f"p{i}": {"pattern": f"(?=a{i})a"} for i in range(30)}}
-
-
-def test_no_form_is_begun_once_the_processors_time_is_up() -> None:
-    """What is so costly is refused, as it will be wherever it is tried."""
-    machine = Machine(processor=1, wall=1)
-    with pytest.raises(BadRequest, match="takes too long to compile"):
-        machine.compile(PATTERNS)
-    assert machine.tried == 5
-
-
-def test_a_schema_is_not_blamed_for_a_busy_machine() -> None:
-    """Its forms may take a minute of the wall clock; then the caller is told to ask again."""
-    machine = Machine(processor=0.01, wall=0.1)
-    with pytest.raises(BadRequest, match="combined"):
-        machine.compile(PATTERNS)
-    assert machine.tried > 5
-    stuck = Machine(processor=0.01, wall=20)
-    with pytest.raises(Unavailable) as caught:
-        stuck.compile(PATTERNS)
-    assert "retry-after" in caught.value.headers
-    assert stuck.tried == 4
-
-
-def test_a_thread_that_waits_takes_no_processor_time() -> None:
-    """The clocks that are used: of the thread that compiles, whoever else is at work."""
-    allowance = Allowance(1, 60)
-    assert (allowance.processor, allowance.wall) == (time.thread_time, time.monotonic)
-    assert not allowance.is_spent()
-    assert Allowance(-1, 60).is_spent()
 
 
 def test_the_docs_say_which_formats_are_held() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.engine.grammar.compiling import Bounds, _check_lark
-from gateway.engine.grammar.patterns import quotable, within
+from gateway.engine.grammar.patterns import is_holdable, quotable
 from gateway.errors import BadRequest
 
 SHORT, LONG = 4_000, 16_000
@@ -27,7 +27,7 @@ def seconds(work: Callable[[str], object], text: str) -> float:
     return min(taken)
 
 
-@pytest.mark.parametrize("work", [quotable, lambda pattern: within(pattern, 8)])
+@pytest.mark.parametrize("work", [quotable, is_holdable])
 @pytest.mark.parametrize("form", [("[", "[^", "]"), ("[^", '"', ""), ("", "[", ""), ("", "[^", "")])
 def test_a_pattern_of_many_brackets(
     work: Callable[[str], object], form: tuple[str, str, str]

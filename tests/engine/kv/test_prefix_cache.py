@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
-from gateway.jobs import Beginning, GenerateJob, Grammar, Sampling
+from gateway.jobs import GenerateJob, Grammar, PrefixNames, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
 from tests.engine.generation.test_engine import (
     GREEDY,
@@ -487,8 +487,8 @@ def test_a_routers_names_live_as_long_as_what_they_name(folder: Path) -> None:
     names = [bytes([i]) for i in range(6)]
     engine = open_engine(folder, prefix_cache_bytes=PLENTY)
     try:
-        beginning = Beginning(names, share=0.96)  # 384 tokens: six blocks
-        who = replace(caller(), beginning=beginning)
+        prefix_names = PrefixNames(names, share=0.96)  # 384 tokens: six blocks
+        who = replace(caller(), prefix_names=prefix_names)
         answers(engine, [replace(bare(BASE), caller=who)])
         assert list(engine.prefix_names()) == names
         engine.clear_prefixes()
@@ -498,5 +498,5 @@ def test_a_routers_names_live_as_long_as_what_they_name(folder: Path) -> None:
 
 
 def test_names_end_where_their_share_of_the_prompt_does() -> None:
-    assert Beginning([b"a", b"b"], 0.5).ends(100) == [(25, b"a"), (50, b"b")]
-    assert not Beginning().ends(100)
+    assert PrefixNames([b"a", b"b"], 0.5).ends(100) == [(25, b"a"), (50, b"b")]
+    assert not PrefixNames().ends(100)

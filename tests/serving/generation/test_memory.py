@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -205,6 +205,19 @@ async def test_of_many_rows_only_the_longest_is_checked() -> None:
     assert checked == [len("in") + 7]
 
 
+class Models:
+    """Models that would be evicted for rows."""
+
+    def __init__(self, evict: Callable[[int, bool], None]) -> None:
+        self._evict = evict
+
+    def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
+        self._evict(nbytes, is_pressing)
+
+    def pinned_bytes(self, *, without: str) -> int:
+        return 0
+
+
 async def test_a_row_joins_when_another_holder_gives_bytes_back() -> None:
     """Nothing of its own model runs, so nothing else would wake it."""
     budget = Budget(13 + KV_STEP)
@@ -212,11 +225,12 @@ async def test_a_row_joins_when_another_holder_gives_bytes_back() -> None:
     other.resize(1)
     cleared: list[int] = []
 
-    def clear(nbytes: int, is_pressing: bool) -> None:
+    def evict(nbytes: int, is_pressing: bool) -> None:
         assert is_pressing, "no row runs"
         cleared.append(nbytes)
 
-    memory = RowMemory(budget, costs(most=2 * KV_STEP), clear)
+    budget.attach(Models(evict))
+    memory = RowMemory(budget, costs(most=2 * KV_STEP))
     async with batching(ScriptedChat(), memory) as batcher:
         waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
         while not cleared:
@@ -234,13 +248,14 @@ async def test_a_row_joins_when_another_model_that_gives_way_becomes_idle() -> N
     other.resize(1)
     is_idle, asked = False, 0
 
-    def clear(_nbytes: int, _is_pressing: bool) -> None:
+    def evict(_nbytes: int, _is_pressing: bool) -> None:
         nonlocal asked
         asked += 1
         if is_idle:
             other.release()
 
-    memory = RowMemory(budget, costs(most=2 * KV_STEP), clear)
+    budget.attach(Models(evict))
+    memory = RowMemory(budget, costs(most=2 * KV_STEP))
     async with batching(ScriptedChat(), memory) as batcher:
         waiting = asyncio.create_task(said(batcher, generate_job("late", max_tokens=9)))
         while not asked:

@@ -64,9 +64,6 @@ class Shelf:
             for name in WEIGHTS
         )
 
-    async def fetch(self, spec: ModelSpec) -> None:
-        return
-
     async def prepare(
         self, spec: ModelSpec, base: GenerationBatcher | None = None
     ) -> Prepared[GenerationBatcher]:
@@ -85,7 +82,7 @@ class Shelf:
         engine = ScriptedChat(max_context=3000, prefix_bytes=self._chance.choice([0, 800, 9000]))
         included = self._chance.choice([0, 512])
         costs = RowCosts(KvCost(1), included, lambda: LIMIT - nbytes, answer_tokens=90)
-        memory = RowMemory(self.budget, costs, self.models.room.clear)
+        memory = RowMemory(self.budget, costs)
         grammars = GrammarCache(spec.id, engine.compile, self._pool.run)
         batcher = GenerationBatcher(
             spec.id, engine, self._lane, self._pool, LIMITS, grammars, memory

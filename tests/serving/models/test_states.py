@@ -2,16 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from gateway.errors import GatewayError, ModelLoadFailed
-from gateway.registry import Catalog, ModelSpec
-from gateway.serving.models.cache import Loaded, ModelCache
+from gateway.registry import Catalog
+from gateway.serving.models.cache import ModelCache
 from gateway.serving.models.entry import MOVES, Entry, State
-from tests.serving.models.test_cache import Shelf, cache, spec
+from tests.serving.models.harness import Shelf, cache, settle, spec
 
 pytestmark = pytest.mark.anyio
 LEGAL = [(before, after) for before in State for after in State if after in MOVES[before]]
@@ -19,33 +18,16 @@ ILLEGAL = [(before, after) for before in State for after in State if after not i
 PATHS = {
     State.LOADING: (),
     State.READY: (State.READY,),
-    State.YIELDING: (State.READY, State.YIELDING),
     State.RETIRING: (State.RETIRING,),
     State.LEAVING: (State.LEAVING,),
     State.GONE: (State.GONE,),
 }
 
 
-class SlowShelf(Shelf):
-    """Frees models once `free` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.free = asyncio.Event()
-
-    @asynccontextmanager
-    async def opened(self, spec: ModelSpec) -> AsyncIterator[Loaded[str]]:
-        async with super().opened(spec) as loaded:
-            try:
-                yield loaded
-            finally:
-                await self.free.wait()
-
-
 class Scene:
     """A cache with one place, and what callers and operators do to its model `a`."""
 
-    def __init__(self, models: ModelCache[str], shelf: SlowShelf) -> None:
+    def __init__(self, models: ModelCache[str], shelf: Shelf) -> None:
         self.models = models
         self.shelf = shelf
         self.release_all = asyncio.Event()
@@ -65,15 +47,15 @@ class Scene:
             await self.release_all.wait()
 
     def ask(self) -> None:
-        self.shelf.hold.clear()
+        self.shelf.may_load.clear()
         self.start(self.use("a"))
 
     def finish(self) -> None:
-        self.shelf.hold.set()
+        self.shelf.may_load.set()
 
     def fail(self) -> None:
-        self.shelf.failure = ModelLoadFailed("a", "corrupt")
-        self.shelf.hold.set()
+        self.shelf.failures["a"] = ModelLoadFailed("a", "corrupt")
+        self.shelf.may_load.set()
 
     def unload(self) -> None:
         self.start(self.models.unload(spec("a")))
@@ -97,10 +79,10 @@ class Scene:
         """Cancel the model's task, as the end of its event loop does."""
         assert self.entry.task is not None
         self.entry.task.cancel()
-        self.shelf.free.set()
+        self.shelf.may_free.set()
 
     def free(self) -> None:
-        self.shelf.free.set()
+        self.shelf.may_free.set()
 
 
 Act = Callable[[Scene], None]
@@ -110,31 +92,21 @@ PROVOKED: dict[tuple[State, State], tuple[Act, ...]] = {
     (State.LOADING, State.RETIRING): (Scene.ask, Scene.unload),
     (State.LOADING, State.LEAVING): (Scene.ask, Scene.remove, Scene.hang_up),
     (State.LOADING, State.GONE): (Scene.ask, Scene.fail),
-    (State.READY, State.YIELDING): (*LOAD, Scene.ask_for_another),
     (State.READY, State.RETIRING): (*LOAD, Scene.unload),
     (State.READY, State.LEAVING): (*LOAD, Scene.release, Scene.ask_for_another),
     (State.READY, State.GONE): (*LOAD, Scene.cancel),
-    (State.YIELDING, State.READY): (*LOAD, Scene.ask_for_another, Scene.hang_up),
-    (State.YIELDING, State.RETIRING): (*LOAD, Scene.ask_for_another, Scene.unload),
-    (State.YIELDING, State.LEAVING): (*LOAD, Scene.ask_for_another, Scene.release),
-    (State.YIELDING, State.GONE): (*LOAD, Scene.ask_for_another, Scene.cancel),
     (State.RETIRING, State.LEAVING): (*LOAD, Scene.unload, Scene.release),
     (State.RETIRING, State.GONE): (Scene.ask, Scene.unload, Scene.fail),
     (State.LEAVING, State.GONE): (*LOAD, Scene.unload, Scene.release, Scene.free),
 }
 
 
-async def settle() -> None:
-    """Run everything that waits for nothing but its turn on the loop."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize(("before", "after"), LEGAL, ids=lambda state: state.name)
 async def test_each_legal_move_is_one_that_callers_provoke(before: State, after: State) -> None:
     """With one place: loads, leases, unloads, reloads, failures and other models' needs."""
     *acts, last = PROVOKED[before, after]
-    shelf = SlowShelf()
+    shelf = Shelf()
+    shelf.may_free.clear()
     async with cache(shelf, max_models=1) as models, asyncio.timeout(10):
         scene = Scene(models, shelf)
         for act in acts:
@@ -145,8 +117,8 @@ async def test_each_legal_move_is_one_that_callers_provoke(before: State, after:
         last(scene)
         await settle()
         assert scene.entry.state is after
-        shelf.free.set()
-        shelf.hold.set()
+        shelf.may_free.set()
+        shelf.may_load.set()
         scene.release_all.set()
         await asyncio.gather(*scene.tasks, return_exceptions=True)
     assert shelf.open == []

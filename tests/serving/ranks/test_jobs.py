@@ -11,11 +11,11 @@ import pytest
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import (
     Adapter,
-    Beginning,
     Calling,
     Function,
     GenerateJob,
     Grammar,
+    PrefixNames,
     Question,
     Sampling,
     SequenceDelta,
@@ -145,7 +145,7 @@ def rows(pairs: dict[str, Pair]) -> dict[str, list[SequenceParams]]:
 
 
 def prepare(engine: LeadingEngine, **job: Any) -> list[SequenceParams]:
-    asking = replace(caller(), beginning=Beginning([b"\x00\xff"], 0.5))
+    asking = replace(caller(), prefix_names=PrefixNames([b"\x00\xff"], 0.5))
     return engine.prepare(GenerateJob(**{"caller": asking, "sampling": Sampling(), **job}))
 
 

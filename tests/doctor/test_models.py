@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.doctor import checkup
+from gateway.cli.doctor import check_model_files, choose
 from gateway.registry import (
     ChatSpec,
     EmbeddingSpec,
@@ -24,7 +24,7 @@ VECTORS = EmbeddingSpec(id="vectors", kind="embedding", source=HubSource("org/ve
 
 
 def chosen(*specs: ModelSpec) -> list[str]:
-    return [each.id for each in checkup.choose(specs, lambda spec: spec is NEAR)]
+    return [each.id for each in choose(specs, lambda spec: spec is NEAR)]
 
 
 def test_one_of_each_kind_is_checked() -> None:
@@ -38,7 +38,7 @@ def test_one_of_each_kind_is_checked() -> None:
 def test_of_the_shipped_models_those_on_board_are() -> None:
     """Whatever else is named."""
     catalog = load_catalog(ROOT / "models.yaml", {})
-    found = checkup.choose(catalog.specs, lambda spec: False)
+    found = choose(catalog.specs, lambda spec: False)
     assert found[0].id == "all-minilm-l6-v2"
     assert [each.kind for each in found] == ["embedding", "chat"]
     assert all(isinstance(each.source, PackageSource) for each in found)
@@ -52,9 +52,9 @@ def test_an_adapter_is_skipped_for_its_base(tmp_path: Path) -> None:
     )
     spec = load_catalog(tmp_path / "models.yaml", {}).by_id("small")
     assert spec is not None
-    found = checkup.check_files(spec, Settings(hub_cache=tmp_path))
+    found = check_model_files(spec, Settings(hub_cache=tmp_path))
     assert found is not None
-    assert (found.state, found.said[-12:]) == ("skip", "--model base")
+    assert (found.state, found.message[-12:]) == ("skip", "--model base")
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_a_model_that_is_absent_is_skipped_with_what_adds_it(
     spec: ModelSpec, command: str, tmp_path: Path
 ) -> None:
     """It is no failure."""
-    found = checkup.check_files(spec, Settings(hub_cache=tmp_path))
+    found = check_model_files(spec, Settings(hub_cache=tmp_path))
     assert found is not None
-    assert (found.state, found.said[-len(command) :]) == ("skip", command)
+    assert (found.state, found.message[-len(command) :]) == ("skip", command)
 
 
 def test_a_folder_that_is_not_there_fails(tmp_path: Path) -> None:
     """No command adds it: models.yaml is wrong."""
     spec = ChatSpec(id="lost", kind="chat", source=PathSource(tmp_path / "lost"))
-    found = checkup.check_files(spec, Settings(hub_cache=tmp_path))
+    found = check_model_files(spec, Settings(hub_cache=tmp_path))
     assert found is not None
     assert found.state == "fail"

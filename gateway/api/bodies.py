@@ -1,0 +1,140 @@
+"""Requests' bodies within limits: of one, and of the bytes that all of them and all unread answers
+hold together.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from itertools import chain
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from gateway.errors import (
+    EncodingNotSupported,
+    GatewayError,
+    HeadTooLarge,
+    SlowBody,
+    TooLarge,
+    Unavailable,
+)
+
+SMALL_BYTES = 1024 * 1024  # of an answer that is never refused, as metrics are
+UNCOUNTED_BYTES = 64 * 1024  # of each body, so that most requests always have room
+# A body above the limit is read on and discarded, up to this many times the limit: if the
+# connection were closed while the client still sends, it would be reset before the 413 arrived.
+DISCARD_FACTOR = 4
+
+
+class Bodies:
+    """The bytes of all requests' bodies, each counted from its arrival to the end of its answer,
+    and of the answers that their clients have not read yet.
+
+    What finds no room is refused rather than queued: two requests that have each read half of a
+    body and wait for room for the rest would wait for each other.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.nbytes = 0
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator["Body"]:
+        """Count one body while entered."""
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            body.count(0)
+
+    def has_room(self, more: int, nbytes: int) -> bool:
+        """Return True if a body of `nbytes` may grow by `more`; the only body always may."""
+        return self.nbytes == nbytes or self.nbytes + more <= self._max_bytes
+
+
+class Body:
+    """The bytes counted for one body."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._nbytes = 0
+
+    def count(self, size: int, *, is_refusable: bool = True) -> None:
+        """Set the bytes that are held of the body. Raises Unavailable if there is no room."""
+        nbytes = max(0, size - UNCOUNTED_BYTES)
+        more = nbytes - self._nbytes
+        if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
+            raise Unavailable(
+                "The requests being read and the answers being sent are too large together. "
+                "Please try again shortly.",
+                retry_after_s=1,
+            )
+        self._bodies.nbytes += more
+        self._nbytes = nbytes
+
+    def count_answer(self, size: int) -> None:
+        """Set the bytes of an answer, before it is written. Raises Unavailable if there is no room,
+        but for a small one.
+        """
+        self.count(size, is_refusable=size > SMALL_BYTES)
+
+
+def check_head(scope: Scope, max_bytes: int) -> None:
+    """Raise HeadTooLarge if path, query and headers together are above the limit."""
+    size = sum(map(len, chain.from_iterable(scope["headers"])))
+    if size + len(scope["path"]) + len(scope["query_string"]) > max_bytes:
+        raise HeadTooLarge(f"The path, query and headers are larger than {max_bytes} bytes.")
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytearray:
+    """Read the whole body.
+
+    Raises TooLarge if it is above the limit, SlowBody if it has not arrived within `timeout_s`,
+    Unavailable if the bodies of all requests leave no room for it, EncodingNotSupported if it is
+    compressed, and ClientDisconnect.
+    """
+    held: Body = request.scope["gateway.body"]
+    body = bytearray()
+    size = 0
+    refusal = _refuse_encoding(request)
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            contextlib.aclosing(request.stream()) as chunks,
+        ):
+            async for chunk in chunks:
+                size += len(chunk)
+                if size > DISCARD_FACTOR * max_bytes:
+                    break
+                if refusal is None:
+                    body += chunk
+                    refusal = _refuse_size(held, size, max_bytes)
+                if refusal is not None:
+                    body.clear()
+    except TimeoutError:
+        raise SlowBody(f"The request body did not arrive within {timeout_s:g} seconds.") from None
+    if refusal is not None:
+        raise refusal
+    return body
+
+
+def _refuse_encoding(request: Request) -> GatewayError | None:
+    encoding = request.headers.get("content-encoding", "identity").strip()
+    if encoding.lower() in ("", "identity"):
+        return None
+    return EncodingNotSupported(encoding)
+
+
+def _refuse_size(held: Body, size: int, max_bytes: int) -> GatewayError | None:
+    """Count a body as it grows, and return why it is refused, if it is."""
+    refusal: GatewayError | None = None
+    if size > max_bytes:
+        refusal = TooLarge(f"The request body is larger than {max_bytes} bytes.")
+    else:
+        try:
+            held.count(size)
+        except Unavailable as error:
+            refusal = error
+    if refusal is not None:
+        held.count(0)
+    return refusal

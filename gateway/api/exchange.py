@@ -1,0 +1,281 @@
+"""The way of a request for text, the same in every protocol: its jobs run on a leased model, and
+their deltas become one answer, or the events of a stream.
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from gateway import clock
+from gateway.api.disconnects import while_connected
+from gateway.api.requests import Service, first_names, ignored_header, named_header, serialise
+from gateway.api.streams import ACCEPTED, COMMENT, DONE, EventStream, frame
+from gateway.errors import GatewayError, SchemaViolated
+from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
+from gateway.registry import ChatSpec, Resolved
+from gateway.serving.generation.answer_checks import AnswerChecker, Fit
+from gateway.serving.generation.batcher import Generation
+from gateway.wire.answers import Answer, AnswerWriter, Event
+from gateway.wire.generation import SchemaVerdict
+from gateway.wire.validation import Request as WireRequest
+
+R = TypeVar("R", bound=WireRequest)
+
+
+@dataclass(slots=True)
+class _Run:
+    """The jobs under way."""
+
+    usage: Usage  # of the prompts that have been admitted
+    updates: AsyncIterator[Usage | Delta]  # each further prompt's usage, and all deltas
+    checker: AnswerChecker | None = None
+
+    async def verdict(self, index: int) -> SchemaVerdict | None:
+        """Return the verdict on a choice that has ended. Raises SchemaViolated if it is broken."""
+        if self.checker is None:
+            return None
+        fit = await self.checker.check(index)
+        _require_fit([fit])
+        return _verdict_json(fit, self.checker.unenforced)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """All deltas of each choice, whether it fits its schema, and what no grammar enforced."""
+
+    choices: list[list[Delta]]
+    usage: Usage
+    fits: list[Fit | None]
+    unenforced: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A request for text, its jobs, and what writes the answer in the request's protocol."""
+
+    service: Service
+    request: WireRequest
+    spec: ChatSpec
+    jobs: Sequence[GenerateJob]
+    writer: AnswerWriter
+    is_streamed: bool
+    is_checked: bool = True  # there is one job, whose answer is checked by its schema
+    keep: Callable[[], None] = lambda: None  # stores the answer, before its end is sent
+    headers: dict[str, str] = field(default_factory=dict)
+
+    async def respond(self, request: Request) -> ASGIApp:
+        """Return the answer, whole or as a stream."""
+        if not self.is_streamed:
+            body = await while_connected(request.receive, self._answer_whole())
+            return Response(body, media_type="application/json", headers=self.headers)
+        ping = self.writer.ping
+        stream = EventStream(
+            self._frames(),
+            self.headers,
+            request,
+            write_error=lambda error: b"".join(map(self._frame, self.writer.fail(error))),
+            keep_alive=COMMENT if ping is None else self._frame(ping),
+        )
+        return await stream.prime(self.service.rules.stream_open_after_s)
+
+    async def count_tokens(self, request: Request) -> int:
+        """Return the number of tokens of the prompt, and generate nothing."""
+        job = self.jobs[0]
+
+        async def count() -> int:
+            async with self.service.lease_chat(self.spec, job.caller, self.request) as batcher:
+                return await batcher.count_tokens(job)
+
+        return await while_connected(request.receive, count())
+
+    async def _answer_whole(self) -> bytes:
+        job = self.jobs[0]
+        answer = await self._generate(self.jobs)
+        invalid = [index for index, fit in enumerate(answer.fits) if _is_violated(fit)]
+        if invalid and _can_retry(job):
+            with contextlib.suppress(GatewayError):  # no time or no room: keep the first answers
+                retry = await self._generate([replace(job, n=len(invalid))])
+                answer.usage = _add_usage(answer.usage, retry.usage)
+                for index, choice, fit in zip(invalid, retry.choices, retry.fits, strict=True):
+                    answer.choices[index], answer.fits[index] = choice, fit
+        _require_fit(answer.fits)
+        self.headers.update(_schema_valid_header(answer))
+        started = clock.now()
+        body = await serialise(lambda: self._write(answer), _count_parts(job, answer))
+        self.keep()
+        job.caller.timings.add(Stage.SERIALISE, started)
+        return body
+
+    def _write(self, answer: _Attempt) -> bytes:
+        verdicts = [_verdict_json(fit, answer.unenforced) for fit in answer.fits]
+        return orjson.dumps(self.writer.whole(Answer(answer.choices, answer.usage, verdicts)))
+
+    async def _generate(self, jobs: Sequence[GenerateJob]) -> _Attempt:
+        """Generate every choice once, and check it."""
+        choices: list[list[Delta]] = [[] for job in jobs for _ in range(job.n)]
+        async with self._run(jobs) as run:
+            usage = run.usage
+            async for update in run.updates:
+                usage = _add_usage(usage, update)
+                if isinstance(update, Delta):
+                    choices[update.index].append(update)
+        if run.checker is None:
+            return _Attempt(choices, usage, [None] * len(choices))
+        fits = [await run.checker.check(index) for index in range(len(choices))]
+        return _Attempt(choices, usage, fits, run.checker.unenforced)
+
+    async def _frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events as frames, the first of them when the first delta has come: only then is
+        it known how much of the prompt was in the cache.
+        """
+        writer = self.writer
+        has_begun = False
+        async with self._run(self.jobs) as run:
+            yield ACCEPTED
+            usage = run.usage
+            async for update in run.updates:
+                usage = _add_usage(usage, update)
+                if isinstance(update, Usage):
+                    continue
+                if not has_begun:
+                    has_begun = True
+                    for event in writer.begin(usage):
+                        yield self._frame(event)
+                verdict = None
+                if update.finish_reason is not None:
+                    verdict = await run.verdict(update.index)
+                for event in writer.add(update, verdict):
+                    yield self._frame(event)
+        last_events = writer.end(usage)
+        self.keep()
+        for event in last_events:
+            yield self._frame(event)
+        if not writer.names_events:
+            yield DONE
+
+    @contextlib.asynccontextmanager
+    async def _run(self, jobs: Sequence[GenerateJob]) -> AsyncIterator[_Run]:
+        """Lease the model, wait until a job is admitted, and note what is known of it by then."""
+        async with self.service.lease_chat(self.spec, jobs[0].caller, self.request) as batcher:
+            if self.is_checked:
+                async with batcher.generate(jobs[0]) as generation, aclosing(generation.deltas):
+                    self.headers.update(_answer_headers(generation))
+                    self.writer.accept(generation.sampling)
+                    yield _Run(generation.usage, generation.deltas, generation.checker)
+            else:
+                async with aclosing(batcher.generate_many(jobs)) as updates:
+                    usage = await anext(updates)
+                    assert isinstance(usage, Usage)
+                    yield _Run(usage, updates)
+
+    def _frame(self, event: Event) -> bytes:
+        name = event["type"] if self.writer.names_events else ""
+        return frame(orjson.dumps(event), name)
+
+
+async def read_exchange(
+    service: Service,
+    request: Request,
+    shape: type[R],
+    translate: Callable[[R], Exchange],
+    *,
+    is_large: Callable[[R], bool] = lambda _: False,
+) -> Exchange:
+    """Read a request and translate it. `is_large`: its translation may take long."""
+    parsed, exchange = await service.read(request, shape, translate, is_large=is_large)
+    exchange.headers.update(ignored_header(parsed.ignored))
+    return exchange
+
+
+def default_sampling(spec: ChatSpec) -> Sampling:
+    """Return the sampling of models.yaml; values that it lacks are OpenAI's, marked as unset."""
+    values = spec.sampling.model_dump(exclude={"max_tokens"})
+    unset = frozenset(name for name, value in values.items() if value is None)
+    return Sampling(**{name: values[name] for name in values.keys() - unset}, unset=unset)
+
+
+def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
+    """Return the template's arguments: thinking by alias, else by model, else its own default."""
+    thinking = spec.thinking
+    if resolved.alias is not None and resolved.alias.thinking is not None:
+        thinking = resolved.alias.thinking
+    args: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    return {**args, **spec.chat_template_kwargs}
+
+
+def _count_parts(job: GenerateJob, answer: _Attempt) -> int:
+    """Count what an answer is written from: deltas, and logprobs with their alternatives."""
+    deltas = sum(map(len, answer.choices))
+    if job.logprobs is None:
+        return deltas
+    tokens = answer.usage.completion_tokens
+    if job.echo:
+        tokens += answer.usage.prompt_tokens
+    return deltas + tokens * (1 + job.logprobs)
+
+
+def _add_usage(usage: Usage, update: Usage | Delta) -> Usage:
+    """Add another prompt's usage, or a delta's tokens."""
+    if isinstance(update, Delta):
+        prompt_tokens, completion_tokens = 0, update.tokens
+    else:
+        prompt_tokens, completion_tokens = update.prompt_tokens, update.completion_tokens
+    return Usage(
+        prompt_tokens=usage.prompt_tokens + prompt_tokens,
+        completion_tokens=usage.completion_tokens + completion_tokens,
+        cached_tokens=usage.cached_tokens + update.cached_tokens,
+        reasoning_tokens=usage.reasoning_tokens + update.reasoning_tokens,
+        kept_tokens=usage.kept_tokens + update.kept_tokens,
+    )
+
+
+def _is_violated(fit: Fit | None) -> bool:
+    """Return True if a choice is known to violate a schema."""
+    return fit is not None and fit.is_valid is False
+
+
+def _can_retry(job: GenerateJob) -> bool:
+    """Return True if another try could give another answer."""
+    return job.sampling.seed is None and job.sampling.temperature > 0
+
+
+def _require_fit(fits: Sequence[Fit | None]) -> None:
+    if Fit.BROKEN in fits:
+        raise SchemaViolated
+
+
+def _verdict_json(fit: Fit | None, unenforced: Sequence[str]) -> SchemaVerdict | None:
+    """Return a choice's verdict as its answer has it; None if it says no more than a success."""
+    if fit is None or (fit is Fit.VALID and not unenforced):
+        return None
+    return {"unenforced": list(first_names(unenforced)), "schema_valid": fit.is_valid}
+
+
+def _answer_headers(generation: Generation) -> dict[str, str]:
+    """Return the headers for calls that stay text, as the model's format of them is unknown, and
+    for the parts of the schema that no grammar enforces, as JSON pointers.
+    """
+    headers = named_header("x-gateway-unenforced", generation.checker.unenforced)
+    if generation.calls_are_text:
+        headers["x-gateway-tool-format"] = "unknown"
+    return headers
+
+
+def _schema_valid_header(answer: _Attempt) -> dict[str, str]:
+    """Return the header for whether answers fit; none if it says no more than a success."""
+    verdicts = [fit.is_valid for fit in answer.fits if fit is not None]
+    if not verdicts or (all(verdicts) and not answer.unenforced):
+        return {}
+    value = "true"
+    if False in verdicts:
+        value = "false"
+    elif None in verdicts:
+        value = "unknown"
+    return {"x-gateway-schema-valid": value}

@@ -1,0 +1,126 @@
+"""The requests of each kind of work, and how much an answer to one is.
+
+Their texts are the same for the same seed, and no two are alike, so that no cache helps.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count
+from random import Random
+from typing import Any, Final
+
+import orjson
+
+_PAGE: Final = (
+    "the a one every old new small large quiet bright river mountain garden station market "
+    "library engine letter window morning evening winter summer child teacher farmer doctor "
+    "reads writes finds carries opens closes follows answers remembers builds paints repairs "
+    "slowly quickly often never always under over beside behind near between without because"
+)
+WORDS: Final = _PAGE.split()
+
+
+class Kind(StrEnum):
+    """A kind of work."""
+
+    EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    CHAT = "chat"
+
+
+class WrongAnswer(Exception):
+    """An answer that is not what was asked for; its text is the name it is counted under."""
+
+
+class Texts:
+    """Numbered texts; their numbers of words go round `lengths`."""
+
+    def __init__(self, seed: int, lengths: Sequence[int]) -> None:
+        self._seed = seed
+        self._lengths = lengths
+
+    def __getitem__(self, number: int) -> str:
+        # The number comes first: servers may keep a prefix that two texts share.
+        random = Random(self._seed << 40 | number)
+        length = self._lengths[number % len(self._lengths)]
+        return " ".join((str(number), *random.choices(WORDS, k=length - 1)))
+
+    def part(self, number: int, length: int) -> list[str]:
+        """Return the texts of request `number`, each of which has `length` of them."""
+        return [self[number * length + i] for i in range(length)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request; `count` returns the units of its answer, or raises WrongAnswer."""
+
+    path: str
+    body: bytes
+    count: Callable[[Any], int]
+    is_streamed: bool = False
+
+
+class Workload:
+    """An endless sequence of numbered requests; each is sent once, by the next free client."""
+
+    def __init__(self, make: Callable[[int], Ask]) -> None:
+        self._make = make
+        self._numbers = count()
+
+    def next(self) -> Ask:
+        return self._make(next(self._numbers))
+
+
+def embeddings(model: str, inputs: Sequence[str]) -> Ask:
+    """Make a request for vectors, in base64 as OpenAI's SDKs do."""
+    body = {"model": model, "input": list(inputs), "encoding_format": "base64"}
+
+    def count_vectors(answer: Any) -> int:
+        sizes = {len(item["embedding"]) for item in answer["data"]}
+        if len(answer["data"]) != len(inputs) or len(sizes) != 1 or not all(sizes):
+            raise WrongAnswer("wrong number of vectors")
+        return len(inputs)
+
+    return Ask("/embeddings", orjson.dumps(body), count_vectors)
+
+
+def rerank(model: str, query: str, documents: Sequence[str]) -> Ask:
+    """Make a request to sort all documents, in Cohere's form."""
+    body = {"model": model, "query": query, "documents": list(documents)}
+
+    def count_pairs(answer: Any) -> int:
+        scores = {item["index"]: item["relevance_score"] for item in answer["results"]}
+        if sorted(scores) != list(range(len(documents))):
+            raise WrongAnswer("wrong documents")
+        if not all(math.isfinite(score) for score in scores.values()):
+            raise WrongAnswer("score is not finite")
+        return len(documents)
+
+    return Ask("/rerank", orjson.dumps(body), count_pairs)
+
+
+def chat(model: str, prompt: str, *, max_tokens: int) -> Ask:
+    """Make a greedy chat request, whose answer is streamed."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return Ask("/chat/completions", orjson.dumps(body), count_tokens, is_streamed=True)
+
+
+def count_tokens(answer: Any) -> int:
+    """Count the tokens of a chat answer that is finished and has text."""
+    choice, tokens = answer["choices"][0], int(answer["usage"]["completion_tokens"])
+    if not choice["finish_reason"]:
+        raise WrongAnswer("no finish_reason")
+    message = choice["message"]
+    names = ("content", "reasoning", "reasoning_content", "tool_calls")
+    if tokens and not any(message.get(name) for name in names):
+        raise WrongAnswer("answer is empty")
+    return tokens

@@ -1,0 +1,275 @@
+"""Loads models as the gateway does; compares batches with single rows, and measures the speed."""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Final
+
+import numpy as np
+
+from gateway.api.exchange import template_args
+from gateway.app.engines import MlxEngines, mlx_engines
+from gateway.app.limits import budget_bytes
+from gateway.app.loading import Batcher, ModelLoader
+from gateway.app.self_tests import SelfTest, verdict_store
+from gateway.bench.requests import Texts
+from gateway.doctor.report import Checked, Finding, Report
+from gateway.engine.blas import BLAS
+from gateway.engine.device import Device, device_facts, gflops
+from gateway.engine.generation.self_test import bound_of
+from gateway.errors import GatewayError, InsufficientMemory
+from gateway.jobs import (
+    Caller,
+    EmbedJob,
+    GenerateJob,
+    KvCost,
+    RerankJob,
+    Sampling,
+    Vectors,
+    Verdict,
+)
+from gateway.logs import human_bytes
+from gateway.registry import ChatSpec, ModelSpec, Resolved
+from gateway.serving.admission import Arrivals
+from gateway.serving.budget import Budget
+from gateway.serving.embedding.batcher import EmbeddingBatcher
+from gateway.serving.embedding.reranker import RerankBatcher
+from gateway.serving.faults import DeviceHealth
+from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.lane import Lane
+from gateway.serving.tokenize import ThreadPools
+from gateway.settings import Settings
+
+OnStage = Callable[[str, str], None]  # model, stage
+Rate = Callable[[int], Awaitable[int]]  # does the work of so many rows; returns its units
+MEASURED_S: Final = 1.0  # of each speed, after a batch that is not measured
+TOKENS: Final = 24  # of each answer
+TEXTS_AT_ONCE: Final = (1, 32)
+ROWS_AT_ONCE: Final = (1, 8)
+_TEXTS: Final = Texts(0, (15,))
+_LENGTHS: Final = Texts(0, (5, 90, 30))  # words, of the texts whose batch is compared
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """What models are loaded with."""
+
+    settings: Settings
+    engines: MlxEngines
+    lane: Lane
+    budget: Budget
+    loader: ModelLoader
+
+
+async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage: OnStage) -> Report:
+    """Check models whose files are on disk, one after another."""
+    # The self-test runs as a stage of its own, from the beginning.
+    settings = settings.model_copy(update={"self_test": False})
+    engines = mlx_engines(settings)
+    budget = Budget(budget_bytes(settings, engines.memory_bytes))
+    with ThreadPools() as pool:
+        async with Lane(engines.end, health=DeviceHealth(engines.classify)) as lane:
+            loader = ModelLoader(
+                settings,
+                engines,
+                lane,
+                pool,
+                Arrivals(),
+                budget,
+            )
+            place = Workplace(settings, engines, lane, budget, loader)
+            async with lane.turn("load") as run:
+                await run(engines.begin)
+                facts = await run(_read_facts, engines, budget)
+            checked = [
+                Checked(spec, await _check_model(spec, place, partial(on_stage, spec.id)))
+                for spec in specs
+            ]
+    return Report(facts, [], checked)
+
+
+def _read_facts(engines: MlxEngines, budget: Budget) -> Mapping[str, Any]:
+    device = Device(engines.device)
+    facts: dict[str, Any] = {
+        "device": engines.device,
+        **device_facts(device),
+        "memory_bytes": engines.memory_bytes,
+        "models_may_hold_bytes": budget.limit_bytes,
+    }
+    if device is Device.CPU:
+        described = {"blas_described": BLAS.described, "gflops": round(gflops(), 1)}
+        facts |= {"blas": asdict(BLAS), **described}
+    return facts
+
+
+async def _check_model(
+    spec: ModelSpec, place: Workplace, on_stage: Callable[[str], None]
+) -> list[Finding]:
+    """Load a model, and try each stage; one that raises has failed, and the next is tried."""
+    on_stage("load")
+    started = time.perf_counter()
+    findings = []
+    try:
+        prepared = await place.loader.prepare(spec)
+        if prepared.nbytes > (room := place.budget.limit_bytes):
+            needed = f"it takes {human_bytes(prepared.nbytes)}"
+            reason = f"{needed}, and models may hold {human_bytes(room)}."
+            raise InsufficientMemory(spec.id, reason)
+        async with prepared.open() as loaded:
+            seconds = time.perf_counter() - started
+            dtype = _dtype(loaded.model)
+            message = f"{human_bytes(loaded.nbytes)}, {dtype}, in {seconds:.1f} seconds."
+            measured = {"seconds": seconds, "bytes": loaded.nbytes, "dtype": dtype}
+            findings.append(Finding("load", "ok", message, measured))
+            for name, stage in _stages(spec, loaded.model, place).items():
+                on_stage(name)
+                try:
+                    findings.append(await stage())
+                except Exception as error:
+                    findings.append(Finding(name, "fail", _describe(error)))
+    except Exception as error:
+        findings.append(Finding("load", "fail", _describe(error)))
+    return findings
+
+
+def _stages(
+    spec: ModelSpec, batcher: Batcher, place: Workplace
+) -> Mapping[str, Callable[[], Awaitable[Finding]]]:
+    if isinstance(batcher, EmbeddingBatcher):
+        return {
+            "batch": partial(_compare_rows, batcher, place.lane),
+            "speed": partial(_measure, "texts", partial(_embed, batcher, count()), TEXTS_AT_ONCE),
+        }
+    if isinstance(batcher, RerankBatcher):
+        return {
+            "batch": partial(_compare_rows, batcher, place.lane),
+            "speed": partial(_measure, "pairs", partial(_rerank, batcher, count()), TEXTS_AT_ONCE),
+        }
+    assert isinstance(spec, ChatSpec)
+    assert isinstance(batcher, GenerationBatcher)
+    write = partial(_write, spec, batcher, count())
+    return {
+        "batch": partial(_test_batches, spec, batcher, place),
+        "speed": partial(_measure, "tokens", write, ROWS_AT_ONCE),
+    }
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, GatewayError) else f"{type(error).__name__}: {error}"
+
+
+def _dtype(batcher: Any) -> str:
+    """Return float32 for mlx.core.float32."""
+    return str(batcher.engine.dtype).rpartition(".")[2]
+
+
+async def _test_batches(spec: ChatSpec, batcher: GenerationBatcher, place: Workplace) -> Finding:
+    """Run the self-test to its end; apply its verdict, and keep it for the gateway."""
+    if (mode := spec.batching.mode) != "auto":
+        return Finding("batch", "skip", f"models.yaml sets `batching: {mode}`.")
+    files = await place.engines.files(spec)
+    test = SelfTest(
+        spec,
+        batcher.engine,
+        place.lane,
+        place.budget,
+        verdict_store(place.settings),
+        partial(place.engines.digest, spec, files),
+        kv=batcher.engine.kv_cost or KvCost(0),
+        is_on=True,
+    )
+    return judge_verdict(await test.run_to_end())
+
+
+def judge_verdict(verdict: Verdict) -> Finding:
+    measured = asdict(verdict)
+    if not verdict.problem:
+        return Finding("batch", "ok", "logits in a batch are those of single rows.", measured)
+    if not verdict.is_lasting:
+        message = f"memory ran out, so it is not known: {verdict.problem}."
+        return Finding("batch", "warn", message, measured)
+    message = f"{verdict.problem}. The gateway runs its rows one at a time."
+    return Finding("batch", "fail", message, measured)
+
+
+async def _compare_rows(batcher: EmbeddingBatcher | RerankBatcher, lane: Lane) -> Finding:
+    texts = _LENGTHS.part(0, 6)
+    if isinstance(batcher, EmbeddingBatcher):
+        embedder = batcher.engine
+        rows: Sequence[Any] = [embedder.truncate(row) for row in embedder.encode(texts)]
+        compute: Callable[[Sequence[Any]], Vectors] = embedder.embed
+    else:
+        rows = batcher.engine.encode_pairs("Hello", texts)
+        compute = batcher.engine.score
+    async with lane.turn("load") as turn:
+        single = np.concatenate([await turn(compute, [row]) for row in rows])
+        batched = await turn(compute, rows)
+    engine: Any = batcher.engine
+    return judge_distance(single, batched, bound_of(engine.dtype))
+
+
+def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding:
+    """Judge the largest difference of two rows, as a share of the rows' root mean square."""
+    scale = math.sqrt(np.mean(np.square(single, dtype=np.float64)))
+    worst = math.sqrt(np.mean(np.square(single - batched, dtype=np.float64), axis=1).max())
+    distance = worst / scale if scale else math.nan
+    is_close = distance <= allowed  # False for NaN
+    message = f"rows in a batch are {distance:.1g} away from single ones; {allowed:g} is allowed."
+    measured = {"rows": len(single), "apart": distance, "allowed": allowed}
+    return Finding("batch", "ok" if is_close else "fail", message, measured)
+
+
+async def _measure(unit: str, work: Rate, sizes: Sequence[int]) -> Finding:
+    """Measure units a second, by rows at once; no speed is wrong."""
+    rates = {}
+    for size in sizes:
+        await work(size)  # the first pass of a shape allocates
+        units, started = 0, time.perf_counter()
+        while (spent := time.perf_counter() - started) < MEASURED_S:
+            units += await work(size)
+        rates[str(size)] = units / spent
+    listed = ", ".join(f"{rate:.3g} with {size}" for size, rate in rates.items())
+    return Finding("speed", "ok", f"{unit}/s by rows at once: {listed}.", {f"{unit}_per_s": rates})
+
+
+def _caller() -> Caller:
+    return Caller(request_id="doctor", deadline=math.inf, allowed_s=math.inf)
+
+
+async def _embed(batcher: EmbeddingBatcher, numbers: "count[int]", size: int) -> int:
+    texts = _TEXTS.part(next(numbers), size)
+    await batcher.embed(EmbedJob(caller=_caller(), texts=texts, truncate=True))
+    return size
+
+
+async def _rerank(batcher: RerankBatcher, numbers: "count[int]", size: int) -> int:
+    number = next(numbers)
+    documents = _TEXTS.part(number, size)
+    await batcher.rerank(RerankJob(caller=_caller(), query=_TEXTS[number], documents=documents))
+    return size
+
+
+async def _write(
+    spec: ChatSpec, batcher: GenerationBatcher, numbers: "count[int]", size: int
+) -> int:
+    """Write answers at once, each of TOKENS tokens; return the number of tokens."""
+    spec = spec.model_copy(update={"thinking": False})
+    arguments = template_args(Resolved(spec), spec)
+
+    async def answer() -> int:
+        job = GenerateJob(
+            caller=_caller(),
+            messages=[{"role": "user", "content": _TEXTS[next(numbers)]}],
+            sampling=Sampling(temperature=0, min_tokens=TOKENS),
+            max_tokens=TOKENS,
+            template_args=arguments,
+        )
+        async with batcher.generate(job) as generation, aclosing(generation.deltas) as deltas:
+            return sum([delta.tokens async for delta in deltas])
+
+    return sum(await asyncio.gather(*(answer() for _ in range(size))))

@@ -1,0 +1,43 @@
+"""What the package imports is what pyproject.toml declares: nothing comes by accident."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DISTRIBUTIONS = packages_distributions()
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared() -> set[str]:
+    extras = PROJECT["optional-dependencies"].values()
+    requirements = [*PROJECT["dependencies"], *(each for extra in extras for each in extra)]
+    return {normal(re.split(r"[^\w.-]", requirement)[0]) for requirement in requirements}
+
+
+def imported() -> set[str]:
+    """Name the packages that gateway/ imports, wherever in a module."""
+    names = set()
+    for file in (ROOT / "gateway").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return names - {"gateway"} - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("package", sorted(imported()))
+def test_a_package_that_is_imported_is_declared(package: str) -> None:
+    """A dependency of a dependency may leave with its next release."""
+    distributions = {normal(name) for name in DISTRIBUTIONS.get(package, ())}
+    assert distributions & declared(), f"{package} is of none that pyproject.toml declares"
