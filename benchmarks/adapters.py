@@ -21,7 +21,7 @@ from gateway.engine.device import Device, choose_device, configure, prepare_mall
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
 from gateway.engine.models.adapter_files import read_adapter
-from gateway.engine.models.adapters import dimensions
+from gateway.engine.models.missing_kernels import dimensions
 from gateway.jobs import Adapter, Sampling, SequenceParams
 from gateway.registry import package_folder
 

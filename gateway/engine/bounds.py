@@ -89,9 +89,9 @@ def _evaluating(layers: list[Any], size: int) -> Iterator[None]:
     ends = {id(layer) for layer in layers[size - 1 : -1 : size]}
     calls = {kind: kind.__call__ for kind in {type(layer) for layer in layers}}
 
-    def evaluating(own: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            output = own(layer, *args, **kwargs)
+            output = original(layer, *args, **kwargs)
             if id(layer) in ends:
                 mx.eval(output)
             return output
@@ -99,9 +99,9 @@ def _evaluating(layers: list[Any], size: int) -> Iterator[None]:
         return call
 
     try:
-        for kind, own in calls.items():
-            kind.__call__ = evaluating(own)
+        for kind, original in calls.items():
+            kind.__call__ = evaluating(original)
         yield
     finally:
-        for kind, own in calls.items():
-            kind.__call__ = own
+        for kind, original in calls.items():
+            kind.__call__ = original

@@ -36,9 +36,9 @@ class ControlTokens:
         # As a batch: only tokenizers' batch calls release the GIL.
         if not any(is_own for pieces in texts for _, is_own in pieces):
             fast = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
-            return [list(encoding.ids) for encoding in fast]
+            return [list(encoded_text.ids) for encoded_text in fast]
         encoded = self._tokenizer.encode_batch(whole, add_special_tokens=False)
-        return [self._spell(*row) for row in zip(encoded, whole, texts, strict=True)]
+        return [self._spell(*encoding) for encoding in zip(encoded, whole, texts, strict=True)]
 
     def spell(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the ids of a caller's text with letters for its control tokens."""
@@ -51,32 +51,34 @@ class ControlTokens:
             for letter in (self._letters(contents[token]) if token in contents else [token])
         ]
 
-    def split(self, value: Any, kept: Collection[str] = ()) -> Any:
+    def split(self, value: Any, plain: Collection[str] = ()) -> Any:
         """Return a value of JSON in whose texts a word stands behind the first letter of each
-        control token, but those kept. `pieces` finds them in what a template makes of the value.
+        control token but the `plain` ones. `pieces` finds them in what a template makes of it.
         """
         match value:
             case str():
-                return self._word.join(self._cut(value, kept))
+                return self._word.join(self._cut(value, plain))
             case Mapping():
-                return {self.split(key): self.split(item, kept) for key, item in value.items()}
+                return {self.split(key): self.split(item, plain) for key, item in value.items()}
             case list() | tuple():
-                return [self.split(item, kept) for item in value]
+                return [self.split(item, plain) for item in value]
         return value
 
     def pieces(self, text: str) -> list[Piece]:
         """Return a text without the words of `split`, whose control tokens are the caller's."""
         *parts, last = text.split(self._word)
-        spans = [span for part in parts for span in ((part[:-1], False), (part[-1:], True))]
-        return [*spans, (last, False)]
+        pieces: list[Piece] = []
+        for part in parts:
+            pieces += [(part[:-1], False), (part[-1:], True)]
+        return [*pieces, (last, False)]
 
-    def _cut(self, text: str, kept: Collection[str]) -> list[str]:
+    def _cut(self, text: str, plain: Collection[str]) -> list[str]:
         (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         controls = self._contents
         places = [
             _begin(text, *offsets) + 1
             for token, offsets in zip(encoded.ids, encoded.offsets, strict=True)
-            if token in controls and controls[token] not in kept
+            if token in controls and controls[token] not in plain
         ]
         return [text[start:end] for start, end in pairwise([0, *places, len(text)])]
 
@@ -93,13 +95,16 @@ class ControlTokens:
     def _letters(self, content: str) -> list[int]:
         """Return the ids that spell a control token, from the pipeline without added tokens."""
         tokenizer = self._tokenizer
-        text = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
-        split = tokenizer.pre_tokenizer
-        pieces = [word for word, _ in split.pre_tokenize_str(text)] if split else [text]
+        text = content
+        if tokenizer.normalizer:
+            text = tokenizer.normalizer.normalize_str(content)
+        pieces = [text]
+        if tokenizer.pre_tokenizer:
+            pieces = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
         # Some pipelines put a space before every text: it is no part of the token.
         if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
             pieces[0] = pieces[0][1:]
-        ids = [token.id for piece in pieces if piece for token in tokenizer.model.tokenize(piece)]
+        ids = [word.id for piece in pieces if piece for word in tokenizer.model.tokenize(piece)]
         if self._contents.keys().isdisjoint(ids):
             return ids
         # The model's own vocabulary has it too, as a unigram's has.

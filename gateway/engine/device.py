@@ -43,7 +43,9 @@ def choose_device(requested: str) -> Device:
         raise ValueError(f"device must be auto, cpu or gpu, not `{requested}`")
     if metal:
         return Device.METAL
-    return Device.CUDA if cuda else Device.CPU
+    if cuda:
+        return Device.CUDA
+    return Device.CPU
 
 
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -90,19 +92,21 @@ def memory_limits(
     device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
 ) -> Limits:
     """Choose limits from the settings; `info` is mlx's device_info of a GPU, empty for a CPU."""
-    working_set = info.get("max_recommended_working_set_size")
-    if device is not Device.METAL or not isinstance(working_set, int):
+    recommended = info.get("max_recommended_working_set_size")
+    if device is not Device.METAL or not isinstance(recommended, int):
         return Limits(cache, None)
     # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
     # By default nothing is wired: concurrent streams over a churning prompt cache, which is the
     # load here, panicked macOS's kernel within two minutes with wired memory, and not in four
     # hours without (https://github.com/ml-explore/mlx/issues/3186, mlx-lm's 1666). More than
     # recommended is an error.
-    wired = None if wired is None else min(wired, working_set)
+    if wired is not None:
+        wired = min(wired, recommended)
     # MLX itself gives buffers back while others are in flight, which was seen to panic too (mlx
     # #3346), as soon as more are kept than this, or all memory is used. So the limit is what
     # models' budget leaves by default, and `give_back` empties the cache long before.
-    cache = working_set // 4 if cache is None else cache
+    if cache is None:
+        cache = recommended // 4
     return Limits(cache, wired)
 
 
@@ -122,9 +126,11 @@ def keep_file_limits() -> Iterator[None]:
 
     def raise_limit(kind: int, limits: tuple[int, int]) -> None:
         soft, hard = resource.getrlimit(kind)
-        wanted = limits[0] if hard == resource.RLIM_INFINITY else min(limits[0], hard)
-        if soft != resource.RLIM_INFINITY and wanted > soft:
-            set_limit(kind, (wanted, hard))
+        limit = limits[0]
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        if soft != resource.RLIM_INFINITY and limit > soft:
+            set_limit(kind, (limit, hard))
 
     resource.setrlimit = raise_limit
     try:
@@ -197,8 +203,8 @@ def memory_bytes(device: Device) -> int:
     info = device_info(device)
     # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-        if offered := int(info.get(key, 0)):
-            return offered
+        if info.get(key):
+            return int(info[key])
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *cgroup_limits(_CGROUPS, _MEMBERSHIP)])
 
@@ -225,7 +231,8 @@ def prepare_malloc() -> None:
     is free in one thread's is of no use to the others: with an arena each, the mixed load of
     tests/provoked/test_soak.py held 358 MB instead of 312, and answered as many requests.
     """
-    if (mallopt := _of_glibc("mallopt")) is None:
+    mallopt = _of_glibc("mallopt")
+    if mallopt is None:
         return
     mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_ABOVE)
@@ -268,7 +275,8 @@ def give_back() -> None:
     tokens, 58, and 752 MB became 449.
     """
     clear_cache()
-    if (trim := _of_glibc("malloc_trim")) is not None:
+    trim = _of_glibc("malloc_trim")
+    if trim is not None:
         trim(0)
 
 
@@ -301,11 +309,9 @@ def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
             root, name = groups / "memory", "memory.limit_in_bytes"
         else:
             continue
-        directory = root / path.lstrip("/")
+        group = root / path.lstrip("/")
         yield from (
-            folder / name
-            for folder in (directory, *directory.parents)
-            if folder.is_relative_to(root)
+            folder / name for folder in (group, *group.parents) if folder.is_relative_to(root)
         )
 
 

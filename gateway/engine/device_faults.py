@@ -29,28 +29,21 @@ class FaultText:
 
 FAULT_TEXTS: Final = (
     # Metal, mlx/backend/metal/device.cpp. Words in front of a constant may be localised.
-    FaultText(
-        f"{_METAL}SubmissionsIgnored",
-        Fault.FATAL,
-        "The kernel refuses this process alone, until it ends: omlx #3706, mlx-lm #1572",
-    ),
-    FaultText(
-        f"{_METAL}OutOfMemory",
-        Fault.PRESSURE,
-        "Goes by once memory is free: mlx #3523, mlx-omni-server #59",
-    ),
-    FaultText(
-        f"{_METAL}Timeout",
-        Fault.UNKNOWN,
-        "Absorbed twice, then submissions were ignored: omlx #3706, mlx-lm #1572",
-    ),
-    FaultText(f"{_METAL}Hang", Fault.UNKNOWN, "The GPU is restarted: mlx-vlm #1064"),
-    FaultText(f"{_METAL}PageFault", Fault.UNKNOWN, "The GPU is restarted: mlx-vlm #697, #1064"),
-    FaultText(f"{_METAL}InnocentVictim", Fault.UNKNOWN, "Another's fault: mlx-openai-server #169"),
-    FaultText(
-        f"{_METAL}ImpactingInteractivity",
-        Fault.UNKNOWN,
-        "macOS prefers the screen: mlx #3267, MTPLX #422",
+    *(
+        FaultText(f"{_METAL}{name}", fault, source)
+        for name, fault, source in (
+            # The kernel refuses this process alone, until it ends.
+            ("SubmissionsIgnored", Fault.FATAL, "omlx #3706, mlx-lm #1572"),
+            # Goes by once memory is free.
+            ("OutOfMemory", Fault.PRESSURE, "mlx #3523, mlx-omni-server #59"),
+            # Absorbed twice, then submissions were ignored.
+            ("Timeout", Fault.UNKNOWN, "omlx #3706, mlx-lm #1572"),
+            ("Hang", Fault.UNKNOWN, "The GPU is restarted: mlx-vlm #1064"),
+            ("PageFault", Fault.UNKNOWN, "The GPU is restarted: mlx-vlm #697, #1064"),
+            ("InnocentVictim", Fault.UNKNOWN, "Another's fault: mlx-openai-server #169"),
+            # macOS prefers the screen.
+            ("ImpactingInteractivity", Fault.UNKNOWN, "mlx #3267, MTPLX #422"),
+        )
     ),
     FaultText(r"\[METAL\] ", Fault.UNKNOWN, "Any other: mlx/backend/metal/device.cpp"),
     # Memory, mlx/backend/{metal,cuda}/allocator.cpp.

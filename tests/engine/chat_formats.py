@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from gateway.engine.answers.output_parts import OutputPart
-from gateway.engine.prompting.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from gateway.engine.prompting.chat_tokenizer import (
+    ChatTokenizer,
+    chat_tokenizer,
+    wrap_folder_tokenizer,
+)
 from gateway.jobs import Calling, Function, Sampling, SequenceParams
 
 DEMO = Path(__file__).parents[2] / "demo" / "chat"
@@ -47,8 +51,15 @@ def family(
     config.write_text(json.dumps(written))
     hidden = "{% if false %}{% raw %}" + words + "{% endraw %}{% endif %}" if words else ""
     (folder / "chat_template.jinja").write_text(template + hidden)
-    whole = {"chat_template": None, "template_args": {}, **given}
-    return load_chat_tokenizer(folder, name="x", eos_ids=2, **whole)
+    return open_tokenizer(folder, eos_ids=2, **given)
+
+
+def open_tokenizer(folder: Path, eos_ids: int | list[int], **options: Any) -> ChatTokenizer:
+    """Open the tokenizer of a folder that may have a config."""
+    config = folder / "config.json"
+    model_type = json.loads(config.read_text()).get("model_type") if config.is_file() else None
+    wrapper = wrap_folder_tokenizer(folder, name="x", eos_ids=eos_ids)
+    return chat_tokenizer(wrapper, name="x", model_type=str(model_type), **options)
 
 
 def row(functions: Sequence[Function] = (), **given: Any) -> SequenceParams:

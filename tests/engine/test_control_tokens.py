@@ -102,7 +102,7 @@ def test_a_value_of_json_is_split_wherever_it_has_texts(demo: Tokenizer) -> None
     """Keys too; what is kept is not."""
     known = ControlTokens(demo)
     value = {"a<|end|>": ["<|end|>", 1, None, {"b": "<|user|>"}], "c": "d"}
-    found = known.split(value, kept=("<|user|>",))
+    found = known.split(value, plain=("<|user|>",))
     assert list(found)[1] == "c"
     assert "<|end|>" not in str(found)
     assert found["c"] == "d"

@@ -44,7 +44,6 @@ class Vocabulary:
         return text
 
     def _text(self, token: int) -> str:
-        """Return the text of a single token; U+FFFD if it is part of a character."""
         return self._decode([*self.probe, token])[self._prefix :]
 
     def _bytes(self, token: int) -> bytes:
@@ -53,7 +52,8 @@ class Vocabulary:
         if "\ufffd" not in text:
             return text.encode()
         name = self.tokenizer.id_to_token(token) or ""
-        if match := _BYTE.fullmatch(name):
+        match = _BYTE.fullmatch(name)
+        if match is not None:
             return bytes([int(match[1], 16)])
         if name and all(character in _BYTES for character in name):
             return bytes(_BYTES[character] for character in name)
@@ -73,7 +73,9 @@ class Detokenizer:
     def __init__(self, vocabulary: Vocabulary, *, continues: bool = False) -> None:
         self._vocabulary = vocabulary
         self._tokenizer = vocabulary.tokenizer
-        self._stream = self._new_stream() if continues else DecodeStream(skip_special_tokens=False)
+        self._stream = DecodeStream(skip_special_tokens=False)
+        if continues:
+            self._stream = self._new_stream()
         self._is_first = not continues  # until there is text
         self._held: list[int] = []  # tokens whose text is still to come
 
@@ -96,9 +98,9 @@ class Detokenizer:
             return self._flush_held()
         # The stream holds back all text that ends with U+FFFD, even if the tokens spell it.
         is_last = self._vocabulary.bytes(token)[-1:] == _WRITTEN[-1:]
-        return (
-            self._restart() if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN) else ""
-        )
+        if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN):
+            return self._restart()
+        return ""
 
     def _restart(self) -> str:
         """Begin a new stream; return the text of the tokens held back."""

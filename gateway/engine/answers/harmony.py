@@ -15,8 +15,8 @@ from typing import Any, Literal
 from gateway.engine.answers.output_parts import (
     BEGINS,
     TOKENS,
+    AnswerParser,
     CallWriter,
-    ForcedCall,
     Mode,
     OutputPart,
     spell_out,
@@ -41,13 +41,8 @@ def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
     return re.compile(rf"{final}|to=user{message}")
 
 
-class HarmonyParser:
-    """Reads the messages of one sequence as they grow, with the interface of `Parser`.
-
-    `functions` are those that may be called; `read` turns a recipient and its message into calls,
-    or raises. If a grammar holds the sequence, only its final message is text: the rest is
-    reasoning.
-    """
+class HarmonyParser(AnswerParser):
+    """Reads the messages of one sequence as they grow."""
 
     def __init__(
         self,
@@ -59,12 +54,11 @@ class HarmonyParser:
         is_bound: bool = False,
         is_begun: bool = False,
     ) -> None:
-        self.mode = mode
-        self._functions = functions
-        self._read = read
-        self._calls = calls
+        super().__init__(mode, calls)
+        self._functions = functions  # those that may be called
+        self._read = read  # turns a recipient and its message into calls, or raises
+        # If a grammar holds the sequence, only its final message is text: the rest is reasoning.
         self._is_bound = is_bound
-        self._forced = ForcedCall(calls)
         # The prompt ends inside a header, or inside the final message, for one that is continued.
         self._body: _Body = "text" if is_begun else "header"
         self._header = ""
@@ -72,42 +66,41 @@ class HarmonyParser:
         self._recipient = ""
 
     @property
-    def calls(self) -> int:
-        """Count the calls returned so far."""
-        return self._calls.count
-
-    @property
     def is_thinking(self) -> bool:
         """Return True if what comes next is not part of the answer."""
         return self._body in ("header", "reasoning", "none")
 
     def push(self, piece: str) -> list[OutputPart]:
-        """Take new text; return the parts that are certain now."""
         parts: list[OutputPart] = []
-        for run in TOKENS.split(piece):
-            if run:
-                parts += self._take(run, spell_out(run) if TOKENS.fullmatch(run) else None)
+        # The pattern's group is in the list too: texts are at even places, tokens at odd ones.
+        for place, run in enumerate(TOKENS.split(piece)):
+            if place % 2:
+                parts += self._take_token(run)
+            elif run:
+                parts += self._take_text(run)
         return parts
 
     def flush(self) -> list[OutputPart]:
-        """Return what was held back, once no more text comes."""
-        parts = self._close()
-        if self.mode == "forced":
-            parts += [OutputPart(call=call) for call in self._forced.flush()]
-        return parts
+        return [*self._close(), *self._flush_forced()]
 
-    def _take(self, run: str, token: str | None) -> list[OutputPart]:
-        if token in ("<|start|>", "<|channel|>") and self._body != "header":
-            parts = self._close()
-            self._body, self._header = "header", run if token == "<|channel|>" else ""
-            return parts
+    def _take_token(self, run: str) -> list[OutputPart]:
+        token = spell_out(run)
         if token in ENDS:
             return self._close()
+        if self._body == "header" and token == "<|message|>":
+            self._open()
+            return []
+        if self._body == "header" or token not in ("<|start|>", "<|channel|>"):
+            return self._take_text(run)
+        parts = self._close()
+        self._body, self._header = "header", ""
+        if token == "<|channel|>":
+            self._header = run
+        return parts
+
+    def _take_text(self, run: str) -> list[OutputPart]:
         if self._body == "header":
-            if token == "<|message|>":
-                self._open()
-            else:
-                self._header += run
+            self._header += run
             return []
         return self._to_parts(run)
 
@@ -116,7 +109,7 @@ class HarmonyParser:
         header, self._header = spell_out(self._header), ""
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
-        name = recipient[1] if recipient else ""
+        name = "" if recipient is None else recipient[1]
         self._recipient = name.removeprefix("functions.")
         is_known = name.startswith("functions.") or self._recipient in self._functions
         is_answer = name == "user" or (channel is not None and channel[1] == "final")
@@ -132,15 +125,12 @@ class HarmonyParser:
         if self._body == "call":
             self._call.append(run)
             return []
-        if not (text := strip_marks(run)):
+        text = strip_marks(run)
+        if self._body == "none" or not text:
             return []
         if self._body == "reasoning":
             return [OutputPart(reasoning=text)]
-        if self._body == "none":
-            return []
-        if self.mode == "forced":
-            return [OutputPart(call=call) for call in self._forced.push(text)]
-        return [OutputPart(text=text)]
+        return self._answer(text)
 
     def _close(self) -> list[OutputPart]:
         """End the message under way; if it is a call, read it."""
@@ -151,5 +141,5 @@ class HarmonyParser:
         try:
             calls = self._calls.write(self._read(self._recipient, call))
         except Exception:  # whatever a parser trips over: what cannot be read is text
-            return [OutputPart(text=call)] if call else []
-        return [OutputPart(call=call) for call in calls]
+            return [OutputPart(text=call)]
+        return [OutputPart(call=call_delta) for call_delta in calls]

@@ -7,12 +7,14 @@ the vocabulary has no token for is found by its letters.
 
 import hashlib
 import json
+import math
 import re
 import secrets
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import orjson
 from tokenizers import AddedToken
@@ -45,11 +47,11 @@ class Marks:
 
     def pattern(self, mark: str) -> str:
         """Return a format's mark, its control tokens spelled as the stream has them."""
-        return self._any.sub(lambda found: self._contents[found[0]], mark)
+        return self._any.sub(lambda match: self._contents[match[0]], mark)
 
 
 def _is_in(content: str, name: str) -> bool:
-    """Return True if an added token, neither a word nor white space, is part of a mark."""
+    # Neither a word nor white space.
     return content in name and not content.strip().isalnum() and len(content.strip()) > 1
 
 
@@ -78,30 +80,7 @@ class OutputPart:
     call: CallDelta | None = None
 
 
-class AnswerParser(Protocol):
-    """Reads the text of one sequence as it grows, with marks spelled as tokens."""
-
-    @property
-    def mode(self) -> Mode:
-        """Return which calls the answer may have."""
-
-    @property
-    def calls(self) -> int:
-        """Count the calls returned so far."""
-
-    @property
-    def is_thinking(self) -> bool:
-        """Return True if what comes next is reasoning."""
-
-    def push(self, piece: str) -> list[OutputPart]:
-        """Take new text; return the parts that are certain now."""
-
-    def flush(self) -> list[OutputPart]:
-        """Return what was held back, once no more text comes."""
-
-
 def openai_id(name: str, place: int) -> str:
-    """Return a new id in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -121,71 +100,67 @@ def own_ids(messages: Sequence[Mapping[str, Any]], new_id: NewId) -> list[dict[s
     Ids from other sources are renamed, in calls and results alike.
     """
     named: dict[str, str] = {}
-    turns = []
-    for message in messages:
-        turn = dict(message)
-        if calls := turn.get("tool_calls"):
-            turn["tool_calls"] = [
-                {**call, "id": _own_id(call, named, new_id) if call.get("id") else call.get("id")}
-                for call in calls
+    renamed = []
+    for original in messages:
+        message = dict(original)
+        if message.get("tool_calls"):
+            message["tool_calls"] = [
+                _with_own_id(call, named, new_id) for call in message["tool_calls"]
             ]
-        if (token := turn.get("tool_call_id")) is not None:
-            turn["tool_call_id"] = named.get(token, token)
-        turns.append(turn)
-    return turns
+        call_id = message.get("tool_call_id")
+        if call_id is not None:
+            message["tool_call_id"] = named.get(call_id, call_id)
+        renamed.append(message)
+    return renamed
 
 
-def _own_id(call: Mapping[str, Any], named: dict[str, str], new_id: NewId) -> str:
-    token = str(call["id"])
+def _with_own_id(
+    call: Mapping[str, Any], named: dict[str, str], new_id: NewId
+) -> Mapping[str, Any]:
+    if not call.get("id"):
+        return call
+    call_id = str(call["id"])
     if new_id is kimi_id:
-        id_ = kimi_id(str(call["function"]["name"]), len(named))
-    elif new_id is mistral_id and not re.fullmatch(r"[A-Za-z0-9]{9}", token):
-        id_ = hashlib.sha256(token.encode()).hexdigest()[:9]
+        own_id = kimi_id(str(call["function"]["name"]), len(named))
+    elif new_id is mistral_id and not re.fullmatch(r"[A-Za-z0-9]{9}", call_id):
+        own_id = hashlib.sha256(call_id.encode()).hexdigest()[:9]
     else:
-        id_ = token
-    return named.setdefault(token, id_)
+        own_id = call_id
+    return {**call, "id": named.setdefault(call_id, own_id)}
 
 
 class CallWriter:
-    """Numbers an answer's calls and gives them ids; `earlier` counts the conversation's.
-
-    Calls beyond `most`, if given, are left out.
-    """
+    """Numbers an answer's calls and gives them ids."""
 
     def __init__(
-        self, new_id: NewId = openai_id, earlier: int = 0, most: int | None = None
+        self, new_id: NewId = openai_id, earlier: int = 0, limit: float = math.inf
     ) -> None:
         self.count = 0
-        self._most = most
+        self._limit = limit  # calls beyond it are left out
         self._new_id = new_id
-        self._earlier = earlier
+        self._earlier = earlier  # calls of the conversation, which some families count on from
 
     @property
     def is_full(self) -> bool:
-        """Return True once no more calls are allowed."""
-        return self._most is not None and self.count >= self._most
+        return self.count >= self._limit
 
     def write(self, read: Sequence[Mapping[str, Any]]) -> list[CallDelta]:
         """Return finished calls; a model that names its own ids keeps them."""
-        calls = []
-        for i, call in enumerate(read):
-            if self._most is not None and self.count + i >= self._most:
+        calls: list[CallDelta] = []
+        for place, call in enumerate(read, self.count):
+            if place >= self._limit:
                 break
-            name, place = str(call["name"]), self.count + i
-            call_id = call.get("id")
-            token = (
-                call_id
-                if isinstance(call_id, str) and call_id
-                else self._new_id(name, self._earlier + place)
-            )
-            calls.append(CallDelta(place, token, name, arguments_json(call["arguments"])))
-        self.count += len(calls)
+            name, call_id = str(call["name"]), call.get("id")
+            if not (call_id and isinstance(call_id, str)):
+                call_id = self._new_id(name, self._earlier + place)
+            calls.append(CallDelta(place, call_id, name, arguments_json(call["arguments"])))
+        self.count += len(calls)  # once all are written: what cannot be read counts for nothing
         return calls
 
     def begin(self, name: str) -> CallDelta:
         """Return the head of a call whose arguments are still to come."""
+        place = self.count
         self.count += 1
-        place = self.count - 1
         return CallDelta(place, self._new_id(name, self._earlier + place), name)
 
 
@@ -215,7 +190,9 @@ class ForcedCall:
 
     def push(self, text: str) -> list[CallDelta]:
         """Take more of the call; return what is certain of it."""
-        self._text = self._text + text if self._text or self._is_named else text.lstrip()
+        if not (self._text or self._is_named):
+            text = text.lstrip()
+        self._text += text
         deltas = []
         if not self._is_named:
             neck = self._text.find(self._NECK)
@@ -234,4 +211,43 @@ class ForcedCall:
     def flush(self) -> list[CallDelta]:
         """Return the last character, unless it is the closing brace."""
         rest, self._text = self._text.removesuffix("}"), ""
-        return [CallDelta(0, arguments=rest)] if rest and self._is_named else []
+        if not rest or not self._is_named:
+            return []
+        return [CallDelta(0, arguments=rest)]
+
+
+class AnswerParser(ABC):
+    """Reads the text of one sequence as it grows, with marks spelled as tokens."""
+
+    def __init__(self, mode: Mode, calls: CallWriter) -> None:
+        self.mode = mode
+        self._calls = calls
+        self._forced = ForcedCall(calls)
+
+    @property
+    def calls(self) -> int:
+        """Count the calls returned so far."""
+        return self._calls.count
+
+    @property
+    @abstractmethod
+    def is_thinking(self) -> bool:
+        """Return True if what comes next is reasoning."""
+
+    @abstractmethod
+    def push(self, piece: str) -> list[OutputPart]:
+        """Take new text; return the parts that are certain now."""
+
+    @abstractmethod
+    def flush(self) -> list[OutputPart]:
+        """Return what was held back, once no more text comes."""
+
+    def _answer(self, text: str) -> list[OutputPart]:
+        if self.mode == "forced":
+            return [OutputPart(call=call) for call in self._forced.push(text)]
+        return [OutputPart(text=text)]
+
+    def _flush_forced(self) -> list[OutputPart]:
+        if self.mode != "forced":
+            return []
+        return [OutputPart(call=call) for call in self._forced.flush()]

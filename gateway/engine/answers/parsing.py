@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.engine.answers.output_parts import (
+    AnswerParser,
     CallWriter,
-    ForcedCall,
     Mode,
     OutputPart,
     spell_out,
@@ -21,23 +21,21 @@ _Next = Literal["text", "thinking", "call", "noise"]
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """A model's marks, their tokens spelled as the stream has them.
+    """A model's marks, their tokens spelled as the stream has them."""
 
-    `opens` and `closes` stand around thinking; `calls` are pairs around calls, the second empty if
-    only the answer's end ends the call; `noise` is dropped. `bare` matches the beginning of an
-    answer that is a call without any mark. `read` turns the text between call marks into calls, or
-    raises.
-    """
-
-    opens: tuple[str, ...] = ()
+    opens: tuple[str, ...] = ()  # thinking
     closes: tuple[str, ...] = ()
+    # Pairs around calls; the second is empty if only the answer's end ends the call.
     calls: tuple[tuple[str, str], ...] = ()
-    noise: tuple[str, ...] = ()
-    bare: Any = None  # a regex.Pattern, which can match in part
+    noise: tuple[str, ...] = ()  # marks that are dropped
+    # Matches the beginning of an answer that is a call without any mark. A regex.Pattern, which
+    # can match in part.
+    bare: Any = None
+    # Turns the text between call marks into calls, or raises.
     read: ReadCalls | None = None
 
 
-class Parser:
+class Parser(AnswerParser):
     """Reads the text of one sequence as it grows.
 
     A call in the model's own format is returned once it is finished; one that cannot be read is
@@ -59,7 +57,7 @@ class Parser:
         is_begun: bool = False,
         calls: CallWriter | None = None,
     ) -> None:
-        self.mode = mode
+        super().__init__(mode, calls or CallWriter())
         self._markup = markup
         self._state: _State = "thinking" if is_thinking else "text"
         self._held = ""
@@ -70,21 +68,12 @@ class Parser:
         self._may_think = not is_begun
         self._may_be_bare = mode == "free" and not is_begun and markup.bare is not None
         self._pair = ("", "")
-        self._calls = calls or CallWriter()
-        self._forced = ForcedCall(self._calls)
-
-    @property
-    def calls(self) -> int:
-        """Count the calls returned so far."""
-        return self._calls.count
 
     @property
     def is_thinking(self) -> bool:
-        """Return True if what comes next is reasoning."""
         return self._state == "thinking"
 
     def push(self, piece: str) -> list[OutputPart]:
-        """Take new text; return the parts that are certain now."""
         self._held += piece
         parts: list[OutputPart] = []
         while self._advance(parts):
@@ -92,22 +81,22 @@ class Parser:
         return parts
 
     def flush(self) -> list[OutputPart]:
-        """Return what was held back, once no more text comes."""
         if self._calls.is_full:
             return []
-        text, self._held = "".join((*self._call, self._held)), ""
+        pending, self._held = "".join((*self._call, self._held)), ""
         self._call = []
         parts: list[OutputPart] = []
         if self._state == "call":
             start, end = self._pair
             self._state = "text"
-            parts = [] if end else self._read(text)
-            text = "" if parts else start + text
-            parts += self._to_parts(text, is_call=True)
+            if not end:
+                parts = self._read(pending)
+            if not parts:
+                parts = self._to_parts(start + pending, is_call=True)
         else:
-            parts = self._to_parts(text)
-        if self.mode == "forced" and not self.is_thinking:
-            parts += [OutputPart(call=call) for call in self._forced.flush()]
+            parts = self._to_parts(pending)
+        if not self.is_thinking:
+            parts += self._flush_forced()
         return parts
 
     def _advance(self, parts: list[OutputPart]) -> bool:
@@ -115,8 +104,9 @@ class Parser:
         if self._calls.is_full or self._is_waiting():
             return False
         marks = self._marks()
-        places = [(at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0]
-        if not places:
+        places = ((self._held.find(mark), -len(mark), mark) for mark in marks)
+        matches = [match for match in places if match[0] >= 0]
+        if not matches:
             cut = len(self._held) - held_back(self._held, marks)
             sure, self._held = self._held[:cut], self._held[cut:]
             if self._state == "call":
@@ -124,7 +114,7 @@ class Parser:
             else:
                 parts += self._to_parts(sure)
             return False
-        at, _, mark = min(places)
+        at, _, mark = min(matches)
         before, self._held = self._held[:at], self._held[at + len(mark) :]
         if self._state == "call":
             before, self._call = "".join((*self._call, before)), []
@@ -175,11 +165,14 @@ class Parser:
             marks |= {start: "call" for start, _ in markup.calls}
         return marks
 
-    def _to_parts(self, held: str, *, is_call: bool = False) -> list[OutputPart]:
+    def _to_parts(self, pending: str, *, is_call: bool = False) -> list[OutputPart]:
         """Return text as parts of the current kind; a call that was not read shows its tokens."""
-        text = spell_out(held) if is_call else strip_marks(held)
-        if self._is_fresh and not is_call:
-            text = text.lstrip()
+        if is_call:
+            text = spell_out(pending)
+        else:
+            text = strip_marks(pending)
+            if self._is_fresh:
+                text = text.lstrip()
         if not text:
             return []
         self._is_fresh = False
@@ -188,15 +181,13 @@ class Parser:
         if self._is_bound or text.strip():
             self._has_text = True
             self._may_think = self._may_think and not self._is_bound
-        if self.mode == "forced":
-            return [OutputPart(call=call) for call in self._forced.push(text)]
-        return [OutputPart(text=text)]
+        return self._answer(text)
 
-    def _read(self, held: str) -> list[OutputPart]:
+    def _read(self, pending: str) -> list[OutputPart]:
         """Return finished calls as parts; none if they cannot be read."""
         assert self._markup.read is not None
         try:
-            calls = self._calls.write(self._markup.read(spell_out(held)))
+            calls = self._calls.write(self._markup.read(spell_out(pending)))
         except Exception:  # parsers raise whatever they trip over
             return []
         if calls:

@@ -14,15 +14,14 @@ from gateway.engine.answers.harmony import HARMONY_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Marks that open and close thinking; `noise` are further marks, to be dropped."""
+    """Marks that open and close thinking."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
-    noise: tuple[str, ...] = ()
+    noise: tuple[str, ...] = ()  # further marks, to be dropped
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """List every mark."""
         return (*self.starts, *self.ends, *self.noise)
 
 
@@ -97,19 +96,12 @@ def infer_reasoning(vocabulary: Container[str], template: str, model_type: str) 
 
 
 def _has_tokens(mark: str, vocabulary: Container[str]) -> bool:
-    """Return True if a mark has control tokens and all of them are in the vocabulary."""
     tokens = re.findall(r"<[^<>]*>|\[[^\[\]]*\]", mark)
     return bool(tokens) and all(token in vocabulary for token in tokens)
 
 
 class Thinking:
-    """Tracks whether a sequence is thinking; its grammar, if it has one, applies only afterwards.
-
-    `opens_with` is the token that begins a block of thinking if it is the first of the answer,
-    `closes_with` the one that ends it; None if there is no such single token. `stops` are the
-    tokens that would end the answer. `ends` finds the end of the thinking in what `spell` makes of
-    tokens.
-    """
+    """Tracks whether a sequence is thinking; a grammar that it has applies only afterwards."""
 
     _TAIL = 256  # characters: more than the longest end
 
@@ -124,11 +116,13 @@ class Thinking:
         stops: Collection[int] = (),
     ) -> None:
         self.is_on = is_on
-        self.stops = sorted(stops)
+        self.stops = sorted(stops)  # the tokens that would end the answer
+        # The token that begins a block of thinking if it is the answer's first, and the one that
+        # ends it; None if there is no such single token.
         self.opens_with = opens_with
         self.closes_with = closes_with
         self._spell = spell
-        self._ends = ends
+        self._ends = ends  # finds the end of the thinking in what `spell` makes of tokens
         self._tail = ""
 
     def take(self, token: int) -> bool:

@@ -33,9 +33,10 @@ class StopScanner:
         if not self._stops:
             return piece
         text = self._held + piece
-        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        places = ((text.find(stop), stop) for stop in self._stops)
+        matches = [(at + len(stop), at) for at, stop in places if at >= 0]
         if matches:
-            end, at = min(matches)
+            end, at = min(matches)  # the first that is complete, and of equals the longest
             self.met = text[at:end]
             return text[:at]
         cut = len(text) - held_back(text, self._stops)
@@ -44,5 +45,7 @@ class StopScanner:
 
     def flush(self) -> str:
         """Return what was held back, once no more text comes."""
+        if self.is_stopped:
+            return ""
         text, self._held = self._held, ""
-        return "" if self.is_stopped else text
+        return text

@@ -11,9 +11,26 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from gateway.engine.answers import tool_parsers
 from gateway.engine.answers.harmony import HARMONY_TOKENS
 from gateway.engine.answers.output_parts import NewId, kimi_id, mistral_id, openai_id
+from gateway.engine.answers.tool_parsers import (
+    Reader,
+    read_atem,
+    read_deepseek,
+    read_dsml,
+    read_gemma,
+    read_glm,
+    read_json,
+    read_kimi,
+    read_kimi_k3,
+    read_longcat,
+    read_minicpm,
+    read_minimax,
+    read_mistral,
+    read_python,
+    read_qwen,
+    read_seed,
+)
 
 # A call without marks, at the beginning of an answer: JSON that names one of the functions, or
 # Python that calls one.
@@ -24,26 +41,20 @@ _BARE_LLAMA = rf"(?:{_BARE_JSON})|(?:{_BARE_PYTHON})"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """How a family of models writes calls."""
 
-    `marks` are pairs around calls, the second empty if the answer's end ends the call; `noise` are
-    marks around all calls together. `bare` is a pattern, with a place for the functions' names, of
-    an answer that begins as a call without marks. `is_json` is True if the text between the marks
-    is {"name", "arguments"}, which a grammar can hold. `is_separate` is True if calls are
-    messages of their own, separate from the answer.
-    """
-
-    read: tool_parsers.Reader
+    read: Reader
+    # Pairs around calls; the second is empty if the answer's end ends the call.
     marks: tuple[tuple[str, str], ...] = ()
-    noise: tuple[str, ...] = ()
+    noise: tuple[str, ...] = ()  # marks around all calls together
+    # A pattern of an answer that begins as a call without marks; {} is for the functions' names.
     bare: str | None = None
     new_id: NewId = openai_id
-    is_json: bool = False
-    is_separate: bool = False
+    is_json: bool = False  # between the marks is {"name", "arguments"}, which a grammar can hold
+    is_separate: bool = False  # calls are messages of their own, separate from the answer
 
     @property
     def words(self) -> tuple[str, ...]:
-        """List every mark."""
         return (*(mark for pair in self.marks for mark in pair if mark), *self.noise)
 
     def begins(self, names: Sequence[str]) -> Any:
@@ -54,86 +65,66 @@ class ToolFormat:
         return regex.compile(self.bare.replace("{}", alternatives).replace("{{", "{"))
 
 
+NO_TOOLS = ToolFormat(read_json)  # of a model whose calls, if any, are text
 _TOOL_CALL = (("<tool_call>", "</tool_call>"),)
-_HERMES = ToolFormat(tool_parsers.read_json, _TOOL_CALL, is_json=True)
-_QWEN = ToolFormat(tool_parsers.read_qwen, _TOOL_CALL)
-_GLM = ToolFormat(tool_parsers.read_glm, _TOOL_CALL)
 _LLAMA = ToolFormat(
-    tool_parsers.read_python,
+    read_python,
     (("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),
     bare=_BARE_LLAMA,
 )
-_DEEPSEEK = ToolFormat(
-    tool_parsers.read_deepseek,
-    (("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
-    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-)
-_DSML = ToolFormat(
-    tool_parsers.read_dsml,
-    (
-        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-        ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
-    ),
-)
-_COHERE = ToolFormat(tool_parsers.read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),))
-_GEMMA = (("<|tool_call>", "<tool_call|>"),)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
-        "openai": ToolFormat(tool_parsers.read_json, is_separate=True),
+        "openai": ToolFormat(read_json, is_separate=True),
         "muse_spark": ToolFormat(
-            tool_parsers.read_atem,
+            read_atem,
             (("<atem:function_calls>", "</atem:function_calls>"),),
             is_separate=True,
         ),
-        "hermes": _HERMES,
-        "qwen3_coder": _QWEN,
-        "glm47": _GLM,
-        "mistral": ToolFormat(
-            tool_parsers.read_mistral, (("[TOOL_CALLS]", ""),), new_id=mistral_id
-        ),
+        "hermes": ToolFormat(read_json, _TOOL_CALL, is_json=True),
+        "qwen3_coder": ToolFormat(read_qwen, _TOOL_CALL),
+        "glm47": ToolFormat(read_glm, _TOOL_CALL),
+        "mistral": ToolFormat(read_mistral, (("[TOOL_CALLS]", ""),), new_id=mistral_id),
         "llama3_json": _LLAMA,
         "llama4_pythonic": _LLAMA,
-        "deepseek_v3": _DEEPSEEK,
-        "deepseek_v32": _DSML,
-        "minimax_m2": ToolFormat(
-            tool_parsers.read_minimax, (("<minimax:tool_call>", "</minimax:tool_call>"),)
+        "deepseek_v3": ToolFormat(
+            read_deepseek,
+            (("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
+            ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         ),
-        "gemma4": ToolFormat(tool_parsers.read_gemma, _GEMMA),
+        "deepseek_v32": ToolFormat(
+            read_dsml,
+            (
+                ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+                ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+            ),
+        ),
+        "minimax_m2": ToolFormat(read_minimax, (("<minimax:tool_call>", "</minimax:tool_call>"),)),
+        "gemma4": ToolFormat(read_gemma, (("<|tool_call>", "<tool_call|>"),)),
         "functiongemma": ToolFormat(
-            tool_parsers.read_gemma, (("<start_function_call>", "<end_function_call>"),)
+            read_gemma, (("<start_function_call>", "<end_function_call>"),)
         ),
-        "longcat": ToolFormat(
-            tool_parsers.read_longcat, (("<longcat_tool_call>", "</longcat_tool_call>"),)
-        ),
-        "lfm2": ToolFormat(
-            tool_parsers.read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),)
-        ),
-        "seed_oss": ToolFormat(
-            tool_parsers.read_seed, (("<seed:tool_call>", "</seed:tool_call>"),)
-        ),
+        "longcat": ToolFormat(read_longcat, (("<longcat_tool_call>", "</longcat_tool_call>"),)),
+        "lfm2": ToolFormat(read_python, (("<|tool_call_start|>", "<|tool_call_end|>"),)),
+        "seed_oss": ToolFormat(read_seed, (("<seed:tool_call>", "</seed:tool_call>"),)),
         "kimi_k2": ToolFormat(
-            tool_parsers.read_kimi,
+            read_kimi,
             (("<|tool_call_begin|>", "<|tool_call_end|>"),),
             ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             new_id=kimi_id,
         ),
-        "kimi_k3": ToolFormat(
-            tool_parsers.read_kimi_k3, (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),)
-        ),
-        "minicpm5": ToolFormat(tool_parsers.read_minicpm, (("<function name=", "</function>"),)),
-        "nemotron_nano_v2": ToolFormat(tool_parsers.read_json, (("<TOOLCALL>", "</TOOLCALL>"),)),
-        "hunyuan_a13b": ToolFormat(tool_parsers.read_json, (("<tool_calls>", "</tool_calls>"),)),
-        "granite": ToolFormat(tool_parsers.read_json, (("<|tool_call|>", ""), ("<tool_call>", ""))),
+        "kimi_k3": ToolFormat(read_kimi_k3, (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),)),
+        "minicpm5": ToolFormat(read_minicpm, (("<function name=", "</function>"),)),
+        "nemotron_nano_v2": ToolFormat(read_json, (("<TOOLCALL>", "</TOOLCALL>"),)),
+        "hunyuan_a13b": ToolFormat(read_json, (("<tool_calls>", "</tool_calls>"),)),
+        "granite": ToolFormat(read_json, (("<|tool_call|>", ""), ("<tool_call>", ""))),
         "phi4_mini_json": ToolFormat(
-            tool_parsers.read_json,
+            read_json,
             (("<|tool_call|>", "<|/tool_call|>"), ("functools[", "")),
         ),
-        "cohere_command3": _COHERE,
+        "cohere_command3": ToolFormat(read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),)),
         # Command-R of before tokens for it; its template has the words.
-        "command_r": ToolFormat(
-            tool_parsers.read_json, (("Action:```json", "```"), ("Action: ```json", "```"))
-        ),
+        "command_r": ToolFormat(read_json, (("Action:```json", "```"), ("Action: ```json", "```"))),
     }
 )
 # Other names of the same: vLLM's, and mlx-lm's.

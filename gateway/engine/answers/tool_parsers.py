@@ -76,7 +76,7 @@ def read_python(text: str, schemas: Schemas) -> list[Call]:
     read = ast.parse(text, mode="eval").body
     if not isinstance(read, ast.List):
         raise ValueError("no list of calls")
-    return [_python_call(element) for element in read.elts]
+    return [_python_call(node) for node in read.elts]
 
 
 class _Literals(ast.NodeTransformer):
@@ -89,10 +89,8 @@ class _Literals(ast.NodeTransformer):
 
 
 def _python_call(node: ast.expr) -> Call:
-    """Return a call whose arguments are literals with names.
-
-    mlx-lm's parser guesses at all others, and cuts `f(a=1+2), g(b=3)` into one call.
-    """
+    # Literals with names alone: mlx-lm's parser guesses at all others, and cuts
+    # `f(a=1+2), g(b=3)` into one call.
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call by names")
     arguments: dict[Any, Any] = {
@@ -132,21 +130,19 @@ def _rename_keys(call: str, pair: str, *, wraps: bool = False) -> Reader:
     def read(text: str, schemas: Schemas) -> list[Call]:
         if text.lstrip().startswith("{"):  # GLM and Longcat also write JSON
             return read_json(text, schemas)
-        calls_read = [
-            _call(
-                (name := match["name"].strip().strip("\"'")),
-                {
-                    pair["name"].strip().strip("\"'"): _value(
-                        pair, schemas.get(name, {}), wraps=wraps
-                    )
-                    for pair in pairs.finditer(match["body"])
-                },
-            )
-            for match in calls.finditer(text)
-        ]
-        if not calls_read:
+        matches = list(calls.finditer(text))
+        if not matches:
             raise ValueError("no call")
-        return calls_read
+        return [read_call(match, schemas) for match in matches]
+
+    def read_call(match: re.Match[str], schemas: Schemas) -> Call:
+        name = _unquote(match["name"])
+        schema = schemas.get(name, {})
+        arguments = {
+            _unquote(pair["name"]): _value(pair, schema, wraps=wraps)
+            for pair in pairs.finditer(match["body"])
+        }
+        return _call(name, arguments)
 
     return read
 
@@ -178,6 +174,7 @@ read_minicpm = _rename_keys(
     r"<param\s+name\s*=\s*(?P<name>\"[^\"]*\"|'[^']*'|[^\s\"'<>]+)\s*>"
     r"(?:\s*<!\[CDATA\[(?P<cdata>.*?)\]\]>\s*|(?P<value>.*?))</param>",
 )
+# DeepSeek V3.2 says of each argument whether it is text.
 _DSML = "｜DSML｜"
 read_dsml = _rename_keys(
     rf'<{_DSML}invoke name="(?P<name>[^"]+)">(?P<body>.*?)</{_DSML}invoke>',
@@ -206,49 +203,54 @@ def _json_calls(text: str) -> Iterator[Call]:
             if count:
                 return
             raise
-        for call in value if isinstance(value, list) else [value]:
-            yield _json_call(call)
-            count += 1
+        items = value if isinstance(value, list) else [value]
+        yield from map(_json_call, items)
+        count += len(items)
 
 
 def _json_call(value: Any) -> Call:
-    """Return a call in JSON under the names that families give its parts."""
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name") or value.get("tool_name") or value["function"]
-    arguments: Any = next(
-        (value[key] for key in ("arguments", "parameters") if value.get(key) is not None), {}
-    )
-    call_id = value.get("id")
-    return _call(name, arguments, call_id if isinstance(call_id, str) else None)
+    arguments = value.get("arguments")
+    if arguments is None:
+        arguments = value.get("parameters")
+    if arguments is None:
+        arguments = {}
+    return _call(name, arguments, value.get("id"))
 
 
-def _call(name: Any, arguments: Any, own: str | None = None) -> Call:
-    """Return a call, its arguments being JSON's object, be it inside a string."""
+def _call(name: Any, arguments: Any, call_id: Any = None) -> Call:
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = json.loads(arguments)  # of some models, an object inside a string
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         raise ValueError("not a call")
     call = {"name": name, "arguments": arguments}
-    return {**call, "id": own} if own else call
+    if call_id and isinstance(call_id, str):
+        call["id"] = call_id
+    return call
 
 
 def _value(pair: re.Match[str], schema: Mapping[str, Any], *, wraps: bool) -> Any:
     """Return an argument's value: text, or what its schema says that the text stands for."""
     groups = pair.groupdict()
-    if (cdata := groups.get("cdata")) is not None:
-        text = cdata
-    else:
+    text = groups.get("cdata")
+    if text is None:
         text = groups["value"]
         if wraps:
             text = text.removeprefix("\n").removesuffix("\n")
-    if (is_text := groups.get("is_text")) is not None:
-        return text if is_text == "true" else _guess(text)
-    name = groups["name"].strip().strip("\"'")
+    is_text = groups.get("is_text")
+    if is_text == "true":
+        return text
+    types: frozenset[str] = frozenset()
     properties = schema.get("properties")
-    declared = properties.get(name) if isinstance(properties, Mapping) else None
-    types = types_of(declared, schema) if declared is not None else frozenset[str]()
+    if is_text is None and isinstance(properties, Mapping):
+        types = types_of(properties.get(_unquote(groups["name"])), schema)
     return convert_arguments(text, types)
+
+
+def _unquote(name: str) -> str:
+    return name.strip().strip("\"'")
 
 
 def convert_arguments(text: str, types: frozenset[str]) -> Any:
@@ -276,7 +278,7 @@ def _guess(text: str) -> Any:
     """
     readers: list[Callable[[str], Any]] = [partial(json.loads, strict=False)]
     if text.lstrip().startswith(("[", "{")):
-        readers.append(lambda text: ast.literal_eval(text.strip()))
+        readers.append(lambda text: ast.literal_eval(text.strip()))  # some write Python's
     for read in readers:
         try:
             value = read(text)
@@ -306,20 +308,23 @@ class _Types:
     def of(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset()
-        type_sets = [_stated_types(schema)]
-        if isinstance(ref := schema.get("$ref"), str):
-            type_sets.append(self._at(ref, depth))
-        if isinstance(schemas := schema.get("allOf"), list):
-            type_sets += [self.of(one, depth - 1) for one in schemas]
-        allowed: frozenset[str] = frozenset()
-        for key in ("anyOf", "oneOf"):
-            if isinstance(alternatives := schema.get(key), list):
-                options = [self.of(one, depth - 1) for one in alternatives]
-                allowed = frozenset().union(*options)
-                type_sets.append(allowed if all(options) else frozenset())
-        if type_sets := [types for types in type_sets if types]:
-            return reduce(_both, type_sets)
-        return allowed or frozenset({"object"} if "properties" in schema else ())
+        constraints = [_stated_types(schema)]
+        ref, parts = schema.get("$ref"), schema.get("allOf")
+        if isinstance(ref, str):
+            constraints.append(self._at(ref, depth))
+        if isinstance(parts, list):
+            constraints += [self.of(part, depth - 1) for part in parts]
+        alternatives: frozenset[str] = frozenset()
+        for branches in (schema.get("anyOf"), schema.get("oneOf")):
+            if isinstance(branches, list):
+                branch_types = [self.of(branch, depth - 1) for branch in branches]
+                alternatives = frozenset().union(*branch_types)
+                if all(branch_types):
+                    constraints.append(alternatives)
+        stated = [types for types in constraints if types]
+        if stated:
+            return reduce(_both, stated)
+        return alternatives or frozenset({"object"} if "properties" in schema else ())
 
     def _at(self, ref: str, depth: int) -> frozenset[str]:
         if ref not in self._referred:
@@ -329,7 +334,6 @@ class _Types:
 
 
 def _stated_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a schema's own `type`, `const` or `enum` names."""
     stated = schema.get("type")
     if isinstance(stated, str):
         return frozenset({stated})
@@ -339,10 +343,10 @@ def _stated_types(schema: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(map(_type_of, values)) if isinstance(values, list) else frozenset()
 
 
-def _both(some: frozenset[str], others: frozenset[str]) -> frozenset[str]:
+def _both(left: frozenset[str], right: frozenset[str]) -> frozenset[str]:
     """Return the types that two schemas allow together: integers are numbers, too."""
-    both = some & others
-    pairs = ((some, others), (others, some))
+    both = left & right
+    pairs = ((left, right), (right, left))
     if "number" not in both and any("integer" in a and "number" in b for a, b in pairs):
         return both | {"integer"}
     return both
@@ -354,8 +358,10 @@ def _type_of(value: Any) -> str:
 
 def _resolve(ref: str, root: Mapping[str, Any]) -> Any:
     """Return what a reference within the function's own schema points to."""
+    if not ref.startswith("#/"):
+        return None
     place: Any = root
-    for step in ref.removeprefix("#/").split("/") if ref.startswith("#/") else ["?"]:
+    for step in ref.removeprefix("#/").split("/"):
         name = step.replace("~1", "/").replace("~0", "~")
         place = place.get(name) if isinstance(place, Mapping) else None
     return place

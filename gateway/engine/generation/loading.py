@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config
 
 from gateway.engine.bounds import Bounds
@@ -27,9 +27,9 @@ from gateway.engine.models.gguf.vocabulary import read_sampling, wrap_tokenizer
 from gateway.engine.models.missing_kernels import Report
 from gateway.engine.models.sharding import Share
 from gateway.engine.prompting.chat_tokenizer import (
+    ChatOptions,
     ChatTokenizer,
     chat_tokenizer,
-    load_chat_tokenizer,
     wrap_folder_tokenizer,
 )
 
@@ -51,14 +51,9 @@ def read_chat_setup(
     *,
     name: str,
     max_context: int | None,
-    chat_template: str | None,
-    template_args: Mapping[str, Any],
-    tool_parser: str | None = None,
-    reasoning_parser: str | None = None,
-    split_special_tokens: bool = False,
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
-    template_sandbox: Sandbox | None = None,
+    **options: Unpack[ChatOptions],
 ) -> ChatSetup:
     """Read a chat model's config, tokenizer and template, and prepare its grammars.
 
@@ -69,48 +64,43 @@ def read_chat_setup(
 
     `max_context` only ever lowers the model's own limit, unless the model states none. `shape`
     tightens the schemas that answers are held to, with the folder's own bounds where it has none.
-    Grammars are compiled in `sandbox` first; templates are rendered in `template_sandbox`.
-    `tool_parser` and `reasoning_parser` name the forms of its calls and of its thinking; without
-    them, they are inferred. With `split_special_tokens`, control tokens in what callers send are
-    letters. Raises ModelLoadFailed.
+    Grammars are compiled in `sandbox` first. Raises ModelLoadFailed.
     """
     checkpoint = open_checkpoint(name, files)
-    formats: dict[str, Any] = {
-        "name": name,
-        "chat_template": chat_template,
-        "template_args": template_args,
-        "tool_parser": tool_parser,
-        "reasoning_parser": reasoning_parser,
-        "split_special_tokens": split_special_tokens,
-        "sandbox": template_sandbox,
-    }
+    config, wrapper = _read_tokenizer(checkpoint, files)
     if isinstance(checkpoint, GgufCheckpoint):
-        config = checkpoint.config()
-        wrapper = wrap_tokenizer(checkpoint)
-        chat = chat_tokenizer(wrapper, model_type=config["model_type"], **formats)
-        own = read_sampling(checkpoint.header.metadata)
+        generation = read_sampling(checkpoint.header.metadata)
     else:
-        with checkpoint.blame():
-            config = load_config(files)
-        chat = load_chat_tokenizer(files, eos_ids=config.get("eos_token_id"), **formats)
-        own = generation_config(files)
+        generation = generation_config(files)
+    chat = chat_tokenizer(wrapper, name=name, model_type=str(config.get("model_type")), **options)
     vocab_size = int(text_config(config).get("vocab_size") or chat.backend.get_vocab_size())
     return ChatSetup(
         checkpoint,
         chat,
-        _make_structured(chat, vocab_size, complete_shape(shape or Shape(), own), sandbox),
+        _make_structured(chat, vocab_size, complete_shape(shape or Shape(), generation), sandbox),
         max_context=_context(checkpoint, config, max_context),
         vocab_size=vocab_size,
-        sampling_defaults=usable_sampling(own),
+        sampling_defaults=usable_sampling(generation),
     )
+
+
+def _read_tokenizer(
+    checkpoint: Checkpoint | GgufCheckpoint, files: Path
+) -> tuple[dict[str, Any], TokenizerWrapper]:
+    if isinstance(checkpoint, GgufCheckpoint):
+        return checkpoint.config(), wrap_tokenizer(checkpoint)
+    with checkpoint.blame():
+        config = load_config(files)
+    eos_ids = config.get("eos_token_id")
+    return config, wrap_folder_tokenizer(files, name=checkpoint.name, eos_ids=eos_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """A checkpoint whose model drafts for another one; `vocab_size` tokens have embeddings."""
+    """A checkpoint whose model drafts for another one."""
 
     checkpoint: Checkpoint | GgufCheckpoint
-    vocab_size: int
+    vocab_size: int  # tokens that have embeddings
     max_context: int
     dtype: str | None = None
     is_packed: bool = False
@@ -134,16 +124,11 @@ def read_draft_setup(
     unless they have the same vocabulary.
     """
     checkpoint = open_checkpoint(name, files)
-    if isinstance(checkpoint, GgufCheckpoint):
-        config, wrapper = checkpoint.config(), wrap_tokenizer(checkpoint)
-    else:
-        with checkpoint.blame():
-            config = load_config(files)
-        wrapper = wrap_folder_tokenizer(files, name=name)
+    config, wrapper = _read_tokenizer(checkpoint, files)
     backend: Any = wrapper.backend_tokenizer
-    theirs, own = backend.get_vocab(), target.chat.backend.get_vocab()
-    if theirs != own:
-        differing = {token for token, _ in theirs.items() ^ own.items()}
+    vocabulary, expected = backend.get_vocab(), target.chat.backend.get_vocab()
+    if vocabulary != expected:
+        differing = {token for token, _ in vocabulary.items() ^ expected.items()}
         raise target.checkpoint.failed(
             f"its draft {name!r} has another vocabulary: {len(differing):,} tokens differ, as "
             f"{min(differing)!r}. A draft must have the same tokenizer: see `draft:` in models.yaml"
@@ -158,29 +143,21 @@ def load_generation_in_steps(
     *,
     device: Device,
     dtype: str | None,
-    is_packed: bool = False,
-    is_fused: bool = False,
+    is_packed: bool = False,  # weights stay quantised on a CPU too: `must_stay_packed` decides
+    is_fused: bool = False,  # projections of one input are one product
     kv_bits: int | None = None,
-    prefix_cache_bytes: int = 0,
-    speculate_rows: int = 0,
+    prefix_cache_bytes: int = 0,  # of the KV that is kept of prompts; a draft model has its part
+    speculate_rows: int = 0,  # in batches of up to so many, tokens may be read ahead
     draft: DraftSetup | None = None,
-    share: Share | None = None,
+    share: Share | None = None,  # this rank's part of the model; every rank must make its calls
     bounds: Bounds | None = None,
-    report: Report | None = None,
+    report: Report | None = None,  # is told of weights that become floating for want of a kernel
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
     Other work may have the lane between two steps. Each step yields None, and the last one the
     engine; a caller that stops before it must close the generator, on the lane too.
 
-    `is_packed` leaves weights quantised on a CPU too, as `must_stay_packed` decides. If the model
-    `is_fused`, projections of one input are one product. KV is kept in `kv_bits`, if given.
-    `prefix_cache_bytes` bounds the KV kept of prompts, for others that begin alike; 0 keeps none.
-    In batches of up to `speculate_rows`, tokens may be read ahead of their choice, also by the
-    model of `draft`, whose prompts' KV has its part of `prefix_cache_bytes`.
-    With a `share` it is this rank's part of the model, whose calls every rank must make. `bounds`
-    are the device's, with what is kept of all models' prompts. `report` is called with quantised
-    weights that become floating, since the device has no kernel for them.
     Raises ModelLoadFailed saying what is wrong.
     """
     model = yield from read_decoder(
@@ -196,34 +173,19 @@ def load_generation_in_steps(
         quantize_kv(setup.checkpoint, model, kv_bits, is_shared=share is not None)
     if share is not None and share.parallel == "pipeline":
         prefix_cache_bytes = 0  # ranks have other layers, so they would keep other prompts
-    draft_model = None
+    bounds = bounds or Bounds()
+    draft_model, draft_bytes = None, 0
     if draft is not None:
-        other = yield from read_decoder(
-            draft.checkpoint,
-            device=device,
-            dtype=draft.dtype,
-            is_packed=draft.is_packed,
-            is_fused=draft.is_fused,
-            report=report,
-        )
-        if draft.kv_bits is not None:
-            quantize_kv(draft.checkpoint, other, draft.kv_bits)
-        for each, checkpoint in ((model, setup.checkpoint), (other, draft.checkpoint)):
-            if not can_go_back(each):
-                raise setup.checkpoint.failed(
-                    f"{checkpoint.name!r} has sliding windows or states, which cannot go back to "
-                    f"before a draft; it cannot have or be `draft: {draft.checkpoint.name}`"
-                )
-        tokens = measure_kv(other).token, measure_kv(model).token
-        draft_bytes = prefix_cache_bytes * tokens[0] // max(1, sum(tokens))
+        drafter = yield from _read_draft_model(setup, draft, model, device=device, report=report)
+        costs = measure_kv(drafter).token, measure_kv(model).token
+        draft_bytes = prefix_cache_bytes * costs[0] // max(1, sum(costs))
         draft_model = DraftModel(
-            other,
+            drafter,
             vocab_size=min(draft.vocab_size, setup.vocab_size),
             max_context=draft.max_context,
             prefix_cache_bytes=draft_bytes,
-            kept=bounds.kept if bounds is not None else None,
+            kept=bounds.kept,
         )
-        prefix_cache_bytes -= draft_bytes
     yield GenerationEngine(
         setup.checkpoint.name,
         model,
@@ -231,12 +193,34 @@ def load_generation_in_steps(
         setup.structured,
         max_context=setup.max_context,
         vocab_size=setup.vocab_size,
-        prefix_cache_bytes=prefix_cache_bytes,
+        prefix_cache_bytes=prefix_cache_bytes - draft_bytes,
         speculate_rows=speculate_rows,
         draft_model=draft_model,
         sampling_defaults=setup.sampling_defaults,
         bounds=bounds,
     )
+
+
+def _read_draft_model(
+    setup: ChatSetup, draft: DraftSetup, model: Any, *, device: Device, report: Report | None
+) -> Generator[None, None, Any]:
+    drafter = yield from read_decoder(
+        draft.checkpoint,
+        device=device,
+        dtype=draft.dtype,
+        is_packed=draft.is_packed,
+        is_fused=draft.is_fused,
+        report=report,
+    )
+    if draft.kv_bits is not None:
+        quantize_kv(draft.checkpoint, drafter, draft.kv_bits)
+    for decoder, checkpoint in ((model, setup.checkpoint), (drafter, draft.checkpoint)):
+        if not can_go_back(decoder):
+            raise setup.checkpoint.failed(
+                f"{checkpoint.name!r} has sliding windows or states, which cannot go back to "
+                f"before a draft; it cannot have or be `draft: {draft.checkpoint.name}`"
+            )
+    return drafter
 
 
 def load_generation(
@@ -251,33 +235,19 @@ def load_generation(
     prefix_cache_bytes: int = 0,
     speculate_rows: int = 0,
     max_context: int | None = None,
-    chat_template: str | None = None,
-    template_args: Mapping[str, Any] = MappingProxyType({}),
-    tool_parser: str | None = None,
-    reasoning_parser: str | None = None,
-    split_special_tokens: bool = False,
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
-    template_sandbox: Sandbox | None = None,
-    draft: Path | None = None,
+    draft: Path | None = None,  # the folder or GGUF file of its draft model
     bounds: Bounds | None = None,
+    **options: Unpack[ChatOptions],
 ) -> GenerationEngine:
-    """Load a chat model in one go, for a thread that serves nothing else. `draft` is the folder or
-    GGUF file of its draft model.
-    """
+    """Load a chat model in one go, for a thread that serves nothing else."""
     setup = read_chat_setup(
-        files,
-        name=name,
-        max_context=max_context,
-        chat_template=chat_template,
-        template_args=template_args,
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
-        split_special_tokens=split_special_tokens,
-        shape=shape,
-        sandbox=sandbox,
-        template_sandbox=template_sandbox,
+        files, name=name, max_context=max_context, shape=shape, sandbox=sandbox, **options
     )
+    draft_setup = None
+    if draft is not None:
+        draft_setup = read_draft_setup(draft, name=draft.name, target=setup)
     steps = load_generation_in_steps(
         setup,
         device=device,
@@ -287,9 +257,7 @@ def load_generation(
         kv_bits=kv_bits,
         prefix_cache_bytes=prefix_cache_bytes,
         speculate_rows=speculate_rows,
-        draft=(
-            read_draft_setup(draft, name=draft.name, target=setup) if draft is not None else None
-        ),
+        draft=draft_setup,
         bounds=bounds,
     )
     return next(engine for engine in steps if engine is not None)
@@ -326,41 +294,39 @@ _SAMPLING: Mapping[str, Callable[[float], bool]] = {
 def generation_config(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's generation_config.json; empty if it cannot be read."""
     try:
-        own = json.loads((folder / "generation_config.json").read_bytes())
+        content = json.loads((folder / "generation_config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return own if isinstance(own, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def usable_sampling(own: Mapping[str, Any]) -> dict[str, float]:
+def usable_sampling(config: Mapping[str, Any]) -> dict[str, float]:
     """Return the usable sampling defaults of a checkpoint, under generation_config.json's names."""
-    numbers = {name: own[name] for name in _SAMPLING if type(own.get(name)) in (int, float)}
-    usable = {
-        name: value
-        for name, value in numbers.items()
-        if math.isfinite(value) and _SAMPLING[name](value)
-    }
-    return {name: int(value) if name == "top_k" else value for name, value in usable.items()}
+    usable: dict[str, float] = {}
+    for name, is_usable in _SAMPLING.items():
+        value: Any = config.get(name)
+        if type(value) in (int, float) and math.isfinite(value) and is_usable(value):
+            usable[name] = value
+    if "top_k" in usable:
+        usable["top_k"] = int(usable["top_k"])
+    return usable
 
 
-def complete_shape(shape: Shape, own: Mapping[str, Any]) -> Shape:
+def complete_shape(shape: Shape, config: Mapping[str, Any]) -> Shape:
     """Return a shape, with the checkpoint's own bounds where it has none.
 
     They stand in generation_config.json under `structured`, under models.yaml's names: a model too
     small to end a string by itself is so wherever it is served.
     """
-    stated = own.get("structured")
-    bounds = stated if isinstance(stated, dict) else {}
-
-    def bound(name: str, given: int | None) -> int | None:
-        own = bounds.get(name)
-        return own if given is None and type(own) is int and own >= 1 else given
-
-    return replace(
-        shape,
-        max_string_chars=bound("max_string_chars", shape.max_string_chars),
-        max_array_items=bound("max_array_items", shape.max_array_items),
-    )
+    stated = config.get("structured")
+    if not isinstance(stated, dict):
+        return shape
+    bounds = {
+        name: stated[name]
+        for name in ("max_string_chars", "max_array_items")
+        if getattr(shape, name) is None and type(stated.get(name)) is int and stated[name] >= 1
+    }
+    return replace(shape, **bounds)
 
 
 def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None) -> int:

@@ -57,8 +57,8 @@ class RowLengths:
     def at(self, rows: tuple[int, ...]) -> "RowLengths":
         return self._follow(("at", rows), (self.counts[row] for row in rows))
 
-    def join(self, others: tuple[int, ...]) -> "RowLengths":
-        return self._follow(("join", others), (*self.counts, *others))
+    def join(self, counts: tuple[int, ...]) -> "RowLengths":
+        return self._follow(("join", counts), (*self.counts, *counts))
 
     def indices(self, heads: int, tokens: int) -> tuple[mx.array, mx.array, mx.array]:
         """Return the row, head and place of each of the next tokens' vectors, each (rows, heads,
@@ -67,11 +67,11 @@ class RowLengths:
         Being of one shape and type they need no cast and no broadcast in any layer. A single flat
         index would not fit in 32 bits for the largest buffers.
         """
-        if (indices := self._indices.get((heads, tokens))) is None:
+        if (heads, tokens) not in self._indices:
             row, head, _ = np.indices((len(self.counts), heads, tokens), np.int32)
             place = np.broadcast_to(self._places(tokens)[:, None], row.shape)
-            indices = self._indices[heads, tokens] = mx.array(row), mx.array(head), mx.array(place)
-        return indices
+            self._indices[heads, tokens] = mx.array(row), mx.array(head), mx.array(place)
+        return self._indices[heads, tokens]
 
     def _places(self, tokens: int) -> npt.NDArray[np.int32]:
         """Return where the next tokens of each row go, (rows, tokens). On the host: made by the
@@ -91,13 +91,12 @@ class RowLengths:
         return self._array(("mask", tokens, window), lambda: self._make_mask(tokens, window))
 
     def _make_mask(self, tokens: int, window: int | None) -> mx.array:
-        row_places = mx.array(self._places(tokens)[:, None, :, None])
+        places = mx.array(self._places(tokens)[:, None, :, None])
         key_places = mx.arange(self.longest + tokens)
-        return (
-            key_places <= row_places
-            if window is None
-            else (key_places <= row_places) & (key_places > row_places - window)
-        )
+        mask = key_places <= places
+        if window is not None:
+            mask &= key_places > places - window
+        return mask
 
     def _array(self, key: Hashable, make: Callable[[], mx.array]) -> mx.array:
         if key not in self._arrays:
@@ -105,9 +104,10 @@ class RowLengths:
         return self._arrays[key]
 
     def _follow(self, key: Hashable, counts: Iterable[int]) -> "RowLengths":
-        if (following := self._next.get(key)) is None:
-            following = self._next[key] = share_lengths(tuple(counts))
-        return following
+        lengths = self._next.get(key)
+        if lengths is None:
+            lengths = self._next[key] = share_lengths(tuple(counts))
+        return lengths
 
 
 _shared: WeakValueDictionary[tuple[int, ...], RowLengths] = WeakValueDictionary()
@@ -115,7 +115,8 @@ _shared: WeakValueDictionary[tuple[int, ...], RowLengths] = WeakValueDictionary(
 
 def share_lengths(counts: tuple[int, ...]) -> RowLengths:
     """Return the lengths that all caches of these counts share."""
-    if (lengths := _shared.get(counts)) is None:
+    lengths = _shared.get(counts)
+    if lengths is None:
         lengths = _shared[counts] = RowLengths(counts)
     return lengths
 
@@ -277,15 +278,15 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
 
     def extend(self, other: "RaggedKVCache") -> None:
         """Add the rows of another cache of the same layer."""
-        first, more = len(self.lengths.counts), len(other.lengths.counts)
+        first, joining_rows = len(self.lengths.counts), len(other.lengths.counts)
         self.lengths = self.lengths.join(other.lengths.counts)
         if not other.empty():
             joining = other._used()
         elif not self.empty():
-            joining = [mx.repeat(plane[:1, :, :0], more, axis=0) for plane in self.planes]
+            joining = [mx.repeat(plane[:1, :, :0], joining_rows, axis=0) for plane in self.planes]
         else:
             return
-        self.planes = self._reserve(joining, first + more, self.lengths.longest)
+        self.planes = self._reserve(joining, first + joining_rows, self.lengths.longest)
         self._place(joining, first)
 
     def extract(self, idx: int) -> "RaggedKVCache":
@@ -303,7 +304,8 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         if len(caches) == 1:
             return copy.copy(caches[0])
         merged = caches[0].with_rows(())
-        if filled := [cache for cache in caches if not cache.empty()]:
+        filled = [cache for cache in caches if not cache.empty()]
+        if filled:
             rows = sum(len(cache.lengths.counts) for cache in caches)
             places = max(cache.lengths.longest for cache in caches)
             merged.planes = merged._reserve(filled[0].planes, rows, places)
@@ -330,8 +332,8 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         """Return the planes, like these, with room for so many rows of so many tokens."""
         buffers: Sequence[mx.array | None] = self.planes or [None] * len(like)
         return [
-            _reserve(buffer, shape, rows, places)
-            for buffer, shape in zip(buffers, like, strict=True)
+            _reserve(buffer, plane, rows, places)
+            for buffer, plane in zip(buffers, like, strict=True)
         ]
 
     def _place(self, planes: Sequence[mx.array], first: int) -> None:
@@ -366,8 +368,8 @@ def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
     movers = [layer.take_movers(rows) for layer in ragged]
     if any(movers):
         mx.eval([planes for moves in movers for _, planes in moves or ()])
-    for layer, some in zip(ragged, movers, strict=True):
-        layer.keep(rows, some)
+    for layer, moves in zip(ragged, movers, strict=True):
+        layer.keep(rows, moves)
     for layer in layers:
         if not isinstance(layer, RaggedKVCache):
             layer.filter(rows)
@@ -406,10 +408,12 @@ def _reserve(buffer: mx.array | None, like: mx.array, rows: int, places: int) ->
     slots, _, there, _ = buffer.shape
     if rows <= slots and places <= there:
         return buffer
-    slots_after = slots if rows <= slots else rows + rows // SPARE
-    there_after = there if places <= there else _round_up(places)
-    padding = [(0, slots_after - slots), (0, 0), (0, there_after - there), (0, 0)]
-    return mx.pad(buffer, padding)
+    more_slots = more_places = 0
+    if rows > slots:
+        more_slots = rows + rows // SPARE - slots
+    if places > there:
+        more_places = _round_up(places) - there
+    return mx.pad(buffer, [(0, more_slots), (0, 0), (0, more_places), (0, 0)])
 
 
 def _write(buffer: mx.array, tokens: mx.array, lengths: RowLengths) -> mx.array:

@@ -43,11 +43,7 @@ class _Kept:
 
 
 class PrefixCache:
-    """The KV of one model's prompts: at most `limit` bytes, least recently used evicted first.
-
-    `empty` is the model's prompt cache before anything was read. A limit of 0 keeps nothing. All
-    models' arrays are counted in `buffers`, and no more are kept than those may be. `states` are
-    the bytes of a set of states, at most.
+    """The KV of one model's prompts, least recently used evicted first.
 
     States of answers under way are evicted before all others, the oldest first: most are never
     taken up, and those of a prompt that many share would have to make room for them.
@@ -55,14 +51,14 @@ class PrefixCache:
 
     def __init__(
         self,
-        empty: Sequence[Any],
+        empty: Sequence[Any],  # the model's prompt cache before anything was read
         limit: int,
         buffers: KeptBuffers | None = None,
         states: int = 0,
     ) -> None:
-        self._limit = limit
-        self._states = states
-        self._buffers = buffers or KeptBuffers()
+        self._limit = limit  # bytes; 0 keeps nothing
+        self._states = states  # the bytes of a set of states, at most
+        self._buffers = buffers or KeptBuffers()  # the arrays that all models keep
         self._empty = [as_ragged(layer) for layer in empty]
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
         self._numbers = count(ROOT + 1)
@@ -75,7 +71,6 @@ class PrefixCache:
 
     @property
     def is_on(self) -> bool:
-        """Return True if anything can be kept."""
         return self._limit > 0
 
     @property
@@ -119,9 +114,8 @@ class PrefixCache:
         length = BLOCK * len(blocks)
         pages = zip(*(block.layers for block in blocks), strict=True)
         empty, _ = self._split(self._empty)
-        plain = iter([_join(*page) for page in zip(empty, pages, strict=True)])
-        state_iter = iter(states)
-        return length, [next(plain if is_plain else state_iter) for is_plain in self._is_plain]
+        layers = {True: map(_join, empty, pages), False: iter(states)}  # by whether they are plain
+        return length, [next(layers[is_plain]) for is_plain in self._is_plain]
 
     def names(self, root: int = ROOT) -> list[bytes]:
         """List the names of what is kept, the oldest first. Safe on any thread."""
@@ -192,7 +186,8 @@ class PrefixCache:
         if was_there or not self._has_states(path, tokens):
             return False
         for end in dropped:
-            if (key := self._state_key(path[: end // BLOCK])) in self._kept:
+            key = self._state_key(path[: end // BLOCK])
+            if key in self._kept:
                 self._drop(key)
         return True
 
@@ -231,10 +226,10 @@ class PrefixCache:
 
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Separate the plain layers from the others."""
-        both = list(zip(layers, self._is_plain, strict=True))
-        return [layer for layer, is_plain in both if is_plain], [
-            layer for layer, is_plain in both if not is_plain
-        ]
+        split: tuple[list[Any], list[Any]] = [], []
+        for layer, is_plain in zip(layers, self._is_plain, strict=True):
+            split[not is_plain].append(layer)
+        return split
 
     def _path(self, tokens: Sequence[int], root: int) -> list[Key]:
         """List the kept blocks that the tokens begin with."""

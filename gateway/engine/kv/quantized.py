@@ -30,12 +30,11 @@ _TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens of the passes that are tried
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How one layer keeps its KV. Passes of more than `most_packed` tokens a row attend to floating
-    keys and values; with 0, all do.
-    """
+    """How one layer keeps its KV."""
 
     bits: int
     group_size: int
+    # Passes of more tokens a row attend to floating keys and values; with 0, all do.
     most_packed: int = MOST_PACKED
 
 
@@ -103,22 +102,18 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
     evaluated of a model that `is_shared`, since other ranks would have to make them too. Raises
     ModelLoadFailed for a model without plain layers, or whose heads cannot be quantised.
     """
-    caches = _own_caches(model)
-    packings = [_choose_packing(checkpoint, layer, bits) for layer in _read(model, caches(), (1,))]
+    make_plain = _own_caches(model)
+    layers = _read(model, make_plain(), (1,))
+    packings = [_choose_packing(checkpoint, layer, bits) for layer in layers]
     if not any(packings):
-        kinds = sorted({type(layer).__name__ for layer in caches()})
+        kinds = sorted({type(layer).__name__ for layer in layers})
         raise checkpoint.failed(
             f"no layer of it keeps plain KV, which `kv_bits` is for: they have {', '.join(kinds)}"
         )
-    for max_packed in (
-        MOST_PACKED,
-        0,
-    ):  # its attention may take no packed keys, or have no kernel for it
-        _set_caches(
-            model,
-            caches,
-            [packing and replace(packing, most_packed=max_packed) for packing in packings],
-        )
+    # Its attention may take no packed keys, or have no kernel for them.
+    for tokens in (MOST_PACKED, 0):
+        tried = [packing and replace(packing, most_packed=tokens) for packing in packings]
+        _set_caches(model, make_plain, tried)
         try:
             _read(model, make_prompt_cache(model), _TRIED, is_evaluated=not is_shared)
         except Exception as error:
@@ -140,7 +135,8 @@ def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | Non
             f"its keys have {size} numbers a head and its values {other}, as latent attention has "
             "them; `kv_bits` needs as many of both"
         )
-    if (group := kv_group_size(size)) is None:
+    group = kv_group_size(size)
+    if group is None:
         raise checkpoint.failed(
             f"its heads have {size} numbers; `kv_bits` needs a multiple of {min(KV_GROUP_SIZES)}"
         )
@@ -160,10 +156,10 @@ def _own_caches(model: Any) -> Callable[[], list[Any]]:
 
 
 def _set_caches(
-    model: Any, own: Callable[[], list[Any]], packings: Sequence[Packing | None]
+    model: Any, make_plain: Callable[[], list[Any]], packings: Sequence[Packing | None]
 ) -> None:
     def make_cache() -> list[Any]:
-        pairs = zip(own(), packings, strict=True)
+        pairs = zip(make_plain(), packings, strict=True)
         return [layer if how is None else PackedKVCache(how) for layer, how in pairs]
 
     model.make_cache = make_cache

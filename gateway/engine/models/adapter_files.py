@@ -58,7 +58,7 @@ def read_adapter(name: str, folder: Path) -> AdapterFiles:
     """
     files = Checkpoint(name, folder)
     if not (folder / WEIGHTS).is_file():
-        if any((folder / name).is_file() for name in _PEFT_WEIGHTS):
+        if any((folder / file).is_file() for file in _PEFT_WEIGHTS):
             raise files.failed(
                 f"{folder} has an adapter in PEFT's format; mlx-lm's is read, whose weights are "
                 f"in {WEIGHTS}"
@@ -105,15 +105,17 @@ def _pair(
             raise files.failed(
                 f"{name} is {tensor.shape}, not a matrix: only linear projections are adapted"
             )
-        is_first = name.endswith(".lora_a")
-        expected = (tensor.shape[0], rank) if is_first else (rank, tensor.shape[1])
+        expected = (rank, tensor.shape[1])
+        if name.endswith(".lora_a"):
+            expected = (tensor.shape[0], rank)
         if tensor.shape != expected:
             raise files.failed(
                 f"{name} is {tensor.shape}, not {expected}, as the rank in {CONFIG} is {rank}"
             )
     modules = {name.rpartition(".")[0] for name in tensors}
     names = [f"{module}.{factor}" for module in sorted(modules) for factor in _FACTORS]
-    if missing := [name for name in names if name not in tensors]:
+    missing = [name for name in names if name not in tensors]
+    if missing:
         raise files.failed(f"{WEIGHTS} lacks {join_names(missing)}")
     return {
         module: (tensors[f"{module}.lora_a"].shape, tensors[f"{module}.lora_b"].shape)

@@ -19,7 +19,7 @@ from mlx.utils import tree_unflatten
 from gateway.engine.models.adapter_files import AdapterFiles, Shape
 from gateway.engine.models.checkpoint import SLICE_BYTES
 from gateway.engine.models.decoders import floating_dtype
-from gateway.engine.models.missing_kernels import can_gather
+from gateway.engine.models.missing_kernels import can_gather, dimensions
 from gateway.jobs import Adapter
 
 NONE: Final = 0  # the number of no adapter
@@ -29,13 +29,11 @@ _Module: Any = Module  # untyped in mlx's stubs
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the factors of a pass's rows are in a stack: all at `only`, or each at its `index`,
-    (rows,). Rows without an adapter are out of `mask`, (rows, 1, 1) bool, if there are any.
-    """
+    """Where the factors of a pass's rows are in a stack."""
 
-    only: int | None
-    index: mx.array
-    mask: mx.array | None
+    only: int | None  # the place of all, if it is one
+    index: mx.array  # (rows,), each row's place
+    mask: mx.array | None  # (rows, 1, 1) bool: which rows have an adapter, if some have none
 
 
 class _Rows:
@@ -47,21 +45,23 @@ class _Rows:
         self.numbers = numbers
         self._found: dict[tuple[int, ...], _Places | None] = {}
 
-    def find(self, held: tuple[int, ...]) -> _Places | None:
+    def find(self, numbers: tuple[int, ...]) -> _Places | None:
         """Return where the rows' factors are in a stack of these adapters'; None if no row's is."""
-        if held not in self._found:
-            self._found[held] = self._look_up(held)
-        return self._found[held]
+        if numbers not in self._found:
+            self._found[numbers] = self._look_up(numbers)
+        return self._found[numbers]
 
-    def _look_up(self, held: tuple[int, ...]) -> _Places | None:
-        places = [held.index(number) if number in held else None for number in self.numbers]
-        if all(place is None for place in places):
+    def _look_up(self, numbers: tuple[int, ...]) -> _Places | None:
+        place_of = {number: place for place, number in enumerate(numbers)}
+        if place_of.keys().isdisjoint(self.numbers):
             return None
-        index = mx.array([place or 0 for place in places])
-        if None in places:
-            has_one = mx.array([place is not None for place in places])
-            return _Places(None, index, has_one[:, None, None])
-        return _Places(places[0] if len(set(places)) == 1 else None, index, None)
+        index = mx.array([place_of.get(number, 0) for number in self.numbers])
+        mask = only = None
+        if not place_of.keys() >= set(self.numbers):
+            mask = mx.array([number in place_of for number in self.numbers])[:, None, None]
+        elif len(set(self.numbers)) == 1:
+            only = place_of[self.numbers[0]]
+        return _Places(only, index, mask)
 
 
 class _Pass:
@@ -98,11 +98,11 @@ class _Stack(_Module):  # type: ignore[misc]
 
     def without(self, number: int) -> "_Stack | None":
         """Return the stack without an adapter; None if nothing is left."""
-        places = [i for i, other in enumerate(self.numbers) if other != number]
-        if not places:
+        numbers = [other for other in self.numbers if other != number]
+        if not numbers:
             return None
-        at = mx.array(places)
-        return _Stack([self.numbers[i] for i in places], self.lora_a[at], self.lora_b[at])
+        at = mx.array([self.numbers.index(other) for other in numbers])
+        return _Stack(numbers, self.lora_a[at], self.lora_b[at])
 
     def multiply(self, x: mx.array, places: _Places, *, gathers: bool) -> mx.array:
         """Return the products of x, (rows, …, in), each row's by its own factors; zeros for rows
@@ -141,10 +141,12 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         y: mx.array = self.linear(x)
-        if (rows := self._current.rows) is None:
+        rows = self._current.rows
+        if rows is None:
             return y
         for stack in self.stacks:
-            if (places := rows.find(stack.numbers)) is not None:
+            places = rows.find(stack.numbers)
+            if places is not None:
                 added = stack.multiply(x, places, gathers=self._current.gathers)
                 y = y + added.astype(y.dtype)
         return y
@@ -160,10 +162,11 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
 
     def drop(self, number: int) -> None:
         """Take an adapter's factors out, if it has any."""
-        stacks = [
-            stack.without(number) if number in stack.numbers else stack for stack in self.stacks
-        ]
-        self.stacks = [stack for stack in stacks if stack is not None]
+        for i, stack in enumerate(self.stacks):
+            if number in stack.numbers:  # in one of them at most
+                rest = stack.without(number)
+                self.stacks[i : i + 1] = [] if rest is None else [rest]
+                return
 
 
 class Adapters:
@@ -230,10 +233,10 @@ class Adapters:
 
     def _adapted(self, path: str, linear: Any) -> AdaptedLinear:
         """Return the module that adapts a projection, in its place from now on."""
-        if (module := self._modules.get(path)) is None:
-            module = self._modules[path] = AdaptedLinear(linear, self._current)
-            self._put(path, module)
-        return module
+        if path not in self._modules:
+            self._modules[path] = AdaptedLinear(linear, self._current)
+            self._put(path, self._modules[path])
+        return self._modules[path]
 
     def _put(self, path: str, module: Any) -> None:
         self._model.update_modules(tree_unflatten([(path, module)]))
@@ -244,7 +247,8 @@ class Adapters:
         named: dict[str, Any] = dict(self._model.named_modules())
         named |= {path: module.linear for path, module in self._modules.items()}
         for path, (shape_a, shape_b) in files.shapes.items():
-            if (linear := named.get(path)) is None:
+            linear = named.get(path)
+            if linear is None:
                 raise failed(f"its base has no {path}, which it has {path}.lora_a for")
             if type(linear) not in (Linear, QuantizedLinear):
                 raise failed(f"{path} is no linear projection in its base: {type(linear).__name__}")
@@ -264,14 +268,6 @@ class Adapters:
                     "that rank is no smaller than the projection"
                 )
         return {path: named[path] for path in files.shapes}
-
-
-def dimensions(linear: Any) -> tuple[int, int]:
-    """Return the numbers that a linear projection takes and gives."""
-    rows, columns = linear.weight.shape
-    if isinstance(linear, QuantizedLinear):
-        columns = columns * 32 // linear.bits
-    return columns, rows
 
 
 def _prepare(

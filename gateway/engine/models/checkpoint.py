@@ -17,6 +17,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar
 import mlx.core as mx
 
 from gateway.engine.device import Device, pick_dtype
+from gateway.engine.models.context import text_config
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import KvCost
 from gateway.registry import is_gguf
@@ -136,23 +137,23 @@ class Checkpoint:
                 arrays = json.loads(content.read(length))
             arrays.pop("__metadata__", None)
             tensors = {
-                name: Tensor(entry["dtype"], tuple(entry["shape"]), end - start)
-                for name, entry in arrays.items()
-                for start, end in [entry["data_offsets"]]
+                name: Tensor(array["dtype"], tuple(array["shape"]), end - start)
+                for name, array in arrays.items()
+                for start, end in [array["data_offsets"]]
             }
-            nbytes = 8 + length + max(entry["data_offsets"][1] for entry in arrays.values())
+            expected_size = 8 + length + max(array["data_offsets"][1] for array in arrays.values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
-        if there < nbytes:
-            raise self.failed(
-                f"{file} is not a whole safetensors file: it has {there:,} of {nbytes:,} bytes"
-            )
+        if there < expected_size:
+            size = f"it has {there:,} of {expected_size:,} bytes"
+            raise self.failed(f"{file} is not a whole safetensors file: {size}")
         return tensors
 
     def _weight_files(self) -> list[str]:
         if (self.folder / "model.safetensors").is_file():
             return ["model.safetensors"]
-        if index := self.read_object(_INDEX):
+        index = self.read_object(_INDEX)
+        if index:
             shards = sorted(set(index.get("weight_map", {}).values()))
             absent = [shard for shard in shards if not (self.folder / shard).is_file()]
             if absent or not shards:
@@ -164,7 +165,8 @@ class Checkpoint:
                 f"only safetensors weights are loaded, and the folder has {join_names(pickled)}: "
                 "convert it to model.safetensors"
             )
-        if files := sorted(p.name for p in self.folder.glob("*") if is_gguf(p.name)):
+        files = sorted(p.name for p in self.folder.glob("*") if is_gguf(p.name))
+        if files:
             raise self.failed(f"its folder has {files[0]}: `source:` must name the file itself")
         raise self.failed(f"no model.safetensors in {self.folder}")
 
@@ -208,8 +210,7 @@ def dequantize(
     """
     unpacked = dict(arrays)
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
-        module_config = quantization.get(module)
-        packed = module_config if isinstance(module_config, Mapping) else quantization
+        packed = _module_quantization(quantization, module)
         with checkpoint.blame():
             unpacked[f"{module}.weight"] = mx.dequantize(
                 unpacked[f"{module}.weight"],
@@ -229,9 +230,9 @@ def read_in_slices(
 
     Raises ModelLoadFailed for what the files turn out to lack.
     """
-    for part in slices(arrays, slice_bytes):
+    for slice_arrays in slices(arrays, slice_bytes):
         with checkpoint.blame():
-            mx.eval(part)
+            mx.eval(slice_arrays)
         yield
 
 
@@ -244,25 +245,27 @@ def at_once(steps: Callable[P, Generator[T | None]]) -> Callable[P, T]:
     return load
 
 
-def slices(arrays: Iterable[mx.array], most_bytes: int) -> Iterator[list[mx.array]]:
+def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
     """Cut arrays, in order, into lists of at most so many bytes; a larger array is alone."""
-    part: list[mx.array] = []
-    room = most_bytes
+    slice_arrays: list[mx.array] = []
+    room = slice_bytes
     for array in arrays:
-        if part and array.nbytes > room:
-            yield part
-            part, room = [], most_bytes
-        part.append(array)
+        if slice_arrays and array.nbytes > room:
+            yield slice_arrays
+            slice_arrays, room = [], slice_bytes
+        slice_arrays.append(array)
         room -= array.nbytes
-    if part:
-        yield part
+    if slice_arrays:
+        yield slice_arrays
 
 
-def join_names(names: Iterable[str], most: int = 5) -> str:
+def join_names(names: Iterable[str], limit: int = 5) -> str:
     """Join the first few names for a message."""
     names = sorted(names)
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    text = ", ".join(names[:limit])
+    if len(names) > limit:
+        text += f" and {len(names) - limit} more"
+    return text
 
 
 _FLOATING: Final = {
@@ -327,8 +330,7 @@ def kv_bytes(
     leaves. 0 if the config lacks the usual keys. `kv_bits` counts unless some layers may have
     sliding windows or states, which stay floating.
     """
-    whole = checkpoint.config()
-    config = whole.get("text_config") or whole
+    config = text_config(checkpoint.config())
     try:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -364,12 +366,14 @@ def measure_kv(model: Any) -> KvCost:
     layers = [_layer_cost(*both) for both in zip(one, two, strict=True)]
     windows = list(chain.from_iterable(layer.windows for layer in layers))
     by_most: dict[int, int] = {}
-    for token, most in [*windows, *([max(windows)] if windows else [])]:
-        by_most[most] = by_most.get(most, 0) + token
+    if windows:
+        windows.append(max(windows))
+    for token, window in windows:
+        by_most[window] = by_most.get(window, 0) + token
     return KvCost(
         token=sum(layer.token for layer in layers)
         + max((_working_bytes(*both) for both in zip(one, layers, strict=True)), default=0),
-        windows=tuple((token, most) for most, token in by_most.items()),
+        windows=tuple((token, window) for window, token in by_most.items()),
         constant=_and_one_more([layer.constant for layer in layers]),
         plane=max((layer.plane for layer in layers), default=0),
         states=sum(layer.constant + sum(map(math.prod, layer.windows)) for layer in layers),
@@ -435,15 +439,14 @@ def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
 def _group_size(checkpoint: Listing, module: str) -> int:
     """Return how many weights share a scale: the module's own number, or else the model's."""
     config = checkpoint.config()
-    quantization: dict[str, Any] = (
-        config.get("quantization") or config.get("quantization_config") or {}
-    )
-    module_config = quantization.get(module)
-    size = (
-        module_config.get("group_size")
-        if isinstance(module_config, dict)
-        else quantization.get("group_size")
-    )
+    quantization = config.get("quantization") or config.get("quantization_config") or {}
+    size = _module_quantization(quantization, module).get("group_size")
     if not isinstance(size, int):
         raise checkpoint.failed("config.json does not say the group_size of its quantised weights")
     return size
+
+
+def _module_quantization(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    # Its numbers apply to all modules but those that have their own.
+    stated = quantization.get(module)
+    return stated if isinstance(stated, Mapping) else quantization

@@ -18,8 +18,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def lower_context(config: Mapping[str, Any], lowered: int | None) -> int | None:
     """Return the tokens that a prompt and its answer may have in all; None if nobody says."""
-    positions = text_config(config).get("max_position_embeddings")
-    return min((int(limit) for limit in (positions, lowered) if limit), default=None)
+    stated = text_config(config).get("max_position_embeddings")
+    return min((int(limit) for limit in (stated, lowered) if limit), default=None)
 
 
 def read_context(files: Path, lowered: int | None) -> int | None:

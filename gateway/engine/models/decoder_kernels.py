@@ -72,8 +72,8 @@ def attend(
     tokens = queries.shape[2]
     is_long = tokens >= _FEWEST_QUERIES and queries.dtype == mx.float32
     if not is_long or not is_ours or hasattr(cache, "bits"):
-        output: mx.array = _own_attention(queries, keys, values, cache, scale, mask, sinks)
-        return output
+        attended: mx.array = _own_attention(queries, keys, values, cache, scale, mask, sinks)
+        return attended
     queries = queries * (scale * LOG2_E)
     places, blocks = keys.shape[2], []
     for start in range(0, tokens, _QUERIES):
@@ -148,13 +148,13 @@ def attend_packed(
         by_head = scores.reshape(rows, heads, tokens, places)
         scores = mx.where(mask, by_head, _MASKED).reshape(scores.shape)
     weights = mx.softmax(scores, axis=-1, precise=True)
-    mixtures = []
+    outputs = []
     for group in range(size // group_size):
         scaled = weights * values[1][..., None, :, group]
         parts = [scaled @ codes for codes in _codes(values[0], group, bits, group_size)]
         sums = parts[0] if bits == 8 else mx.stack(parts, axis=-1).flatten(-2)
-        mixtures.append(sums + weights @ values[2][..., group : group + 1])
-    attended = mixtures[0] if len(mixtures) == 1 else mx.concatenate(mixtures, axis=-1)
+        outputs.append(sums + weights @ values[2][..., group : group + 1])
+    attended = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
     return attended.reshape(rows, heads, tokens, size).astype(queries.dtype)
 
 
@@ -178,6 +178,6 @@ def use_cpu_kernels(model: Any) -> None:
         "scaled_dot_product_attention": (_own_attention, attend),
     }
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
-        for name, (own, ours) in names.items():
-            if getattr(module, name, None) is own:
+        for name, (original, ours) in names.items():
+            if getattr(module, name, None) is original:
                 setattr(module, name, ours)

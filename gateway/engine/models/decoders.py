@@ -37,7 +37,8 @@ def open_decoder(
         model, config = load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))
-        if (target := pick_dtype(device, dtype, floating_dtype(model))) != floating_dtype(model):
+        target = pick_dtype(device, dtype, floating_dtype(model))
+        if target != floating_dtype(model):
             model.set_dtype(target)
     if device is Device.CPU:
         use_cpu_kernels(model)
@@ -91,6 +92,5 @@ def parameters(model: Any) -> list[mx.array]:
 
 def floating_dtype(model: Any) -> mx.Dtype:
     """Return the type of the model's floating weights."""
-    dtypes = [array.dtype for array in parameters(model)]
-    floating = [dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)]
-    return floating[0] if floating else mx.float32
+    dtypes = (array.dtype for array in parameters(model))
+    return next((dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)), mx.float32)

@@ -13,6 +13,8 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
+from gateway.engine.models.missing_kernels import quantization_of
+
 # What mlx-lm's attention and MLP modules call with one and the same input.
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ARRAYS: Final = ("weight", "bias", "scales", "biases")  # whose first axis is the outputs
@@ -78,7 +80,8 @@ def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
     """Return which of these projections of a module can be one, if it has them."""
     forms: dict[tuple[Any, ...], list[str]] = {}
     for name in group:
-        if type(part := module.get(name)) in (Linear, QuantizedLinear):
+        part = module.get(name)
+        if type(part) in (Linear, QuantizedLinear):
             forms.setdefault(_form(part), []).append(name)
     return [names for names in forms.values() if len(names) > 1]
 
@@ -86,11 +89,7 @@ def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
 def _form(part: Any) -> tuple[Any, ...]:
     """Return what projections must share: their arrays' types, inputs, and quantisation."""
     arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in _ARRAYS if name in part]
-    return (
-        type(part),
-        *arrays,
-        *(getattr(part, name, None) for name in ("group_size", "bits", "mode")),
-    )
+    return type(part), *arrays, *quantization_of(part)
 
 
 def _concatenate(parts: Sequence[Any]) -> Module:

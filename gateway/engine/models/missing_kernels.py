@@ -39,16 +39,14 @@ _Layers = dict[str, Any]  # by their path in the model
 
 @dataclass(frozen=True, slots=True)
 class WidenedWeights:
-    """Quantised layers of a model that become floating ones, of so many bytes before and after, for
-    want of a kernel. `total_bytes` are those of all its weights from then on.
-    """
+    """Quantised layers of a model that become floating ones, for want of a kernel."""
 
     model: str
     layers: int
     shapes: tuple[str, ...]
-    stored_bytes: int
-    bytes: int
-    total_bytes: int
+    stored_bytes: int  # of those layers, before
+    bytes: int  # and after
+    total_bytes: int  # of all the model's weights from then on
 
 
 Report = Callable[[WidenedWeights], None]
@@ -136,7 +134,7 @@ def _find_missing(model: Any, dtype: mx.Dtype, *kinds: Any) -> Generator[None, N
     for path, layer in _named(model):
         if type(layer) not in kinds:
             continue
-        shape = (type(layer), layer.weight.shape, layer.weight.dtype, *_form(layer))
+        shape = (type(layer), layer.weight.shape, layer.weight.dtype, *quantization_of(layer))
         if shape not in verdicts:
             verdicts[shape] = all(map(has_kernel, _trials(layer, dtype)))
             yield
@@ -147,7 +145,7 @@ def _find_missing(model: Any, dtype: mx.Dtype, *kinds: Any) -> Generator[None, N
 
 def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
     """Yield the products of zeros that passes make with a layer, for one token and for more."""
-    columns, rows = _dimensions(layer)
+    columns, rows = dimensions(layer)
     kind, dtype = type(layer), _number_type(layer, dtype)
     for count in _ROWS:
         x, ids = mx.zeros((1, count, columns), dtype), mx.zeros((1, count), mx.uint32)
@@ -173,10 +171,12 @@ def _float(layer: Any, dtype: mx.Dtype, *, is_read: bool) -> Any:
     packed = [layer[part] for part in ("weight", "scales")]
     packed.append(layer.get("biases"))
     # Where the device cannot dequantise either, the processor does.
+    stream = None
     few = [part if part is None else part[..., :1, :] for part in packed]
-    lacks = is_read and not has_kernel(lambda: _unpack(layer, few, dtype, None))
-    stream = mx.cpu if lacks else None
-    if (scales := layer.get("global_scale")) is not None:  # one for each expert
+    if is_read and not has_kernel(lambda: _unpack(layer, few, dtype, None)):
+        stream = mx.cpu
+    scales = layer.get("global_scale")
+    if scales is not None:  # one for each expert
         experts = zip(*packed[:2], scales, strict=True)
         weight = mx.stack([_unpack(layer, [*of, None], dtype, stream, s) for *of, s in experts])
     else:
@@ -204,7 +204,7 @@ def _unpack(
 
 def _describe(name: str, model: Any, layers: _Layers, widened: _Layers) -> WidenedWeights:
     shapes = {
-        f"{type(layer).__name__} {'x'.join(map(str, _dimensions(layer)))} of {layer.bits} bits, "
+        f"{type(layer).__name__} {'x'.join(map(str, dimensions(layer)))} of {layer.bits} bits, "
         f"group {layer.group_size}, {layer.mode}"
         for layer in layers.values()
     }
@@ -219,11 +219,11 @@ def _number_type(layer: Any, default: mx.Dtype) -> mx.Dtype:
     return dtype if mx.issubdtype(dtype, mx.floating) else default
 
 
-def _form(layer: Any) -> tuple[Any, ...]:
+def quantization_of(layer: Any) -> tuple[Any, ...]:
     return tuple(getattr(layer, part, None) for part in ("group_size", "bits", "mode"))
 
 
-def _dimensions(layer: Any) -> tuple[int, int]:
+def dimensions(layer: Any) -> tuple[int, int]:
     """Return the numbers that a layer takes of a row, and those that it gives."""
     rows, columns = layer.weight.shape[-2:]
     if "scales" in layer:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from gateway.engine.models.checkpoint import Checkpoint, Listing, Tensor
+from gateway.engine.models.context import text_config
 from gateway.errors import ModelLoadFailed
 
 Parallel = Literal["tensor", "pipeline"]
@@ -47,20 +48,22 @@ def first_host() -> str:
     By backend: ring's file lists each rank's addresses, JACCL has a coordinator and NCCL a host
     (launch.py of mlx's distributed tools).
     """
-    if file := os.environ.get("MLX_HOSTFILE"):
-        with open(file, encoding="utf-8") as hosts:
+    if "MLX_HOSTFILE" in os.environ:
+        with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as hosts:
             return str(json.load(hosts)[0][0]).rpartition(":")[0]
-    if coordinator := os.environ.get("MLX_JACCL_COORDINATOR"):
-        return coordinator.rpartition(":")[0]
+    if "MLX_JACCL_COORDINATOR" in os.environ:
+        return os.environ["MLX_JACCL_COORDINATOR"].rpartition(":")[0]
     return os.environ.get("NCCL_HOST_IP", "")
 
 
 def share_bytes(group: Group, data: bytes) -> bytes:
     """Return rank 0's data, on every rank. What the others pass is ignored."""
-    is_first = group.rank() == 0
-    size: Any = _sum(mx.array(len(data) if is_first else 0)).item()
-    sent = np.frombuffer(data, np.uint8) if is_first else np.zeros(size, np.uint8)
-    return np.asarray(_sum(mx.array(sent))).tobytes()
+    # A sum over the ranks, of which all but the first add zeros.
+    if group.rank() > 0:
+        data = b""
+    size: Any = _sum(mx.array(len(data))).item()
+    content = np.frombuffer(data.ljust(size, b"\0"), np.uint8)
+    return np.asarray(_sum(mx.array(content))).tobytes()
 
 
 def _sum(array: mx.array) -> mx.array:
@@ -76,8 +79,8 @@ class Share:
 
     def layers(self, count: int) -> range:
         """Return the layers of this rank's stage: the last ones are rank 0's, as in mlx-lm."""
-        share, remainder = divmod(count, self.group.size())
-        sizes = [share + (rank < remainder) for rank in range(self.group.size())]
+        size, remainder = divmod(count, self.group.size())
+        sizes = [size + (rank < remainder) for rank in range(self.group.size())]
         start = sum(sizes[self.group.rank() + 1 :])
         return range(start, start + sizes[self.group.rank()])
 
@@ -87,11 +90,10 @@ def shard(checkpoint: Checkpoint, model: Any, share: Share) -> None:
     inner = getattr(model, "model", None)
     can = {"tensor": hasattr(model, "shard"), "pipeline": hasattr(inner, "pipeline")}
     if not can[share.parallel]:
-        other = next((name for name, is_able in can.items() if is_able), None)
-        hint = f"use `parallel: {other}`" if other else "no model of its kind can be divided"
+        hints = [f"use `parallel: {name}`" for name, is_able in can.items() if is_able]
         raise checkpoint.failed(
-            f"mlx-lm cannot divide a {_model_type(checkpoint)} by `parallel: {share.parallel}`; "
-            f"{hint}"
+            f"mlx-lm cannot divide a {checkpoint.config().get('model_type')} by "
+            f"`parallel: {share.parallel}`; {(*hints, 'no model of its kind can be divided')[0]}"
         )
     _check_sizes(checkpoint, share)
     with checkpoint.blame():
@@ -102,7 +104,7 @@ def shard(checkpoint: Checkpoint, model: Any, share: Share) -> None:
 
 
 def _check_sizes(checkpoint: Checkpoint, share: Share) -> None:
-    config, ranks = _text_config(checkpoint.config()), share.group.size()
+    config, ranks = text_config(checkpoint.config()), share.group.size()
     if share.parallel == "pipeline":
         layers = config.get("num_hidden_layers")
         if isinstance(layers, int) and layers < ranks:
@@ -126,13 +128,14 @@ class SharedListing:
 
     def config(self) -> Mapping[str, Any]:
         """Return the config, with the KV heads or the layers of this rank alone."""
-        config = dict(_text_config(self._whole.config()))
+        config = dict(text_config(self._whole.config()))
         ranks, heads = self._share.group.size(), config.get("num_attention_heads")
         quantization = self._whole.config().get("quantization")
         if quantization is not None:
             config["quantization"] = quantization
         if self._share.parallel == "pipeline":
-            if isinstance(layers := config.get("num_hidden_layers"), int):
+            layers = config.get("num_hidden_layers")
+            if isinstance(layers, int):
                 config["num_hidden_layers"] = len(self._share.layers(layers))
         elif isinstance(heads, int) and heads:
             kv_heads = config.get("num_key_value_heads") or heads
@@ -143,8 +146,9 @@ class SharedListing:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """List the arrays that this rank holds, with the shape of its share."""
-        shards = ((name, self._cut(name, tensor)) for name, tensor in self._whole.tensors().items())
-        return {name: tensor for name, tensor in shards if tensor is not None}
+        listed = self._whole.tensors().items()
+        cut = ((name, self._cut(name, tensor)) for name, tensor in listed)
+        return {name: tensor for name, tensor in cut if tensor is not None}
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return what this rank has of an array: all of what is in no layer."""
@@ -152,9 +156,9 @@ class SharedListing:
         number = after.partition(".")[0]
         if not layers or not number.isdecimal():
             return tensor
-        if self._share.parallel == "pipeline":
-            return tensor if int(number) in self._stage else None
-        if len(tensor.shape) < 2:
+        if self._share.parallel == "pipeline" and int(number) not in self._stage:
+            return None
+        if self._share.parallel == "pipeline" or len(tensor.shape) < 2:
             return tensor  # a norm's, or a bias, which is small
         ranks = self._share.group.size()
         shape = (-(-tensor.shape[0] // ranks), *tensor.shape[1:])
@@ -162,13 +166,4 @@ class SharedListing:
 
     @cached_property
     def _stage(self) -> range:
-        return self._share.layers(int(_text_config(self._whole.config())["num_hidden_layers"]))
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text: Mapping[str, Any] = config.get("text_config") or config
-    return text
-
-
-def _model_type(checkpoint: Checkpoint) -> str:
-    return str(checkpoint.config().get("model_type"))
+        return self._share.layers(int(text_config(self._whole.config())["num_hidden_layers"]))

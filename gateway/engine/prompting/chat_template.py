@@ -112,10 +112,10 @@ class ChatTemplate:
     ) -> dict[str, Any]:
         """Return the arguments of mlx-lm 0.32 and transformers 5.23 to `render_jinja_template`."""
         wrapper = self._wrapper
-        given = dict(arguments)
-        if wrapper._thinking_kwarg != "enable_thinking" and "enable_thinking" in given:
-            given[wrapper._thinking_kwarg] = given.pop("enable_thinking")
-        given.setdefault(wrapper._thinking_kwarg, wrapper.has_thinking)
+        values = dict(arguments)
+        if wrapper._thinking_kwarg != "enable_thinking" and "enable_thinking" in values:
+            values[wrapper._thinking_kwarg] = values.pop("enable_thinking")
+        values.setdefault(wrapper._thinking_kwarg, wrapper.has_thinking)
         tokenizer = wrapper._tokenizer
         listed = [dict(tool) for tool in tools] or None
         present = [
@@ -124,7 +124,7 @@ class ChatTemplate:
         ]
         return {
             **tokenizer.special_tokens_map,
-            **given,
+            **values,
             "conversations": [present],
             "tools": listed,
             "chat_template": tokenizer.get_chat_template(None, listed),
@@ -133,12 +133,12 @@ class ChatTemplate:
 
 def fold_late_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation whose system turns, but for the first turn, are parts of user turns."""
-    first, *others = [dict(message) for message in messages]
-    for turn in others:
+    first, *rest = [dict(message) for message in messages]
+    for turn in rest:
         if turn["role"] == "system":
             turn["role"] = "user"
     turns = []
-    for role, run in groupby((first, *others), key=itemgetter("role")):
+    for role, run in groupby((first, *rest), key=itemgetter("role")):
         if role == "user":
             turns.append({"role": role, "content": "\n\n".join(turn["content"] for turn in run)})
         else:

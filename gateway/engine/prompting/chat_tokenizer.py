@@ -6,11 +6,11 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.utils import _tokenizer_defaults, load_config
+from mlx_lm.utils import _tokenizer_defaults
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -22,7 +22,6 @@ from gateway.engine.answers.output_parts import (
     CallWriter,
     Marks,
     Mode,
-    openai_id,
     own_ids,
 )
 from gateway.engine.answers.parsing import Markup, Parser
@@ -35,6 +34,7 @@ from gateway.engine.answers.reasoning import (
 )
 from gateway.engine.answers.stop_strings import StopScanner
 from gateway.engine.answers.tool_formats import (
+    NO_TOOLS,
     TOOL_FORMATS,
     ToolFormat,
     infer_tools,
@@ -76,7 +76,7 @@ class ChatTokenizer:
         wrapper: TokenizerWrapper,
         template_args: Mapping[str, Any],
         *,
-        tools: ToolFormat | None = None,
+        tools: ToolFormat = NO_TOOLS,
         reasoning: ReasoningFormat,
         template: ChatTemplate,
         split_special_tokens: bool = False,
@@ -94,18 +94,20 @@ class ChatTokenizer:
         self._splits_controls = split_special_tokens
         self._tools = tools
         self._reasoning = reasoning
-        words = [*reasoning.marks, *(tools.words if tools else ())]
+        words = [*reasoning.marks, *tools.words]
         self._marks = Marks(self.backend.get_added_tokens_decoder(), words)
         if self._is_harmony:  # the end of a message does not end the answer
             self.eos_ids = (self.eos_ids | self._ids(STOPS)) - self._ids(("<|end|>", "<|eom|>"))
 
     @property
     def tokenizer(self) -> Any:
+        """Return transformers' tokenizer, for callers that build on it."""
         return self._wrapper._tokenizer
 
     @property
     def reads_calls(self) -> bool:
-        return self._tools is not None
+        """Return True if the model's own form of calls is known."""
+        return self._tools is not NO_TOOLS
 
     @property
     def _is_harmony(self) -> bool:
@@ -148,8 +150,8 @@ class ChatTokenizer:
         """
         *earlier, last = job.messages
         word = f"continued{secrets.token_hex(16)}"
-        turns = [*earlier, {**last, "content": word}]
-        text = self._apply(replace(job, messages=turns), is_asking=False)
+        messages = [*earlier, {**last, "content": word}]
+        text = self._apply(replace(job, messages=messages), is_asking=False)
         if text.count(word) != 1:
             raise BadRequest("The model's chat template cannot continue an answer.", part="prompt")
         before = self.controls.pieces(text[: text.index(word)])
@@ -165,8 +167,8 @@ class ChatTokenizer:
         """
         *earlier, last = job.messages
         word = f"question{secrets.token_hex(16)}"
-        turns = [*earlier, {**last, "content": word}]
-        text, opening = self._render(replace(job, messages=turns))
+        messages = [*earlier, {**last, "content": word}]
+        text, opening = self._render(replace(job, messages=messages))
         if text.count(word) != 1:
             raise BadRequest("The model's chat template cannot ask questions.", part="prompt")
         before, after = text.split(word)
@@ -222,22 +224,25 @@ class ChatTokenizer:
             return text, opening
         # This template always opens an answer: its last words count, unless the caller wrote them.
         last = str(job.messages[-1].get("content") or "").rstrip()
-        is_own = text.rstrip().endswith(marks) and not last.endswith(marks)
-        return text, text.rstrip().splitlines()[-1] if is_own else ""
+        if text.rstrip().endswith(marks) and not last.endswith(marks):
+            opening = text.rstrip().splitlines()[-1]
+        return text, opening
 
     def _apply(self, job: GenerateJob, *, is_asking: bool) -> str:
-        if reserved := RESERVED & job.template_args.keys():
-            name = min(reserved)
-            raise BadRequest(f"'{name}' is not for a request to set.", part="template_args")
-        new_id = self._tools.new_id if self._tools else openai_id
-        messages: Sequence[Mapping[str, Any]] = own_ids(job.messages, new_id)
-        tools, template_args = job.tools, job.template_args
+        reserved = RESERVED & job.template_args.keys()
+        if reserved:
+            raise BadRequest(
+                f"'{min(reserved)}' is not for a request to set.", part="template_args"
+            )
+        messages: Sequence[Mapping[str, Any]] = own_ids(job.messages, self._tools.new_id)
+        tools, arguments = job.tools, job.template_args
         if self._splits_controls:
+            split = self.controls.split
             # A template looks for the marks of thinking in earlier answers.
-            marks = {"assistant": self._reasoning.marks}
-            messages = [self.controls.split(turn, marks.get(turn["role"], ())) for turn in messages]
-            tools, template_args = self.controls.split(tools), self.controls.split(template_args)
-        arguments = self._thinking_arguments({**self._template_args, **template_args})
+            whole = {"assistant": self._reasoning.marks}
+            messages = [split(message, whole.get(message["role"], ())) for message in messages]
+            tools, arguments = split(tools), split(arguments)
+        arguments = self._thinking_arguments({**self._template_args, **arguments})
         return self._template.render(
             messages, tools, {**arguments, "add_generation_prompt": is_asking}
         )
@@ -253,34 +258,38 @@ class ChatTokenizer:
             return arguments
         asked = arguments.get("enable_thinking")
         if self._is_harmony:
-            effort = arguments.get("reasoning_effort")
             nearest = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-            if asked is False or effort in nearest:
-                effort = "low" if asked is False else nearest[str(effort)]
-                return {**arguments, "reasoning_effort": effort}
-            return arguments
+            effort = arguments.get("reasoning_effort")
+            if asked is False:
+                effort = "none"
+            if effort not in nearest:
+                return arguments
+            return {**arguments, "reasoning_effort": nearest[str(effort)]}
         if asked is not None:
             return {"thinking": asked, **arguments}
-        # mlx-lm's wrapper has this for the families that it knows.
-        return {"enable_thinking": True, **arguments} if self._reasoning.starts else arguments
+        if self._reasoning.starts:  # mlx-lm's wrapper has this for the families that it knows
+            return {"enable_thinking": True, **arguments}
+        return arguments
 
     @property
     def call_ids(self) -> frozenset[int]:
         """List the tokens that mark calls, if a grammar can hold calls."""
-        pairs = self._tools.marks if self._tools is not None and self._tools.is_json else ()
-        return self._ids(mark for pair in pairs for mark in pair)
+        if not self._tools.is_json:
+            return frozenset()
+        return self._ids(mark for pair in self._tools.marks for mark in pair)
 
     def call_format(self, is_special: Callable[[int], bool]) -> CallFormat | None:
         """Return the model's own form of a call, if that is JSON between marks."""
-        if self._tools is None or not (self._tools.is_json or self._tools.is_separate):
-            return None
         if self._tools.is_separate:
             return CallFormat("", "", is_special=True, closing_is_special=True, is_separate=True)
+        if not self._tools.is_json:
+            return None
         start, end = self._tools.marks[0]
         ids = [self.backend.token_to_id(mark) for mark in (start, end)]
         return CallFormat(start, end, *(i is not None and is_special(i) for i in ids))
 
     def output_processor(self, job: SequenceParams) -> OutputProcessor:
+        """Return what turns the tokens of a sequence into parts."""
         return OutputProcessor(
             Detokenizer(self.vocabulary, continues=job.is_bare or job.is_continued),
             self._parser(job),
@@ -290,26 +299,30 @@ class ChatTokenizer:
         )
 
     def thinking(self, job: SequenceParams) -> Thinking:
+        """Return what tracks, by its tokens, whether a sequence is thinking."""
         spell, pattern = self._spell, self._marks.pattern
         if self._is_harmony:
-            # A call ends the answer too, if calls are allowed.
-            may_call = job.calling is not None and not job.calling.forced
+            stops = self.eos_ids
+            if job.calling is not None and not job.calling.forced:
+                stops -= self._ids(("<|call|>",))  # a call may end the answer too
             return Thinking(
                 spell,
                 answer_begins(pattern),
                 is_on=job.is_thinking,
                 closes_with=self.backend.token_to_id("<|end|>"),
-                stops=self.eos_ids - (self._ids(("<|call|>",)) if may_call else frozenset()),
+                stops=stops,
             )
-        starts = self._ids(self._reasoning.starts)
-        ends = [self.backend.token_to_id(mark) for mark in self._reasoning.ends]
-        found = "|".join(re.escape(pattern(mark)) for mark in self._reasoning.ends)
+        if not self._reasoning.ends:
+            return Thinking(spell, None, is_on=job.is_thinking, stops=self.eos_ids)
+        opens_with = None
+        if job.may_think:
+            opens_with = min(self._ids(self._reasoning.starts), default=None)
         return Thinking(
             spell,
-            re.compile(found) if found else None,
+            re.compile("|".join(re.escape(pattern(mark)) for mark in self._reasoning.ends)),
             is_on=job.is_thinking,
-            opens_with=min(starts) if job.may_think and starts else None,
-            closes_with=ends[0] if ends else None,
+            opens_with=opens_with,
+            closes_with=self.backend.token_to_id(self._reasoning.ends[0]),
             stops=self.eos_ids,
         )
 
@@ -317,40 +330,44 @@ class ChatTokenizer:
         return self._marks.spelled(token) or self.vocabulary.text(token)
 
     def _parser(self, job: SequenceParams) -> AnswerParser:
-        calling, tools = job.calling, self._tools
+        tools, calls = self._tools, CallWriter(self._tools.new_id, job.earlier_calls)
+        functions: dict[str, Mapping[str, Any]] = {}
         mode: Mode = "none"
-        if calling is not None and calling.forced:
-            mode = "forced"
-        elif calling is not None and tools is not None:
-            mode = "either" if job.is_either else "free"
-        functions = {}
-        if calling is not None:
-            functions = {function.name: function.parameters for function in calling.functions}
-        is_single = calling is not None and not calling.parallel and mode != "forced"
-        calls = CallWriter(
-            tools.new_id if tools else openai_id, job.earlier_calls, most=1 if is_single else None
-        )
+        if job.calling is not None:
+            functions = {function.name: function.parameters for function in job.calling.functions}
+            if job.calling.forced:
+                mode = "forced"
+            else:
+                if self.reads_calls:
+                    mode = "either" if job.is_either else "free"
+                if not job.calling.parallel:
+                    calls = CallWriter(tools.new_id, job.earlier_calls, limit=1)
         is_bound = job.grammar is not None
         if job.is_bare:
             return Parser(Markup(), mode, is_thinking=False, is_bound=is_bound, calls=calls)
         if self._is_harmony:
+
+            def read_message(name: str, text: str) -> Sequence[Mapping[str, Any]]:
+                if tools.marks:
+                    return tools.read(text, functions)
+                return [read_arguments(name, text)]
+
             return HarmonyParser(
                 mode,
                 functions=functions,
-                read=self._read_message(functions),
+                read=read_message,
                 calls=calls,
                 is_bound=is_bound,
                 is_begun=job.is_continued,
             )
         pattern, reasoning = self._marks.pattern, self._reasoning
-        noise = (*reasoning.noise, *(tools.noise if tools else ()))
         markup = Markup(
             opens=tuple(map(pattern, reasoning.starts)),
             closes=tuple(map(pattern, reasoning.ends)),
-            calls=tuple((pattern(a), pattern(b)) for a, b in tools.marks) if tools else (),
-            noise=tuple(map(pattern, noise)),
-            bare=tools.begins(list(functions)) if tools else None,
-            read=(lambda text: tools.read(text, functions)) if tools else None,
+            calls=tuple((pattern(start), pattern(end)) for start, end in tools.marks),
+            noise=tuple(map(pattern, (*reasoning.noise, *tools.noise))),
+            bare=tools.begins(list(functions)),
+            read=lambda text: tools.read(text, functions),
         )
         return Parser(
             markup,
@@ -360,19 +377,6 @@ class ChatTokenizer:
             is_begun=job.is_continued,
             calls=calls,
         )
-
-    def _read_message(
-        self, functions: Mapping[str, Mapping[str, Any]]
-    ) -> Callable[[str, str], Sequence[Mapping[str, Any]]]:
-        """Return a reader of messages addressed to a function: JSON arguments, or marked calls."""
-        tools = self._tools
-
-        def read(name: str, text: str) -> Sequence[Mapping[str, Any]]:
-            if tools is not None and tools.marks:
-                return tools.read(text, functions)
-            return [read_arguments(name, text)]
-
-        return read
 
     def _ids(self, tokens: Iterable[str]) -> frozenset[int]:
         ids = (self.backend.token_to_id(token) for token in tokens if token)
@@ -387,33 +391,15 @@ def _alike(text: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
-def load_chat_tokenizer(
-    folder: Path,
-    *,
-    name: str,
-    eos_ids: int | list[int] | None,
-    chat_template: str | None,
-    template_args: Mapping[str, Any],
-    tool_parser: str | None = None,
-    reasoning_parser: str | None = None,
-    split_special_tokens: bool = False,
-    sandbox: Sandbox | None = None,
-) -> ChatTokenizer:
-    """Load tokenizer.json and the template stored with it, or use the given template instead.
+class ChatOptions(TypedDict, total=False):
+    """What a user may set of a chat model's template and formats."""
 
-    Other arguments are those of `chat_tokenizer`. Code from the model's folder is never run.
-    """
-    return chat_tokenizer(
-        wrap_folder_tokenizer(folder, name=name, eos_ids=eos_ids),
-        name=name,
-        model_type=str(_config(folder).get("model_type")),
-        chat_template=chat_template,
-        template_args=template_args,
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
-        split_special_tokens=split_special_tokens,
-        sandbox=sandbox,
-    )
+    chat_template: str | None  # in the place of the checkpoint's own
+    template_args: Mapping[str, Any]
+    tool_parser: str | None  # a format's name, inferred if it is None
+    reasoning_parser: str | None  # likewise
+    split_special_tokens: bool  # control tokens in what callers send are letters
+    template_sandbox: Sandbox | None  # where the template is rendered
 
 
 def wrap_folder_tokenizer(
@@ -434,66 +420,34 @@ def wrap_folder_tokenizer(
 
 
 def chat_tokenizer(
-    wrapper: TokenizerWrapper,
-    *,
-    name: str,
-    model_type: str,
-    chat_template: str | None,
-    template_args: Mapping[str, Any],
-    tool_parser: str | None,
-    reasoning_parser: str | None,
-    split_special_tokens: bool,
-    sandbox: Sandbox | None,
+    wrapper: TokenizerWrapper, *, name: str, model_type: str, **options: Unpack[ChatOptions]
 ) -> ChatTokenizer:
-    """Wrap mlx-lm's tokenizer for chat, with the given template or its own.
-
-    `tool_parser` and `reasoning_parser` name the model's formats; None has them inferred. With
-    `split_special_tokens`, control tokens in what callers send are letters. The template is
-    rendered in the `sandbox`, if there is one. Raises ModelLoadFailed.
-    """
+    """Wrap mlx-lm's tokenizer for chat. Raises ModelLoadFailed."""
+    chat_template, template_args = options.get("chat_template"), options.get("template_args", {})
+    # mlx-lm infers a format from the checkpoint's own template, and notes it here.
+    declared = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
     if chat_template is not None:
-        wrapper.chat_template = chat_template
+        wrapper.chat_template, declared = chat_template, None
         wrapper._chat_template = None  # a program of mlx-lm's, which would take precedence
     if not (wrapper.has_chat_template or chat_template):
         raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
-    template = ChatTemplate(wrapper, sandbox)
+    template = ChatTemplate(wrapper, options.get("template_sandbox"))
     template.check(name, template_args)
-    tools, reasoning = _formats(wrapper, model_type, chat_template, tool_parser, reasoning_parser)
+    text = wrapper._tokenizer.chat_template or ""
+    if not isinstance(text, str):
+        # Hermes 3 and Command-R have several templates, by name: one of them shows tools.
+        text = "\n".join(text.values())
+    vocabulary = wrapper.backend_tokenizer.get_vocab()
+    if (tool_parser := options.get("tool_parser")) is not None:
+        tools = known_tool_parser(tool_parser)
+    else:
+        tools = infer_tools(vocabulary, text, model_type, declared)
+    reasoning = options.get("reasoning_parser") or infer_reasoning(vocabulary, text, model_type)
     return ChatTokenizer(
         wrapper,
         template_args,
-        tools=TOOL_FORMATS.get(tools or "none"),
+        tools=TOOL_FORMATS.get(tools or "none", NO_TOOLS),
         reasoning=REASONING_FORMATS[reasoning],
         template=template,
-        split_special_tokens=split_special_tokens,
+        split_special_tokens=options.get("split_special_tokens", False),
     )
-
-
-def _formats(
-    wrapper: Any,
-    model_type: str,
-    chat_template: str | None,
-    tool_parser: str | None,
-    reasoning_parser: str | None,
-) -> tuple[str | None, str]:
-    """Return the names of a checkpoint's formats of calls and of thinking."""
-    written = wrapper._tokenizer.chat_template or ""
-    # Hermes 3 and Command-R have several templates, by name: one of them shows tools.
-    template = written if isinstance(written, str) else "\n".join(written.values())
-    vocabulary = wrapper.backend_tokenizer.get_vocab()
-    # mlx-lm infers a format from the checkpoint's own template, and notes it here.
-    declared = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
-    if tool_parser is not None:
-        tools = known_tool_parser(tool_parser)
-    else:
-        if chat_template is not None:
-            declared = None
-        tools = infer_tools(vocabulary, template, model_type, declared)
-    return tools, reasoning_parser or infer_reasoning(vocabulary, template, model_type)
-
-
-def _config(folder: Path) -> Mapping[str, Any]:
-    try:
-        return dict(load_config(folder))
-    except (OSError, ValueError):
-        return {}

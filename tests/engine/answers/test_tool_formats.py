@@ -19,10 +19,10 @@ from gateway.engine.answers.tool_formats import (
     infer_tools,
     known_tool_parser,
 )
-from gateway.engine.prompting.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function, Grammar
 from gateway.registry.fields import REASONING_PARSERS, TOOL_PARSERS
-from tests.engine.chat_formats import family, gathered, row, said
+from tests.engine.chat_formats import family, gathered, open_tokenizer, row, said
 
 BOOK = Function(
     "book",
@@ -480,7 +480,5 @@ def test_a_template_from_models_yaml_tells_the_format(tmp_path: Path) -> None:
     assert not several.reads_calls
     (tmp_path / "several" / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "several" / "chat_template.jinja").unlink()
-    hermes = load_chat_tokenizer(
-        tmp_path / "several", name="x", eos_ids=2, chat_template=None, template_args={}
-    )
+    hermes = open_tokenizer(tmp_path / "several", eos_ids=2)
     assert hermes._tools is TOOL_FORMATS["hermes"]

@@ -13,8 +13,8 @@ from tokenizers.decoders import Sequence as Decoders
 from tokenizers.models import BPE
 
 from gateway.engine.answers.detokenizer import Vocabulary
-from gateway.engine.prompting.chat_tokenizer import load_chat_tokenizer
 from gateway.jobs import Caller, GenerateJob, Sampling
+from tests.engine.chat_formats import open_tokenizer
 
 DEMO = Path(__file__).parents[3] / "demo" / "chat" / "tokenizer.json"
 
@@ -61,9 +61,7 @@ def test_sentencepiece_spaces_and_bytes_are_decoded() -> None:
 @pytest.mark.parametrize("way", ["bare", "chat", "continued"])
 def test_other_threads_run_while_a_long_prompt_is_encoded(way: str) -> None:
     """The event loop is one of them: a megabyte takes seconds, and nobody may wait as long."""
-    chat = load_chat_tokenizer(
-        DEMO.parent, name="demo", eos_ids=2, chat_template=None, template_args={}
-    )
+    chat = open_tokenizer(DEMO.parent, eos_ids=2)
     text = "x" * 400_000
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
     given: dict[str, dict[str, Any]] = {

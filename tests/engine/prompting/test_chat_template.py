@@ -108,7 +108,7 @@ def test_it_is_what_transformers_renders(
     name: str, asked: str, box: Sandbox, tmp_path: Path
 ) -> None:
     """To the byte, refusals too: tools, documents, dates, marks of generation, odd characters."""
-    chat = family(tmp_path, template=TEMPLATES[name], sandbox=box)
+    chat = family(tmp_path, template=TEMPLATES[name], template_sandbox=box)
     for turns in (TURNS, TURNS[:2], TURNS[4:]):
         for tools in ([], [TOOL]):
             ours, theirs = both(chat._template, turns, tools, ASKED[asked])
@@ -123,7 +123,7 @@ def test_of_several_templates_the_one_for_tools_is_rendered(box: Sandbox, tmp_pa
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "with tools"},
     ]
-    chat = family(tmp_path, sandbox=box)
+    chat = family(tmp_path, template_sandbox=box)
     chat.tokenizer.chat_template = {
         each["name"]: each["template"] for each in config["chat_template"]
     }
@@ -146,12 +146,12 @@ def test_a_template_that_costs_too_much_is_refused_at_load(
     box = brief if name == "endless" else box
     text, why = BAD[name]
     with pytest.raises(ModelLoadFailed, match=f"its chat template cannot be rendered.*{why}"):
-        family(tmp_path, template=text, sandbox=box)
+        family(tmp_path, template=text, template_sandbox=box)
 
 
 def test_a_template_that_wants_more_than_a_greeting_is_loaded(box: Sandbox, tmp_path: Path) -> None:
     """A refusal costs nothing."""
-    chat = family(tmp_path, template="{{ raise_exception('no') }}", sandbox=box)
+    chat = family(tmp_path, template="{{ raise_exception('no') }}", template_sandbox=box)
     with pytest.raises(BadRequest, match="refuses these messages: no"):
         chat._template.render(TURNS, [], {})
 
@@ -164,7 +164,7 @@ def test_messages_that_make_a_template_cost_too_much_are_refused(
     box = brief if name == "endless" else box
     text, why = BAD[name]
     mild = "{% if messages[0].content == 'x' %}" + text + "{% else %}fine{% endif %}"
-    chat = family(tmp_path, template=mild, sandbox=box)
+    chat = family(tmp_path, template=mild, template_sandbox=box)
     with pytest.raises(BadRequest, match=f"could not render these messages: .*{why}") as caught:
         chat.prompt(_job("x"))
     assert caught.value.part == "prompt"
@@ -230,6 +230,6 @@ def test_system_turns_stay_where_they_stand(
     template: str, text: str, box: Sandbox, tmp_path: Path
 ) -> None:
     """As the user's words where a template has no place for them."""
-    chat = family(tmp_path, template=template, sandbox=box)
+    chat = family(tmp_path, template=template, template_sandbox=box)
     assert chat._template.render(LATE, (), {"add_generation_prompt": True}) == text
     assert [turn["role"] for turn in LATE].count("system") == 3

@@ -41,23 +41,26 @@ def read_config(header: Header) -> dict[str, Any]:
     Raises GgufError naming what is missing, makes no sense or is not served here.
     """
     metadata = header.metadata
-    if (kind := metadata.get("general.type", "model")) != "model":
+    kind, pieces = metadata.get("general.type", "model"), metadata.get("split.count", 1)
+    version = metadata.get("general.quantization_version", 2)
+    name = metadata.get("general.architecture")
+    if kind != "model":
         raise GgufError(f"general.type is {kind!r:.60}: it holds no model")
-    if (pieces := metadata.get("split.count", 1)) not in (0, 1):
+    if pieces not in (0, 1):
         raise GgufError(
             f"it is one of {pieces!r:.60} pieces: join them with `llama-gguf-split --merge`"
         )
-    name = metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise GgufError(
             f"its architecture is {name!r:.60}, and of GGUF files those of "
             f"{', '.join(ARCHITECTURES)} are served"
         )
-    if (version := metadata.get("general.quantization_version", 2)) != 2:
+    if version != 2:
         raise GgufError(f"its weights are quantised as of version {version!r:.60}, which is not 2")
     keys = _Keys(metadata, name)
     config = {"model_type": name, **_sizes(keys), **_rotations(keys, header)}
-    if (embeddings := header.tensors.get("token_embd.weight")) is None:
+    embeddings = header.tensors.get("token_embd.weight")
+    if embeddings is None:
         raise GgufError("weights are missing: token_embd.weight")
     config |= {
         "vocab_size": embeddings.shape[0],
@@ -81,17 +84,18 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, Place]:
     listed = set(header.tensors)
     if config["model_type"] == "llama":
         listed.discard(ROPE_FACTORS)  # no weight, but a part of the rotations
-    tensor_names = {place.tensor for place in expected.values()}
+    expected_tensors = {place.tensor for place in expected.values()}
     for what, names in (
-        ("weights are missing", tensor_names - listed),
-        ("weights are unknown", listed - tensor_names),
+        ("weights are missing", expected_tensors - listed),
+        ("weights are unknown", listed - expected_tensors),
     ):
         if names:
-            shown = ", ".join(map(quote, sorted(names)[:5]))
+            examples = ", ".join(map(quote, sorted(names)[:5]))
             rest = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-            raise GgufError(f"{what}: {shown}{rest}")
+            raise GgufError(f"{what}: {examples}{rest}")
     for place in expected.values():
-        if (shape := header.tensors[place.tensor].shape) != place.shape:
+        shape = header.tensors[place.tensor].shape
+        if shape != place.shape:
             raise GgufError(f"{place.tensor} is {shape}, where the metadata asks for {place.shape}")
     return expected
 
@@ -243,20 +247,28 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}
     feed = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    groups = (
+        (
+            "self_attn",
+            "attn",
+            attention,
+            config.get("attention_bias", config["model_type"] == "qwen2"),
+        ),
+        ("mlp", "ffn", feed, config.get("mlp_bias")),
+    )
     weights: dict[str, tuple[str, tuple[int, ...]]] = {
         "input_layernorm.weight": ("attn_norm.weight", (hidden,)),
         "post_attention_layernorm.weight": ("ffn_norm.weight", (hidden,)),
         "self_attn.o_proj.weight": ("attn_output.weight", (hidden, queries)),
     }
-    for part, shape in attention.items():
-        weights[f"self_attn.{part}_proj.weight"] = (f"attn_{part}.weight", shape)
-        if config.get("attention_bias", config["model_type"] == "qwen2"):
-            weights[f"self_attn.{part}_proj.bias"] = (f"attn_{part}.bias", shape[:1])
-    for part, shape in feed.items():
-        weights[f"mlp.{part}_proj.weight"] = (f"ffn_{part}.weight", shape)
-        if config.get("mlp_bias"):
-            weights[f"mlp.{part}_proj.bias"] = (f"ffn_{part}.bias", shape[:1])
+    for module, prefix, projections, has_bias in groups:
+        for projection, shape in projections.items():
+            name, tensor = f"{module}.{projection}_proj", f"{prefix}_{projection}"
+            weights[f"{name}.weight"] = (f"{tensor}.weight", shape)
+            if has_bias:
+                weights[f"{name}.bias"] = (f"{tensor}.bias", shape[:1])
     if config["model_type"] == "qwen3":
-        for part in ("q", "k"):
-            weights[f"self_attn.{part}_norm.weight"] = (f"attn_{part}_norm.weight", (head,))
+        for projection in ("q", "k"):
+            tensor = f"attn_{projection}_norm.weight"
+            weights[f"self_attn.{projection}_norm.weight"] = (tensor, (head,))
     return weights

@@ -68,14 +68,16 @@ class GgufCheckpoint:
 
     def packed_bits(self, name: str) -> int | None:
         """Return the bits of a weight that MLX can hold quantised; None for the others."""
-        is_matrix = len(self.places[name].shape) == 2
-        return PACKED_BITS.get(self.kind(name)) if is_matrix else None
+        if len(self.places[name].shape) != 2:
+            return None
+        return PACKED_BITS.get(self.kind(name))
 
     def tensors(self) -> dict[str, Tensor]:
         """List the arrays of the model, each by its name there."""
         listed: dict[str, Tensor] = {}
         for name, place in self.places.items():
-            if (bits := self.packed_bits(name)) is None:
+            bits = self.packed_bits(name)
+            if bits is None:
                 listed[name] = self._floats(place.shape)
                 continue
             rows, columns = place.shape
@@ -100,10 +102,11 @@ class GgufCheckpoint:
         return Widened(tuple(types), sum(stored), sum(floats))
 
     def _quantization(self) -> dict[str, Any]:
+        bits = {name: self.packed_bits(name) for name in self.places}
         modules = {
-            name.removesuffix(".weight"): {"group_size": GROUP, "bits": bits}
-            for name in self.places
-            if (bits := self.packed_bits(name)) is not None
+            name.removesuffix(".weight"): {"group_size": GROUP, "bits": count}
+            for name, count in bits.items()
+            if count is not None
         }
         if not modules:
             return {}

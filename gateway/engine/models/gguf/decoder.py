@@ -59,11 +59,13 @@ def read_gguf_decoder(
     with checkpoint.blame(), checkpoint.path.open("rb", buffering=0) as file:
         if stamp_of(file) != checkpoint.header.stamp:
             raise GgufError("it has changed since its header was read")
-        if (info := checkpoint.header.tensors.get(ROPE_FACTORS)) is not None:
+        tensors = checkpoint.header.tensors
+        if ROPE_FACTORS in tensors:
             config = checkpoint.config()
-            _slow_down(model, config, _factors(file, info, config["head_dim"]))
+            factors = _factors(file, tensors[ROPE_FACTORS], config["head_dim"])
+            _slow_down(model, config, factors)
         for name, place in checkpoint.places.items():
-            info = checkpoint.header.tensors[place.tensor]
+            info = tensors[place.tensor]
             if is_packed and checkpoint.packed_bits(name) is not None:
                 arrays = yield from _pack(file, info, target, name.removesuffix(".weight"))
             else:
@@ -78,7 +80,8 @@ def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
     config = checkpoint.config()
     model_class, args_class = _get_classes(config)
     model: Any = model_class(args_class.from_dict(config))
-    if is_packed and (modules := config.get("quantization")):
+    modules = config.get("quantization")
+    if is_packed and modules:
         quantize(model, class_predicate=lambda path, _: modules.get(path, False))
     named: Any = tree_flatten(model.parameters())
     built = {name: tuple(array.shape) for name, array in named}
@@ -112,10 +115,10 @@ def _pack(
     words = columns * PACKED_BITS[info.type.name] // 32
     weight = np.empty((rows, words), np.uint32)
     scales, biases = (np.empty((rows, columns // GROUP), _numpy(target)) for _ in range(2))
-    for row_slice, raw in _chunks(file, info):
+    for chunk, raw in _chunks(file, info):
         with np.errstate(all="ignore"):
             packed = pack(info.type.name, raw)
-            weight[row_slice], scales[row_slice], biases[row_slice] = (
+            weight[chunk], scales[chunk], biases[chunk] = (
                 packed.weight,
                 packed.scales,
                 packed.biases,
@@ -131,10 +134,10 @@ def _pack(
 def _chunks(file: RawIOBase, info: TensorInfo) -> Iterator[tuple[slice, Bytes]]:
     """Read a tensor's rows, some at a time: which they are, and their bytes, a row each."""
     rows = _rows(info)
-    row_count = max(1, CHUNK_WEIGHTS // info.shape[-1])
+    chunk_rows = max(1, CHUNK_WEIGHTS // info.shape[-1])
     file.seek(info.offset)
-    for start in range(0, rows, row_count):
-        stop = min(start + row_count, rows)
+    for start in range(0, rows, chunk_rows):
+        stop = min(start + chunk_rows, rows)
         raw = np.empty((stop - start, info.nbytes // rows), np.uint8)
         _fill(file, raw)
         yield slice(start, stop), raw
@@ -143,7 +146,8 @@ def _chunks(file: RawIOBase, info: TensorInfo) -> Iterator[tuple[slice, Bytes]]:
 def _fill(file: RawIOBase, raw: Bytes) -> None:
     left = memoryview(raw.reshape(-1))  # type: ignore[arg-type]  # numpy's stubs know no Buffer
     while left:
-        if not (count := file.readinto(left)):
+        count = file.readinto(left)
+        if not count:
             raise GgufError("it was cut off while it was read")
         left = left[count:]
 

@@ -193,25 +193,27 @@ class _Cursor:
             raise GgufError("it is cut off, or none: its header would end after the file")
         if end > HEADER_BYTES:
             raise GgufError(f"its header is longer than {HEADER_BYTES:,} bytes")
-        target = min(self.size, max(end, 2 * len(self.read), _FIRST_BYTES))
-        self.read += self._file.read(target - len(self.read))
+        stop = min(self.size, max(end, 2 * len(self.read), _FIRST_BYTES))
+        self.read += self._file.read(stop - len(self.read))
         if end > len(self.read):
             raise GgufError("it was cut off while it was read")
 
+    def skip(self, nbytes: int) -> None:
+        self.need(self.at + nbytes)
+        self.at += nbytes
+
     def take(self, form: struct.Struct) -> Any:
         """Read a number."""
-        self.need(self.at + form.size)
-        (value,) = form.unpack_from(self.read, self.at)
-        self.at += form.size
+        self.skip(form.size)
+        (value,) = form.unpack_from(self.read, self.at - form.size)
         return value
 
-    def text(self, what: str, most: int = HEADER_BYTES) -> str:
+    def text(self, what: str, limit: int = HEADER_BYTES) -> str:
         """Read a length and a text of so many bytes."""
         length = self.take(_LENGTH)
-        if length > most:
-            raise GgufError(f"{what} has {length:,} bytes, where {most:,} are allowed")
-        self.need(self.at + length)
-        self.at += length
+        if length > limit:
+            raise GgufError(f"{what} has {length:,} bytes, where {limit:,} are allowed")
+        self.skip(length)
         return _text(self.read[self.at - length : self.at], what)
 
     def skip_texts(self, count: int) -> None:
@@ -279,8 +281,7 @@ def _value(cursor: _Cursor, key: str, kind: int) -> Any:
         return cursor.text(quote(key))
     if kind == _BOOL:
         start = cursor.at
-        cursor.need(start + 1)
-        cursor.at += 1
+        cursor.skip(1)
         return _booleans(cursor, key, start)[0] == 1
     if kind == _ARRAY:
         return _array(cursor, key)
@@ -294,12 +295,11 @@ def _array(cursor: _Cursor, key: str) -> _Array:
         raise GgufError(f"{quote(key)} has {count:,} items, where {MOST_ITEMS:,} are allowed")
     if kind == _STRING:
         cursor.skip_texts(count)
-    elif kind in _NUMBERS or kind == _BOOL:
-        end = array.start + count * (_NUMBERS[kind].size if kind in _NUMBERS else 1)
-        cursor.need(end)
-        cursor.at = end
-        if kind == _BOOL:
-            _booleans(cursor, key, array.start)
+    elif kind in _NUMBERS:
+        cursor.skip(count * _NUMBERS[kind].size)
+    elif kind == _BOOL:
+        cursor.skip(count)
+        _booleans(cursor, key, array.start)
     elif kind == _ARRAY:
         raise GgufError(f"{quote(key)} is an array of arrays, which is not read here")
     else:
@@ -344,7 +344,8 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
         raise GgufError(f"{called} has {dimensions} dimensions, and 1 to 4 are allowed")
     sizes = [cursor.take(_LENGTH) for _ in range(dimensions)]
     number, offset = cursor.take(_TYPE), cursor.take(_LENGTH)
-    if (kind := TYPES.get(number)) is None:
+    kind = TYPES.get(number)
+    if kind is None:
         raise GgufError(f"{called} is of type {number}, which is not known here")
     if 0 in sizes or sizes[0] % kind.weights:
         raise GgufError(f"{called} has rows of {sizes[0]}, which {kind.name} cannot hold")
@@ -357,7 +358,7 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 def _check_places(infos: Iterable[TensorInfo], size: int) -> None:
     """Raise GgufError for tensors that are not in the file, or in one another."""
     end = 0
-    for info in sorted(infos, key=lambda each: each.offset):
+    for info in sorted(infos, key=lambda info: info.offset):
         if info.offset < end:
             raise GgufError(f"{quote(info.name)} lies in the place of another tensor")
         end = info.offset + info.nbytes

@@ -16,17 +16,13 @@ from tokenizers import Regex, pre_tokenizers
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """A way of cutting text into words, and what comes with it.
+    """A way of cutting text into words, and what comes with it."""
 
-    Each pattern cuts what those before it have left, into its matches and what stands between.
-    `keeps_words` leaves a word whole that is a token, whatever the merges say; `adds_bos` begins
-    a text with that token unless the file says otherwise; `composes` brings text to NFC first.
-    """
-
+    # Each cuts what those before it have left, into its matches and what stands between.
     patterns: tuple[str, ...]
-    keeps_words: bool = False
-    adds_bos: bool = False
-    composes: bool = False
+    keeps_words: bool = False  # a word that is a token stays whole, whatever the merges say
+    adds_bos: bool = False  # a text begins with that token, unless the file says otherwise
+    composes: bool = False  # text is brought to NFC first
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         """Return what cuts a text and spells its bytes in GPT-2's alphabet."""
@@ -68,20 +64,11 @@ SPLITTINGS: Final[Mapping[str, Splitting]] = MappingProxyType(
     {
         # What llama.cpp takes for a file that names none, as those before May 2024 do.
         "default": Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
-        "gpt-2": _PLAIN,
-        "a.x-4.0": _PLAIN,
-        "mellum": _PLAIN,
-        "trillion": _PLAIN,
-        "smollm": _DIGITS,
-        "starcoder": _DIGITS,
-        "refact": _DIGITS,
-        "minerva-7b": _DIGITS,
-        "llama-bpe": _LLAMA3,
-        "llama-v3": _LLAMA3,
-        "llama3": _LLAMA3,
-        "falcon3": _LLAMA3,
-        "midm-2.0": _LLAMA3,
-        "pixtral": _LLAMA3,
+        **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum", "trillion"), _PLAIN),
+        **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _DIGITS),
+        **dict.fromkeys(
+            ("llama-bpe", "llama-v3", "llama3", "falcon3", "midm-2.0", "pixtral"), _LLAMA3
+        ),
         # Qwen2's tokenizer composes (transformers, models/qwen2/tokenization_qwen2.py), which
         # llama.cpp leaves out.
         "qwen2": Splitting(_QWEN2.patterns, composes=True),

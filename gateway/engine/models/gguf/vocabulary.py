@@ -159,7 +159,8 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
     As in llama.cpp, the space before a text is put before every part of it that follows a special
     token. Its decoder is of the one form that llguidance, too, reads.
     """
-    if missing := _BYTES - vocabulary.ids.keys():
+    missing = _BYTES - vocabulary.ids.keys()
+    if missing:
         raise ValueError(f"its vocabulary lacks bytes, {min(missing)} for one")
     unknown = _token_id(metadata, "unknown_token_id", vocabulary)
     model = models.BPE(
@@ -172,17 +173,12 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
     tokenizer = Tokenizer(model)
     prefixes = _one(metadata, f"{_GGML}add_space_prefix", bool) is not False
     marking = normalizers.Replace(" ", _SPACE)
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(_SPACE), marking]) if prefixes else marking
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace(_SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            *([decoders.Strip(" ", 1, 0)] if prefixes else []),
-        ]
-    )
+    decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.normalizer = marking
+    if prefixes:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), marking])
+        decoding.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(decoding)
     return tokenizer
 
 
@@ -198,14 +194,14 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[t
     if sum(len(token) ** 2 for token in tokens) > _MOST_WORK:
         raise ValueError("its tokens are too long")
     no_text = (*_SPECIAL, TokenType.BYTE)
-    merges_read = (
+    merges = (
         (-score, -len(token), ids[token[:cut]], ids[token[cut:]])
         for token, score, kind in zip(tokens, scores, vocabulary.types, strict=True)
         if kind not in no_text
         for cut in range(1, len(token))
         if token[:cut] in ids and token[cut:] in ids
     )
-    ranked = sorted(islice(merges_read, _MOST_MERGES + 1))
+    ranked = sorted(islice(merges, _MOST_MERGES + 1))
     if len(ranked) > _MOST_MERGES:
         raise ValueError(f"its tokens make one another in more than {_MOST_MERGES:,} ways")
     return [(tokens[left], tokens[right]) for *_, left, right in ranked]
@@ -233,14 +229,14 @@ def _added(vocabulary: _Vocabulary) -> list[AddedToken]:
 
     A token that ends answers is special whatever its type: files say otherwise by mistake.
     """
-    added = {
+    is_special = {
         token: kind in _SPECIAL or token in _ENDS
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
         if kind in (*_SPECIAL, TokenType.USER_DEFINED) or token in _ENDS
     }
-    if sum(map(len, added)) > _MOST_ADDED_CHARS:
+    if sum(map(len, is_special)) > _MOST_ADDED_CHARS:
         raise ValueError("its control and user-defined tokens are too long")
-    return [AddedToken(token, normalized=False, special=added[token]) for token in added]
+    return [AddedToken(token, normalized=False, special=is_special[token]) for token in is_special]
 
 
 def _vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
@@ -258,7 +254,8 @@ def _vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     if types is None:
         types = [TokenType.NORMAL] * len(tokens)
     _check_length(types, tokens, "token_type")
-    if unknown := set(types) - set(TokenType):
+    unknown = set(types) - set(TokenType)
+    if unknown:
         raise ValueError(f"its {_GGML}token_type holds {min(unknown)}, which is no type")
     ids = {token: place for place, token in enumerate(tokens)}
     if len(ids) < len(tokens):
@@ -286,8 +283,9 @@ def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -
     token = _one(metadata, _GGML + name, int)
     size = len(vocabulary.tokens)
     if token is None:
-        token = defaults.get(name) if vocabulary.is_sentencepiece else None
-        return token if token is not None and token < size else None
+        if vocabulary.is_sentencepiece and defaults.get(name, size) < size:
+            return defaults[name]
+        return None
     if name == "padding_token_id" and token >= size:  # many files of 2023; nothing here pads by it
         return None
     if not 0 <= token < size:
@@ -302,7 +300,9 @@ def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwis
     flag = _one(metadata, f"{_GGML}add_{name}_token", bool)
     if flag and token is None:
         raise ValueError(f"its {_GGML}add_{name}_token is set, and {_GGML}{name}_token_id is not")
-    return otherwise and token is not None if flag is None else flag
+    if flag is None:
+        return otherwise and token is not None
+    return flag
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
@@ -317,7 +317,9 @@ def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     if not names:
         return main
     named = {name: _one(metadata, f"{_TEMPLATE}.{name}", str) or "" for name in sorted(names)}
-    return named if main is None else {"default": main, **named}
+    if main is not None:
+        named = {"default": main, **named}
+    return named
 
 
 def _one(metadata: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
@@ -344,9 +346,9 @@ def _check_length(values: Sequence[Any], tokens: Sequence[str], name: str) -> No
         raise ValueError(f"its {_GGML}{name} has {len(values)} entries for {len(tokens)} tokens")
 
 
-def _check_count(values: Sequence[Any], most: int, name: str) -> None:
-    if len(values) > most:
-        raise ValueError(f"its {_GGML}{name} has {len(values):,} entries; {most:,} are allowed")
+def _check_count(values: Sequence[Any], limit: int, name: str) -> None:
+    if len(values) > limit:
+        raise ValueError(f"its {_GGML}{name} has {len(values):,} entries; {limit:,} are allowed")
 
 
 # Its keys, by the words of generation_config.json.
@@ -369,7 +371,8 @@ def wrap_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
         tokenizer = read_tokenizer(metadata)
         if len(tokenizer) > rows:  # MLX reads beyond an array's end without a word
             raise ValueError(f"it has {len(tokenizer):,} tokens and {rows:,} embeddings")
-        if (declared := _infer_tool_parser(tokenizer)) is not None:  # type: ignore[no-untyped-call]
+        declared = _infer_tool_parser(tokenizer)  # type: ignore[no-untyped-call]
+        if declared is not None:
             tokenizer.init_kwargs["tool_parser_type"] = declared
         return TokenizerWrapper(tokenizer, eos_token_ids=read_end_ids(metadata))
 
