@@ -31,6 +31,7 @@ log = logs.get("self_test")
 LANE_S = 2.0  # of the lane that a self-test may take at load
 IDLE_POLL_S = 0.5  # between two steps in idle time
 ROWS = 6  # in memory at once: three, padded to the longest, and a copy when one joins
+MAX_FILE_BYTES = 4096  # of a verdict: anybody may have put the file there
 _VERDICT = TypeAdapter(Verdict)
 
 
@@ -43,7 +44,8 @@ class VerdictStore:
     def read(self, digest: str) -> Verdict:
         """Return the verdict kept under a digest; an empty one if its file is missing or wrong."""
         try:
-            return _VERDICT.validate_json(self._file(digest).read_bytes(), strict=True)
+            with self._file(digest).open("rb") as file:
+                return _VERDICT.validate_json(file.read(MAX_FILE_BYTES), strict=True)
         except (OSError, ValueError):
             return Verdict()
 

@@ -290,6 +290,8 @@ def _check_lark(source: str, bounds: Bounds) -> None:
                 raise _refusal(f"The grammar's %json is not JSON: {error}") from None
             schemas.check_depth(schema, bounds.max_depth)
             read_options(schema)
+            if isinstance(schema, dict):
+                schemas.reachable(schema, bounds.max_path)
 
 
 @dataclass(frozen=True, slots=True)

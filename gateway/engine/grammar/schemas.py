@@ -270,7 +270,9 @@ def reachable(root: Node, max_path: int) -> list[tuple[str, Node]]:
     more than `max_path` subschemas: compilers follow `$ref` by native recursion.
     """
     is_plain = has_plain_refs(root)
-    todo: list[tuple[str, Schema, int]] = [("#", root, 1)]
+    # Addresses may lead anywhere: then each reference counts as one on the longest way.
+    is_long = not is_plain and sum("$ref" in node for _, node in walk(root)) > max_path
+    todo: list[tuple[str, Schema, int]] = [("#", root, max_path + 1 if is_long else 1)]
     nodes, seen = list[tuple[str, Node]](), set[int]()
     while todo:
         place, node, depth = todo.pop()
