@@ -104,8 +104,9 @@ class Parser(AnswerParser):
         if self._calls.is_full or self._is_waiting():
             return False
         marks = self._marks()
-        places = ((self._held.find(mark), -len(mark), mark) for mark in marks)
-        matches = [match for match in places if match[0] >= 0]
+        matches = [
+            (self._held.find(mark), -len(mark), mark) for mark in marks if mark in self._held
+        ]
         if not matches:
             cut = len(self._held) - held_back(self._held, marks)
             sure, self._held = self._held[:cut], self._held[cut:]

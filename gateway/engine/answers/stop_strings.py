@@ -33,8 +33,8 @@ class StopScanner:
         if not self._stops:
             return piece
         text = self._held + piece
-        places = ((text.find(stop), stop) for stop in self._stops)
-        matches = [(at + len(stop), at) for at, stop in places if at >= 0]
+        places = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        matches = [(at + len(stop), at) for at, stop in places]
         if matches:
             end, at = min(matches)  # the first that is complete, and of equals the longest
             self.met = text[at:end]

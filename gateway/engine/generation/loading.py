@@ -156,9 +156,8 @@ def load_generation_in_steps(
     """Load a chat model that mlx-lm knows, one step for each slice of its weights. On the lane.
 
     Other work may have the lane between two steps. Each step yields None, and the last one the
-    engine; a caller that stops before it must close the generator, on the lane too.
-
-    Raises ModelLoadFailed saying what is wrong.
+    engine; a caller that stops before it must close the generator, on the lane too. Raises
+    ModelLoadFailed.
     """
     model = yield from read_decoder(
         setup.checkpoint,
