@@ -91,7 +91,8 @@ def measure(rows: Sequence[Row], prompt_tokens: int, tokens: int) -> tuple[float
         job = SequenceParams(
             prompt=prompt, max_tokens=2 * tokens, sampling=SAMPLING, is_bare=True, adapter=adapter
         )
-        ids.append((engine, engine.join(job)))
+        engine.join(i, job)
+        ids.append((engine, i))
     started = time.perf_counter()
     while any(engine.is_prefilling for engine in engines):
         for engine in engines:

@@ -141,7 +141,7 @@ def compare(folder: Path, reference: Reference, vocab_size: int) -> dict[str, st
         answers(engine, [order[:2], [order[2]], [order[3], order[4]]], 512), order
     )
     if not engine.is_batched:
-        result["together"] = "throws" if engine.take_faults() else "cannot be tried"
+        result["together"] = "throws" if engine._faults.take() else "cannot be tried"
     engine.close()
     engine = opened(1 << 26)
     kept = [prompts[3], longer, longer, prompts[3]]
@@ -175,12 +175,13 @@ def answers(engine: Any, groups: Iterable[Sequence[Sequence[int]]], budget: int)
     for group in groups:
         for prompt in group:
             engine.join(
+                len(rows),
                 SequenceParams(
                     prompt=list(prompt),
                     max_tokens=SAID,
                     sampling=Sampling(temperature=0),
                     is_bare=True,
-                )
+                ),
             )
             rows.append(engine._prefill._line[-1])
         step()

@@ -95,7 +95,7 @@ def draw(random: Random, tokens: int) -> list[int]:
 
 def ask(engine: GenerationEngine, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Answer a prompt; return the answer."""
-    engine.join(_params(prompt, max_tokens))
+    engine.join(0, _params(prompt, max_tokens))
     (row,) = engine._prefill.rows
     while engine.is_prefilling or engine.is_decoding:
         engine.prefill(512)
@@ -109,15 +109,15 @@ def time_first(
     """Return the seconds until each of some prompts has a first token, and how many tokens of them
     were cached.
     """
-    started, waiting, cached = time.perf_counter(), set(), 0
-    for prompt in prompts:
-        waiting.add(engine.join(_params(prompt, 2)))
+    started, waiting, cached = time.perf_counter(), set(range(len(prompts))), 0
+    for number, prompt in enumerate(prompts):
+        engine.join(number, _params(prompt, 2))
     while waiting:
         deltas = engine.prefill(chunk) if engine.is_prefilling else []
         if not engine.is_prefilling:
             deltas += engine.decode()
         cached += sum(delta.cached_tokens for delta in deltas)
-        waiting -= {delta.sequence_id for delta in deltas}
+        waiting -= {delta.row for delta in deltas}
     spent = time.perf_counter() - started
     while engine.is_decoding:
         engine.decode()
@@ -126,7 +126,9 @@ def time_first(
 
 def time_writing(engine: GenerationEngine, prompts: Sequence[Sequence[int]], tokens: int) -> float:
     """Return how many tokens of answers to some prompts are written a second."""
-    ids = [engine.join(_params(prompt, 2 * tokens)) for prompt in prompts]
+    ids = range(len(prompts))
+    for number, prompt in enumerate(prompts):
+        engine.join(number, _params(prompt, 2 * tokens))
     while engine.is_prefilling:
         engine.prefill(512)
     engine.decode()

@@ -74,7 +74,8 @@ def answer(engine: GenerationEngine, prompts: Sequence[str], tokens: int) -> lis
         messages = [{"role": "user", "content": prompt}]
         job = GenerateJob(caller=CALLER, messages=messages, sampling=GREEDY, max_tokens=tokens)
         (sequence,) = engine.prepare(job)
-        number = engine.join(sequence)
+        number = len(rows)
+        engine.join(number, sequence)
         rows[number] = engine._prefill.rows[-1].tokens
     while engine.is_prefilling or engine.is_decoding:
         if engine.is_prefilling:
@@ -96,7 +97,8 @@ def join(engine: GenerationEngine, rows: int, prompt: Sequence[int], tokens: int
         job = SequenceParams(
             prompt=[300 + i, *prompt[1:]], max_tokens=tokens, sampling=GREEDY, is_bare=True
         )
-        ids.append(engine.join(job))
+        engine.join(i, job)
+        ids.append(i)
     while engine.is_prefilling:
         engine.prefill(1024)
     engine.decode()

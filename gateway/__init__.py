@@ -32,10 +32,11 @@ engine/embedding/cross_encoder or label_scorer; an embedding model scores by the
 vectors.
 
 A chat request: the same by api/chat and wire/chat, until serving/generation/scheduler lets its rows
-join, when there is memory for their KV. Reading prompts (engine/generation/prefill) and decoding
-(decode_batch) take turns of the lane of their own: rows join and a chunk is read, or rows leave and
-each of the others gets a token; the deltas travel up one async generator to api/exchange, whose
-end, however it comes, takes its row out of the batch.
+join, when there is memory for their KV. Reading prompts and decoding take turns of the lane of
+their own. In each the scheduler makes a StepPlan, by generation/policy, which
+engine/generation/engine carries out: rows join and a chunk is read (prefill), or rows leave and
+each of the others gets a token (decode_batch). The deltas in its StepResult travel up one async
+generator to api/exchange, whose end, however it comes, takes its row out of the batch.
 """
 
 __version__ = "0.1.0"

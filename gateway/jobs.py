@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from gateway.clock import Stage as Stage
 from gateway.clock import Timings as Timings
+from gateway.errors import PassFault
 
 Vectors: TypeAlias = npt.NDArray[np.float32]
 TokenIds: TypeAlias = Sequence[int]
@@ -344,14 +345,11 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of choice `index`: text, reasoning or a piece of a call.
-
-    The first delta of a choice has its `cached_tokens` and `kept_tokens`, and its `prompt` if that
-    is echoed; the last one has its `finish_reason`, and the stop string that it met, if it did. A
-    step into a question's labels has one delta, with its `judgement`.
+    """What a pass has made certain of one answer. After a `finish_reason` or an `error` it has
+    ended. A step into a question's labels has one delta, with its `judgement`.
     """
 
-    index: int
+    index: int  # of the choice in its job
     text: str = ""
     tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -359,48 +357,40 @@ class Delta:
     call: CallDelta | None = None
     logprobs: Sequence[TokenLogprob] = ()
     reasoning_tokens: int = 0
-    cached_tokens: int = 0
-    kept_tokens: int = 0
-    stop: str | None = None
-    prompt: EchoedPrompt | None = None
+    cached_tokens: int = 0  # of the prompt, not read again: in the first delta
+    kept_tokens: int = 0  # of the prompt, new in the prefix cache: in the first delta
+    stop: str | None = None  # the stop string that ended it: in the last delta
+    prompt: EchoedPrompt | None = None  # in the first delta, if it is echoed
     judgement: Judgement | None = None
+    row: int = 0  # the engine's number for the answer
+    error: str | None = None
+    is_out_of_memory: bool = False  # the error is that of a device without memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceParams:
-    """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits.
-
-    `max_tokens` is at least 1, or 0 if only the prompt is echoed, and, with the prompt, within the
-    model's context; `is_open` is True if the caller set no bound. `echoed` are the texts of the
-    prompt's tokens, if it is echoed. `is_continued`: the prompt ends with the beginning of the
-    answer, which is not empty. `is_bare`: the prompt has no template, so the model's marks are
-    plain text. `is_thinking`: the prompt ends inside a block of thinking; `may_think`: the model
-    may open one first. The grammar begins after it. `is_either`: the answer has a form, or is
-    calls. `earlier_calls` counts those of the conversation so far. `calls_are_text`: the model may
-    call functions, in an unknown format. `compiled` is the compiled `grammar`. With a `step` the
-    prompt is only read, and the step's tokens are judged: nothing is sampled. `beginning` is where
-    the parts that a router has names for end, and their names.
-    """
+    """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits."""
 
     prompt: TokenIds
-    max_tokens: int
+    max_tokens: int  # at least 1, or 0 if only the prompt is echoed; within the model's context
     sampling: Sampling
+    index: int = 0  # of the choice
     stop: Sequence[str] = ()
     logprobs: int | None = None
-    echoed: Sequence[str] | None = None
+    echoed: Sequence[str] | None = None  # the texts of the prompt's tokens, if it is echoed
     calling: Calling | None = None
-    grammar: Grammar | None = None
-    is_open: bool = False
-    is_bare: bool = False
-    is_continued: bool = False
-    is_thinking: bool = False
-    may_think: bool = False
-    is_either: bool = False
-    earlier_calls: int = 0
-    calls_are_text: bool = False
+    earlier_calls: int = 0  # of the conversation so far
+    calls_are_text: bool = False  # functions may be called, in a format that is not known
+    grammar: Grammar | None = None  # of what comes after the thinking
     compiled: Compiled | None = None
-    step: LabelStep | None = None
-    beginning: Sequence[tuple[int, bytes]] = ()
+    is_either: bool = False  # the answer has a form, or is calls
+    is_open: bool = False  # the caller set no `max_tokens`
+    is_bare: bool = False  # the prompt has no template: the model's marks are plain text
+    is_continued: bool = False  # the prompt ends with the answer's beginning, which is not empty
+    is_thinking: bool = False  # the prompt ends inside a block of thinking
+    may_think: bool = False  # the model may open one before its answer
+    step: LabelStep | None = None  # the prompt is read and these are judged: nothing is sampled
+    beginning: Sequence[tuple[int, bytes]] = ()  # where parts with a router's name end, and names
     adapter: Adapter | None = None
 
 
@@ -444,25 +434,20 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The results of a chat model's self-test; None where it has none yet.
-
-    `single`: a sequence in a batch of its own has the logits that it has alone. `rows`: so do those
-    of several lengths in a batch. `prefixes`: so does one that continues from a cached prefix.
-    `window`: so does one longer than the model's sliding window, if there is one. `problem`
-    describes a failure. `is_lasting` is False if memory ran out during the test, which may not
-    happen again.
+    """The results of a chat model's self-test: whether logits are those of the sequence alone. None
+    where it has no result yet.
     """
 
-    single: bool | None = None
-    rows: bool | None = None
-    prefixes: bool | None = None
-    window: bool | None = None
-    problem: str = ""
-    is_lasting: bool = True
+    single: bool | None = None  # of a sequence in a batch of its own
+    rows: bool | None = None  # of several lengths in a batch
+    prefixes: bool | None = None  # of one that continues from a cached prefix
+    window: bool | None = None  # of one longer than the model's sliding window; tested last
+    problem: str = ""  # a failure, in words
+    is_lasting: bool = True  # False if memory ran out during the test, which may not happen again
 
     @property
     def is_whole(self) -> bool:
-        """Return True once short prompts have been tested; the window is tested last."""
+        """Return True once short prompts have been tested."""
         return None not in (self.single, self.rows, self.prefixes)
 
     @property
@@ -472,26 +457,39 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceDelta:
-    """The output of one step for one sequence. After a `finish_reason` or an `error` it has ended.
+class EngineFacts:
+    """What does not change of a chat model that is loaded."""
 
-    Its first delta has `cached_tokens`, the prompt tokens that were not read again, `kept_tokens`,
-    those that are new in the prefix cache, and the prompt if that is echoed. Its last has the stop
-    string that it met, if it did. A step into labels has one delta, with its `judgement`.
+    max_context: int  # tokens that a prompt and its answer have together
+    kv_cost: KvCost = _ZERO
+    self_test_tokens: int = 0  # of the self-test's longest sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What an engine does in one step: it changes its batch, in this order, then runs a pass.
+
+    Rows are named by numbers, each of which joins once; an unknown one is ignored.
     """
 
-    sequence_id: int
-    text: str = ""
-    tokens: int = 0
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    is_out_of_memory: bool = False  # the error is that of a device without memory
-    reasoning: str = ""
-    call: CallDelta | None = None
-    logprobs: Sequence[TokenLogprob] = ()
-    reasoning_tokens: int = 0
-    cached_tokens: int = 0
-    kept_tokens: int = 0
-    stop: str | None = None
-    prompt: EchoedPrompt | None = None
-    judgement: Judgement | None = None
+    kind: Literal["prefill", "decode"] | None = None  # of the pass; None for no pass
+    token_budget: int = 0  # padded tokens that a prefill pass reads, about
+    leaving: Sequence[int] = ()  # in whatever state they are
+    preempting: Sequence[int] = ()  # their KV is freed; all their tokens are read again later
+    capped: Sequence[tuple[int, int]] = ()  # rows, and how many tokens their answers have at most
+    clear_prefixes: bool = False
+    joining: Sequence[tuple[int, SequenceParams]] = ()
+    parking: Sequence[int] = ()  # they keep their KV, and do not decode
+    resuming: Sequence[int] = ()  # parked or preempted before; if parked too, once they are read
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step, and the engine's state after it. A row that fails ends by a delta."""
+
+    deltas: Sequence[Delta] = ()
+    size: Pass = Pass()
+    faults: Sequence[PassFault] = ()  # what its pass has raised; no answer is changed by it
+    reading: frozenset[int] = frozenset()  # rows with prompt left to read
+    decoding: int = 0  # rows that decode
+    prefix_bytes: int = 0  # of KV that is kept of prompts

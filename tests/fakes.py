@@ -16,8 +16,10 @@ from gateway.jobs import (
     Adapter,
     Caller,
     Compiled,
+    Delta,
     EchoedPrompt,
     EmbedJob,
+    EngineFacts,
     GenerateJob,
     Grammar,
     Judgement,
@@ -29,8 +31,9 @@ from gateway.jobs import (
     Question,
     RerankJob,
     Sampling,
-    SequenceDelta,
     SequenceParams,
+    StepPlan,
+    StepResult,
     TokenIds,
     TokenLogprob,
     Vectors,
@@ -231,7 +234,7 @@ class ScriptedChat:
                     self.max_context, tokens, noun="questions", part="questions"
                 )
         if job.questions:
-            return [_judged_row(job, text, question) for question in job.questions]
+            return [_judged_row(job, text, question, i) for i, question in enumerate(job.questions)]
         row = SequenceParams(
             prompt=[ord(c) for c in text],
             max_tokens=wanted,
@@ -243,7 +246,7 @@ class ScriptedChat:
             logprobs=job.logprobs,
             echoed=list(text) if job.echo else None,
         )
-        return [row] * job.n
+        return [replace(row, index=i) for i in range(job.n)]
 
     def compile(self, grammar: Grammar) -> Compiled:
         if "bad" in grammar.source:
@@ -266,16 +269,56 @@ class ScriptedChat:
         is_forbidden = any(each.forbids_batches for each in self.held)
         self.is_batched = not is_forbidden and (verdict.is_whole or self.is_listed)
 
-    def take_faults(self) -> list[PassFault]:
-        faults, self.faults = self.faults, []
-        return faults
+    @property
+    def facts(self) -> EngineFacts:
+        return EngineFacts(self.max_context, self.kv_cost, self.self_test_tokens)
 
-    def join(self, job: SequenceParams) -> int:
-        row = len(self.joined) + 1
+    def step(self, plan: StepPlan) -> StepResult:
+        deltas = self._change(plan)
+        self.last_pass = Pass()
+        if plan.kind == "prefill" and self.is_prefilling:
+            deltas += self.prefill(plan.token_budget)
+        if plan.kind == "decode" and self.is_decoding:
+            deltas += self.decode()
+        faults: list[PassFault] = []
+        if plan.kind is not None:
+            faults, self.faults = self.faults, []
+        return StepResult(
+            deltas,
+            self.last_pass,
+            faults,
+            frozenset(self._waiting),
+            len(self._running),
+            self.prefix_bytes,
+        )
+
+    def _change(self, plan: StepPlan) -> list[Delta]:
+        deltas = []
+        for row in plan.leaving:
+            self.leave(row)
+        for row in plan.preempting:
+            self.preempt(row)
+        for row, limit in plan.capped:
+            deltas += self.cap_tokens(row, limit)
+        if plan.clear_prefixes:
+            self.clear_prefixes()
+        for row, job in plan.joining:
+            try:
+                self.join(row, job)
+            except Exception as error:
+                deltas.append(Delta(job.index, row=row, error=str(error)))
+        for row in plan.parking:
+            self.park(row)
+        for row in plan.resuming:
+            self.resume(row)
+            if row in plan.parking:
+                self.park(row)
+        return deltas
+
+    def join(self, row: int, job: SequenceParams) -> None:
         self.joined.append(row)
         self._waiting[row] = job
         self._jobs[row] = job
-        return row
 
     def leave(self, row: int) -> None:
         self.left.append(row)
@@ -307,7 +350,7 @@ class ScriptedChat:
                 self._rests[row] = rest
             self._waiting[row] = self._jobs[row]
 
-    def cap_tokens(self, row: int, max_tokens: int) -> list[SequenceDelta]:
+    def cap_tokens(self, row: int, max_tokens: int) -> list[Delta]:
         self.curtailed[row] = max_tokens
         self._jobs[row] = replace(self._jobs[row], max_tokens=max_tokens)
         for rests in (self._running, self._parked, self._rests, self._preempted):
@@ -315,7 +358,7 @@ class ScriptedChat:
                 said = self._said.get(row, 0)
                 if said >= max_tokens:
                     self._drop(row)
-                    return [SequenceDelta(row, finish_reason="length")]
+                    return [self._delta(row, finish_reason="length")]
                 rests[row] = [*rest[: max_tokens - said], -1]
         return []
 
@@ -328,13 +371,13 @@ class ScriptedChat:
     def drop_adapter(self, number: int) -> None:
         self.dropped.append(number)
 
-    def prefill(self, token_budget: int) -> list[SequenceDelta]:
+    def prefill(self, token_budget: int) -> list[Delta]:
         lengths = [len(job.prompt) for job in self._waiting.values()]
         rows = len(lengths)
         self.last_pass = Pass(rows, sum(lengths), rows * max(lengths, default=0))
         whole = [row for row, job in self._waiting.items() if job.max_tokens == 0]
         ended = [
-            SequenceDelta(row, finish_reason="length", prompt=_echo(self._waiting.pop(row)))
+            self._delta(row, finish_reason="length", prompt=_echo(self._waiting.pop(row)))
             for row in whole
         ]
         judged = {row: job.step for row, job in self._waiting.items() if job.step is not None}
@@ -354,7 +397,7 @@ class ScriptedChat:
         self._waiting.clear()
         return ended
 
-    def decode(self) -> list[SequenceDelta]:
+    def decode(self) -> list[Delta]:
         self.gate.pass_through()
         rows = len(self._running)
         self.last_pass = Pass(rows, rows, rows)
@@ -362,25 +405,27 @@ class ScriptedChat:
         if self.fail_at_step == len(self.steps):
             raise RuntimeError("the step failed")
         deltas = [delta for row in list(self._running) for delta in self._next(row)]
-        return [
-            replace(delta, prompt=self._echoed.pop(delta.sequence_id, None)) for delta in deltas
-        ]
+        return [replace(delta, prompt=self._echoed.pop(delta.row, None)) for delta in deltas]
 
     def synchronize(self) -> None: ...
 
-    def _next(self, row: int) -> list[SequenceDelta]:
+    def _next(self, row: int) -> list[Delta]:
         if self.script:
             at = self._places.get(row, 0)
             self._places[row] = at + 1
             if at + 1 == len(self.script):
                 del self._running[row]
-            return [SequenceDelta(row, **self.script[at])]
+            return [self._delta(row, **self.script[at])]
         said = self._running[row]
         if not said or said[0] == -1:
             del self._running[row]
-            return [SequenceDelta(row, "", 1 - len(said), "length" if said else "stop")]
+            end = "length" if said else "stop"
+            return [self._delta(row, tokens=1 - len(said), finish_reason=end)]
         self._said[row] = self._said.get(row, 0) + 1
-        return [SequenceDelta(row, chr(said.pop(0)), 1)]
+        return [self._delta(row, text=chr(said.pop(0)), tokens=1)]
+
+    def _delta(self, row: int, **fields: Any) -> Delta:
+        return Delta(self._jobs[row].index, row=row, **fields)
 
     @property
     def rows(self) -> int:
@@ -431,27 +476,29 @@ def _text(prompt: str | TokenIds) -> str:
     return prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
 
 
-def _judged_row(job: GenerateJob, head: str, question: Question) -> SequenceParams:
+def _judged_row(job: GenerateJob, head: str, question: Question, index: int) -> SequenceParams:
     """One step a question, of one entry a label."""
     entries = [((ord(label[0]),), [i]) for i, label in enumerate(question.labels)]
     return SequenceParams(
         prompt=[ord(c) for c in head + question.text],
         max_tokens=1,
         sampling=job.sampling,
+        index=index,
         step=LabelStep(question.number, entries, is_first=True),
     )
 
 
-def _judge(row: int, job: SequenceParams, step: LabelStep) -> SequenceDelta:
+def _judge(row: int, job: SequenceParams, step: LabelStep) -> Delta:
     """The first label has a logprob of -1, the second of -2, …; a poisoned question fails."""
     if "poison" in _text(job.prompt):
-        return SequenceDelta(row, error="poisoned")
+        return Delta(job.index, row=row, error="poisoned")
     logprobs = [(label, -1.0 - label) for _, labels in step.entries for label in labels]
-    return SequenceDelta(
-        row,
+    return Delta(
+        job.index,
         finish_reason="stop",
         cached_tokens=step.question,
         judgement=Judgement(step.question, logprobs),
+        row=row,
     )
 
 

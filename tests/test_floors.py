@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "registry": {"settings", "errors"},
     "settings": {"errors"},
     **{room: set() for room in GROUND},
-    "jobs": {"clock"},
+    "jobs": {"clock", "errors"},
 }
 OUTSIDE: dict[str, set[str]] = {
     "mlx": {"engine"},
@@ -52,11 +52,12 @@ OUTSIDE: dict[str, set[str]] = {
 INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {
-            *("prompting", "answers", "kv", "models", "grammar", "control_tokens"),
+            *("prompting", "answers", "drafts", "kv", "models", "grammar", "control_tokens"),
             *("device_faults", "bounds", "device"),
         },
         "prompting": {"generation", "answers", "grammar", "control_tokens"},
         "embedding": {"models", "control_tokens", "device"},
+        "drafts": {"kv", "models", "bounds", "device"},
         "kv": {"models", "device_faults", "bounds"},
         "models": {"device_faults", "device"},
         "grammar": {"sandboxed"},
@@ -136,20 +137,20 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 BUDGET: dict[str, int] = {
     "__main__": 2,
     "api": 2753,
-    "app": 1173,
+    "app": 1170,
     "bench": 275,
     "cli": 1272,
     "clock": 40,
     "doctor": 323,
-    "engine": 10543,
+    "engine": 10665,
     "errors": 264,
     "ids": 8,
-    "jobs": 242,
+    "jobs": 256,
     "logs": 137,
     "metrics": 189,
     "registry": 1267,
     "server": 256,
-    "serving": 4300,
+    "serving": 4173,
     "settings": 608,
     "wire": 3783,
 }

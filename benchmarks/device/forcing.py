@@ -1,7 +1,7 @@
 """Answers whose tokens are given: what the engine would have chosen at each place is written down.
 
 The engine's own passes run: prefill, decode, joins, kept prefixes, drafts. Only the choice, the
-last thing before a token, is replaced (`token_choice.choose`): it takes the given token, and keeps
+last thing before a token, is replaced (`decode_batch.choose`): it takes the given token, and keeps
 its logprob and the best two on the device, so nothing waits that does not wait otherwise.
 """
 
@@ -15,7 +15,7 @@ import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 
 import mlx.core as mx  # isort: skip
 
-from gateway.engine.generation import token_choice
+from gateway.engine.generation import decode_batch
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.sampling import Choice, Sampler, Scores, score
 from gateway.jobs import Adapter, Sampling, SequenceParams
@@ -111,7 +111,7 @@ class Forcing:
 def forced(rows: Sequence[Row]) -> Iterator[Forcing]:
     """Let engines choose the rows' tokens for the length of a block."""
     forcing = Forcing(rows)
-    with patch.object(token_choice, "choose", forcing.choose):
+    with patch.object(decode_batch, "choose", forcing.choose):
         yield forcing
 
 
@@ -119,15 +119,15 @@ def answer(engine: GenerationEngine, rows: Sequence[Row], late: int = 0) -> Outc
     """Answer rows together; the last `late` of them join once the others have decoded a little."""
     outcome = Outcome()
     with forced(rows) as forcing:
-        jobs = [_job(number, row) for number, row in enumerate(rows)]
+        jobs = [(number, _job(number, row)) for number, row in enumerate(rows)]
         first, joining = jobs[: len(jobs) - late], jobs[len(jobs) - late :]
         for job in first:
-            engine.join(job)
+            engine.join(*job)
         steps = 0
         while engine.is_prefilling or engine.is_decoding or joining:
             if steps == LATE_STEPS:
                 for job in joining:
-                    engine.join(job)
+                    engine.join(*job)
                 joining = []
             if engine.is_prefilling:
                 _read(engine.prefill(PREFILL_TOKENS), outcome)
@@ -136,7 +136,7 @@ def answer(engine: GenerationEngine, rows: Sequence[Row], late: int = 0) -> Outc
                 _read(engine.decode(), outcome)
                 outcome.drafted += engine.last_pass.drafted
                 outcome.accepted += engine.last_pass.accepted
-        outcome.faults += [fault.message for fault in engine.take_faults()]
+        outcome.faults += [fault.message for fault in engine._faults.take()]
         outcome.places = forcing.places()
         outcome.beside = forcing.beside
     return outcome
@@ -173,7 +173,7 @@ def _job(number: int, row: Row) -> SequenceParams:
 def _read(deltas: Sequence[Any], outcome: Outcome) -> None:
     for delta in deltas:
         if delta.error is not None:
-            raise RuntimeError(f"row {delta.sequence_id}: {delta.error}")
+            raise RuntimeError(f"row {delta.row}: {delta.error}")
         outcome.cached += delta.cached_tokens
 
 

@@ -204,6 +204,6 @@ def _start(folder: Path, device: Device) -> GenerationEngine:
         sampling=Sampling(temperature=0, ignore_eos=True),
         is_bare=True,
     )
-    engine.join(job)
+    engine.join(1, job)
     engine.prefill(64)
     return engine

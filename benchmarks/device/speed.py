@@ -95,9 +95,9 @@ def _kinds(weights: Sequence[tuple[str, mx.array]]) -> dict[str, tuple[Any, Any]
 def run_engine(engine: GenerationEngine, prompts: Prompts, tokens: int) -> None:
     """Answer with our engine, reading as many tokens in a turn as the gateway does by default."""
     sampling = Sampling(temperature=0, ignore_eos=True)
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         job = SequenceParams(prompt=prompt, max_tokens=tokens, sampling=sampling, is_bare=True)
-        engine.join(job)
+        engine.join(number, job)
     count = 0
     while engine.is_prefilling or engine.is_decoding:
         deltas = engine.prefill(PREFILL_TOKENS) if engine.is_prefilling else []

@@ -13,9 +13,8 @@ from benchmarks.simulation.device import Device
 from benchmarks.simulation.load import Request
 from gateway.engine.generation.prefill import REST_SHARE, take_prompts
 from gateway.serving.embedding.policy import EmbeddingLimits, patience, take_batch, window
-from gateway.serving.generation.batcher import PREFILL_FIRST_PASSES
+from gateway.serving.generation.batcher import PREFILL_FIRST_PASSES, STEPS_PER_TURN
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first
-from gateway.serving.generation.steps import STEPS_PER_TURN
 from gateway.serving.lane import FairQueue
 from gateway.serving.pace import Pace
 
@@ -266,7 +265,7 @@ class Replica:
 
         return self._device.embedding(padded), finish
 
-    # Chats: serving/generation/steps.py and engine/generation/prefill.py.
+    # Chats: serving/generation/batcher.py and engine/generation/prefill.py.
 
     @property
     def _places(self) -> int:

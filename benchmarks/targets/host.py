@@ -65,26 +65,25 @@ class Pair:
 
     def own(self, prompts: Sequence[list[int]], steps: int) -> float:
         """Return the seconds that a token takes the engine, once all rows decode."""
-        from gateway.jobs import Sampling, SequenceParams
+        from gateway.jobs import Sampling, SequenceParams, StepPlan
 
         engine, sampling = self.engine, Sampling(temperature=0, ignore_eos=True)
         most = steps + WARM_STEPS + 2 * len(prompts)
         rows = [
-            engine.join(
-                SequenceParams(prompt=prompt, max_tokens=most, sampling=sampling, is_bare=True)
-            )
+            SequenceParams(prompt=prompt, max_tokens=most, sampling=sampling, is_bare=True)
             for prompt in prompts
         ]
-        while engine.is_prefilling:
-            engine.prefill(4096)
+        result = engine.step(StepPlan(joining=list(enumerate(rows))))
+        while result.reading:
+            result = engine.step(StepPlan(kind="prefill", token_budget=4096))
+        decode = StepPlan(kind="decode")
         for _ in range(WARM_STEPS):
-            engine.decode()
+            engine.step(decode)
         started, tokens = time.perf_counter(), 0
         for _ in range(steps):
-            tokens += sum(delta.tokens for delta in engine.decode())
+            tokens += sum(delta.tokens for delta in engine.step(decode).deltas)
         seconds = time.perf_counter() - started
-        for row in rows:
-            engine.leave(row)
+        engine.step(StepPlan(leaving=range(len(rows))))
         assert tokens == steps * len(prompts)
         return seconds / tokens
 

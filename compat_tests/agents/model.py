@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import orjson
 
-from gateway.jobs import CallDelta, GenerateJob, SequenceDelta, SequenceParams
+from gateway.jobs import CallDelta, Delta, GenerateJob, SequenceParams
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import catalog, served
 
@@ -52,16 +52,15 @@ class ScriptedAgent(ScriptedChat):
         )
         return [row]
 
-    def join(self, job: SequenceParams) -> int:
-        row = super().join(job)
+    def join(self, row: int, job: SequenceParams) -> None:
+        super().join(row, job)
         self.plans[row] = _plan(orjson.loads("".join(map(chr, job.prompt))))
-        return row
 
-    def _next(self, row: int) -> list[SequenceDelta]:
+    def _next(self, row: int) -> list[Delta]:
         delta = self.plans[row].pop(0)
         if not self.plans[row]:
             del self._running[row]
-        return [SequenceDelta(row, tokens=1, **delta)]
+        return [self._delta(row, tokens=1, **delta)]
 
 
 def _plan(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from gateway.jobs import SequenceDelta
+from gateway.jobs import Delta
 from gateway.registry import ChatSpec
 from gateway.serving.ports import GenerationEngine
 from gateway.settings import Settings
@@ -20,7 +20,7 @@ class PacedChat(ScriptedChat):
 
     max_context: int = 100_000
 
-    def decode(self) -> list[SequenceDelta]:
+    def decode(self) -> list[Delta]:
         time.sleep(STEP_S)
         return super().decode()
 

@@ -11,6 +11,7 @@ from gateway.api.exchange import template_args
 from gateway.api.requests import Service, ignored_header, serialise, time_stage
 from gateway.jobs import GenerateJob, Stage, Usage
 from gateway.registry import ChatSpec
+from gateway.serving.generation.many import score_labels
 from gateway.wire import decisions as wire
 
 
@@ -50,7 +51,7 @@ async def _judge(
     request: wire.DecisionsRequest,
 ) -> tuple[Sequence[Sequence[float]], Usage]:
     async with service.lease_chat(spec, jobs[0].caller, request) as batcher:
-        return await batcher.judge(jobs)
+        return await score_labels(batcher, jobs)
 
 
 async def _write(

@@ -22,6 +22,7 @@ from gateway.jobs import Delta, GenerateJob, Sampling, Stage, Usage
 from gateway.registry import ChatSpec, Resolved
 from gateway.serving.generation.answer_checks import AnswerChecker, Fit
 from gateway.serving.generation.batcher import Generation
+from gateway.serving.generation.many import generate_many
 from gateway.wire.answers import Answer, AnswerWriter, Event
 from gateway.wire.generation import SchemaVerdict
 from gateway.wire.validation import Request as WireRequest
@@ -170,7 +171,7 @@ class Exchange:
                     self.writer.accept(generation.sampling)
                     yield _Run(generation.usage, generation.deltas, generation.checker)
             else:
-                async with aclosing(batcher.generate_many(jobs)) as updates:
+                async with aclosing(generate_many(batcher, jobs)) as updates:
                     usage = await anext(updates)
                     assert isinstance(usage, Usage)
                     yield _Run(usage, updates)

@@ -116,7 +116,7 @@ def _max_context(service: Service, spec: ModelSpec) -> int | None:
     """Return the context of a chat model that is loaded; an adapter has its base's."""
     whole = spec.base_spec or spec if isinstance(spec, ChatSpec) else spec
     model = service.models.model(whole)
-    return model.engine.max_context if isinstance(model, GenerationBatcher) else None
+    return model.engine.facts.max_context if isinstance(model, GenerationBatcher) else None
 
 
 def _batching(batcher: object) -> Batching | None:

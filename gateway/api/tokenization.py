@@ -44,7 +44,7 @@ async def tokenize(service: Service, request: Request) -> Response:
             ids, pieces = await _run(service, request, encode, prompt_kind(job))
             return {
                 "count": len(ids),
-                "max_model_len": batcher.engine.max_context,
+                "max_model_len": batcher.engine.facts.max_context,
                 "tokens": ids,
                 "token_strs": pieces,
             }

@@ -6,13 +6,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from gateway import logs
 from gateway.app.limits import embedding_limits, generation_limits
 from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.errors import EngineFailed, Fault, ModelLoadFailed
-from gateway.jobs import Adapter, Compiled, KvCost, Sampling, SequenceParams
+from gateway.jobs import Adapter, Compiled, KvCost, Sampling, SequenceParams, StepPlan
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
@@ -45,17 +45,13 @@ def warm_chat(name: str, health: DeviceHealth, engine: GenerationEngine) -> None
     """Read one token and generate two; raises ModelLoadFailed if the engine fails, and DeviceLost
     if the device does.
     """
-    row = engine.join(_WARM_UP)
-    deltas = []
-    try:
-        while engine.is_prefilling or engine.is_decoding:  # after a fault the row is read again
-            deltas += engine.prefill(16)
-            deltas += engine.decode()
-    finally:
-        engine.leave(row)
-    for fault in engine.take_faults():
+    results = [engine.step(StepPlan(joining=[(1, _WARM_UP)]))]
+    while results[-1].reading or results[-1].decoding:  # after a fault the row is read again
+        kind: Literal["prefill", "decode"] = "prefill" if results[-1].reading else "decode"
+        results.append(engine.step(StepPlan(kind=kind, token_budget=16)))
+    for fault in [fault for result in results for fault in result.faults]:
         health.note(fault.fault, fault.message, engine.probe)
-    for delta in deltas:
+    for delta in [delta for result in results for delta in result.deltas]:
         if delta.error is not None:
             raise ModelLoadFailed(name, delta.error)
 
@@ -241,7 +237,7 @@ class ModelLoader:
                 size=settings.structured_cache_size,
                 timeout_s=settings.structured_compile_timeout_s,
             )
-            kv = engine.kv_cost or KvCost(size.kv_token)
+            kv = engine.facts.kv_cost or KvCost(size.kv_token)
             if kv.states:  # docs/performance.md: how many of them `prefix_cache_bytes` is to hold
                 log.info("prefix_states", model=spec.id, bytes=kv.states)
             # The size from the config may be many times that of the loaded layers.
@@ -270,7 +266,8 @@ class ModelLoader:
             batcher = GenerationBatcher(
                 spec.id, engine, self.lane, self.pool, limits, grammars, memory
             )
-            with self.lane.health.shedding(engine.clear_prefixes):
+            clear = partial(engine.step, StepPlan(clear_prefixes=True))
+            with self.lane.health.shedding(clear):
                 async with batcher.running(), test.run_when_idle(batcher):
                     yield batcher, nbytes + included
 

@@ -166,7 +166,7 @@ class SelfTest:
         rows would wait for its memory, and starts again in idle time.
         """
         share = self._budget.share()
-        needed = ROWS * self._kv.of(self._engine.self_test_tokens)
+        needed = ROWS * self._kv.of(self._engine.facts.self_test_tokens)
         try:
             while not self._is_over:
                 await asyncio.sleep(IDLE_POLL_S)

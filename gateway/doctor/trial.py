@@ -180,7 +180,7 @@ async def _test_batches(spec: ChatSpec, batcher: GenerationBatcher, place: Workp
         place.budget,
         verdict_store(place.settings),
         partial(place.engines.digest, spec, files),
-        kv=batcher.engine.kv_cost or KvCost(0),
+        kv=batcher.engine.facts.kv_cost or KvCost(0),
         is_on=True,
     )
     return judge_verdict(await test.run_to_end())

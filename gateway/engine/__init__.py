@@ -6,6 +6,7 @@ under the one global MLX lock, which is serving/lane. From the top down:
 generation      prompts → tokens, in batches; a grammar can be a row's own
 prompting       messages → the tokens of a prompt
 answers         tokens → text, reasoning and calls; without mlx
+drafts          tokens read ahead: prompt lookup's guesses, or a smaller model's
 kv              what is kept of the tokens that were read
 embedding       texts → vectors, one pass for many
 grammar         JSON Schemas and other forms → the mask of each step

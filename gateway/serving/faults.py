@@ -27,7 +27,7 @@ class DeviceHealth:
     ) -> None:
         self._classify = classify
         self._unknown = 0
-        self._shedders: list[Callable[[], None]] = []
+        self._shedders: list[Callable[[], object]] = []
         self.lost: str | None = None  # the error after which the device does not come back
 
     def check(self) -> None:
@@ -86,7 +86,7 @@ class DeviceHealth:
             log.critical("device_lost", error=self.lost)
 
     @contextmanager
-    def shedding(self, shed: Callable[[], None]) -> Iterator[None]:
+    def shedding(self, shed: Callable[[], object]) -> Iterator[None]:
         """While entered, `shed` is called, on the lane's thread, when memory has ended."""
         self._shedders.append(shed)
         try:

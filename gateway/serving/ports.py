@@ -3,16 +3,15 @@
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
-from gateway.errors import PassFault
 from gateway.jobs import (
     Compiled,
+    EngineFacts,
     GenerateJob,
     Grammar,
-    KvCost,
     Pair,
-    Pass,
-    SequenceDelta,
     SequenceParams,
+    StepPlan,
+    StepResult,
     TokenIds,
     Vectors,
     Verdict,
@@ -123,19 +122,19 @@ class Tokens(Protocol):
 
 
 class GenerationEngine(Protocol):
-    """The maths of one chat model: a batch that rows join and leave between steps."""
+    """The maths of one chat model: a batch that rows join and leave between passes."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Return what does not change while it is loaded."""
 
     @property
     def tokens(self) -> Tokens:
         """Return the model's tokenizer."""
 
     @property
-    def max_context(self) -> int:
-        """Return the most tokens that a prompt and its answer may have in all."""
-
-    @property
-    def rows(self) -> int:
-        """Return the number of rows, prefilling or decoding. Safe on any thread."""
+    def is_batched(self) -> bool:
+        """Return True while rows run together, False once they run one at a time."""
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         """Render the template and encode the prompt: one row a choice. Safe on any thread.
@@ -156,22 +155,21 @@ class GenerationEngine(Protocol):
         Slow, and safe on any thread.
         """
 
-    def join(self, params: SequenceParams) -> int:
-        """Queue a row for prefill and return its id. On the lane only."""
+    def step(self, plan: StepPlan) -> StepResult:
+        """Change the batch as planned, then run a pass. On the lane only.
 
-    @property
-    def is_batched(self) -> bool:
-        """Return True while rows run together, False once they run one at a time."""
+        A decode pass gives the next token of every running row. An error of a pass changes no
+        answer: its rows are read again; one that fails alone, or cannot join, ends by its delta.
+        """
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished its launched work. On the lane only."""
 
     def self_test(self) -> Generator[Verdict]:
         """Compare rows in batches with the same rows alone, one pass a step. On the lane only.
 
         Each step yields the verdict so far; the last one's has no field unknown.
         """
-
-    @property
-    def self_test_tokens(self) -> int:
-        """Return the tokens of the self-test's longest row."""
 
     def apply_verdict(self, verdict: Verdict) -> None:
         """Stop running rows in ways that a verdict found wrong. Until one is whole, rows of an
@@ -183,70 +181,11 @@ class GenerationEngine(Protocol):
         lane only.
         """
 
-    def take_faults(self) -> Sequence[PassFault]:
-        """Return the errors of passes since the last call. On the lane only."""
-
-    def leave(self, row: int) -> None:
-        """Drop a row in any state; an unknown id is ignored. On the lane only."""
-
-    def park(self, row: int) -> None:
-        """Stop a row and keep its KV; a row in prefill stops after it. On the lane only."""
-
-    def preempt(self, row: int) -> None:
-        """Stop a row and free its KV. Once resumed, its prompt and its tokens so far are prefilled
-        again, and its answer continues unchanged. On the lane only.
-        """
-
-    def resume(self, row: int) -> None:
-        """Resume a row that was parked or preempted. On the lane only."""
-
-    def cap_tokens(self, row: int, max_tokens: int) -> list[SequenceDelta]:
-        """Bound a row's answer to `max_tokens`, in any state.
-
-        Returns the last deltas of a row that has as many already. On the lane only.
-        """
-
-    def clear_prefixes(self) -> None:
-        """Free the prefix cache. On the lane only."""
-
-    @property
-    def prefix_bytes(self) -> int:
-        """Return the bytes of the prefix cache."""
-
     def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
         """Return a router's names of the prefixes that are kept. Safe on any thread."""
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, with its rows. On the lane only."""
-
-    def prefill(self, token_budget: int) -> list[SequenceDelta]:
-        """Prefill about `token_budget` padded tokens at most. On the lane only."""
-
-    def decode(self) -> list[SequenceDelta]:
-        """Decode the next token of every running row. On the lane only."""
-
-    @property
-    def last_pass(self) -> Pass:
-        """Return what the last call of `prefill` or `decode` did. On the lane only."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished its launched work. On the lane only."""
-
-    @property
-    def kv_cost(self) -> KvCost:
-        """Return the bytes of a row's KV; the zero cost if unknown."""
-
-    @property
-    def prefilling(self) -> frozenset[int]:
-        """Return the rows in prefill."""
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Return True if any row is in prefill."""
-
-    @property
-    def is_decoding(self) -> bool:
-        """Return True if any row decodes."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device: weights, KV and prefixes."""

@@ -9,7 +9,7 @@ import httpx2
 import orjson
 import pytest
 
-from gateway.jobs import CallDelta, SequenceDelta
+from gateway.jobs import CallDelta, Delta
 from gateway.registry import Catalog
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import served
@@ -26,11 +26,11 @@ ENDS = ["content_block_stop", "message_delta", "message_stop"]
 class ManyVoices(ScriptedChat):
     """Small letters are text, capitals are reasoning; `!` calls the clock."""
 
-    def _next(self, row: int) -> list[SequenceDelta]:
+    def _next(self, row: int) -> list[Delta]:
         return [_voiced(delta) for delta in super()._next(row)]
 
 
-def _voiced(delta: SequenceDelta) -> SequenceDelta:
+def _voiced(delta: Delta) -> Delta:
     if delta.text == "!":
         return replace(delta, text="", call=CallDelta(0, "call_1", "clock", "{}"))
     if delta.text.isupper():

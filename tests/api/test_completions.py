@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from gateway import metrics
-from gateway.jobs import GenerateJob, Likelihood, SequenceDelta, SequenceParams, TokenLogprob
+from gateway.jobs import Delta, GenerateJob, Likelihood, SequenceParams, TokenLogprob
 from gateway.registry import Catalog
 from gateway.serving.generation import batcher
 from tests.fakes import ScriptedChat, ScriptedEngines
@@ -25,7 +25,7 @@ class ScoringWriter(ScriptedChat):
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         return [replace(row, logprobs=job.logprobs) for row in super().prepare(job)]
 
-    def _next(self, row: int) -> list[SequenceDelta]:
+    def _next(self, row: int) -> list[Delta]:
         return [replace(delta, logprobs=_scores(delta.text)) for delta in super()._next(row)]
 
 

@@ -25,7 +25,7 @@ from openai.types.responses.input_token_count_response import InputTokenCountRes
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from gateway.jobs import CallDelta, SequenceDelta
+from gateway.jobs import CallDelta, Delta
 from tests.fakes import ScriptedChat, ScriptedEngines
 
 pytestmark = pytest.mark.anyio
@@ -103,11 +103,11 @@ NULLABLE: dict[str, set[str]] = {
 class Caller(ScriptedChat):
     """Thinks in capitals, writes what is small, and calls the clock at `!`."""
 
-    def _next(self, row: int) -> list[SequenceDelta]:
+    def _next(self, row: int) -> list[Delta]:
         return [_voiced(delta) for delta in super()._next(row)]
 
 
-def _voiced(delta: SequenceDelta) -> SequenceDelta:
+def _voiced(delta: Delta) -> Delta:
     if delta.text == "!":
         return replace(delta, text="", call=CallDelta(0, "call_1", "clock", "{}"))
     return replace(delta, text="", reasoning=delta.text) if delta.text.isupper() else delta

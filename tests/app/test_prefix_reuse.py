@@ -56,7 +56,7 @@ async def test_the_log_says_what_a_set_of_states_weighs(tmp_path: Path, kind: st
         async with served(catalog(tmp_path, {kind: entry}), MlxEngines("cpu", None, Hub())):
             pass
     engine = load_generation(folder, name=kind, device=Device.CPU)
-    states = engine.kv_cost.states
+    states = engine.facts.kv_cost.states
     engine.close()
     told = [(line["model"], line["bytes"]) for line in logged if line["event"] == "prefix_states"]
     assert told == ([] if kind == "plain" else [(kind, states)])

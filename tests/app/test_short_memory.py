@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from gateway.app.loading import Size
-from gateway.jobs import GenerateJob, KvCost, SequenceDelta, SequenceParams
+from gateway.jobs import Delta, GenerateJob, KvCost, SequenceParams
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.generation.memory import Layout, RowCosts, longest_chunk
 from gateway.serving.ports import GenerationEngine
@@ -141,7 +141,7 @@ async def test_what_a_pinned_model_keeps_of_prompts_gives_way(
 class Slow(Large):
     """Takes its time over each step."""
 
-    def decode(self) -> list[SequenceDelta]:
+    def decode(self) -> list[Delta]:
         time.sleep(0.01)
         return super().decode()
 

@@ -15,7 +15,7 @@ import pytest
 from gateway.app.engines import MlxEngines
 from gateway.app.limits import ChatOptions
 from gateway.engine.hub import Hub
-from gateway.jobs import KvCost, SequenceDelta, SequenceParams
+from gateway.jobs import KvCost, StepPlan, StepResult
 from gateway.registry import ChatSpec
 from gateway.serving.generation.memory import Layout, RowCosts
 from gateway.serving.ports import GenerationEngine
@@ -38,18 +38,14 @@ class Watched:
     steps: list[tuple[int, int]] = field(default_factory=list)
     """How many rows had joined so far, and how many of them a step wrote for."""
 
-    def join(self, job: SequenceParams) -> int:
-        self.joined += 1
-        return self.engine.join(job)
-
-    def prefill(self, token_budget: int) -> list[SequenceDelta]:
-        self.gate.pass_through()
-        return self.engine.prefill(token_budget)
-
-    def decode(self) -> list[SequenceDelta]:
-        deltas = self.engine.decode()
-        self.steps.append((self.joined, self.engine.last_pass.rows))
-        return deltas
+    def step(self, plan: StepPlan) -> StepResult:
+        self.joined += len(plan.joining)
+        if plan.kind == "prefill":
+            self.gate.pass_through()
+        result = self.engine.step(plan)
+        if plan.kind == "decode":
+            self.steps.append((self.joined, result.size.rows))
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

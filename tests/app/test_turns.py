@@ -9,8 +9,8 @@ import pytest
 
 from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
-from gateway.serving.generation.scheduler import QUANTUM
-from gateway.serving.generation.steps import STEPS_PER_TURN
+from gateway.serving.generation.batcher import STEPS_PER_TURN
+from gateway.serving.generation.policy import QUANTUM
 from tests.checkpoints import write_chat
 from tests.fakes import ScriptedEngines
 from tests.serving_app import catalog, served

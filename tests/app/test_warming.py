@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import EngineFailed
-from gateway.jobs import SequenceDelta, SequenceParams, Vectors
+from gateway.jobs import Delta, Vectors
 from tests.fakes import ScriptedChat, ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import catalog, served
 
@@ -35,18 +35,13 @@ async def test_a_model_is_warm_before_its_first_request(tmp_path: Path, warm_up:
 class Stumbling(ScriptedChat):
     """Each step fails, as the real engine's does: the row is read again, alone, and then ends."""
 
-    def decode(self) -> list[SequenceDelta]:
+    def decode(self) -> list[Delta]:
         if self._running and len(self.steps) < 2:
             self.steps.append(len(self._running))
             self._waiting, self._running = {row: self._jobs[row] for row in self._running}, {}
             return []
         broken, self._running = list(self._running), {}
-        return [SequenceDelta(row, error="out of luck") for row in broken]
-
-    def join(self, job: SequenceParams) -> int:
-        row = super().join(job)
-        self._jobs = {row: job}
-        return row
+        return [self._delta(row, error="out of luck") for row in broken]
 
 
 async def test_a_step_that_fails_is_a_failed_load(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gateway.jobs import (
     Compiled,
+    Delta,
     GenerateJob,
     Grammar,
-    SequenceDelta,
     SequenceParams,
     Stage,
     TokenIds,
@@ -70,16 +70,16 @@ class HeldWriter(ScriptedChat):
         self.gates[Stage.COMPILE].pass_through()
         return super().compile(grammar)
 
-    def join(self, job: SequenceParams) -> int:
+    def join(self, row: int, job: SequenceParams) -> None:
         if ord(NO_ENTRY) in job.prompt:
             raise RuntimeError("no entry")
-        return super().join(job)
+        super().join(row, job)
 
-    def prefill(self, token_budget: int) -> list[SequenceDelta]:
+    def prefill(self, token_budget: int) -> list[Delta]:
         self.gates[Stage.PREFILL].pass_through()
         return super().prefill(token_budget)
 
-    def decode(self) -> list[SequenceDelta]:
+    def decode(self) -> list[Delta]:
         if any(ord(EXIT) in said for said in self._running.values()):
             raise SystemExit
         if len(self.steps) == self.hold_at_step:
@@ -88,10 +88,10 @@ class HeldWriter(ScriptedChat):
         time.sleep(self.step_s)
         return super().decode()
 
-    def _next(self, row: int) -> list[SequenceDelta]:
+    def _next(self, row: int) -> list[Delta]:
         if self._running[row][:1] == [ord(POISON)]:
             del self._running[row]
-            return [SequenceDelta(row, error="poisoned")]
+            return [self._delta(row, error="poisoned")]
         return super()._next(row)
 
 

@@ -6,7 +6,7 @@ from typing import Final
 from gateway.engine.device_faults import classify
 from gateway.engine.generation.sequence import Sequence as Row
 from gateway.errors import Fault, PassFault
-from gateway.jobs import SequenceDelta
+from gateway.jobs import Delta
 
 FAULTS: Final = 3
 
@@ -28,7 +28,7 @@ class Faults:
         """Return True once enough passes have failed whose sequences all went well alone."""
         return self._count >= FAULTS
 
-    def blame(self, rows: Sequence[Row], error: Exception) -> SequenceDelta | None:
+    def blame(self, rows: Sequence[Row], error: Exception) -> Delta | None:
         """Record the error of a pass. Return the end of a sequence that was alone already; all
         others are to be read again.
         """
@@ -37,9 +37,7 @@ class Faults:
         if len(rows) == 1 and rows[0].is_suspect:
             self.dismiss(rows[0].id)
             message = f"{type(error).__name__}: {error}"
-            return SequenceDelta(
-                rows[0].id, error=message, is_out_of_memory=fault is Fault.PRESSURE
-            )
+            return rows[0].error_delta(message, is_out_of_memory=fault is Fault.PRESSURE)
         for row in rows:
             # Of several that memory was too short for, none is to blame: fewer are read together.
             row.suspect(is_read_alone=len(rows) == 1 or fault is not Fault.PRESSURE)

@@ -11,12 +11,27 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from gateway.engine.device import launch
-from gateway.engine.generation.sampling import Scores
+from gateway.engine.drafts.patience import count_accepted
+from gateway.engine.generation.sampling import (
+    Scores,
+    adjust_logits,
+    bar_tokens,
+    choose,
+    is_finite,
+    keep_open,
+    score,
+)
 from gateway.engine.generation.sequence import Sequence, TokenScores
-from gateway.engine.generation.speculation import count_accepted
-from gateway.engine.kv.cache import RaggedKVCache, compact, filter_layers, rewind_layers
+from gateway.engine.grammar.structured import Structured
+from gateway.engine.kv.cache import (
+    RaggedKVCache,
+    cache_nbytes,
+    compact,
+    filter_layers,
+    rewind_layers,
+)
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
-from gateway.jobs import FinishReason, Pass, SequenceDelta
+from gateway.jobs import Delta, FinishReason, Pass
 
 # How many of the blocks of an answer a next prompt can continue after, if states are to be kept
 # with each: the last two, and two further back, the oldest four to seven. The last tokens may be
@@ -55,12 +70,12 @@ Draft = Callable[
 
 
 def plan_reading(
-    rows: abc.Sequence[Sequence], lengths: abc.Sequence[int], most: int, draft: Draft
+    rows: abc.Sequence[Sequence], lengths: abc.Sequence[int], limit: int, draft: Draft
 ) -> Reading:
-    """Plan the pass that follows KV of these lengths and reads up to `most` tokens ahead a row."""
-    feeds = [row.context[there:] for row, there in zip(rows, lengths, strict=True)]
-    drafts = draft(rows, [most + 1 - len(feed) for feed in feeds])
-    inputs = [[*feed, *draft] for feed, draft in zip(feeds, drafts, strict=True)]
+    """Plan the pass that follows KV of these lengths and reads up to `limit` tokens ahead a row."""
+    feeds = [row.context[length:] for row, length in zip(rows, lengths, strict=True)]
+    drafts = draft(rows, [limit + 1 - len(feed) for feed in feeds])
+    inputs = [[*feed, *tokens] for feed, tokens in zip(feeds, drafts, strict=True)]
     width = max(map(len, inputs))
     padding = [width - len(tokens) for tokens in inputs]
     places = [
@@ -68,7 +83,7 @@ def plan_reading(
         for i, (feed, tokens) in enumerate(zip(feeds, inputs, strict=True))
         for at in range(len(feed) - 1, len(tokens))
     ]
-    padded = [tokens + [0] * more for tokens, more in zip(inputs, padding, strict=True)]
+    padded = [tokens + [0] * count for tokens, count in zip(inputs, padding, strict=True)]
     return Reading(padded, list(drafts), padding, places)
 
 
@@ -79,8 +94,13 @@ def spread(ends: abc.Sequence[int]) -> list[int]:
     The nth block's stays for twice as many blocks as the greatest power of two that divides n.
     """
     newest = ends[-1] // BLOCK
-    numbers = ((end, end // BLOCK) for end in ends)
-    return [end for end, n in numbers if newest - n < 2 * (n & -n)][-KEPT_ENDS:]
+    staying = []
+    for end in ends:
+        number = end // BLOCK
+        power_of_two = number & -number  # the greatest that divides it
+        if newest - number < 2 * power_of_two:
+            staying.append(end)
+    return staying[-KEPT_ENDS:]
 
 
 @dataclass(slots=True)
@@ -280,25 +300,116 @@ class DecodeBatch:
         return [range(start, end) for start, end in pairwise(starts)]
 
 
-@dataclass(frozen=True, slots=True)
+def choose_tokens(
+    structured: Structured,
+    rows: list[Sequence],
+    cache: list[Any],
+    logits: mx.array,
+    drafts: abc.Sequence[abc.Sequence[int]] = (),
+) -> DecodeBatch:
+    """Launch the choice of the next tokens. Their masks are made while the pass runs.
+
+    `logits`, (tokens, vocabulary), are those of each row's next token, followed by those after each
+    token of its draft, if there are `drafts`, one a row.
+    """
+    drafts = drafts or [()] * len(rows)
+    ahead = [i for tokens in drafts for i in range(len(tokens) + 1)]
+    choosing = [
+        row for row, tokens in zip(rows, drafts, strict=True) for _ in range(len(tokens) + 1)
+    ]
+    finite = is_finite(logits)
+    logits = constrain(structured, choosing, logits)
+    tokens, scores, doubts = _draw(choosing, ahead, logits)
+    launch(tokens, finite, [(score.chosen, score.ids, score.logprobs) for score, _ in scores])
+    launch([doubt.is_sure for doubt in doubts])
+    return DecodeBatch(rows, cache, tokens, finite, scores, doubts, list(drafts))
+
+
+def constrain(structured: Structured, rows: list[Sequence], logits: mx.array) -> mx.array:
+    """Return logits, (rows, vocabulary), with each row's bias and penalties, and with -inf for what
+    may not be its next token.
+    """
+    logits = adjust_logits([row.sampler for row in rows], logits)
+    for i, row in enumerate(rows):
+        if (thinking := row.thinking_first) is not None:
+            logits = keep_open(logits, i, thinking)
+    if kept_up := [(i, row.barred) for i, row in enumerate(rows) if row.matcher is None]:
+        logits = bar_tokens(logits, kept_up)
+    if bound := [it for i, row in enumerate(rows) if (it := row.bound(i)) is not None]:
+        logits = structured.mask(logits, bound)
+    return logits
+
+
+def redraw_unsure(running: DecodeBatch) -> bool:
+    """Draw again where the window was too small; return whether any was."""
+    has_mended = False
+    while running.doubts:
+        running.evaluate()
+        doubt = running.doubts.pop()
+        is_sure: Any = doubt.is_sure.tolist()
+        wrong = [
+            i
+            for i, row in enumerate(doubt.rows)
+            if not is_sure[i] and any(row is each for each in running.rows)
+        ]
+        if wrong:
+            rows = [doubt.rows[i] for i in wrong]
+            for row in rows:
+                row.sampler.widen()
+            running.replace(rows, *_draw(rows, [0] * len(rows), doubt.logits[mx.array(wrong)]))
+            has_mended = True
+    return has_mended
+
+
+def _draw(
+    rows: list[Sequence], ahead: list[int], logits: mx.array
+) -> tuple[mx.array, list[tuple[Scores, list[Sequence | None]]], list[Doubt]]:
+    """Choose from logits, (rows, vocabulary), that are adjusted and masked.
+
+    `ahead` says how many tokens after the row's next one each is.
+    """
+    positions = [len(row.tokens) + i for row, i in zip(rows, ahead, strict=True)]
+    choice = choose([row.sampler for row in rows], logits, positions)
+    scores: list[tuple[Scores, list[Sequence | None]]] = []
+    if wanted := [i for i, row in enumerate(rows) if row.job.logprobs is not None]:
+        k = max(rows[i].job.logprobs or 0 for i in wanted)
+        some = score(logits, choice.tokens, wanted, k)
+        scores.append((some, [rows[i] for i in wanted]))
+    if choice.is_sure is None:
+        return choice.tokens, scores, []
+    return choice.tokens, scores, [Doubt(rows, logits, choice.is_sure)]
+
+
+@dataclass(slots=True)
 class SequenceOutput:
     """The next tokens of a sequence, on the host: one, and those of its draft that were chosen, up
-    to the first whose logits were no numbers. `is_finite` if those of the one were.
+    to the first whose logits were no numbers.
     """
 
     row: Sequence
     tokens: abc.Sequence[int]
-    is_finite: bool
+    is_finite: bool  # the logits of the one were numbers
     scores: TokenScores | None
+    end: FinishReason | None = None  # once the one is appended, if it is the last
 
-    def append(self, most: int) -> tuple[list[SequenceDelta], bool]:
+    @property
+    def goes_on(self) -> bool:
+        """Return True if the sequence has a next token, its text aside."""
+        return self.is_finite and self.end is None
+
+    def append_first(self) -> None:
+        """Append the only token, without its text."""
+        if self.is_finite:
+            self.end = self.row.append(self.tokens[0])
+
+    def append(self, most: int) -> tuple[list[Delta], bool]:
         """Append these tokens to the sequence, then up to `most` that its grammar leaves no choice
         of. Return the deltas, and whether the sequence goes on.
         """
         row = self.row
         if not self.is_finite:
             return self.to_deltas(None), False
-        deltas: list[SequenceDelta] = []
+        deltas: list[Delta] = []
         for token in self.tokens:
             end = row.append(token)
             deltas += self.to_deltas(end)
@@ -311,17 +422,17 @@ class SequenceOutput:
                 return deltas, False
         return deltas, True
 
-    def to_deltas(self, end: FinishReason | None) -> list[SequenceDelta]:
+    def to_deltas(self, end: FinishReason | None) -> list[Delta]:
         """Return the deltas of the token appended last. An error in its text ends this sequence
         alone.
         """
         if not self.is_finite:
-            return [SequenceDelta(self.row.id, error="its output is not a number")]
+            return [self.row.error_delta("its output is not a number")]
         try:
             return self.row.to_deltas(end, self.scores)
         except Exception as error:
             self.row.is_broken = True
-            return [SequenceDelta(self.row.id, error=f"{type(error).__name__}: {error}")]
+            return [self.row.error_delta(f"{type(error).__name__}: {error}")]
 
 
 def count_ahead_pass(
@@ -347,10 +458,6 @@ def copy_layer(layer: Any) -> Any:
     if isinstance(layer, CacheList):
         twin.caches = [copy_layer(each) for each in layer.caches]
     return twin
-
-
-def cache_nbytes(cache: list[Any]) -> int:
-    return sum(int(layer.nbytes) for layer in cache)
 
 
 def _to_host(

@@ -12,7 +12,7 @@ from mlx_lm.utils import load_config
 
 from gateway.engine.bounds import Bounds
 from gateway.engine.device import Device
-from gateway.engine.generation.draft_model import DraftModel, can_go_back
+from gateway.engine.drafts.draft_model import DraftModel, can_go_back
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.grammar.shaping import Shape
 from gateway.engine.grammar.structured import Structured

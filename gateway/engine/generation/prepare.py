@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gateway.engine.generation.judging import prepare_questions
+from gateway.engine.generation.label_scoring import prepare_questions
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.grammar.structured import Structured
@@ -75,7 +75,7 @@ def prepare_sequences(
         beginning=job.caller.prefix_names.ends(len(prompt)),
         adapter=job.adapter,
     )
-    return [replace(row, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)]
+    return [replace(row, index=i, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)]
 
 
 def begin_sequence(

@@ -9,14 +9,13 @@ from gateway.engine.answers.output_parts import AnswerParser, Marks, OutputPart,
 from gateway.engine.answers.reasoning import Thinking
 from gateway.engine.answers.stop_strings import StopScanner
 from gateway.engine.generation.sampling import Sampler
-from gateway.engine.generation.speculation import PromptLookup
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import BoundRow, Matcher
 from gateway.jobs import (
+    Delta,
     EchoedPrompt,
     FinishReason,
     Likelihood,
-    SequenceDelta,
     SequenceParams,
     TokenLogprob,
 )
@@ -124,6 +123,7 @@ class Sequence:
         thinking: Thinking,
     ) -> None:
         self.id = sequence_id
+        self.index = job.index
         self.job = job
         self.sampler = sampler
         # All tokens that the model must have read before the next one is chosen; never copied, as
@@ -147,7 +147,6 @@ class Sequence:
         self._grammar = job.compiled
         self._matcher = self._grammar.matcher() if self._grammar is not None else None
         self._matched = 0
-        self._lookup = PromptLookup()
 
     @property
     def adapter(self) -> int:
@@ -171,14 +170,20 @@ class Sequence:
         text = self.job.echoed[len(self.prompt_logprobs) + 1]
         self.prompt_logprobs.append(scores.to_logprob(self._output.vocabulary, token, text))
 
-    def echo_delta(self) -> SequenceDelta:
+    def error_delta(self, error: str, *, is_out_of_memory: bool = False) -> Delta:
+        """Return the last delta of a sequence that fails."""
+        return Delta(self.index, row=self.id, error=error, is_out_of_memory=is_out_of_memory)
+
+    def echo_delta(self) -> Delta:
         """Return the only delta of a sequence that echoes its prompt and has no answer."""
         try:
             prompt = self._echo()
         except ValueError as error:
-            return SequenceDelta(self.id, error=str(error))
+            return self.error_delta(str(error))
         cached = self.cached_tokens
-        return SequenceDelta(self.id, finish_reason="length", cached_tokens=cached, prompt=prompt)
+        return Delta(
+            self.index, finish_reason="length", cached_tokens=cached, prompt=prompt, row=self.id
+        )
 
     def _echo(self) -> EchoedPrompt | None:
         """Return the prompt if it is echoed. Raises ValueError for logprobs that are NaN."""
@@ -233,7 +238,7 @@ class Sequence:
         """
         self.cached_tokens = self.kept_tokens = 0
 
-    def end_early(self) -> list[SequenceDelta]:
+    def end_early(self) -> list[Delta]:
         """End the answer here with `length`; return what was held back."""
         return self._deltas(self._output.finish(), "length", reasoned=False, tokens=0)
 
@@ -262,22 +267,14 @@ class Sequence:
         wanted = self.job.logprobs
         return None if wanted is None else TokenScores(0.0, [token], [0.0], wanted)
 
-    def room(self, most: int) -> int:
-        """Return how many tokens a draft may have, at most `most`; 0 unless they can be chosen
+    def room(self, limit: int) -> int:
+        """Return how many tokens a draft may have, at most `limit`; 0 unless they can be chosen
         several at once: by logits that depend on no token before them.
         """
         depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
         if depends or self.job.logprobs is not None or not self.sampler.is_certain:
             return 0
-        return max(0, min(most, self.job.max_tokens - len(self.tokens) - 1))
-
-    def draft(self, most: int) -> abc.Sequence[int]:
-        """Return up to `most` tokens that may come next, by its own context."""
-        return self._lookup.draft(self.context, room) if (room := self.room(most)) else ()
-
-    def note_draft(self, accepted: int) -> None:
-        """Note how much of such a draft was chosen, once that is appended."""
-        self._lookup.note(self.context, accepted)
+        return max(0, min(limit, self.job.max_tokens - len(self.tokens) - 1))
 
     def append(self, token: int) -> FinishReason | None:
         """Append the next token; return the finish reason if, text aside, it is the last."""
@@ -294,12 +291,10 @@ class Sequence:
                 return "stop"
         return "length" if len(self.tokens) >= self.job.max_tokens else None
 
-    def to_deltas(
-        self, ended: FinishReason | None, scores: TokenScores | None
-    ) -> list[SequenceDelta]:
+    def to_deltas(self, ended: FinishReason | None, scores: TokenScores | None) -> list[Delta]:
         """Return the deltas that the newest token makes certain; the last has the finish reason."""
         if self._matcher is not None and self._matcher.error is not None:
-            return [SequenceDelta(self.id, error=f"its grammar broke: {self._matcher.error}")]
+            return [self.error_delta(f"its grammar broke: {self._matcher.error}")]
         token = self.tokens[-1]
         parts: list[OutputPart] = []
         was_thinking = self._output.parser.is_thinking
@@ -326,18 +321,18 @@ class Sequence:
         *,
         reasoned: bool,
         tokens: int = 1,
-    ) -> list[SequenceDelta]:
+    ) -> list[Delta]:
         ready = self._output.take_logprobs(is_last=ended is not None)
         # The token, its logprobs and the end go with the last of its parts.
         filled = [part for part in parts if part.text or part.reasoning or part.call]
         *others, last = filled or [OutputPart()]
         deltas = [
-            SequenceDelta(self.id, part.text, reasoning=part.reasoning, call=part.call)
+            Delta(self.index, part.text, reasoning=part.reasoning, call=part.call, row=self.id)
             for part in others
         ]
         deltas.append(
-            SequenceDelta(
-                self.id,
+            Delta(
+                self.index,
                 last.text,
                 tokens,
                 ended,
@@ -346,6 +341,7 @@ class Sequence:
                 logprobs=ready,
                 reasoning_tokens=int(reasoned),
                 stop=self._output.stops.met if ended == "stop" else None,
+                row=self.id,
             )
         )
         if tokens and len(self.tokens) == 1:

@@ -443,3 +443,7 @@ def _place(buffer: mx.array, rows: mx.array, first: int) -> mx.array:
 
 def _round_up(places: int) -> int:
     return -(-places // STEP) * STEP
+
+
+def cache_nbytes(cache: list[Any]) -> int:
+    return sum(int(layer.nbytes) for layer in cache)

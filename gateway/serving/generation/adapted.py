@@ -1,13 +1,13 @@
 """A chat model that is an adapter: its requests are rows of its base's batch."""
 
 from collections import abc
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeAlias
 
 from gateway.errors import GatewayError
-from gateway.jobs import Adapter, Delta, GenerateJob, Usage, Verdict
+from gateway.jobs import Adapter, GenerateJob, Verdict
 from gateway.serving.generation.batcher import Generation, GenerationBatcher
 
 
@@ -44,16 +44,7 @@ class AdaptedBatcher:
     def generate(
         self, job: GenerateJob, on_full: Callable[[], None] | None = None
     ) -> AbstractAsyncContextManager[Generation]:
-        """Do as the base does, by the adapter; so do the others."""
         return self._base.generate(self._adapt(job), on_full)
-
-    def generate_many(self, jobs: abc.Sequence[GenerateJob]) -> AsyncGenerator[Usage | Delta, None]:
-        return self._base.generate_many([self._adapt(job) for job in jobs])
-
-    async def judge(
-        self, jobs: abc.Sequence[GenerateJob]
-    ) -> tuple[abc.Sequence[abc.Sequence[float]], Usage]:
-        return await self._base.judge([self._adapt(job) for job in jobs])
 
     async def count_tokens(self, job: GenerateJob) -> int:
         return await self._base.count_tokens(self._adapt(job))

@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import threading
-from collections import abc
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from gateway import clock, logs, metrics
 from gateway.errors import ContextLengthExceeded, GatewayError, NoRoom, PassFault, Unavailable
@@ -16,32 +14,38 @@ from gateway.jobs import (
     GenerateJob,
     Pass,
     Sampling,
-    SequenceDelta,
     SequenceParams,
     Stage,
+    StepPlan,
+    StepResult,
     Usage,
     Verdict,
 )
 from gateway.serving.admission import until_deadline
 from gateway.serving.budget import Budget
 from gateway.serving.generation.answer_checks import AnswerChecker
+from gateway.serving.generation.choice import Choice, batch_shape
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
 from gateway.serving.generation.queue import JobQueue
 from gateway.serving.generation.scheduler import Scheduler
-from gateway.serving.generation.sequence import SchedulerOutput, Sequence, batch_shape
-from gateway.serving.generation.steps import Steps
 from gateway.serving.lane import Lane, Turn
+from gateway.serving.pace import Pace
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.tokenize import ThreadPools, prompt_kind
 from gateway.serving.workers import run_forever
 
 log = logs.get("generation")
 
-JOBS_AT_ONCE = 16  # of one request: a long list of prompts is admitted in slices
+STEPS_PER_TURN = 16  # if no other turn waits: a hop to the lane's thread costs 0.1 ms
 PREFILL_FIRST_PASSES = 2  # decoding waits only for prompts of so few passes, and for their time
 RETRY_PAUSE_S = 0.1  # after a turn that failed, as the next may fail too
+# While no other model needs the device, several short prompts share a pass that takes longer: on
+# a CPU, one of 50 tokens takes a fourth of the time that eight take together.
+ALONE_S = 10.0  # without a turn of another's
+ALONE_LIMIT = 4  # times the limit of a pass
+ALONE_WITH = ("load", "tidy")  # which nobody waits for as for an answer
 
 
 @dataclass(slots=True)
@@ -89,25 +93,15 @@ class GenerationBatcher:
         self._decode_waits_since: float | None = None
         self._has_warned = False
         self._interrupt = threading.Event()  # rows have to leave: ends the turn after its pass
-        self._steps = Steps(
-            name,
-            engine,
-            self._interrupt,
-            lane.health,
-            chunk_tokens=limits.prefill_chunk_tokens,
-            pass_limit_s=limits.pass_limit_s,
-            on_join=self._on_join,
-            deliver=self._deliver,
-            on_end=self._on_turn_end,
-            on_fault=self._on_fault,
-        )
+        self._pace = PrefillPace(limits)
+        self._state = StepResult()  # of the engine, after the last pass
         self.verdict: Verdict | None = None  # of the model's self-test, if it has one
         self._was_batched = self.is_batched
 
     @property
     def rows(self) -> int:
-        """Return the number of rows in the engine."""
-        return self.engine.rows
+        """Return the number of rows that are read or decode."""
+        return self._scheduler.running
 
     @property
     def tickets(self) -> int:
@@ -115,7 +109,7 @@ class GenerationBatcher:
         return self._scheduler.waiting + self._scheduler.parked
 
     @property
-    def prefix_names(self) -> abc.Sequence[bytes]:
+    def prefix_names(self) -> Sequence[bytes]:
         """Return a router's names of the prefixes that are kept."""
         return self.engine.prefix_names()
 
@@ -154,7 +148,7 @@ class GenerationBatcher:
         self._limits = limits
         self._scheduler.limits = self._cap_batch(limits)
         self._queue.adopt(limits)
-        self._steps.adopt(limits.prefill_chunk_tokens, limits.pass_limit_s)
+        self._pace.adopt(limits)
         self._memory.adopt(longest_chunk(limits.prefill_chunk_tokens))
         self._wake()
 
@@ -179,111 +173,23 @@ class GenerationBatcher:
             rows = await self._compile(job, rows)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
             job_rank = rank(clock.now(), job.caller.tier, self._limits.tier_head_start_s)
-            sequences = [
-                Sequence(
-                    row,
-                    index,
-                    inbox,
-                    job_rank,
-                    None if index else timings,
-                    str(job.caller.number),
-                )
-                for index, row in enumerate(rows)
-            ]
-            timings.stage = Stage.QUEUE
-            self._wait(sequences)
-            counted = [each.params for each in sequences if each.counts_prompt]
+            choices = [Choice(row, inbox, job_rank, None, str(job.caller.number)) for row in rows]
+            choices[0].timings, timings.stage = timings, Stage.QUEUE
+            self._wait(choices)
+            counted = [choice.params for choice in choices if choice.counts_prompt]
             usage = Usage(prompt_tokens=sum(len(row.prompt) for row in counted))
             timings.tokens_in = usage.prompt_tokens
             metrics.count_prompt(name, usage.prompt_tokens)
             checker = AnswerChecker(name, self.engine, self._pool, job, _find_unenforced(rows[0]))
-            deltas = self._deltas(job, inbox, len(sequences), checker)
+            deltas = self._deltas(job, inbox, len(choices), checker)
             self._warn_of_text_calls(rows[0])
             calls_are_text = rows[0].calls_are_text
             try:
                 yield Generation(usage, deltas, rows[0].sampling, checker, calls_are_text)
             finally:
-                timings.stage = next((each.stage for each in sequences if not each.is_over), None)
-                self._drop(sequences)
-
-    async def generate_many(
-        self, jobs: abc.Sequence[GenerateJob]
-    ) -> AsyncGenerator[Usage | Delta, None]:
-        """Yield the usage of every job and every delta as it comes, JOBS_AT_ONCE jobs at a time.
-
-        Choices are numbered across jobs. Nothing is yielded until each of the first jobs has been
-        admitted or has found the queue full. Only the first job raises Overloaded: the others try
-        after it was admitted, and wait for a place until the deadline. The first error ends all
-        jobs, and so does closing the generator.
-        """
-        outputs: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
-        queue = iter(enumerate(jobs))
-        slots = min(JOBS_AT_ONCE, len(jobs))
-        untried = set(range(slots))
-        all_tried, first_admitted = asyncio.Event(), asyncio.Event()
-
-        def note_try(number: int) -> None:
-            untried.discard(number)
-            if not untried:
-                all_tried.set()
-
-        async def work() -> None:
-            for number, job in queue:
-                on_full = None
-                if number > 0:
-                    await first_admitted.wait()
-                    # A job with a place must not wait for one that has none.
-                    on_full = partial(note_try, number)
-                async with (
-                    self.generate(job, on_full) as generation,
-                    contextlib.aclosing(generation.deltas) as deltas,
-                ):
-                    first_admitted.set()
-                    note_try(number)
-                    await all_tried.wait()
-                    outputs.put_nowait(generation.usage)
-                    async for delta in deltas:
-                        outputs.put_nowait(replace(delta, index=number * job.n + delta.index))
-                    await generation.checker.require_fits()
-
-        workers = [asyncio.create_task(work()) for _ in range(slots)]
-        for worker in workers:
-            worker.add_done_callback(outputs.put_nowait)
-        running = len(workers)
-        try:
-            while running:
-                output = await outputs.get()
-                if isinstance(output, asyncio.Task):
-                    output.result()  # raises the worker's error, if it had one
-                    running -= 1
-                else:
-                    yield output
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-
-    async def judge(
-        self, jobs: abc.Sequence[GenerateJob]
-    ) -> tuple[abc.Sequence[abc.Sequence[float]], Usage]:
-        """Return each label's logprob, by question, and the usage, with every question's prompt.
-
-        Questions are numbered across jobs. Raises as `generate_many` does.
-        """
-        labels = {each.number: len(each.labels) for job in jobs for each in job.questions}
-        logprobs = [[0.0] * labels[number] for number in range(len(labels))]
-        usage = Usage(0)
-        async with contextlib.aclosing(self.generate_many(jobs)) as outputs:
-            async for output in outputs:
-                prompt = output.prompt_tokens if isinstance(output, Usage) else 0
-                usage = Usage(
-                    usage.prompt_tokens + prompt,
-                    cached_tokens=usage.cached_tokens + output.cached_tokens,
-                )
-                if isinstance(output, Delta) and (judgement := output.judgement) is not None:
-                    for label, logprob in judgement.logprobs:
-                        logprobs[judgement.question][label] += logprob
-        return logprobs, usage
+                stages = (choice.stage for choice in choices if not choice.is_over)
+                timings.stage = next(stages, None)
+                self._drop(choices)
 
     async def count_tokens(self, job: GenerateJob) -> int:
         """Return the tokens of a job's prompt, even if it is longer than the model's context.
@@ -296,7 +202,7 @@ class GenerationBatcher:
         except ContextLengthExceeded as error:
             return error.tokens
 
-    async def _plan(self, job: GenerateJob) -> abc.Sequence[SequenceParams]:
+    async def _plan(self, job: GenerateJob) -> Sequence[SequenceParams]:
         started = clock.now()
         async with until_deadline(job.caller):
             rows = await self._pool.run(self.engine.prepare, job, kind=prompt_kind(job))
@@ -314,8 +220,8 @@ class GenerationBatcher:
             log.warning("tool_format_unknown", model=self._name, hint="set `tool_parser:`")
 
     async def _compile(
-        self, job: GenerateJob, rows: abc.Sequence[SequenceParams]
-    ) -> abc.Sequence[SequenceParams]:
+        self, job: GenerateJob, rows: Sequence[SequenceParams]
+    ) -> Sequence[SequenceParams]:
         if (grammar := rows[0].grammar) is None:
             return rows
         started, job.caller.timings.stage = clock.now(), Stage.COMPILE
@@ -349,13 +255,13 @@ class GenerationBatcher:
             checker.add(delta)
             yield delta
 
-    def _wait(self, sequences: Iterable[Sequence]) -> None:
-        self._scheduler.wait(sequences)
+    def _wait(self, choices: Iterable[Choice]) -> None:
+        self._scheduler.wait(choices)
         self._wake_events["prefill"].set()
 
-    def _drop(self, sequences: abc.Sequence[Sequence]) -> None:
+    def _drop(self, choices: Sequence[Choice]) -> None:
         """Drop every row of a job. Running ones leave before the next step."""
-        if self._scheduler.drop(sequences):
+        if self._scheduler.drop(choices):
             self._interrupt.set()
             self._wake()
 
@@ -370,18 +276,19 @@ class GenerationBatcher:
 
     async def _prefill(self) -> None:
         """Admit rows and prefill a chunk in each turn, for ever."""
-        engine, scheduler = self.engine, self._scheduler
+        scheduler = self._scheduler
         while True:
             try:
-                async with asyncio.timeout_at(scheduler.next_poll_at()):
+                async with asyncio.timeout_at(scheduler.look_for_memory()):
                     await self._wake_events["prefill"].wait()
             except TimeoutError:
                 scheduler.end_stuck(NoRoom(self._name, ()))
                 self._wake_events["decode"].set()  # some may end with the tokens they have
             self._wake_events["prefill"].clear()
-            while engine.is_prefilling or scheduler.may_join:
-                if not await self._turn("prefill", self._steps.prefill):
+            while self._state.reading or scheduler.may_join:
+                if not await self._turn("prefill"):
                     break
+            scheduler.look_for_memory()
             if scheduler.is_short_of_memory:
                 scheduler.make_room()
 
@@ -390,60 +297,104 @@ class GenerationBatcher:
         while True:
             await self._wake_events["decode"].wait()
             self._wake_events["decode"].clear()
-            while self.engine.is_decoding or self._scheduler.must_move:
+            while self._state.decoding or self._scheduler.must_move:
                 if self._prefill_goes_first():
                     break  # until its turn has ended
-                if not await self._turn("decode", self._steps.decode):
+                if not await self._turn("decode"):
                     break
                 self._decode_waits_since = None
 
     def _prefill_goes_first(self) -> bool:
         """Return True if decoding rows wait for those in prefill, and record since when."""
         scheduler, now = self._scheduler, clock.now()
-        if scheduler.must_move or not self.engine.is_prefilling:
+        if scheduler.must_move or not self._state.reading:
             return False
         self._decode_waits_since = self._decode_waits_since or now
         waited_s = now - self._decode_waits_since
         bound_s = PREFILL_FIRST_PASSES * self._limits.pass_limit_s
-        soon = scheduler.count_soon_decoding(PREFILL_FIRST_PASSES * self._steps.pass_tokens)
+        soon = scheduler.count_soon_decoding(PREFILL_FIRST_PASSES * self._pace.tokens)
         return prefill_goes_first(soon, scheduler.decoding, waited_s, bound_s)
 
-    async def _turn(self, kind: str, work: Callable[[SchedulerOutput, Turn], None]) -> bool:
-        """Take a turn. Return False if the lane is closed."""
+    async def _turn(self, kind: str) -> bool:
+        """Take a turn: schedule, run, process. Return False if the lane is closed."""
+        scheduler = self._scheduler
         try:
             async with self._lane.turn(kind, self._name) as turn:
+                self._lane.health.check()
                 self._interrupt.clear()
-                plan = self._scheduler.schedule(turn, may_join=kind == "prefill")
-                turn.set_shape((self._name, kind, *batch_shape(self._scheduler, plan.joining)))
-                try:
-                    await turn(work, plan, turn)
-                except BaseException:
-                    self._wait(sequence for sequence in plan.joining if sequence.is_waiting)
-                    raise
+                plan = scheduler.schedule(turn, may_join=kind == "prefill")
+                self._pace.begin(turn, scheduler.prompts_in_prefill)
+                turn.set_shape((self._name, kind, *batch_shape(scheduler.batch.rows)))
+                await turn(self._run, plan, turn, asyncio.get_running_loop())
         except Unavailable as error:
-            self._scheduler.end_all(error)
+            scheduler.end_all(error)
             return False
         except Exception as error:
             log.error("batch_failed", model=self._name, exc_info=True)
-            self._scheduler.end_running(self._lane.health.as_error(self._name, error))
+            scheduler.end_running(self._lane.health.as_error(self._name, error))
             await asyncio.sleep(RETRY_PAUSE_S)
         self.note_batching()
-        self._scheduler.hold()
+        scheduler.hold()
         self._wake()  # one worker's turn may be work for the other
         return True
 
-    def _on_turn_end(self, prefix_bytes: int, prefilling: frozenset[int]) -> None:
-        self._memory.set_prefix_bytes(prefix_bytes)
-        self._scheduler.note_prefilling(prefilling)
+    def _run(self, plan: StepPlan, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
+        """Run the passes of a turn, the first with what the plan changes. On the lane's thread.
 
-    def _on_join(self, sequence: Sequence, row: int) -> None:
-        if not self._scheduler.note_join(sequence, row):
-            self._interrupt.set()
-            self._wake()
+        What comes of each pass is processed on the loop while the next one runs.
+        """
+        result, decoded = self._state, 0
+        while True:
+            started = clock.now()
+            if plan.kind == "prefill":
+                budget = self._pace.choose(is_decoding=result.decoding > 0)
+                plan = replace(plan, token_budget=budget)
+            result = self.engine.step(plan)
+            seconds = clock.now() - started
+            turn.beat()
+            loop.call_soon_threadsafe(self._process, plan.kind, result, seconds)
+            self._heed(result.faults)
+            if plan.kind == "prefill":
+                self._pace.note(result.size.padded_tokens, seconds)
+                has_more = bool(result.reading) and turn.is_contended
+            else:
+                decoded += max(1, result.size.padded_tokens // max(1, result.size.rows))
+                has_more = result.decoding > 0 and decoded < STEPS_PER_TURN
+            if not has_more or self._interrupt.is_set() or turn.is_up:
+                break
+            plan = StepPlan(kind=plan.kind)
+        # The device's launched work must not run in another's turn.
+        if turn.is_contended:
+            self.engine.synchronize()
+        else:
+            turn.leave_under_way(self.engine.synchronize)
 
-    def _deliver(
-        self, size: Pass, kind: str, deltas: abc.Sequence[SequenceDelta], seconds: float
-    ) -> None:
+    def _heed(self, faults: Sequence[PassFault]) -> None:
+        """Do what the device needs before its next pass. Raises DeviceLost if it is lost."""
+        health = self._lane.health
+        for fault in faults:
+            if fault.is_pressure:
+                self._interrupt.set()  # rows have to be preempted before the next pass
+                health.shed()
+            health.note(fault.fault, fault.message, self.engine.probe)
+
+    def _process(self, kind: str | None, result: StepResult, seconds: float) -> None:
+        """Take note of a pass, and hand each delta to its choice."""
+        for fault in result.faults:
+            self._on_fault(fault)
+        self._state = result
+        self._memory.set_prefix_bytes(result.prefix_bytes)
+        self._scheduler.note_reading(result.reading)
+        if result.size.rows:
+            self._observe(kind, result.size, seconds)
+        for delta in result.deltas:
+            if (choice := self._scheduler.get(delta.row)) is not None:
+                if delta.finish_reason is not None or delta.error is not None:
+                    self._scheduler.note_end(delta.row)
+                    self._wake_events["prefill"].set()  # a place is free
+                choice.deliver(delta, self._name)
+
+    def _observe(self, kind: str | None, size: Pass, seconds: float) -> None:
         if kind == "decode":
             metrics.of(metrics.BATCH_ROWS, self._name).observe(size.rows)
             for ahead in ("forced", "drafted", "accepted"):
@@ -459,12 +410,6 @@ class GenerationBatcher:
             padded_tokens=size.padded_tokens,
             ms=round(1000 * seconds, 2),
         )
-        for delta in deltas:
-            if (sequence := self._scheduler.get(delta.sequence_id)) is not None:
-                if delta.finish_reason is not None or delta.error is not None:
-                    self._scheduler.note_end(delta.sequence_id)
-                    self._wake_events["prefill"].set()  # a place is free
-                sequence.deliver(delta, self._name)
 
     def end(self, error: GatewayError) -> None:
         """End every row with an error."""
@@ -496,5 +441,47 @@ class GenerationBatcher:
             self._memory.release()
 
 
-def _find_unenforced(row: SequenceParams) -> abc.Sequence[str]:
+class PrefillPace:
+    """The tokens of prefill passes: a pace beside other models' work, and one without."""
+
+    def __init__(self, limits: GenerationLimits) -> None:
+        self._pace = Pace(limits.pass_limit_s)
+        self._pace_alone = Pace(ALONE_LIMIT * limits.pass_limit_s)
+        self._prompts: Sequence[int] = ()
+        self.adopt(limits)
+
+    def adopt(self, limits: GenerationLimits) -> None:
+        """Apply new limits of a pass."""
+        self._chunk_tokens = limits.prefill_chunk_tokens
+        self._pace.limit_s = limits.pass_limit_s
+        self._pace_alone.limit_s = ALONE_LIMIT * limits.pass_limit_s
+
+    @property
+    def tokens(self) -> int:
+        """Return the most tokens of the next pass beside other work."""
+        return min(self._chunk_tokens, self._pace.tokens)
+
+    def begin(self, turn: Turn, prompts: Sequence[int]) -> None:
+        """Begin a turn, with prompts of these lengths in prefill."""
+        self._turn, self._prompts = turn, prompts
+
+    def choose(self, *, is_decoding: bool) -> int:
+        """Return the most tokens of the next pass.
+
+        Where answers are under way, it is longer for two prompts that it reads whole: a single one,
+        or parts of longer ones, would only keep those answers waiting.
+        """
+        if self._turn.seconds_alone(ALONE_WITH) < ALONE_S:
+            return self.tokens
+        longer = min(self._chunk_tokens, self._pace_alone.tokens)
+        is_burst = sum(length <= longer // 2 for length in self._prompts) > 1
+        return longer if is_burst or not is_decoding else self.tokens
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Adjust to a pass of so many padded tokens."""
+        for pace in (self._pace, self._pace_alone):
+            pace.note(tokens, seconds)
+
+
+def _find_unenforced(row: SequenceParams) -> Sequence[str]:
     return row.compiled.unenforced if row.compiled is not None else ()

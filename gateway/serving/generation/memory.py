@@ -137,12 +137,13 @@ class RowMemory:
         usual = used + (self._costs.answer_tokens << preemptions)
         return min(max_length, max(used + 1, min(usual, self.longest)))
 
-    def fits(self, layout: Layout, *, has_grown: bool = False) -> bool:
-        """Return True if there is memory for the model's rows, laid out like this. Rows that have
-        only grown may take bytes that a model waits for; new rows may not.
+    def fits(self, layout: Layout, *, has_grown: bool = False, with_prefixes: bool = True) -> bool:
+        """Return True if there is memory for the model's rows, laid out like this, and its prefix
+        cache. Rows that have only grown may take bytes that a model waits for; new rows may not.
         """
         available = self._budget.free_bytes if has_grown else self._budget.spare_bytes
-        has_bytes = self._missing_bytes(layout, available) <= 0
+        prefix_bytes = self.prefix_bytes if with_prefixes else 0
+        has_bytes = self._missing_bytes(layout, available, prefix_bytes) <= 0
         return has_bytes and layout.has_buffers(self._costs)
 
     def hold(self, layout: Layout) -> None:
@@ -156,7 +157,8 @@ class RowMemory:
         free memory. While a model waits for bytes, no model is evicted for rows.
         """
         free = self._budget.free_bytes
-        if not self._budget.claimed_bytes and (missing := self._missing_bytes(layout, free)) > 0:
+        missing = self._missing_bytes(layout, free, self.prefix_bytes)
+        if not self._budget.claimed_bytes and missing > 0:
             self._budget.evict_idle(missing + max(0, free), is_pressing=is_pressing)
 
     def clear_prefixes(self) -> None:
@@ -189,9 +191,9 @@ class RowMemory:
         """Hold nothing."""
         self._share.release()
 
-    def _missing_bytes(self, layout: Layout, available: int) -> int:
+    def _missing_bytes(self, layout: Layout, available: int, prefix_bytes: int) -> int:
         """Return the bytes that the model's rows need beyond `available`, laid out like this."""
         if not self._costs.kv:
             return 0
-        needed = layout.nbytes(self._costs) - self._costs.included + self.prefix_bytes
+        needed = layout.nbytes(self._costs) - self._costs.included + prefix_bytes
         return needed - self._share.nbytes - max(0, available)

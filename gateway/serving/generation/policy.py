@@ -1,34 +1,34 @@
-"""Limits, ranks, and which sequences join next: decisions without side effects."""
+"""Limits, ranks, and which rows join, take turns, grow and are preempted: decisions of numbers
+alone, which change nothing. The scheduler carries them out.
+"""
 
-import bisect
-import heapq
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from gateway.jobs import Tier
 from gateway.serving.admission import NO_BOUND
-from gateway.serving.generation.sequence import Sequence
+from gateway.serving.generation.choice import Choice, lay_out
+from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
+from gateway.serving.generation.waiting import Decision, WaitingQueue
+
+MAX_PREEMPTIONS = 2  # of a row; then it keeps its memory, and younger rows are preempted
+QUANTUM = 64  # tokens that a constrained row decodes before another goes on in its place
+ANSWERS_SHARE = 0.25  # of the places, which rows that only judge leave free: they may be thousands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLimits:
-    """The bounds of a batch, of a pass and of the queue.
-
-    `structured_rows` is the most rows with a grammar that run at once, `prefill_chunk_tokens` and
-    `pass_limit_s` bound a prefill pass, `tier_head_start_s` is how much earlier a priority request
-    counts as arrived, and `memory_wait_s` the longest wait for memory that only other models hold.
-    """
+    """The bounds of a batch, of a pass and of the queue."""
 
     max_batch_size: int
-    structured_rows: int = 1
-    prefill_chunk_tokens: int
-    pass_limit_s: float = 0.25
+    structured_rows: int = 1  # rows with a grammar that decode at once
+    prefill_chunk_tokens: int  # of a prefill pass
+    pass_limit_s: float = 0.25  # of a prefill pass
     queue_limit: int = NO_BOUND
     queue_max_tokens: int = NO_BOUND
-    tier_head_start_s: float = 5.0
-    memory_wait_s: float = 20.0
+    tier_head_start_s: float = 5.0  # by which a priority request counts as arrived earlier
+    memory_wait_s: float = 20.0  # for memory that only other models hold
 
 
 def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
@@ -49,128 +49,194 @@ def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float
     return soon > decoding and waited_s < bound_s
 
 
-class Decision(Enum):
-    """What happens to the row that is next."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of a batch as a turn begins, and what bounds them."""
 
-    JOIN = auto()
-    SKIP = auto()  # its request waits, and the others' rows are next
-    STOP = auto()  # no row joins before it
+    limits: GenerationLimits
+    memory: RowMemory
+    rows: Sequence[Choice]
+    held: Sequence[Choice] = ()  # of the rows, in the order in which they will go on
+    reading: frozenset[int] = frozenset()  # rows with prompt left to read
+    bearable: int | None = None  # rows that the device has memory for, if it ran out
+
+    @property
+    def active(self) -> list[Choice]:
+        """Return the rows that are not held."""
+        return [row for row in self.rows if not row.is_held]
+
+    @property
+    def constrained(self) -> list[Choice]:
+        """Return the rows with a grammar that are not held."""
+        return [row for row in self.active if row.is_constrained]
+
+    @property
+    def free_places(self) -> int:
+        return self.limits.max_batch_size - len(self.active)
+
+
+@dataclass(frozen=True, slots=True)
+class Joiner:
+    """A row that is to join, the tokens that memory is held for, and if others decode first."""
+
+    choice: Choice
+    length: int
+    is_held: bool = False
+
+    def lay_out(self, rows: Sequence[Choice], others: "Sequence[Joiner]" = ()) -> Layout:
+        """Return the layout of rows in memory with this one and other joiners among them."""
+        joiners = [*others, self]
+        return lay_out(
+            [*rows, *(joiner.choice for joiner in joiners)],
+            {joiner.choice: joiner.length for joiner in joiners},
+            parking={joiner.choice for joiner in joiners if joiner.is_held},
+        )
+
+
+class Joining:
+    """Which of the waiting rows join a batch: as many as there are places and memory for."""
+
+    def __init__(self, batch: Batch, waiting: WaitingQueue) -> None:
+        limits = batch.limits
+        self.rows: list[Joiner] = []
+        self.blocked: Joiner | None = None  # the first that would join if there were memory
+        self.waits_for_rows: Choice | None = None  # of this model, which hold what it lacks
+        self.stuck: list[Choice] = []  # those that lack memory only other models hold
+        self._batch = batch
+        self._places = batch.free_places
+        self._held_places = limits.max_batch_size - len(batch.held)
+        self._free_constrained = (
+            limits.structured_rows - len(batch.constrained) - len(batch.held)
+        )  # 0 or less if any are held
+        self._room = limits.max_batch_size * 2  # those active, and those held
+        if batch.bearable is not None:
+            self._room = batch.bearable - len(batch.rows)
+        has_places = max(self._places, self._held_places) > 0
+        if has_places and waiting and not choose_rotation(batch).is_blocked:
+            waiting.offer(Counter(row.request for row in batch.rows), self._decide)
+
+    def _decide(self, choice: Choice) -> Decision:
+        limits, memory = self._batch.limits, self._batch.memory
+        is_held = choice.is_constrained and min(self._free_constrained, self._places) <= 0
+        if choice.params.step is not None:
+            reserved = int(limits.max_batch_size * ANSWERS_SHARE)
+            if self._places <= reserved:
+                return Decision.SKIP
+        places = self._held_places if is_held else self._places
+        if min(self._room, places) <= 0 or not self._can_finish(choice):
+            return Decision.SKIP
+        length = memory.grant_length(choice.used, choice.max_length, choice.preemptions)
+        joiner = Joiner(choice, length, is_held)
+        if memory.fits(joiner.lay_out(self._batch.rows, self.rows)):
+            self._join(joiner)
+            return Decision.JOIN
+        self.blocked = self.blocked or joiner
+        if memory.fits(joiner.lay_out(())):
+            self.waits_for_rows = choice
+            return Decision.STOP
+        self.stuck.append(choice)
+        return Decision.SKIP
+
+    def _join(self, joiner: Joiner) -> None:
+        self.rows.append(joiner)
+        self._room -= 1
+        if joiner.is_held:
+            self._held_places -= 1
+        else:
+            self._places -= 1
+            self._free_constrained -= joiner.choice.is_constrained
+
+    def _can_finish(self, choice: Choice) -> bool:
+        """Return True if a row may be preempted again, or else could run to its end together with
+        the others that may not.
+        """
+        if choice.preemptions < MAX_PREEMPTIONS:
+            return True
+        rows = [*self._batch.rows, *(joiner.choice for joiner in self.rows)]
+        lasting = [row for row in rows if row.preemptions >= MAX_PREEMPTIONS]
+        lengths = [row.max_length for row in (*lasting, choice)]
+        return not lasting or self._batch.memory.fits(Layout(lengths))
 
 
 @dataclass(slots=True)
-class _RequestQueue:
-    """One request's rows, by rank. Ended ones are dropped when they reach the head."""
+class Rotation:
+    """Rows with a grammar that stop to decode, and held ones that go on in their place."""
 
-    sequences: deque[Sequence] = field(default_factory=deque)
-
-    @property
-    def rank(self) -> float:
-        """Return the rank of the first row."""
-        return self.sequences[0].rank
-
-    def add(self, sequence: Sequence) -> None:
-        """Insert a row by rank."""
-        if self.sequences and sequence.rank < self.sequences[-1].rank:
-            bisect.insort(self.sequences, sequence, key=lambda each: each.rank)
-        else:
-            self.sequences.append(sequence)
-
-    def purge(self) -> bool:
-        """Drop ended rows at the head. Return True if any rows are left."""
-        while self.sequences and self.sequences[0].is_over:
-            self.sequences.popleft()
-        return bool(self.sequences)
+    parking: list[Choice] = field(default_factory=list)
+    resuming: list[Choice] = field(default_factory=list)
+    is_blocked: bool = False  # one could go on if it had memory: no row may join and take it
 
 
-class WaitingQueue:
-    """Preempted rows first, by rank; then one row of each request in turn.
+def choose_rotation(batch: Batch) -> Rotation:
+    """Choose which rows with a grammar are parked after a quantum, and which resume."""
+    rotation = Rotation()
+    ready = deque(row for row in batch.held if row.row not in batch.reading)
+    if not ready:
+        return rotation
+    active = batch.constrained
+    free = min(batch.limits.structured_rows - len(active), batch.free_places)
+    spent = [row for row in active if row.tokens - row.rotated_at >= QUANTUM]
+    while ready and (free > 0 or spent):
+        parking, resuming = rotation.parking, [*rotation.resuming, ready[0]]
+        if free <= 0:
+            parking = [*parking, spent.pop(0)]
+        # A row has its own memory already, so it may always go on if no other runs.
+        is_alone = not batch.active and not rotation.resuming
+        layout = lay_out(batch.rows, parking=parking, resuming=resuming)
+        if not is_alone and not batch.memory.fits(layout, has_grown=True):
+            rotation.is_blocked = free > 0
+            break
+        rotation.parking, rotation.resuming = parking, resuming
+        ready.popleft()
+        free -= free > 0
+    return rotation
 
-    The request with the fewest rows in the batch is next, and of equals the one with the lowest
-    rank. So a request of a thousand rows does not delay others, nor do they keep it from one row.
+
+@dataclass(slots=True)
+class Growth:
+    """What lets running rows grow: the tokens that memory is held for, and what it costs others."""
+
+    lengths: dict[Choice, int] = field(default_factory=dict)
+    preempting: list[Choice] = field(default_factory=list)
+    clears_prefixes: bool = False
+    capped: Choice | None = None  # it is alone and has no memory: it ends there
+    room: Layout | None = None  # for which idle models should go
+
+
+def plan_growth(batch: Batch) -> Growth:
+    """Plan memory for rows before they need it, the oldest first. If there is none, the youngest
+    rows are preempted; one that is alone ends there.
     """
+    growth, rows, memory = Growth(), list(batch.rows), batch.memory
 
-    def __init__(self) -> None:
-        self._preempted: list[Sequence] = []
-        self._requests: dict[str, _RequestQueue] = {}
-        self._count = 0
+    def fits(layout: Layout) -> bool:
+        return memory.fits(layout, has_grown=True, with_prefixes=not growth.clears_prefixes)
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over the waiting rows, in no particular order."""
-        queues = (each.sequences for each in self._requests.values())
-        for sequences in (self._preempted, *queues):
-            yield from (each for each in sequences if not each.is_over)
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a row that has not joined before."""
-        self._requests.setdefault(sequence.request, _RequestQueue()).add(sequence)
-        self._add_count(sequence, 1)
-
-    def add_preempted(self, sequence: Sequence) -> None:
-        """Queue a preempted row, ahead of all that have not joined before."""
-        bisect.insort(self._preempted, sequence, key=lambda each: each.rank)
-        self._add_count(sequence, 1)
-
-    def discard(self, sequence: Sequence) -> None:
-        """Remove a row that has ended from the count."""
-        self._add_count(sequence, -1)
-        if sequence.row is not None:
-            self._preempted.remove(sequence)
-
-    def clear(self) -> None:
-        """Drop every row."""
-        self._preempted.clear()
-        self._requests.clear()
-        self._count = 0
-
-    def choose(
-        self, running: Mapping[str, int], decide: Callable[[Sequence], Decision]
-    ) -> list[Sequence]:
-        """Return the rows that join, in order, without removing them: see `take`.
-
-        `decide` is called for each row that is next; `running` counts the rows that each request
-        has in the batch.
-        """
-        joining: list[Sequence] = []
-        for sequence in self._preempted:
-            match decide(sequence):
-                case Decision.JOIN:
-                    joining.append(sequence)
-                case Decision.STOP:
-                    return joining
-        for request in [each for each, queue in self._requests.items() if not queue.purge()]:
-            del self._requests[request]
-        turns = [
-            (running.get(request, 0), queue.rank, number, iter(queue.sequences))
-            for number, (request, queue) in enumerate(self._requests.items())
-        ]
-        heapq.heapify(turns)
-        while turns:
-            count, rank, number, sequences = heapq.heappop(turns)
-            if (one := next((each for each in sequences if not each.is_over), None)) is None:
-                continue
-            match decide(one):
-                case Decision.JOIN:
-                    joining.append(one)
-                    heapq.heappush(turns, (count + 1, rank, number, sequences))
-                case Decision.STOP:
-                    return joining
-        return joining
-
-    def take(self, sequences: Iterable[Sequence]) -> None:
-        """Remove the rows that `choose` returned."""
-        for sequence in sequences:
-            self._add_count(sequence, -1)
-            if sequence.row is not None:
-                self._preempted.remove(sequence)
+    for row in sorted(batch.active, key=lambda row: row.age):
+        if row not in rows or not row.needs_more:
+            continue
+        before, lengths = row.length, growth.lengths
+        lengths[row] = min(row.max_length, row.used + MARGIN + GROWTH)
+        if fits(lay_out(rows, lengths)):
+            continue
+        if len(rows) == 1:
+            growth.room = lay_out(rows, lengths)  # perhaps in time for its next turn
+        lengths[row] = min(row.max_length, row.used + MARGIN)
+        while row in rows and not fits(lay_out(rows, lengths)):
+            if memory.prefix_bytes and not growth.clears_prefixes:
+                growth.clears_prefixes = True
+            elif len(rows) == 1:
+                growth.capped, lengths[row] = row, before
+                break
             else:
-                queue = self._requests[sequence.request]
-                queue.purge()
-                first = queue.sequences.popleft()
-                assert first is sequence
+                youngest = choose_youngest(rows)
+                rows.remove(youngest)
+                growth.preempting.append(youngest)
+    return growth
 
-    def _add_count(self, sequence: Sequence, by: int) -> None:
-        sequence.is_queued = by > 0
-        self._count += by
+
+def choose_youngest(rows: Sequence[Choice]) -> Choice:
+    """Choose the row to preempt: of those that may be, held rows before others."""
+    preemptible = [row for row in rows if row.preemptions < MAX_PREEMPTIONS]
+    # There is none only if other models took memory that these rows had counted on.
+    return max(preemptible or rows, key=lambda row: (row.is_held, *row.age))

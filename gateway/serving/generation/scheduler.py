@@ -1,25 +1,45 @@
-"""Schedules a chat model's sequences: which wait, run, are parked, leave and are preempted."""
+"""Schedules a chat model's rows: which wait, join, decode, are parked, leave and are preempted."""
 
 import asyncio
-from collections import Counter, abc, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway import metrics
 from gateway.errors import GatewayError
-from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
-from gateway.serving.generation.policy import Decision, GenerationLimits, WaitingQueue
-from gateway.serving.generation.sequence import SchedulerOutput, Sequence
+from gateway.jobs import SequenceParams, StepPlan
+from gateway.serving.generation.choice import Choice, lay_out
+from gateway.serving.generation.memory import RowMemory
+from gateway.serving.generation.policy import (
+    Batch,
+    GenerationLimits,
+    Joiner,
+    Joining,
+    choose_rotation,
+    choose_youngest,
+    plan_growth,
+)
+from gateway.serving.generation.waiting import WaitingQueue
 from gateway.serving.lane import Turn
 
-MAX_PREEMPTIONS = 2  # of a row; then it keeps its memory, and younger rows are preempted
-QUANTUM = 64  # tokens that a constrained row decodes before another's turn
-ANSWERS_SHARE = 0.25  # of the places, which rows that only judge leave free: they may be thousands
 POLL_S = 0.25  # for a model that has been idle long enough to be evicted
 
 
+@dataclass(slots=True)
+class Changes:
+    """What a turn changes before its first pass, as it is being decided."""
+
+    leaving: list[int] = field(default_factory=list)
+    preempting: list[int] = field(default_factory=list)
+    capped: list[tuple[int, int]] = field(default_factory=list)
+    clear_prefixes: bool = False
+    joining: list[tuple[int, SequenceParams]] = field(default_factory=list)
+    parking: list[int] = field(default_factory=list)
+    resuming: list[int] = field(default_factory=list)
+
+
 class Scheduler:
-    """One model's sequences and the memory of their KV. Its methods run on the loop's thread.
+    """One model's rows and the memory of their KV. Its methods run on the loop's thread.
 
     Rows in the batch are active or held. A held row is parked, or will be after its prefill, since
     only so many rows with a grammar decode at once. Those take turns of a quantum of tokens, so
@@ -29,18 +49,31 @@ class Scheduler:
 
     def __init__(self, model: str, limits: GenerationLimits, memory: RowMemory) -> None:
         self.memory = memory
+        self.limits = limits
+        self.bearable: int | None = None  # rows that the device has memory for, if it ran out
         self.leaving: list[int] = []
         self._model = model
-        self.limits = limits
+        self._last_row = 0
         self._waiting = WaitingQueue()
-        self._batch: dict[int, Sequence] = {}
-        self._held: deque[Sequence] = deque()  # in the order of their turns
-        self._prefilling: frozenset[int] = frozenset()
-        self._ending: dict[int, Sequence] = {}  # preempted, to end with the tokens they have
-        self._blocked: Sequence | None = None  # the first that would join if there were memory
-        self._stuck: list[Sequence] = []  # those that lack memory only other models hold
-        self.bearable: int | None = None  # rows that the device has memory for, if it ran out
+        self._batch: dict[int, Choice] = {}
+        self._held: deque[Choice] = deque()  # in the order in which they will go on
+        self._reading: frozenset[int] = frozenset()  # rows with prompt left to read
+        self._ending: dict[int, Choice] = {}  # preempted, to end with the tokens they have
+        self._blocked: Joiner | None = None  # when last tried, it did not join for want of memory
+        self._stuck: Sequence[Choice] = ()  # those that lacked memory only other models hold
         metrics.of(metrics.PREEMPTIONS, model)  # at 0, so that a rate sees the first
+
+    @property
+    def batch(self) -> Batch:
+        """Return what decisions are made of."""
+        return Batch(
+            self.limits,
+            self.memory,
+            list(self._batch.values()),
+            list(self._held),
+            self._reading,
+            self.bearable,
+        )
 
     @property
     def waiting(self) -> int:
@@ -50,22 +83,29 @@ class Scheduler:
     @property
     def parked(self) -> int:
         """Return the number of rows that have their KV and wait to decode."""
-        return sum(each.row not in self._prefilling for each in self._held)
+        return sum(row.row not in self._reading for row in self._held)
+
+    @property
+    def running(self) -> int:
+        """Return the number of rows in the batch that are not parked."""
+        return len(self._batch) - self.parked
+
+    @property
+    def decoding(self) -> int:
+        return sum(row.row not in self._reading for row in self.batch.active)
+
+    @property
+    def prompts_in_prefill(self) -> list[int]:
+        """Return the lengths of the prompts that are being read."""
+        rows = self._batch.values()
+        return [len(row.params.prompt) for row in rows if row.row in self._reading]
 
     def count_soon_decoding(self, most_tokens: int) -> int:
         """Return how many rows in prefill, of prompts up to `most_tokens`, will decode."""
         return sum(
-            each.row in self._prefilling
-            and each.will_decode
-            and not each.is_held
-            and len(each.params.prompt) <= most_tokens
-            for each in self
+            row.row in self._reading and row.will_decode and len(row.params.prompt) <= most_tokens
+            for row in self.batch.active
         )
-
-    @property
-    def decoding(self) -> int:
-        """Return the number of rows that decode."""
-        return sum(not each.is_held and each.row not in self._prefilling for each in self)
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -75,36 +115,28 @@ class Scheduler:
     @property
     def may_join(self) -> bool:
         """Return True if a row joins now, or the prefix cache has to be freed."""
-        if self.memory.must_clear_prefixes or self._choose():
+        if self.memory.must_clear_prefixes:
             return True
-        return self.memory.prefix_bytes > 0 and self.is_short_of_memory
+        joining = Joining(self.batch, self._waiting)
+        return bool(joining.rows) or (self.memory.prefix_bytes > 0 and joining.blocked is not None)
 
     @property
     def must_move(self) -> bool:
         """Return True if rows have to leave, end or take turns, even if none decodes."""
-        return bool(self.leaving or self._ending or self._turns().resuming)
+        return bool(self.leaving or self._ending or choose_rotation(self.batch).resuming)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over the rows in the batch."""
-        return iter(self._batch.values())
-
-    def get(self, row: int) -> Sequence | None:
-        """Return the sequence of a row if it is in the batch."""
+    def get(self, row: int) -> Choice | None:
+        """Return the choice of a row if it is in the batch."""
         return self._batch.get(row) or self._ending.get(row)
 
-    def wait(self, sequences: Iterable[Sequence]) -> None:
-        """Add sequences to the queue."""
-        for sequence in sequences:
-            self._waiting.add(sequence)
+    def wait(self, choices: Iterable[Choice]) -> None:
+        """Add choices to the queue."""
+        for choice in choices:
+            self._waiting.add(choice)
 
-    def note_join(self, sequence: Sequence, row: int) -> bool:
-        """Record that a row joined. Return False if it was dropped meanwhile, and has to leave."""
-        sequence.row = row
-        if sequence.is_over:
-            self.leaving.append(row)
-        else:
-            self._enter(sequence, row)
-        return not sequence.is_over
+    def note_reading(self, rows: frozenset[int]) -> None:
+        """Record which rows have prompt left to read after a pass."""
+        self._reading = rows
 
     def note_end(self, row: int) -> None:
         """Record that a row has ended."""
@@ -112,44 +144,37 @@ class Scheduler:
             self._exit(self._batch[row], row)
             self._bear_more()
 
-    def note_prefilling(self, rows: frozenset[int]) -> None:
-        """Record which rows are in prefill after a turn."""
-        self._prefilling = rows
-
     def shed(self) -> None:
         """Keep half of the rows in the batch: the device had no memory for all. The others join
         again as these leave it, and with each one that does one row more may run.
         """
         self.bearable = max(1, len(self._batch) // 2)
 
-    def drop(self, sequences: abc.Sequence[Sequence]) -> bool:
-        """Drop every row of a job. Return True if any has to leave the engine.
-
-        A row that is joining at this moment is dropped by `note_join`.
-        """
-        for sequence in sequences:
-            if sequence.is_over:
+    def drop(self, choices: Sequence[Choice]) -> bool:
+        """Drop every row of a job. Return True if any has to leave the engine."""
+        for choice in choices:
+            if choice.is_over:
                 continue
-            sequence.is_over = True
-            if sequence.is_queued:
-                self._waiting.discard(sequence)
-            if sequence.row is not None:
-                self.leaving.append(sequence.row)
-                if self._batch.get(sequence.row) is sequence:
-                    self._exit(sequence, sequence.row)
+            choice.is_over = True
+            if choice.is_queued:
+                self._waiting.discard(choice)
+            if choice.row is not None:
+                self.leaving.append(choice.row)
+                if self._batch.get(choice.row) is choice:
+                    self._exit(choice, choice.row)
                     self._bear_more()
-                self._ending.pop(sequence.row, None)
+                self._ending.pop(choice.row, None)
         return bool(self.leaving)
 
     def end_running(self, error: GatewayError) -> None:
         """End all rows that the engine has, with an error."""
-        preempted = [sequence for sequence in self._waiting if sequence.row is not None]
+        preempted = [choice for choice in self._waiting if choice.row is not None]
         joined = [*self._batch.values(), *self._ending.values(), *preempted]
-        for sequence in joined:
-            sequence.end(error)
-        for sequence in preempted:
-            self._waiting.discard(sequence)
-        self.leaving += [sequence.row for sequence in joined if sequence.row is not None]
+        for choice in joined:
+            choice.end(error)
+        for choice in preempted:
+            self._waiting.discard(choice)
+        self.leaving += [choice.row for choice in joined if choice.row is not None]
         self._batch.clear()
         self._bear_more()
         self._ending.clear()
@@ -161,80 +186,89 @@ class Scheduler:
         A row that has tokens already ends with them, and finish reason `length`.
         """
         now = asyncio.get_running_loop().time()
-        for sequence in self._stuck:
-            is_due = sequence.stuck_since is not None and now >= self._gives_up_at(sequence)
-            if sequence.is_over or not is_due:
+        for choice in self._stuck:
+            has_joined = choice.stuck_since is None
+            if choice.is_over or has_joined or now < self._gives_up_at(choice):
                 continue
-            if sequence.row is not None and sequence.tokens:
-                self._waiting.take([sequence])
-                self._ending[sequence.row] = sequence
+            if choice.row is not None and choice.tokens:
+                self._waiting.take([choice])
+                self._ending[choice.row] = choice
             else:
-                sequence.end(error)
-                self._waiting.discard(sequence)
-                if sequence.row is not None:
-                    self.leaving.append(sequence.row)
+                choice.end(error)
+                self._waiting.discard(choice)
+                if choice.row is not None:
+                    self.leaving.append(choice.row)
 
     def end_all(self, error: GatewayError) -> None:
         """End every row with an error."""
         self.end_running(error)
-        for sequence in self._waiting:
-            sequence.end(error)
+        for choice in self._waiting:
+            choice.end(error)
         self._waiting.clear()
 
-    def next_poll_at(self) -> float | None:
-        """Return when, on the loop's clock, to try again to find memory, or to end stuck rows;
-        None if no row lacks memory.
+    def look_for_memory(self) -> float | None:
+        """Record which rows lack memory. Return when, on the loop's clock, to try again to find
+        some, or to end stuck rows; None if no row lacks memory.
         """
-        self._choose()
+        self._choose_joining()
         if not self.is_short_of_memory:
             return None
         soon = asyncio.get_running_loop().time() + POLL_S
         return min([soon, *map(self._gives_up_at, self._stuck)])
 
-    def schedule(self, turn: Turn, *, may_join: bool) -> SchedulerOutput:
-        """Decide, once the lane is held, which rows are preempted, resumed and join.
+    def make_room(self) -> None:
+        """Evict idle models for the next row to join."""
+        if self._blocked is not None and not self._blocked.choice.is_over:
+            rows = list(self._batch.values())
+            self.memory.make_room(self._blocked.lay_out(rows), is_pressing=not rows)
+
+    def schedule(self, turn: Turn, *, may_join: bool) -> StepPlan:
+        """Plan the changes before a turn's first pass, once the lane is held, and record them.
 
         Afterwards running rows have memory for the turn's steps and the pass launched ahead.
         """
-        plan = SchedulerOutput(asyncio.get_running_loop(), leaving=self.leaving)
+        changes = Changes(leaving=self.leaving)
         self.leaving = []
-        plan.capped = [(row, sequence.tokens) for row, sequence in self._ending.items()]
-        self._take_turns(plan)
+        changes.capped += [(row, choice.tokens) for row, choice in self._ending.items()]
+        self._rotate(changes)
         while self.bearable is not None and len(self._batch) > self.bearable:
-            self._preempt(self._youngest(), plan)
-        self._grow(plan)
+            self._preempt(choose_youngest(list(self._batch.values())), changes)
+        self._grow(changes)
         if may_join:
             if self.memory.must_clear_prefixes:
-                self._clear_prefixes(plan)
-            chosen = self._choose()
-            if not chosen and self.is_short_of_memory and self.memory.prefix_bytes:
-                self._clear_prefixes(plan)
-                chosen = self._choose()
-            self._join(plan, chosen, turn)
-            reading = [each for each in self if each.row in self._prefilling] + plan.joining
-            plan.reading = [len(each.params.prompt) for each in reading]
-        self.hold(plan.joining)
-        return plan
+                self._clear_prefixes(changes)
+            joiners = self._choose_joining()
+            if not joiners and self.is_short_of_memory and self.memory.prefix_bytes:
+                self._clear_prefixes(changes)
+                joiners = self._choose_joining()
+            self._join(joiners, changes, turn)
+        self.hold()
+        return StepPlan(
+            kind="prefill" if may_join else "decode",
+            leaving=changes.leaving,
+            preempting=changes.preempting,
+            capped=changes.capped,
+            clear_prefixes=changes.clear_prefixes,
+            joining=changes.joining,
+            parking=changes.parking,
+            resuming=changes.resuming,
+        )
 
-    def hold(self, joining: abc.Sequence[Sequence] = ()) -> None:
-        """Reserve the memory of the rows in the batch and of those that join."""
-        self.memory.hold(_layout([*self, *joining]))
+    def hold(self) -> None:
+        """Reserve the memory of the rows in the batch."""
+        self.memory.hold(lay_out(self._batch.values()))
 
-    def make_room(self) -> None:
-        """Evict idle models for the next row to join."""
-        if self._blocked is not None and not self._blocked.is_over:
-            self.memory.make_room(_layout([*self, self._blocked]), is_pressing=not self._batch)
+    def _enter(self, choice: Choice, row: int) -> None:
+        self._batch[row] = choice
+        self._reading |= {row}
+        choice.rotated_at = choice.tokens
+        if choice.is_held:
+            self._held.append(choice)
 
-    def _enter(self, sequence: Sequence, row: int) -> None:
-        self._batch[row] = sequence
-        sequence.turn_began = sequence.tokens
-        if sequence.is_held:
-            self._held.append(sequence)
-
-    def _exit(self, sequence: Sequence, row: int) -> None:
+    def _exit(self, choice: Choice, row: int) -> None:
         del self._batch[row]
-        if sequence.is_held:
-            self._held.remove(sequence)
+        if choice.is_held:
+            self._held.remove(choice)
 
     def _bear_more(self) -> None:
         """Let one row more run, since one has left; any number once none is left, or as many as
@@ -245,209 +279,78 @@ class Scheduler:
             if not self._batch or self.bearable >= self.limits.max_batch_size:
                 self.bearable = None
 
-    def _active(self, *, constrained: bool = False) -> list[Sequence]:
-        """List the rows that are not held, or those of them that have a grammar."""
-        active = (each for each in self if not each.is_held)
-        return [each for each in active if each.is_constrained or not constrained]
-
-    def _choose(self) -> list[Sequence]:
-        """Choose the rows that join: as many as there are places and memory for."""
-        joining: list[Sequence] = []
-        self._blocked, self._stuck = None, []
-        places = self.limits.max_batch_size - len(self._active())
-        held_places = self.limits.max_batch_size - len(self._held)
-        free_constrained = self._free_constrained()
-        reserved = int(self.limits.max_batch_size * ANSWERS_SHARE)
+    def _choose_joining(self) -> Sequence[Joiner]:
+        """Choose the rows that join, and record which lack memory."""
         now = asyncio.get_running_loop().time()
-        room = self.limits.max_batch_size * 2  # those active, and those held
-        if self.bearable is not None:
-            room = self.bearable - len(self._batch)
-        if max(places, held_places) <= 0 or not self._waiting or self._turns().is_blocked:
-            return joining
+        joining = Joining(self.batch, self._waiting)
+        self._blocked, self._stuck = joining.blocked, joining.stuck
+        for choice in joining.stuck:
+            choice.stuck_since = choice.stuck_since or now
+        if joining.waits_for_rows is not None:
+            joining.waits_for_rows.stuck_since = None
+        return joining.rows
 
-        def decide(sequence: Sequence) -> Decision:
-            nonlocal places, held_places, free_constrained, room
-            is_held = sequence.is_constrained and (free_constrained <= 0 or places <= 0)
-            if sequence.params.step is not None and places <= reserved:
-                return Decision.SKIP
-            if min(room, held_places if is_held else places) <= 0:
-                return Decision.SKIP
-            sequence.is_held = is_held
-            sequence.length = self.memory.grant_length(
-                sequence.used, sequence.max_length, sequence.preemptions
-            )
-            if not self._can_finish(sequence, joining):
-                return Decision.SKIP
-            if self.memory.fits(_layout([*self, *joining, sequence])):
-                joining.append(sequence)
-                sequence.stuck_since = None
-                places -= not is_held
-                room -= 1
-                held_places -= is_held
-                free_constrained -= sequence.is_constrained and not is_held
-                return Decision.JOIN
-            self._blocked = self._blocked or sequence
-            if self.memory.fits(_layout([sequence])):
-                sequence.stuck_since = None
-                return Decision.STOP  # until rows of this model free what it needs
-            if sequence.stuck_since is None:
-                sequence.stuck_since = now
-            self._stuck.append(sequence)
-            return Decision.SKIP
-
-        return self._waiting.choose(Counter(each.request for each in self), decide)
-
-    def _can_finish(self, sequence: Sequence, joining: abc.Sequence[Sequence]) -> bool:
-        """Return True if a row may be preempted again, or else could run to its end together with
-        the others that may not.
-        """
-        if sequence.preemptions < MAX_PREEMPTIONS:
-            return True
-        others = [each for each in (*self, *joining) if each.preemptions >= MAX_PREEMPTIONS]
-        lengths = [each.max_length for each in (*others, sequence)]
-        return not others or self.memory.fits(Layout(lengths))
-
-    def _join(self, plan: SchedulerOutput, chosen: abc.Sequence[Sequence], turn: Turn) -> None:
-        self._waiting.take(chosen)
-        for sequence in chosen:
-            if sequence.row is None:
-                sequence.join(turn)
-                plan.joining.append(sequence)
+    def _join(self, joiners: Sequence[Joiner], changes: Changes, turn: Turn) -> None:
+        self._waiting.take([joiner.choice for joiner in joiners])
+        for joiner in joiners:
+            choice = joiner.choice
+            choice.is_held, choice.length = joiner.is_held, joiner.length
+            choice.stuck_since = None
+            if choice.row is None:
+                self._last_row += 1
+                choice.join(self._last_row, turn)
+                changes.joining.append((self._last_row, choice.params))
             else:
-                self._enter(sequence, sequence.row)
-                plan.rejoining.append(sequence)
+                changes.resuming.append(choice.row)
+            assert choice.row is not None
+            self._enter(choice, choice.row)
+            if choice.is_held:
+                changes.parking.append(choice.row)
 
-    def _clear_prefixes(self, plan: SchedulerOutput) -> None:
-        plan.clears_prefixes = True
-        self.memory.clear_prefixes()
+    def _rotate(self, changes: Changes) -> None:
+        rotation = choose_rotation(self.batch)
+        for choice in rotation.parking:
+            assert choice.row is not None
+            choice.is_held = True
+            self._held.append(choice)
+            changes.parking.append(choice.row)
+        for choice in rotation.resuming:
+            assert choice.row is not None
+            choice.is_held = False
+            self._held.remove(choice)
+            choice.rotated_at = choice.tokens
+            changes.resuming.append(choice.row)
 
-    def _gives_up_at(self, sequence: Sequence) -> float:
-        """Return when, on the loop's clock, a stuck row ends."""
-        since = sequence.stuck_since
-        assert since is not None
-        return since + self.limits.memory_wait_s
+    def _grow(self, changes: Changes) -> None:
+        growth = plan_growth(self.batch)
+        for choice in growth.preempting:
+            self._preempt(choice, changes)
+        for choice, length in growth.lengths.items():
+            choice.length = length
+        if growth.room is not None:
+            self.memory.make_room(growth.room, is_pressing=True)
+        if growth.clears_prefixes:
+            self._clear_prefixes(changes)
+        if (capped := growth.capped) is not None:
+            assert capped.row is not None
+            changes.capped.append((capped.row, capped.cap_at_memory()))
 
-    def _free_constrained(self) -> int:
-        """Return how many more constrained rows may decode at once; 0 or less if any are held."""
-        active = len(self._active(constrained=True))
-        return self.limits.structured_rows - active - len(self._held)
-
-    def _turns(self) -> "_Turns":
-        """Choose which constrained rows are parked, and which held ones resume in their place."""
-        turns = _Turns()
-        ready = deque(each for each in self._held if each.row not in self._prefilling)
-        if not ready:
-            return turns
-        active = self._active(constrained=True)
-        places = self.limits.max_batch_size - len(self._active())
-        free = min(self.limits.structured_rows - len(active), places)
-        spent = [each for each in active if each.tokens - each.turn_began >= QUANTUM]
-        while ready and (free > 0 or spent):
-            parked = [] if free > 0 else [spent[0]]
-            resuming, parking = [*turns.resuming, ready[0]], [*turns.parking, *parked]
-            # A row has its own memory already, so it may always resume if no other runs.
-            is_alone = not self._active() and not turns.resuming
-            if not is_alone and not self.memory.fits(
-                _layout(self, resuming, parking), has_grown=True
-            ):
-                turns.is_blocked = free > 0
-                break
-            turns.resuming, turns.parking = resuming, parking
-            ready.popleft()
-            free -= not parked
-            del spent[: len(parked)]
-        return turns
-
-    def _take_turns(self, plan: SchedulerOutput) -> None:
-        turns = self._turns()
-        for sequence in turns.parking:
-            assert sequence.row is not None
-            sequence.is_held = True
-            self._held.append(sequence)
-            plan.parked.append(sequence.row)
-        for sequence in turns.resuming:
-            assert sequence.row is not None
-            sequence.is_held = False
-            self._held.remove(sequence)
-            sequence.turn_began = sequence.tokens
-            plan.resumed.append(sequence.row)
-
-    def _grow(self, plan: SchedulerOutput) -> None:
-        """Reserve memory before rows need it, the oldest first. If there is none the youngest rows
-        are preempted; one that is alone ends there.
-        """
-        for sequence in sorted(self._active(), key=_age):
-            if sequence.row in self._batch and sequence.needs_more:
-                self._grow_one(sequence, plan)
-
-    def _grow_one(self, sequence: Sequence, plan: SchedulerOutput) -> None:
-        assert sequence.row is not None
-        least = min(sequence.max_length, sequence.used + MARGIN)
-        before, sequence.length = (
-            sequence.length,
-            min(sequence.max_length, sequence.used + MARGIN + GROWTH),
-        )
-        if self._fits_all():
-            return
-        if len(self._batch) == 1:
-            # Perhaps in time for its next turn.
-            self.memory.make_room(_layout(self), is_pressing=True)
-        sequence.length = least
-        while not self._fits_all():
-            if self.memory.prefix_bytes:
-                self._clear_prefixes(plan)
-            elif len(self._batch) == 1:
-                sequence.length = before
-                plan.capped.append((sequence.row, sequence.cap_tokens()))
-                return
-            else:
-                self._preempt(self._youngest(), plan)
-                if sequence.row not in self._batch:
-                    return
-
-    def _fits_all(self) -> bool:
-        return self.memory.fits(_layout(self), has_grown=True)
-
-    def _youngest(self) -> Sequence:
-        """Choose the row to preempt: of those that may be, held rows before others."""
-        preemptible = [each for each in self if each.preemptions < MAX_PREEMPTIONS]
-        # There is none only if other models took memory that these rows had counted on.
-        return max(preemptible or self, key=lambda each: (each.is_held, *_age(each)))
-
-    def _preempt(self, sequence: Sequence, plan: SchedulerOutput) -> None:
-        assert sequence.row is not None
-        self._exit(sequence, sequence.row)
-        plan.preempted.append(sequence.row)
-        sequence.preempt()
-        self._waiting.add_preempted(sequence)
+    def _preempt(self, choice: Choice, changes: Changes) -> None:
+        assert choice.row is not None
+        self._exit(choice, choice.row)
+        for rows in (changes.parking, changes.resuming):  # as was decided before in this turn
+            if choice.row in rows:
+                rows.remove(choice.row)
+        changes.preempting.append(choice.row)
+        choice.preempt()
+        self._waiting.add_preempted(choice)
         metrics.of(metrics.PREEMPTIONS, self._model).inc()
 
+    def _clear_prefixes(self, changes: Changes) -> None:
+        changes.clear_prefixes = True
+        self.memory.clear_prefixes()
 
-@dataclass(slots=True)
-class _Turns:
-    """Constrained rows to park and to resume. `is_blocked`: one could resume if it had memory, so
-    that no row may join and take it.
-    """
-
-    parking: list[Sequence] = field(default_factory=list)
-    resuming: list[Sequence] = field(default_factory=list)
-    is_blocked: bool = False
-
-
-def _age(sequence: Sequence) -> tuple[float, int]:
-    """Return a key that sorts the oldest row first."""
-    return sequence.rank, sequence.index
-
-
-def _layout(
-    sequences: Iterable[Sequence],
-    resuming: abc.Sequence[Sequence] = (),
-    parking: abc.Sequence[Sequence] = (),
-) -> Layout:
-    """Return the layout of rows, or as it would be if some resumed and others were parked."""
-    batched: list[int] = []
-    single: list[int] = []
-    for sequence in sequences:
-        is_held = (sequence.is_held or sequence in parking) and sequence not in resuming
-        (single if is_held or not sequence.will_decode else batched).append(sequence.length)
-    return Layout(batched, single)
+    def _gives_up_at(self, choice: Choice) -> float:
+        """Return when, on the loop's clock, a stuck row ends."""
+        assert choice.stuck_since is not None
+        return choice.stuck_since + self.limits.memory_wait_s

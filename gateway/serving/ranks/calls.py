@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final, get_args, get_type_hints
 
-from gateway.jobs import Pass, SequenceDelta, SequenceParams, Verdict
+from gateway.jobs import StepPlan, StepResult, Verdict
 
 
 def _dataclasses_in(hint: Any) -> Iterator[type]:
@@ -25,7 +25,7 @@ def _dataclasses_in(hint: Any) -> Iterator[type]:
 
 
 _TYPES: Final[Mapping[str, Any]] = {
-    each.__name__: each for root in (SequenceParams, Verdict) for each in _dataclasses_in(root)
+    each.__name__: each for root in (StepPlan, Verdict) for each in _dataclasses_in(root)
 }
 
 
@@ -94,13 +94,14 @@ def _decode(value: Any) -> Any:
     return _TYPES[kind](**{name: _decode(each) for name, each in content.items()})
 
 
-def digest(rows: int, size: Pass, deltas: Sequence[SequenceDelta], faults: int) -> str:
-    """Return a digest of what a pass did. Ranks whose digests differ are no longer alike.
+def digest(result: StepResult) -> str:
+    """Return a digest of what a step did. Ranks whose digests differ are no longer alike.
 
     A call's id is random and a logprob may be rounded otherwise, so neither counts.
     """
     said = [
-        (each.sequence_id, each.tokens, each.finish_reason, each.text, each.reasoning)
-        for each in deltas
+        (delta.row, delta.tokens, delta.finish_reason, delta.text, delta.reasoning, delta.error)
+        for delta in result.deltas
     ]
-    return f"{zlib.crc32(repr((rows, size, said, faults)).encode()):08x}"
+    state = (result.size, sorted(result.reading), result.decoding, len(result.faults))
+    return f"{zlib.crc32(repr((said, state)).encode()):08x}"

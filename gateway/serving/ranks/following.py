@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from gateway import logs
 from gateway.errors import GatewayError
-from gateway.jobs import Compiled, Grammar, SequenceDelta, SequenceParams, Verdict
+from gateway.jobs import Compiled, Grammar, SequenceParams, StepPlan, Verdict
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.calls import Call, decode, digest
 
@@ -15,12 +15,6 @@ log = logs.get("ranks")
 
 IDLE_S: Final = 10.0  # without a call, after which freed memory is given back
 GRAMMARS: Final = 64  # compiled ones that are kept
-_PLAIN: Final = frozenset(
-    {
-        *("leave", "park", "preempt", "resume", "clear_prefixes", "apply_verdict", "drop_adapter"),
-        "probe",
-    }
-)
 
 
 class Link(Protocol):
@@ -90,21 +84,19 @@ class FollowingEngine:
     def _make(self, call: Call) -> str | None:
         engine = self._engine
         match call.method, call.arguments:
-            case "prefill", [int(token_budget)]:
-                return self._digest(call, engine.prefill(token_budget))
-            case "decode", []:
-                return self._digest(call, engine.decode())
-            case "join", [SequenceParams() as params]:
-                engine.join(self._with_grammar(params))
-            case "cap_tokens", [int(row), int(max_tokens)]:
-                engine.cap_tokens(row, max_tokens)
+            case "step", [StepPlan() as plan]:
+                return self._step(call.model, plan)
             case "test", [bool(is_first)]:
                 if is_first or self._test is None:
                     self._end_test()
                     self._test = engine.self_test()
                 next(self._test, None)
-            case method, arguments if method in _PLAIN:
-                getattr(engine, method)(*arguments)
+            case "apply_verdict", [Verdict() as verdict]:
+                engine.apply_verdict(verdict)
+            case "drop_adapter", [int(number)]:
+                engine.drop_adapter(number)
+            case "probe", []:
+                engine.probe()
             case method, _:
                 raise ValueError(f"no rank makes the call {method!r}")
         return None
@@ -113,11 +105,12 @@ class FollowingEngine:
         self._end_test()
         self._engine.close()
 
-    def _digest(self, call: Call, deltas: Sequence[SequenceDelta]) -> str:
-        faults = self._engine.take_faults()
-        for fault in faults:
-            log.error("pass_failed", model=call.model, error=fault.message)
-        return digest(self._engine.rows, self._engine.last_pass, deltas, len(faults))
+    def _step(self, model: str, plan: StepPlan) -> str:
+        joining = [(number, self._with_grammar(params)) for number, params in plan.joining]
+        result = self._engine.step(replace(plan, joining=joining))
+        for fault in result.faults:
+            log.error("pass_failed", model=model, error=fault.message)
+        return digest(result)
 
     def _with_grammar(self, params: SequenceParams) -> SequenceParams:
         """Return the sequence with its grammar compiled here."""

@@ -9,18 +9,17 @@ import contextlib
 import secrets
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final, TypeVar
 
-from gateway.errors import ModelLoadFailed, PassFault, Unavailable
+from gateway.errors import ModelLoadFailed, Unavailable
 from gateway.jobs import (
     Compiled,
+    EngineFacts,
     GenerateJob,
     Grammar,
-    KvCost,
-    Pass,
-    SequenceDelta,
     SequenceParams,
+    StepPlan,
+    StepResult,
     Verdict,
 )
 from gateway.serving.ports import GenerationEngine, Tokens
@@ -75,33 +74,16 @@ class LeadingEngine:
         self._leader = leader
         self._model = model
         self._engine = engine
-        self._faults: list[PassFault] = []
 
-    def join(self, params: SequenceParams) -> int:
-        if params.sampling.seed is None:
-            sampling = replace(params.sampling, seed=secrets.randbits(64))
-            params = replace(params, sampling=sampling)
-        sent = replace(params, compiled=None)  # each rank compiles the grammar
-        return self._make("join", lambda: self._engine.join(params), sent)
-
-    def leave(self, row: int) -> None:
-        self._make("leave", lambda: self._engine.leave(row), row)
-
-    def park(self, row: int) -> None:
-        self._make("park", lambda: self._engine.park(row), row)
-
-    def preempt(self, row: int) -> None:
-        self._make("preempt", lambda: self._engine.preempt(row), row)
-
-    def resume(self, row: int) -> None:
-        self._make("resume", lambda: self._engine.resume(row), row)
-
-    def cap_tokens(self, row: int, max_tokens: int) -> list[SequenceDelta]:
-        capped = partial(self._engine.cap_tokens, row, max_tokens)
-        return self._make("cap_tokens", capped, row, max_tokens)
-
-    def clear_prefixes(self) -> None:
-        self._make("clear_prefixes", self._engine.clear_prefixes)
+    def step(self, plan: StepPlan) -> StepResult:
+        """Make a step on every rank. Its deltas are returned once all have the same: what comes of
+        a pass in which a rank is lost is not to be trusted.
+        """
+        joining = [(number, _with_seed(params)) for number, params in plan.joining]
+        plan = replace(plan, joining=joining)
+        # Each rank compiles the grammars.
+        bare = [(number, replace(params, compiled=None)) for number, params in joining]
+        return self._make("step", lambda: self._engine.step(plan), replace(plan, joining=bare))
 
     def drop_adapter(self, number: int) -> None:
         self._make("drop_adapter", lambda: self._engine.drop_adapter(number), number)
@@ -109,11 +91,8 @@ class LeadingEngine:
     def apply_verdict(self, verdict: Verdict) -> None:
         self._make("apply_verdict", lambda: self._engine.apply_verdict(verdict), verdict)
 
-    def prefill(self, token_budget: int) -> list[SequenceDelta]:
-        return self._step("prefill", lambda: self._engine.prefill(token_budget), token_budget)
-
-    def decode(self) -> list[SequenceDelta]:
-        return self._step("decode", self._engine.decode)
+    def probe(self) -> None:
+        self._make("probe", self._engine.probe)
 
     def self_test(self) -> Generator[Verdict]:
         is_first = True
@@ -129,13 +108,6 @@ class LeadingEngine:
         finally:
             self._engine.close()
 
-    def probe(self) -> None:
-        self._make("probe", self._engine.probe)
-
-    def take_faults(self) -> Sequence[PassFault]:
-        faults, self._faults = self._faults, []
-        return faults
-
     def _send(self, method: str, *arguments: object) -> Sent:
         return self._leader.send(encode(Call(self._model, method, arguments)))
 
@@ -147,22 +119,8 @@ class LeadingEngine:
         except Exception as error:
             self._leader.agree(sent, type(error).__name__)
             raise
-        self._leader.agree(sent, "")
+        self._leader.agree(sent, digest(result) if isinstance(result, StepResult) else "")
         return result
-
-    def _step(
-        self, method: str, step: Callable[[], list[SequenceDelta]], *arguments: object
-    ) -> list[SequenceDelta]:
-        """Make a pass on every rank. Its deltas are returned once all have the same: what comes of
-        a pass in which a rank is lost is not to be trusted.
-        """
-        sent = self._send(method, *arguments)
-        deltas = step()
-        faults = self._engine.take_faults()
-        self._faults += faults
-        outcome = digest(self._engine.rows, self._engine.last_pass, deltas, len(faults))
-        self._leader.agree(sent, outcome)
-        return deltas
 
     # What changes nothing, and needs no other rank:
 
@@ -186,44 +144,19 @@ class LeadingEngine:
         return self._engine.nbytes()
 
     @property
-    def max_context(self) -> int:
-        return self._engine.max_context
-
-    @property
-    def rows(self) -> int:
-        return self._engine.rows
+    def facts(self) -> EngineFacts:
+        return self._engine.facts
 
     @property
     def is_batched(self) -> bool:
         return self._engine.is_batched
 
-    @property
-    def self_test_tokens(self) -> int:
-        return self._engine.self_test_tokens
-
-    @property
-    def prefix_bytes(self) -> int:
-        return self._engine.prefix_bytes
-
     def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
         return self._engine.prefix_names(adapter)
 
-    @property
-    def last_pass(self) -> Pass:
-        return self._engine.last_pass
 
-    @property
-    def kv_cost(self) -> KvCost:
-        return self._engine.kv_cost
-
-    @property
-    def prefilling(self) -> frozenset[int]:
-        return self._engine.prefilling
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self._engine.is_prefilling
-
-    @property
-    def is_decoding(self) -> bool:
-        return self._engine.is_decoding
+def _with_seed(params: SequenceParams) -> SequenceParams:
+    """Draw what is random here, so that it is the same on every rank."""
+    if params.sampling.seed is not None:
+        return params
+    return replace(params, sampling=replace(params.sampling, seed=secrets.randbits(64)))

@@ -21,6 +21,7 @@ from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import write_chat
 from tests.engine.chat_formats import family, gathered, row, said
+from tests.engine.generation.harness import join
 from tests.fakes import caller
 
 TOKENS = (
@@ -211,7 +212,7 @@ def test_the_answer_of_a_grammar_follows_the_thinking_in_an_engine(
         )
     )
     assert planned.grammar is not None
-    engine.join(replace(planned, compiled=engine.compile(planned.grammar)))
+    join(engine, replace(planned, compiled=engine.compile(planned.grammar)))
     deltas = []
     while engine.is_prefilling or engine.is_decoding:
         deltas += engine.prefill(512) if engine.is_prefilling else []

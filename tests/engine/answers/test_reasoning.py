@@ -18,6 +18,7 @@ from gateway.engine.generation.sequence import TokenScores
 from gateway.jobs import Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.chat_formats import family, gathered, row, said
+from tests.engine.generation.harness import join
 from tests.fakes import caller
 
 # name, special tokens, further added tokens, words of the template, text
@@ -191,7 +192,7 @@ def asked(engine: GenerationEngine, job: GenerateJob) -> dict[str, Any]:
     (planned,) = engine.prepare(job)
     if planned.grammar is not None:
         planned = replace(planned, compiled=engine.compile(planned.grammar))
-    engine.join(planned)
+    join(engine, planned)
     text = reasoning = ""
     end: Any = None
     while engine.is_prefilling or engine.is_decoding:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from gateway.engine.generation.decode_batch import constrain
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.judging import judge
+from gateway.engine.generation.label_scoring import score_labels
 from gateway.engine.generation.prepare import begin_sequence
 from gateway.engine.generation.sampling import score
 from gateway.engine.generation.sequence import TokenScores
-from gateway.engine.generation.token_choice import constrain
-from gateway.jobs import EchoedPrompt, Judgement, SequenceDelta, SequenceParams, TokenLogprob
+from gateway.jobs import Delta, EchoedPrompt, Judgement, SequenceParams, TokenLogprob
 from tests.engine.generation.ties import may_draw
 
 NEVER = -40.0  # logprobs below it are as good as none, and their rounding is large
@@ -51,7 +51,7 @@ class Told:
         shown = [(each.chosen.token, each.chosen.bytes) for each in self.logprobs]
         return (*ends, *counts, self.text, self.reasoning, self.calls, shown)
 
-    def add(self, delta: SequenceDelta) -> None:
+    def add(self, delta: Delta) -> None:
         assert not self.is_over, "nothing comes after the end"
         self.text += delta.text
         self.reasoning += delta.reasoning
@@ -93,7 +93,7 @@ class Alone:
         logits = self._model(read, cache=make_prompt_cache(self._model))[0].astype(mx.float32)
         expected = Told()
         if params.step is not None and told.is_over:
-            (delta,) = judge([row], logits[-1:])
+            (delta,) = score_labels([row], logits[-1:])
             expected.add(delta)
         if params.max_tokens == 0 and told.is_over:
             expected.end = "length"

@@ -25,12 +25,12 @@ from gateway.jobs import (
     Adapter,
     Calling,
     Compiled,
+    Delta,
     Function,
     GenerateJob,
     Grammar,
     Question,
     Sampling,
-    SequenceDelta,
     SequenceParams,
 )
 from tests.checkpoints import (
@@ -43,6 +43,7 @@ from tests.checkpoints import (
     write_chat,
 )
 from tests.engine.generation.alone import Alone, Told
+from tests.engine.generation.harness import join, prefilling
 from tests.engine.generation.test_engine import open_engine
 from tests.engine.generation.ties import ROUNDING
 from tests.fakes import caller
@@ -324,7 +325,7 @@ class Mixture:
 
     def _read(self, budget: int) -> None:
         if self.engine.is_prefilling:
-            self.done.append(f"prefill({budget}) of {sorted(self.engine.prefilling)}")
+            self.done.append(f"prefill({budget}) of {sorted(prefilling(self.engine))}")
             self._hear(self.engine.prefill(budget))
 
     def _decode(self) -> None:
@@ -346,7 +347,7 @@ class Mixture:
             for params in prepared:
                 if params.grammar is not None:
                     params = replace(params, compiled=self._compile(params.grammar))
-                number = self.engine.join(params)
+                number = join(self.engine, params)
                 sequence = self.engine._find(number)
                 assert sequence is not None
                 self.rows[number] = Row(name, params, sequence.tokens)
@@ -412,11 +413,11 @@ class Mixture:
         steps = self.engine.adapters.add_in_steps(read_adapter(name, self.models.adapters[name]))
         self.numbers[name] = next(adapter for adapter in steps if adapter is not None).number
 
-    def _hear(self, deltas: Sequence[SequenceDelta]) -> None:
-        faults = self.engine.take_faults()
+    def _hear(self, deltas: Sequence[Delta]) -> None:
+        faults = self.engine._faults.take()
         assert not faults, faults
         for delta in deltas:
-            self.rows[delta.sequence_id].told.add(delta)
+            self.rows[delta.row].told.add(delta)
         for number, row in list(self.rows.items()):
             if row.told.is_over:
                 del self.rows[number]

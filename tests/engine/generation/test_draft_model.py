@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from gateway.engine.generation.draft_model import CHUNK, DraftModel
+from gateway.engine.drafts.draft_model import CHUNK, MOST_AHEAD, DraftModel
+from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.speculation import MOST_AHEAD, PromptLookup
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Sampling
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
@@ -73,8 +73,8 @@ class Watched:
 
 def watch(engine: GenerationEngine, fails_after: int | None = None) -> list[int]:
     """Return what becomes the tokens, with padding, of each pass of the engine's draft model."""
-    model = engine._drafting.model
-    assert model is not None
+    model = engine._drafts.drafters[-1]
+    assert isinstance(model, DraftModel)
     model._model = watched = Watched(model._model, fails_after)
     return watched.read
 
@@ -131,7 +131,7 @@ def test_rows_that_leave_and_stop_and_go_on_change_no_answer(
     for row, (job, answer) in asked.items():
         assert row in gone or batch.answers[row].says_as(answer), job
     assert drafts
-    assert not engine.take_faults()
+    assert not engine._faults.take()
     engine.clear_prefixes()
     assert engine.nbytes() == weights, "no KV is left of sequences that are gone"
     engine.close()
@@ -256,7 +256,7 @@ def test_a_draft_model_that_fails_is_dropped_and_fails_no_answer(
     while batch.is_busy:
         batch.step(512)
     assert batch.answers[row].says_as(expected)
-    [fault] = engine.take_faults()
+    [fault] = engine._faults.take()
     assert fault.message == "draft model, off now: ValueError: no more"
     assert engine.nbytes() < bytes_with
     engine.close()
@@ -280,7 +280,9 @@ def test_nothing_is_drafted_near_the_end_of_the_draft_models_context(
 def test_weights_and_kv_are_counted(plain: GenerationEngine, folder: Path) -> None:
     engine = open_engine(folder, speculate_rows=4, draft=folder)
     assert engine.nbytes() == 2 * plain.nbytes()
-    assert engine.kv_cost == replace(plain.kv_cost, draft=(plain.kv_cost.token, 4))
+    assert engine.facts.kv_cost == replace(
+        plain.facts.kv_cost, draft=(plain.facts.kv_cost.token, 4)
+    )
     weights, sizes = plain.nbytes(), []
     for each in (plain, engine):
         batch = Batch(each)

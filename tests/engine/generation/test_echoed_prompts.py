@@ -13,8 +13,9 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.scoring import MOST_BYTES, max_scored_tokens
 from gateway.engine.models.decoders import parameters
 from gateway.errors import ContextLengthExceeded
-from gateway.jobs import EchoedPrompt, GenerateJob, Sampling, SequenceDelta
+from gateway.jobs import Delta, EchoedPrompt, GenerateJob, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
+from tests.engine.generation.harness import join
 from tests.engine.generation.test_engine import exchange, open_engine
 from tests.fakes import caller
 
@@ -47,18 +48,18 @@ def echo(prompt: str | Sequence[int], **asked: Any) -> GenerateJob:
 
 def told(
     engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512
-) -> list[list[SequenceDelta]]:
+) -> list[list[Delta]]:
     """Run jobs of one row each, and collect what each was told."""
-    rows = [engine.join(engine.prepare(each)[0]) for each in jobs]
-    deltas: dict[int, list[SequenceDelta]] = {row: [] for row in rows}
+    rows = [join(engine, engine.prepare(each)[0]) for each in jobs]
+    deltas: dict[int, list[Delta]] = {row: [] for row in rows}
     while engine.is_prefilling or engine.is_decoding:
         some = engine.prefill(budget) if engine.is_prefilling else []
         for delta in (*some, *engine.decode()):
-            deltas[delta.sequence_id].append(delta)
+            deltas[delta.row].append(delta)
     return [deltas[row] for row in rows]
 
 
-def echoed(deltas: Sequence[SequenceDelta]) -> EchoedPrompt:
+def echoed(deltas: Sequence[Delta]) -> EchoedPrompt:
     (prompt,) = [delta.prompt for delta in deltas if delta.prompt is not None]
     assert deltas[0].prompt is prompt, "it comes first"
     return prompt
@@ -205,7 +206,7 @@ def test_the_logits_of_a_whole_prompt_are_never_there_at_once(tmp_path: Path) ->
 def test_a_row_that_leaves_half_scored_breaks_nothing(plain: Path) -> None:
     """The next one is scored as if it had been alone."""
     engine = open_engine(plain)
-    leaving = engine.join(engine.prepare(echo("a b c " * 100))[0])
+    leaving = join(engine, engine.prepare(echo("a b c " * 100))[0])
     engine.prefill(64)
     engine.leave(leaving)
     assert not engine.is_prefilling

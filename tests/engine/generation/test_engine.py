@@ -27,6 +27,7 @@ from gateway.engine.models.decoders import open_decoder, parameters
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
 from gateway.jobs import CallDelta, GenerateJob, Sampling, TokenLogprob
 from tests.checkpoints import write_chat
+from tests.engine.generation.harness import join
 from tests.fakes import caller
 from tests.simulated_device import TIMEOUT, SimulatedDevice
 
@@ -101,14 +102,14 @@ class Run:
     def join(self, job: GenerateJob) -> list[int]:
         rows = []
         for row in self.engine.prepare(job):
-            rows.append(self.engine.join(row))
+            rows.append(join(self.engine, row))
             self.answers[rows[-1]] = Answer(ids=newest(self.engine).tokens)
         return rows
 
     def step(self, budget: int = 512) -> None:
         deltas = self.engine.prefill(budget) if self.engine.is_prefilling else []
         for delta in (*deltas, *self.engine.decode()):
-            answer = self.answers[delta.sequence_id]
+            answer = self.answers[delta.row]
             assert answer.finish_reason is None, "nothing comes after the end"
             assert answer.error is None
             answer.text += delta.text
@@ -151,9 +152,9 @@ def test_an_error_that_another_waits_for_is_raised_when_the_step_is_read(
         device.fail(TIMEOUT)
         engine.synchronize()
         assert device.failures == 1
-        assert not engine.take_faults()
+        assert not engine._faults.take()
         [again] = run.finish()
-        [fault] = engine.take_faults()
+        [fault] = engine._faults.take()
     assert TIMEOUT in fault.message
     assert (again.ids, again.text) == (alone.ids, alone.text)
 
@@ -178,13 +179,13 @@ def test_an_error_of_the_step_under_way_is_kept_whoever_meets_it_first(
             getattr(engine, act)(first)
         assert device.failures == 1
         run.step()
-        assert engine.take_faults()
+        assert engine._faults.take()
         if act == "park":
             engine.resume(first)
         run.finish()
         assert device.failures == 1
         if act == "park":
-            assert engine.take_faults()  # the parked row's own
+            assert engine._faults.take()  # the parked row's own
     expected = {first: alone[0], second: alone[1]}
     for row in expected.keys() - ({first} if act == "leave" else set()):
         assert run.answers[row].ids == expected[row].ids
@@ -288,7 +289,7 @@ def test_a_row_can_leave_wherever_it_is(engine: GenerationEngine) -> None:
 def test_a_prompt_is_read_in_chunks_of_the_budget(engine: GenerationEngine) -> None:
     """So that nobody waits for a long one to be read whole."""
     (row,) = engine.prepare(job(TEXTS[4]))
-    engine.join(row)
+    join(engine, row)
     chunks = []
     while engine.is_prefilling:
         engine.prefill(64)
@@ -302,13 +303,13 @@ def test_the_end_of_a_prompt_is_read_with_its_last_chunk(engine: GenerationEngin
     (row,) = engine.prepare(job(TEXTS[4]))
     length = len(row.prompt) - 1
     for beyond, passes in ((1, 1), (length // 5, 1), (length // 4, 2)):
-        engine.join(row)
+        number = join(engine, row)
         before, chunks = engine.rows, 0
         while engine.is_prefilling:
             engine.prefill(length - beyond)
             chunks += 1
         assert (before, chunks) == (1, passes)
-        engine.leave(engine._last_id)
+        engine.leave(number)
 
 
 def test_a_short_prompt_overtakes_long_ones(

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def set_bytes(folder: Path) -> int:
     """Return what the states after a block weigh."""
     engine = open_engine(folder)
-    size = engine.kv_cost.states
+    size = engine.facts.kv_cost.states
     engine.close()
     return size
 

@@ -15,15 +15,16 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from gateway.engine.control_tokens import ControlTokens, Piece
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.judging import (
+from gateway.engine.generation.label_scoring import (
     LEAST,
     MAX_STEPS,
     encode_labels,
     encode_questions,
 )
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.jobs import GenerateJob, Question, Sampling, SequenceDelta
+from gateway.jobs import Delta, GenerateJob, Question, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
+from tests.engine.generation.harness import join
 from tests.engine.generation.test_engine import job, open_engine
 
 INPUT = "The parcel arrived late, and the box was broken. " * 6
@@ -68,20 +69,22 @@ def plain(folder: Path) -> Iterator[GenerationEngine]:
 
 def run(
     engine: GenerationEngine, jobs: Sequence[GenerateJob], budget: int = 512
-) -> list[list[SequenceDelta]]:
+) -> list[list[Delta]]:
     """Run jobs side by side; return the deltas of each."""
     owners = {
-        engine.join(row): number for number, each in enumerate(jobs) for row in engine.prepare(each)
+        join(engine, row): number
+        for number, each in enumerate(jobs)
+        for row in engine.prepare(each)
     }
-    deltas: list[list[SequenceDelta]] = [[] for _ in jobs]
+    deltas: list[list[Delta]] = [[] for _ in jobs]
     while engine.is_prefilling or engine.is_decoding:
         some = engine.prefill(budget) if engine.is_prefilling else []
         for delta in (*some, *engine.decode()):
-            deltas[owners[delta.sequence_id]].append(delta)
+            deltas[owners[delta.row]].append(delta)
     return deltas
 
 
-def add_up(job: GenerateJob, deltas: Sequence[SequenceDelta]) -> list[list[float]]:
+def add_up(job: GenerateJob, deltas: Sequence[Delta]) -> list[list[float]]:
     """Add the steps of each label."""
     logprobs = [[0.0] * len(question.labels) for question in job.questions]
     for delta in deltas:
@@ -116,7 +119,7 @@ def expected(engine: GenerationEngine, job: GenerateJob) -> list[list[float]]:
     return answers
 
 
-def check(engine: GenerationEngine, job: GenerateJob, deltas: Sequence[SequenceDelta]) -> None:
+def check(engine: GenerationEngine, job: GenerateJob, deltas: Sequence[Delta]) -> None:
     for found, right in zip(add_up(job, deltas), expected(engine, job), strict=True):
         assert found == pytest.approx(right, abs=1e-5, rel=2e-6)  # float32 has 7 digits
 
@@ -227,11 +230,11 @@ def test_a_question_that_fails_fails_alone(folder: Path, raises: bool) -> None:
     ]
     engine._model = engine._prefill._model = Failing(model, 1001, raises=raises)
     ids = [
-        engine.join(replace(row, prompt=prompt)) for row, prompt in zip(rows, prompts, strict=True)
+        join(engine, replace(row, prompt=prompt)) for row, prompt in zip(rows, prompts, strict=True)
     ]
-    deltas: dict[int, SequenceDelta] = {}
+    deltas: dict[int, Delta] = {}
     while engine.is_prefilling:
-        deltas |= {delta.sequence_id: delta for delta in engine.prefill(512)}
+        deltas |= {delta.row: delta for delta in engine.prefill(512)}
     assert deltas[ids[1]].error is not None
     for i in (0, 2):
         judgement = deltas[ids[i]].judgement
@@ -243,23 +246,23 @@ def test_a_question_that_fails_fails_alone(folder: Path, raises: bool) -> None:
 
 def test_a_question_may_leave_while_it_is_read(plain: GenerationEngine) -> None:
     asked = judging(["a", "b"], ["a", "b"])
-    rows = [plain.join(row) for row in plain.prepare(asked)]
+    rows = [join(plain, row) for row in plain.prepare(asked)]
     assert plain.prefill(16) == []
     plain.leave(rows[0])
-    deltas: list[SequenceDelta] = []
+    deltas: list[Delta] = []
     while plain.is_prefilling:
         deltas += plain.prefill(512)
-    assert [delta.sequence_id for delta in deltas] == [rows[1]]
+    assert [delta.row for delta in deltas] == [rows[1]]
 
 
 def test_a_preempted_question_is_read_again(plain: GenerationEngine) -> None:
     asked = judging(["a", "b"])
-    (row,) = [plain.join(row) for row in plain.prepare(asked)]
+    (row,) = [join(plain, row) for row in plain.prepare(asked)]
     assert plain.prefill(16) == []
     plain.preempt(row)
     assert not plain.is_prefilling
     plain.resume(row)
-    deltas: list[SequenceDelta] = []
+    deltas: list[Delta] = []
     while plain.is_prefilling:
         deltas += plain.prefill(512)
     check(plain, asked, deltas)
@@ -410,14 +413,14 @@ def test_an_answer_waits_for_one_chunk_of_all_that_only_judge(folder: Path) -> N
     engine = open_engine(folder)
     for i in range(12):
         [row] = engine.prepare(judging(["a", "b"], text=f"{i} " * 300))
-        engine.join(row)
+        join(engine, row)
     engine.prefill(64)  # one of them is under way
     [row] = engine.prepare(job("Hi", max_tokens=3))
-    answer, told = engine.join(row), []
+    answer, told = join(engine, row), []
     for _ in range(2):
         engine.prefill(64)
         told += engine.decode()
-    assert [delta.sequence_id for delta in told] == [answer] * 2
+    assert [delta.row for delta in told] == [answer] * 2
     judged = []
     while engine.is_prefilling or engine.is_decoding:
         judged += [*engine.prefill(64), *engine.decode()]

@@ -15,14 +15,15 @@ from gateway.engine.generation.loading import load_generation
 from gateway.jobs import (
     Calling,
     Compiled,
+    Delta,
     Function,
     GenerateJob,
     Grammar,
     Sampling,
-    SequenceDelta,
     Verdict,
 )
 from tests.checkpoints import SLIDING, STATEFUL, teach_thinking, write_chat
+from tests.engine.generation.harness import join, prefilling
 from tests.engine.generation.test_engine import Passing, exchange
 from tests.fakes import caller
 
@@ -68,7 +69,7 @@ class Answer:
     errors: list[str] = field(default_factory=list)
     chosen: list[tuple[str, float]] = field(default_factory=list)
 
-    def add(self, delta: SequenceDelta) -> None:
+    def add(self, delta: Delta) -> None:
         assert not self.ends, "nothing comes after the end"
         self.text += delta.text
         self.reasoning += delta.reasoning
@@ -107,13 +108,13 @@ class Batch:
         (row,) = self.engine.prepare(job)
         if row.grammar is not None:
             row = replace(row, compiled=compiled(self.engine, row.grammar))
-        number = self.engine.join(row)
+        number = join(self.engine, row)
         self.answers[number] = Answer()
         return number
 
-    def hear(self, deltas: Sequence[SequenceDelta]) -> None:
+    def hear(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            self.answers[delta.sequence_id].add(delta)
+            self.answers[delta.row].add(delta)
 
     def step(self, budget: int) -> None:
         self.hear(self.engine.prefill(budget) if self.engine.is_prefilling else [])
@@ -180,12 +181,12 @@ def test_a_row_parked_while_it_is_read_does_not_run(folder: Path) -> None:
     batch = Batch(engine)
     row = batch.join("Hello", {"sampling": Sampling(temperature=0), "max_tokens": 40})
     other = batch.join("Hello!", {"sampling": Sampling(temperature=0), "max_tokens": 4})
-    assert engine.prefilling == {row, other}
+    assert prefilling(engine) == {row, other}
     engine.park(row)
     while batch.is_busy:
         batch.step(512)
     assert (batch.answers[row].tokens, batch.answers[other].tokens) == (0, 4)
-    assert engine.prefilling == frozenset()
+    assert prefilling(engine) == frozenset()
     engine.resume(row)
     while batch.is_busy:
         batch.step(512)

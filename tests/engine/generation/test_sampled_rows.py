@@ -31,7 +31,7 @@ def engine(
 def no_fault(engine: GenerationEngine) -> Iterator[None]:
     """A pass that throws is made again, row by row: its answers are right, and slow."""
     yield
-    assert engine.take_faults() == []
+    assert engine._faults.take() == []
 
 
 def whole(engine: GenerationEngine, text: str, **more: Any) -> Any:

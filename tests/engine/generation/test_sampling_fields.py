@@ -14,6 +14,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
+from tests.engine.generation.harness import join
 from tests.engine.generation.test_engine import Answer, Run, answers, job, newest, open_engine
 
 EOS = 2
@@ -37,7 +38,7 @@ def held(engine: GenerationEngine, grammar: Grammar, sampling: Sampling, **more:
     run = Run(engine)
     (row,) = engine.prepare(job("Hello!", sampling, grammar=grammar, **more))
     assert row.grammar is not None
-    sequence_id = engine.join(replace(row, compiled=engine.compile(row.grammar)))
+    sequence_id = join(engine, replace(row, compiled=engine.compile(row.grammar)))
     run.answers[sequence_id] = Answer(ids=newest(engine).tokens)
     (answer,) = run.finish()
     return answer

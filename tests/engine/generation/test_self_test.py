@@ -21,6 +21,7 @@ from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.errors import Fault
 from gateway.jobs import Sampling, SequenceParams, Verdict
 from tests.checkpoints import ABSOLUTE, DEMO, SLIDING, STATEFUL, write_chat
+from tests.engine.generation.harness import join
 
 VOCABULARY = json.loads((DEMO / "config.json").read_text())["vocab_size"]
 MIXTURE = {
@@ -164,19 +165,19 @@ def answers(engine: GenerationEngine, prompts: list[list[int]], late: int = 2) -
     errors: dict[int, str | None] = {}
     most = step = 0
 
-    def join(prompt: list[int]) -> None:
+    def begin(prompt: list[int]) -> None:
         job = SequenceParams(prompt=prompt, max_tokens=12, sampling=GREEDY, is_bare=True)
-        errors[engine.join(job)] = None
+        errors[join(engine, job)] = None
         rows.append(engine._prefill._line[-1])
 
     for prompt in prompts[:-late]:
-        join(prompt)
+        begin(prompt)
     waiting = list(prompts[-late:])
     while engine.is_prefilling or engine.is_decoding or waiting:
         if step % 3 == 2 and waiting:
-            join(waiting.pop(0))
+            begin(waiting.pop(0))
         for delta in [*engine.prefill(512), *engine.decode()]:
-            errors[delta.sequence_id] = delta.error or errors[delta.sequence_id]
+            errors[delta.row] = delta.error or errors[delta.row]
         most, step = max(most, engine.last_pass.rows), step + 1
     return Told([row.tokens for row in rows], list(errors.values()), most)
 
@@ -291,7 +292,7 @@ def test_rows_run_together_once_the_test_is_whole(tmp_path: Path) -> None:
     )
     engine.apply_verdict(Verdict())
     rows = [
-        engine.join(SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
+        join(engine, SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
         for p in PROMPTS
     ]
     while engine.is_prefilling:
@@ -380,10 +381,10 @@ def test_batches_that_fail_though_no_row_does_are_given_up_after_a_few(tmp_path:
     assert told.tokens == alone(folder, PROMPTS)
     assert told.errors == [None] * len(PROMPTS)
     assert not engine.is_batched
-    faults = engine.take_faults()
+    faults = engine._faults.take()
     assert FAULTS <= len(faults) <= FAULTS + 1
     assert all("no such shapes" in fault.message for fault in faults)
-    assert engine.take_faults() == []
+    assert engine._faults.take() == []
     engine.close()
 
 
@@ -416,7 +417,7 @@ def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path)
     engine = opened(write_chat(tmp_path / "m"))
     engine.apply_verdict(Verdict(rows=False))
     rows = [
-        engine.join(SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
+        join(engine, SequenceParams(prompt=p, max_tokens=12, sampling=GREEDY, is_bare=True))
         for p in PROMPTS
     ]
     while engine.is_prefilling:
@@ -430,7 +431,7 @@ def test_rows_that_run_one_at_a_time_can_leave_wherever_they_are(tmp_path: Path)
     assert engine.is_decoding
     ended = set()
     while engine.is_decoding:
-        ended |= {delta.sequence_id for delta in engine.decode() if delta.finish_reason}
+        ended |= {delta.row for delta in engine.decode() if delta.finish_reason}
     assert ended == {rows[1], rows[3]}
     engine.close()
 

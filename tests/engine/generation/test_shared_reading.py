@@ -29,6 +29,7 @@ from gateway.engine.kv.cache import RaggedKVCache, make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.jobs import Grammar, Sampling
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_adapter, write_chat
+from tests.engine.generation.harness import join
 from tests.engine.generation.test_engine import (
     GREEDY,
     SEEDED,
@@ -412,7 +413,7 @@ def test_a_grammars_row_beside_others_is_the_same(
                 run.join(job)
                 continue
             (row,) = engine.prepare(replace(job, grammar=grammar, max_tokens=30))
-            run.answers[engine.join(replace(row, compiled=engine.compile(grammar)))] = Answer()
+            run.answers[join(engine, replace(row, compiled=engine.compile(grammar)))] = Answer()
         run.finish(100_000)
         told.append([each.text for each in run.answers.values()])
     assert told[0] == told[1]

@@ -12,16 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.engine.drafts.draft_model import MOST_AHEAD
+from gateway.engine.drafts.draft_policy import MOST_TOKENS, count_ahead
+from gateway.engine.drafts.patience import count_accepted
+from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.speculation import (
-    MOST_AHEAD,
-    MOST_TOKENS,
-    PromptLookup,
-    count_accepted,
-    count_ahead,
-)
 from gateway.jobs import GenerateJob, Grammar, Pass, Sampling, SequenceParams
 from tests.checkpoints import STATEFUL, write_chat
+from tests.engine.generation.harness import join
 from tests.engine.generation.test_preemption import JOBS, TEXTS, Answer, Batch, open_engine
 from tests.fakes import caller
 
@@ -69,7 +67,7 @@ def run(
         is_decoding = engine.is_decoding
         batch.hear(engine.decode())
         passes += [engine.last_pass] if is_decoding else []
-    assert not engine.take_faults()
+    assert not engine._faults.take()
     return [batch.answers[row] for row in rows], passes
 
 
@@ -150,7 +148,7 @@ def test_an_answer_ends_where_it_must_though_more_was_read(
 def repeat(engine: GenerationEngine) -> SequenceParams:
     """Return a sequence whose prompt begins with its answer, of which no token comes twice."""
     [row] = engine.prepare(replace(generate("Hi"), sampling=replace(GREEDY, ignore_eos=True)))
-    engine.join(replace(row, max_tokens=40))
+    join(engine, replace(row, max_tokens=40))
     engine.prefill(512)
     assert engine._running is not None
     [answer] = engine._running.rows
@@ -162,7 +160,7 @@ def repeat(engine: GenerationEngine) -> SequenceParams:
 
 def answer(engine: GenerationEngine, row: SequenceParams) -> tuple[Answer, list[Pass]]:
     batch, passes = Batch(engine), []
-    batch.answers[engine.join(row)] = Answer()
+    batch.answers[join(engine, row)] = Answer()
     while batch.is_busy:
         batch.step(512)
         passes.append(engine.last_pass)
@@ -222,7 +220,7 @@ def test_what_is_kept_of_an_answer_has_been_read(
         [row] = engine.prepare(generate(job[0]))
         [answer] = plain._chat.controls.encode([[(first.text, True)]])
         batch, ids = Batch(each), [*row.prompt, *answer]
-        number = each.join(replace(row, prompt=[*ids, *ids[:9]]))
+        number = join(each, replace(row, prompt=[*ids, *ids[:9]]))
         batch.answers[number] = Answer()
         while batch.is_busy:
             batch.step(512)
@@ -311,7 +309,7 @@ def test_no_step_copies_the_prompt(folder: Path) -> None:
     engine = open_engine(folder, speculate_rows=8)
     [row] = engine.prepare(generate(ECHO))
     prompt = Prompt(row.prompt)
-    engine.join(replace(row, prompt=prompt))
+    join(engine, replace(row, prompt=prompt))
     engine.prefill(512)
     copies = prompt.copies
     while engine.is_decoding:

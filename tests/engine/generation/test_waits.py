@@ -176,7 +176,7 @@ def test_a_step_waits_once_whatever_its_rows_ask_for(
     engine = open_engine(folders[kind], None)
     batch = begun(engine, ASKED[asked])
     assert steps(monkeypatch, batch, 8) == [["eval"]] * 8
-    assert not engine.take_faults()
+    assert not engine._faults.take()
     engine.close()
 
 

@@ -17,6 +17,7 @@ from gateway.engine.grammar.shaping import Shape
 from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
+from tests.engine.generation import harness
 from tests.engine.generation.test_engine import Answer, Passing, Run, exchange, job, newest
 
 SCHEMA = {
@@ -66,7 +67,7 @@ def join(run: Run, asked: GenerateJob) -> int:
     (row,) = run.engine.prepare(asked)
     if row.grammar is not None:
         row = replace(row, compiled=run.engine.compile(row.grammar))
-    number = run.engine.join(row)
+    number = harness.join(run.engine, row)
     run.answers[number] = Answer(ids=newest(run.engine).tokens)
     return number
 

@@ -21,6 +21,7 @@ from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.errors import BadRequest
 from gateway.jobs import GenerateJob, Grammar, Sampling
 from tests.checkpoints import DEMO, write_chat
+from tests.engine.generation.harness import join
 from tests.fakes import caller
 
 SCHEMA = '{"type":"object","properties":{"a":{"enum":["b a","ab"]}},"required":["a"]}'
@@ -99,7 +100,7 @@ def written(engine: GenerationEngine, grammar: Grammar | None) -> str:
         grammar=grammar,
     )
     (row,) = engine.prepare(job)
-    engine.join(replace(row, compiled=engine.compile(grammar) if grammar else None))
+    join(engine, replace(row, compiled=engine.compile(grammar) if grammar else None))
     text = ""
     while engine.is_prefilling or engine.is_decoding:
         for delta in [*engine.prefill(512), *engine.decode()]:

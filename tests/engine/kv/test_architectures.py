@@ -13,6 +13,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
 from gateway.jobs import Sampling, SequenceParams
 from tests.checkpoints import ABSOLUTE, SLIDING, STATEFUL, write_chat
+from tests.engine.generation.harness import join
 
 
 def open_engine(folder: Path, **given: Any) -> GenerationEngine:
@@ -59,7 +60,7 @@ def test_no_graph_grows_with_the_tokens_written(
     for length in lengths:
         prompt = range(5, 5 + length)
         greedy = Sampling(temperature=0)
-        engine.join(SequenceParams(prompt=prompt, max_tokens=300, sampling=greedy, is_bare=True))
+        join(engine, SequenceParams(prompt=prompt, max_tokens=300, sampling=greedy, is_bare=True))
     while engine.is_prefilling:
         engine.prefill(512)
     counts = []

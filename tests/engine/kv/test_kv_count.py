@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from gateway.engine.device import Device
+from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
 from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, measure_kv
@@ -17,6 +18,7 @@ from gateway.engine.models.decoders import parameters
 from gateway.jobs import GenerateJob, Sampling, SequenceParams
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts
 from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
+from tests.engine.generation.harness import join
 from tests.fakes import caller
 
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
@@ -87,8 +89,10 @@ def row(prompt: int, max_tokens: int) -> SequenceParams:
 
 def held(engine: GenerationEngine) -> int:
     """Count the bytes of KV that rows hold: all but weights and prefixes."""
-    drafting = engine._drafting.model
-    models = [engine._model] if drafting is None else [engine._model, drafting._model]
+    drafting = engine._drafts.drafters[-1]
+    models = [engine._model]
+    if isinstance(drafting, DraftModel):
+        models.append(drafting._model)
     weights = sum(array.nbytes for model in models for array in parameters(model))
     return engine.nbytes() - weights - engine.prefix_bytes
 
@@ -101,7 +105,7 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
     is_drafted = kind == "drafted"
     draft = write_chat(tmp_path / "d", seed=1, num_hidden_layers=6) if is_drafted else None
     engine = open_engine(write_chat(tmp_path / "m", **KINDS.get(kind, {})), draft)
-    costs = RowCosts(engine.kv_cost, chunk_tokens=256)
+    costs = RowCosts(engine.facts.kv_cost, chunk_tokens=256)
     used: dict[int, int] = {}
     whole: dict[int, int] = {}
     apart: set[int] = set()
@@ -110,7 +114,7 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
     for _ in range(150):
         if chance.random() < 0.25 and len(used) < 6:
             job = row(chance.choice([3, 20, 300, 700]), chance.choice([1, 2, 30, 200]))
-            joined = engine.join(job)
+            joined = join(engine, job)
             used[joined], whole[joined] = len(job.prompt), len(job.prompt) + job.max_tokens
         if used and chance.random() < 0.2:
             one = chance.choice(list(used))
@@ -131,9 +135,9 @@ def test_rows_hold_no_more_kv_than_is_counted(tmp_path: Path, kind: str, seed: i
         deltas = engine.prefill(256) if engine.is_prefilling else []
         for delta in (*deltas, *engine.decode()):
             assert delta.error is None
-            used[delta.sequence_id] += delta.tokens
+            used[delta.row] += delta.tokens
             if delta.finish_reason is not None:
-                del used[delta.sequence_id]
+                del used[delta.row]
         lone = {each for each in used if each in apart or whole[each] - used[each] <= 1} - gone
         layout = Layout(
             [used[each] for each in used.keys() - lone - gone],
@@ -165,7 +169,7 @@ def test_kv_is_counted_by_what_each_layer_keeps(tmp_path: Path, kind: str) -> No
 def test_a_curtailed_row_ends_with_length(folder: Path) -> None:
     """At the tokens it is given, whatever it was allowed before; a stranger's id is fine."""
     engine = open_engine(folder)
-    first = engine.join(row(10, 50))
+    first = join(engine, row(10, 50))
     while engine.is_prefilling:
         engine.prefill(512)
     said, ends = 0, []
@@ -184,7 +188,7 @@ def test_what_is_kept_of_prompts_can_be_forgotten(folder: Path) -> None:
     engine = open_engine(folder)
     for expected in (0, 0):
         assert engine.prefix_bytes == expected
-        engine.join(row(200, 1))
+        join(engine, row(200, 1))
         while engine.is_prefilling:
             engine.prefill(512)
         assert engine.prefix_bytes > 0
@@ -203,4 +207,4 @@ def test_a_row_says_whether_its_caller_has_bounded_it(folder: Path) -> None:
     (unbounded,) = engine.prepare(GenerateJob(**asked))
     assert (bounded.is_open, bounded.max_tokens) == (False, 10)
     assert unbounded.is_open
-    assert unbounded.max_tokens == engine.max_context - len(unbounded.prompt)
+    assert unbounded.max_tokens == engine.facts.max_context - len(unbounded.prompt)

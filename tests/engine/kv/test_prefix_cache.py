@@ -19,6 +19,7 @@ from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.jobs import GenerateJob, Grammar, PrefixNames, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, write_chat
+from tests.engine.generation.harness import join
 from tests.engine.generation.test_engine import (
     GREEDY,
     SEEDED,
@@ -197,7 +198,7 @@ def test_an_answer_held_to_a_grammar_is_the_same(
         run = Run(engine)
         asked = bare(BASE, Sampling(temperature=1.5, seed=3), grammar=grammar, max_tokens=60)
         (row,) = engine.prepare(asked)
-        number = engine.join(replace(row, compiled=engine.compile(grammar)))
+        number = join(engine, replace(row, compiled=engine.compile(grammar)))
         run.answers[number] = answer = Answer()
         run.join(bare(BASE[:300]))
         run.finish()

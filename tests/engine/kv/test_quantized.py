@@ -227,7 +227,7 @@ def test_rows_that_join_leave_wait_and_go_on_say_what_they_say_alone(
         if parked and (not batch.is_busy or chance.random() < 0.3):
             engine.resume(one := parked.pop())
         batch.step(chance.choice([64, 512]))
-    assert not engine.take_faults()
+    assert not engine._faults.take()
     for row, job, answer in zip(rows, jobs, expected, strict=True):
         assert batch.answers[row].says_as(answer), job
     for each in (engine, lone):
@@ -281,7 +281,9 @@ def test_a_token_of_kv_takes_little_more_than_its_bits(
             batch.step(512)
         assert engine._running is not None
         layer = engine._running.cache[0]
-        sizes.append((layer.nbytes / layer.planes[0].shape[2], engine.kv_cost.token, held(engine)))
+        sizes.append(
+            (layer.nbytes / layer.planes[0].shape[2], engine.facts.kv_cost.token, held(engine))
+        )
         engine.close()
     (full, counted, _), (packed, less, holds) = sizes
     assert packed <= most * full

@@ -19,6 +19,7 @@ from gateway.engine.models.missing_kernels import can_gather
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Adapter, GenerateJob, Question, Sampling
 from tests.checkpoints import SLIDING, STATEFUL, merge_adapter, write_adapter, write_chat
+from tests.engine.generation.harness import join
 from tests.engine.generation.test_preemption import (
     JOBS,
     SCHEMA,
@@ -107,7 +108,7 @@ def run(batch: Adapted, jobs: Sequence[Asked], chance: random.Random) -> list[An
         if waiting and (not batch.is_busy or chance.random() < 0.3):
             rows.append(batch.ask(waiting.pop(0)))
         batch.step(64)
-    assert not batch.engine.take_faults()
+    assert not batch.engine._faults.take()
     return [batch.answers[row] for row in rows]
 
 
@@ -266,7 +267,7 @@ def test_an_echoed_prompt_is_scored_by_its_adapter(plain: World) -> None:
         ):
             job = GenerateJob(caller=caller(), prompt="What is it?", adapter=adapter, **given)
             (row,) = engine.prepare(job)
-            engine.join(row)
+            join(engine, row)
             (delta,) = engine.prefill(4096)
             assert delta.prompt is not None
             found.append([each.chosen.logprob for each in delta.prompt.logprobs])
@@ -292,7 +293,7 @@ def test_labels_are_judged_by_an_adapter(plain: World) -> None:
                 adapter=adapter,
             )
             for row in engine.prepare(job):
-                engine.join(row)
+                join(engine, row)
             deltas = []
             while engine.is_prefilling:
                 deltas += engine.prefill(4096)

@@ -32,6 +32,7 @@ from gateway.engine.models.missing_kernels import (
 from gateway.errors import ModelLoadFailed
 from gateway.jobs import Sampling, SequenceParams
 from tests.checkpoints import write_chat
+from tests.engine.generation.harness import join
 from tests.engine.models.gguf.opening import ended
 
 NO_SHAPE = (
@@ -329,15 +330,15 @@ def test_rows_of_a_mixture_in_16_bits_answer_on_a_cpu(tmp_path: Path, dtype: str
     assert not verdict.forbids_batches
     greedy = Sampling(temperature=0, ignore_eos=True)
     rows = [
-        engine.join(SequenceParams(prompt=range(5, end), max_tokens=12, sampling=greedy))
+        join(engine, SequenceParams(prompt=range(5, end), max_tokens=12, sampling=greedy))
         for end in (9, 40, 90)
     ]
     tokens = dict.fromkeys(rows, 0)
     while engine.is_prefilling or engine.is_decoding:
         for delta in engine.prefill(64) + engine.decode():
             assert delta.error is None
-            tokens[delta.sequence_id] += delta.tokens
-    assert not engine.take_faults()
+            tokens[delta.row] += delta.tokens
+    assert not engine._faults.take()
     assert set(tokens.values()) == {12}
     engine.close()
 

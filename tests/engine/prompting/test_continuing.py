@@ -16,6 +16,7 @@ from gateway.errors import BadRequest
 from gateway.jobs import Calling, Function, GenerateJob, Grammar, Sampling
 from tests.checkpoints import teach_thinking, write_chat
 from tests.engine.chat_formats import family, row, said
+from tests.engine.generation.harness import join
 from tests.fakes import caller
 
 TEMPLATE = (
@@ -123,7 +124,7 @@ def test_the_answer_leaves_the_beginning_out_and_is_no_reasoning(engine: Generat
     """Though the template opens a block of thinking for answers of its own."""
     (planned,) = engine.prepare(job("Once upon a time"))
     assert (planned.is_thinking, planned.may_think, planned.is_continued) == (False, False, True)
-    engine.join(planned)
+    join(engine, planned)
     deltas = []
     while engine.is_prefilling or engine.is_decoding:
         deltas += engine.prefill(512) if engine.is_prefilling else []

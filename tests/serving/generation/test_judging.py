@@ -6,6 +6,7 @@ import pytest
 
 from gateway.errors import DeadlineExceeded, EngineFailed, Overloaded
 from gateway.jobs import GenerateJob, LabelStep, Question, Sampling, SequenceParams
+from gateway.serving.generation.many import score_labels
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.generation.queue import JobQueue
 from tests.fakes import FAR, ScriptedChat, caller, generate_job
@@ -28,7 +29,7 @@ def judging(first: int, count: int, *, deadline: float = FAR, word: str = "q") -
 async def test_every_question_has_its_labels_in_order() -> None:
     """Across the jobs of a request; each prompt is counted."""
     async with batching(ScriptedChat()) as batcher:
-        logprobs, usage = await batcher.judge([judging(0, 3), judging(3, 2)])
+        logprobs, usage = await score_labels(batcher, [judging(0, 3), judging(3, 2)])
     assert logprobs == [[-1.0, -2.0]] * 5
     assert usage.prompt_tokens == 5 * len("inq0")
     assert usage.cached_tokens == 0 + 1 + 2 + 3 + 4
@@ -36,16 +37,16 @@ async def test_every_question_has_its_labels_in_order() -> None:
 
 async def test_more_questions_than_places_join_in_turn() -> None:
     async with batching(ScriptedChat(), rows=4) as batcher:
-        judged, _ = await batcher.judge([judging(0, 50)])
+        judged, _ = await score_labels(batcher, [judging(0, 50)])
     assert len(judged) == 50
 
 
 async def test_questions_and_answers_share_the_engine() -> None:
     async with batching(ScriptedChat(), rows=4) as batcher:
         (judged, _), answer, (other, _) = await asyncio.gather(
-            batcher.judge([judging(0, 9)]),
+            score_labels(batcher, [judging(0, 9)]),
             text(batcher, generate_job("hello")),
-            batcher.judge([judging(0, 2)]),
+            score_labels(batcher, [judging(0, 2)]),
         )
     assert (len(judged), answer, len(other)) == (9, "hello", 2)
 
@@ -55,7 +56,7 @@ async def test_questions_leave_places_for_answers() -> None:
     engine = ScriptedChat()
     engine.gate.close()
     async with batching(engine, rows=8) as batcher:
-        judging_many = asyncio.create_task(batcher.judge([judging(0, 50)]))
+        judging_many = asyncio.create_task(score_labels(batcher, [judging(0, 50)]))
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         assert engine.rows == 6
         answer = asyncio.create_task(text(batcher, generate_job("hello")))
@@ -69,10 +70,10 @@ async def test_a_full_queue_refuses_questions() -> None:
     engine = ScriptedChat()
     engine.gate.close()
     async with batching(engine, choices=4) as batcher:
-        first = asyncio.create_task(batcher.judge([judging(0, 4)]))
+        first = asyncio.create_task(score_labels(batcher, [judging(0, 4)]))
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         with pytest.raises(Overloaded):
-            await batcher.judge([judging(0, 1)])
+            await score_labels(batcher, [judging(0, 1)])
         engine.gate.open()
         await first
 
@@ -81,13 +82,13 @@ async def test_cancelled_questions_leave_the_engine() -> None:
     engine = ScriptedChat()
     engine.gate.close()
     async with batching(engine, choices=4) as batcher:
-        task = asyncio.create_task(batcher.judge([judging(0, 4)]))
+        task = asyncio.create_task(score_labels(batcher, [judging(0, 4)]))
         await asyncio.to_thread(engine.gate.reached.wait, 5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         engine.gate.open()
-        judged, _ = await batcher.judge([judging(0, 4)])
+        judged, _ = await score_labels(batcher, [judging(0, 4)])
     assert len(judged) == 4
     assert engine.rows == 0
 
@@ -95,13 +96,13 @@ async def test_cancelled_questions_leave_the_engine() -> None:
 async def test_questions_past_their_deadline_end() -> None:
     async with batching(ScriptedChat()) as batcher:
         with pytest.raises(DeadlineExceeded):
-            await batcher.judge([judging(0, 2, deadline=0)])
+            await score_labels(batcher, [judging(0, 2, deadline=0)])
 
 
 async def test_a_question_that_fails_ends_its_request_alone() -> None:
     async with batching(ScriptedChat()) as batcher:
-        bad = batcher.judge([judging(0, 2, word="poison")])
-        good = batcher.judge([judging(0, 2)])
+        bad = score_labels(batcher, [judging(0, 2, word="poison")])
+        good = score_labels(batcher, [judging(0, 2)])
         failed, judged = await asyncio.gather(bad, good, return_exceptions=True)
     assert isinstance(failed, EngineFailed)
     assert not isinstance(judged, BaseException)

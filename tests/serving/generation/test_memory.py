@@ -15,11 +15,11 @@ from gateway.errors import NoRoom, PromptTooLarge
 from gateway.jobs import Delta, GenerateJob, Grammar, KvCost, Question, Sampling, SequenceParams
 from gateway.serving.budget import Budget
 from gateway.serving.generation.batcher import GenerationBatcher
+from gateway.serving.generation.choice import Choice
 from gateway.serving.generation.grammars import GrammarCache
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts, RowMemory
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.generation.scheduler import Scheduler
-from gateway.serving.generation.sequence import Sequence
 from gateway.serving.lane import Lane
 from gateway.serving.tokenize import ThreadPools
 from tests.fakes import ScriptedChat, generate_job
@@ -569,18 +569,19 @@ async def test_forty_calls_with_a_huge_bound_run_as_many_as_really_fit() -> None
 def test_rows_that_leave_after_a_shortage_make_room_for_others() -> None:
     """However they leave; once none is left, as many may run as before."""
     scheduler = Scheduler("m", LIMITS, RowMemory(Budget(0), RowCosts()))
-    sequences = [Sequence(row(1, 9), 0, asyncio.Queue()) for _ in range(8)]
-    for number, sequence in enumerate(sequences):
-        scheduler.note_join(sequence, number)
+    choices = [Choice(row(1, 9), asyncio.Queue()) for _ in range(9)]
+    for number, choice in enumerate(choices[:8]):
+        choice.row = number
+        scheduler._enter(choice, number)
     scheduler.shed()
     assert scheduler.bearable == 4
-    scheduler.drop(sequences[:2])
+    scheduler.drop(choices[:2])
     assert scheduler.bearable == 6
     scheduler.note_end(2)
     assert scheduler.bearable == 7
-    scheduler.drop(sequences[3:])
+    scheduler.drop(choices[3:8])
     assert scheduler.bearable is None
-    scheduler.note_join(Sequence(row(1, 9), 0, asyncio.Queue()), 9)
+    scheduler._enter(choices[8], 9)
     scheduler.shed()
     scheduler.end_running(NoRoom("m", ()))
     assert scheduler.bearable is None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gateway.jobs import Pass, SequenceDelta
+from gateway.jobs import Delta, Pass
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.pace import START_TOKENS
@@ -26,7 +26,7 @@ class SlowReader(ScriptedChat):
     budgets: list[int] = field(default_factory=list)
     unread: int = 2000
 
-    def prefill(self, token_budget: int) -> list[SequenceDelta]:
+    def prefill(self, token_budget: int) -> list[Delta]:
         self.budgets.append(token_budget)
         read = min(self.unread, token_budget)
         time.sleep(0.0005 * read)

@@ -2,15 +2,16 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 
 from gateway.jobs import Sampling, SequenceParams
-from gateway.serving.generation.policy import Decision, WaitingQueue
-from gateway.serving.generation.sequence import Sequence
+from gateway.serving.generation.choice import Choice
+from gateway.serving.generation.waiting import Decision, WaitingQueue
 
 
-def sequence(request: str, rank: float, index: int = 0) -> Sequence:
-    row = SequenceParams(prompt=[1], max_tokens=9, sampling=Sampling())
-    return Sequence(row, index, asyncio.Queue(), rank, request=request)
+def a_choice(request: str, rank: float, index: int = 0) -> Choice:
+    row = SequenceParams(prompt=[1], max_tokens=9, sampling=Sampling(), index=index)
+    return Choice(row, asyncio.Queue(), rank, request=request)
 
 
 def filled(**rows: tuple[float, int]) -> WaitingQueue:
@@ -18,7 +19,7 @@ def filled(**rows: tuple[float, int]) -> WaitingQueue:
     waiting = WaitingQueue()
     for request, (rank, count) in rows.items():
         for index in range(count):
-            waiting.add(sequence(request, rank, index))
+            waiting.add(a_choice(request, rank, index))
     return waiting
 
 
@@ -28,31 +29,41 @@ class Places:
     def __init__(self, places: int) -> None:
         self._places = places
         self.calls = 0
+        self.joining: list[Choice] = []
 
-    def __call__(self, _: Sequence) -> Decision:
+    def __call__(self, choice: Choice) -> Decision:
         self.calls += 1
         self._places -= 1
-        return Decision.JOIN if self._places >= 0 else Decision.STOP
+        if self._places < 0:
+            return Decision.STOP
+        self.joining.append(choice)
+        return Decision.JOIN
 
 
-def names(sequences: list[Sequence]) -> str:
-    return "".join(each.request for each in sequences)
+def choose(waiting: WaitingQueue, places: int, running: Mapping[str, int] = {}) -> list[Choice]:
+    deciding = Places(places)
+    waiting.offer(running, deciding)
+    return deciding.joining
+
+
+def names(choices: list[Choice]) -> str:
+    return "".join(choice.request for choice in choices)
 
 
 def test_requests_give_one_row_in_turn() -> None:
     """The first first; one with many rows takes what the others leave."""
     waiting = filled(a=(1.0, 9), b=(2.0, 2), c=(3.0, 1))
-    assert names(waiting.choose({}, Places(7))) == "abcabaa"
+    assert names(choose(waiting, 7)) == "abcabaa"
     assert len(waiting) == 12, "they were only asked"
 
 
 def test_one_with_few_rows_inside_goes_before_one_with_many() -> None:
     """Whoever came first: so places that become free one by one are shared too."""
     waiting = filled(a=(1.0, 9), b=(2.0, 9))
-    assert names(waiting.choose({"a": 3}, Places(5))) == "bbbab"
+    assert names(choose(waiting, 5, {"a": 3})) == "bbbab"
     inside = Counter({"a": 8})
     for _ in range(8):
-        (one,) = waiting.choose(inside, Places(1))
+        (one,) = choose(waiting, 1, inside)
         waiting.take([one])
         inside[one.request] += 1
     assert inside == {"a": 8, "b": 8}
@@ -62,10 +73,10 @@ def test_the_preempted_go_first_by_rank() -> None:
     """They have begun, and their callers read."""
     waiting = filled(a=(1.0, 2))
     for request, rank in (("y", 9.0), ("x", 5.0)):
-        late = sequence(request, rank)
+        late = a_choice(request, rank)
         late.row = int(rank)
         waiting.add_preempted(late)
-    joining = waiting.choose({}, Places(3))
+    joining = choose(waiting, 3)
     assert names(joining) == "xya"
     waiting.take(joining)
     assert (len(waiting), names(list(waiting))) == (1, "a")
@@ -76,11 +87,11 @@ def test_a_request_that_is_passed_is_not_asked_again() -> None:
     waiting = filled(a=(1.0, 5), b=(2.0, 2))
     asked: list[str] = []
 
-    def decide(each: Sequence) -> Decision:
-        asked.append(each.request)
-        return Decision.SKIP if each.request == "a" else Decision.JOIN
+    def decide(choice: Choice) -> Decision:
+        asked.append(choice.request)
+        return Decision.SKIP if choice.request == "a" else Decision.JOIN
 
-    assert names(waiting.choose({}, decide)) == "bb"
+    waiting.offer({}, decide)
     assert asked == ["a", "b", "b"]
 
 
@@ -92,16 +103,17 @@ def test_who_is_given_up_is_met_no_more() -> None:
         each.is_over = True
         waiting.discard(each)
     assert len(waiting) == 2
-    joining = waiting.choose({}, Places(9))
+    joining = choose(waiting, 9)
     assert [each.index for each in joining] == [2, 4]
     waiting.take(joining)
     assert len(waiting) == 0
-    assert waiting.choose({}, Places(9)) == []
+    assert choose(waiting, 9) == []
 
 
 def test_nobody_walks_all_that_wait() -> None:
     """A hundred thousand rows of a few requests are asked about for two places."""
     waiting = filled(a=(1.0, 50_000), b=(2.0, 50_000))
     places = Places(2)
-    assert names(waiting.choose({}, places)) == "ab"
+    waiting.offer({}, places)
+    assert names(places.joining) == "ab"
     assert places.calls == 3

@@ -6,16 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.errors import Fault, PassFault
 from gateway.jobs import (
     Calling,
+    Delta,
     Function,
     Grammar,
     LabelStep,
     Pass,
     Sampling,
     SchemaRule,
-    SequenceDelta,
     SequenceParams,
+    StepPlan,
+    StepResult,
     Verdict,
 )
 from gateway.serving.ranks.calls import Call, decode, digest, encode
@@ -43,11 +46,12 @@ WHOLE = SequenceParams(
 @pytest.mark.parametrize(
     "call",
     [
-        Call("m", "join", [WHOLE]),
-        Call("m", "join", [replace(WHOLE, prompt=(1, 2), grammar=None, step=None)]),
+        Call("m", "step", [StepPlan(joining=[(7, WHOLE)])]),
+        Call(
+            "m", "step", [StepPlan(kind="prefill", token_budget=512, leaving=[1], capped=[(2, 3)])]
+        ),
         Call("m", "apply_verdict", [Verdict(single=True, rows=False)]),
-        Call("m", "prefill", [512]),
-        Call("m", "decode", []),
+        Call("m", "probe", []),
     ],
 )
 def test_a_call_arrives_as_it_was_sent(call: Call) -> None:
@@ -87,15 +91,19 @@ def test_other_types_are_not_sent() -> None:
 
 def test_the_digest_is_of_what_was_said() -> None:
     """Tokens, texts and ends count; a call's random id does not."""
-    said = [SequenceDelta(1, "a", 1)]
-    one = digest(1, Pass(1, 1, 1), said, 0)
-    assert one == digest(1, Pass(1, 1, 1), [replace(said[0], cached_tokens=5)], 0)
+    delta = Delta(0, "a", 1, row=1)
+    result = StepResult([delta], Pass(1, 1, 1), decoding=1)
+    one = digest(result)
+    assert one == digest(replace(result, deltas=[replace(delta, cached_tokens=5)]))
     others = [
-        digest(2, Pass(1, 1, 1), said, 0),
-        digest(1, Pass(1, 2, 2), said, 0),
-        digest(1, Pass(1, 1, 1), [replace(said[0], text="b")], 0),
-        digest(1, Pass(1, 1, 1), [replace(said[0], finish_reason="stop")], 0),
-        digest(1, Pass(1, 1, 1), said, 1),
+        digest(replace(result, decoding=2)),
+        digest(replace(result, reading=frozenset({2}))),
+        digest(replace(result, size=Pass(1, 2, 2))),
+        digest(replace(result, deltas=[replace(delta, text="b")])),
+        digest(replace(result, deltas=[replace(delta, row=2)])),
+        digest(replace(result, deltas=[replace(delta, finish_reason="stop")])),
+        digest(replace(result, deltas=[replace(delta, error="no")])),
+        digest(replace(result, faults=[PassFault(Fault.ROW, "no")])),
     ]
-    assert len({one, *others}) == 6
+    assert len({one, *others}) == 9
     assert json.dumps(one)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequest, ModelLoadFailed, Unavailable
-from gateway.jobs import Grammar, Sampling, SequenceParams
+from gateway.jobs import Grammar, Sampling, SequenceParams, StepPlan, StepResult
+from gateway.serving.ports import GenerationEngine
 from gateway.serving.ranks.following import follow
 from gateway.serving.ranks.leading import LeadingEngine, lead_in_steps
 from gateway.serving.ranks.links import Follower, Invitation, Leader, accept, inviting
@@ -24,6 +25,16 @@ def params(text: str, **fields: Any) -> SequenceParams:
     return SequenceParams(
         prompt=[ord(each) for each in text], max_tokens=9, sampling=Sampling(), **fields
     )
+
+
+def join(engine: GenerationEngine, *rows: SequenceParams) -> StepResult:
+    """Let rows join, numbered from 1, and read their prompts."""
+    joining = list(enumerate(rows, 1))
+    return engine.step(StepPlan(kind="prefill", token_budget=64, joining=joining))
+
+
+def decode(engine: GenerationEngine) -> list[str]:
+    return [delta.text for delta in engine.step(StepPlan(kind="decode")).deltas]
 
 
 @dataclass
@@ -92,17 +103,14 @@ def test_the_other_rank_makes_every_call(ranks: Ranks) -> None:
     ranks.follow()
     mine = ScriptedChat()
     engine = ranks.lead(mine)
-    first, second = engine.join(params("ab")), engine.join(params("xyz"))
-    assert engine.prefill(64) == []
-    assert [delta.text for delta in engine.decode()] == ["a", "x"]
-    engine.park(first)
-    engine.preempt(second)
-    engine.resume(first)
-    assert engine.cap_tokens(first, 2) == []
-    assert [delta.text for delta in engine.decode()] == ["b"]
+    read = join(engine, params("ab"), params("xyz"))
+    assert (read.deltas, read.decoding) == ([], 2)
+    assert decode(engine) == ["a", "x"]
+    assert engine.step(StepPlan(parking=[1], preempting=[2])).decoding == 0
+    plan = StepPlan(kind="decode", resuming=[1], capped=[(1, 2)])
+    assert [delta.text for delta in engine.step(plan).deltas] == ["b"]
     assert [verdict.is_whole for verdict in engine.self_test()] == [True]
-    engine.leave(first)
-    engine.leave(second)
+    engine.step(StepPlan(leaving=[1, 2]))
     [other] = ranks.engines
     assert (other.joined, other.left, other.steps) == (mine.joined, mine.left, mine.steps)
     seeds = {engine._jobs[row].sampling.seed for engine in (mine, other) for row in (1, 2)}
@@ -121,23 +129,28 @@ def test_each_rank_compiles_the_grammar(ranks: Ranks) -> None:
     ranks.follow()
     engine = ranks.lead(ScriptedChat())
     grammar = Grammar("regex", "a+")
-    engine.join(params("a", grammar=grammar, compiled=grammar))
+    join(engine, params("a", grammar=grammar, compiled=grammar))
     [other] = ranks.engines
     assert other._jobs[1].compiled == grammar
 
 
 def test_a_call_that_fails_everywhere_fails_for_its_caller_alone(ranks: Ranks) -> None:
     class Refusing(ScriptedChat):
-        def join(self, job: SequenceParams) -> int:
+        def join(self, row: int, job: SequenceParams) -> None:
             if job.prompt[0] == ord("!"):
                 raise BadRequest("no")
-            return super().join(job)
+            super().join(row, job)
+
+        def probe(self) -> None:
+            raise RuntimeError("no")
 
     ranks.follow(Refusing)
     engine = ranks.lead(Refusing())
-    with pytest.raises(BadRequest):
-        engine.join(params("!"))
-    assert engine.join(params("a")) == 1
+    [refused] = join(engine, params("!"), params("a")).deltas
+    assert (refused.row, refused.error) == (1, "no")
+    with pytest.raises(RuntimeError):
+        engine.probe()
+    assert decode(engine) == ["a"]
     assert ranks.leader.lost is None
 
 
@@ -150,12 +163,11 @@ def test_a_model_answers_while_others_load(ranks: Ranks) -> None:
         for model in ("n", "o")
     ]
     assert [next(each) for each in loads] == [None, None]
-    engine.join(params("ab"))
-    engine.prefill(64)
-    assert [delta.text for delta in engine.decode()] == ["a"]
+    join(engine, params("ab"))
+    assert decode(engine) == ["a"]
     for load in loads:
         loaded = next(each for each in islice(load, 500) if each is not None)
-        assert loaded.join(params("xyz")) == 1
+        assert join(loaded, params("xyz")).decoding == 1
 
 
 def test_what_an_abandoned_load_comes_to_is_forgotten(ranks: Ranks) -> None:
@@ -164,7 +176,7 @@ def test_what_an_abandoned_load_comes_to_is_forgotten(ranks: Ranks) -> None:
     assert next(load) is None
     load.close()
     engine = ranks.lead(ScriptedChat())
-    engine.join(params("ab"))
+    join(engine, params("ab"))
     assert not ranks.leader._sent
 
 
@@ -172,13 +184,12 @@ def test_another_outcome_ends_the_group_before_anything_is_answered(ranks: Ranks
     """As of a rank that wrote another token: its next pass may have another shape."""
     ranks.follow(lambda: ScriptedChat(script=[{"text": "other", "tokens": 1}]))
     engine = ranks.lead(ScriptedChat())
-    engine.join(params("ab"))
-    engine.prefill(64)
+    join(engine, params("ab"))
     with pytest.raises(Unavailable, match="rank 1 came to another outcome"):
-        engine.decode()
+        decode(engine)
     assert ranks.leader.lost == "rank 1 came to another outcome"
     with pytest.raises(Unavailable):
-        engine.prefill(64)
+        decode(engine)
 
 
 def test_a_load_that_fails_on_one_rank_is_undone_and_names_it(ranks: Ranks) -> None:
@@ -202,7 +213,7 @@ def test_a_load_that_fails_on_one_rank_is_undone_and_names_it(ranks: Ranks) -> N
 
     with pytest.raises(ModelLoadFailed, match="here"):
         list(lead_in_steps(ranks.leader, "m", ["same", 1], broken()))
-    assert ranks.lead(ScriptedChat()).join(params("a")) == 1
+    assert join(ranks.lead(ScriptedChat()), params("a")).decoding == 1
 
 
 def test_a_rank_that_goes_while_rank_0_waits_is_noticed(ranks: Ranks) -> None:

@@ -18,8 +18,9 @@ from gateway.jobs import (
     PrefixNames,
     Question,
     Sampling,
-    SequenceDelta,
     SequenceParams,
+    StepPlan,
+    StepResult,
     Verdict,
 )
 from gateway.serving.ranks.calls import Call, decode, encode
@@ -78,10 +79,19 @@ JOBS: dict[str, dict[str, Any]] = {
 
 # What changes nothing in an engine is not sent.
 NOT_SENT = {
-    *("prepare", "compile", "matches_schema", "synchronize", "take_faults", "nbytes", "rows"),
-    *("tokens", "max_context", "is_batched", "self_test_tokens", "prefix_bytes", "prefix_names"),
-    *("last_pass", "kv_cost", "prefilling", "is_prefilling", "is_decoding"),
+    *("prepare", "compile", "matches_schema", "synchronize", "nbytes", "prefix_names"),
+    *("tokens", "facts", "is_batched"),
 }
+
+
+def run_rows(engine: LeadingEngine, rows: Sequence[SequenceParams]) -> Iterator[StepResult]:
+    """Join rows, numbered from 1, and yield what comes of each pass until all have ended."""
+    result = engine.step(StepPlan(joining=list(enumerate(rows, 1))))
+    yield result
+    while result.reading or result.decoding:
+        for kind in ("prefill", "decode"):
+            result = engine.step(StepPlan(kind=kind, token_budget=64))
+            yield result
 
 
 class Pair:
@@ -104,18 +114,14 @@ class Pair:
     def agree(self, call: Call, outcome: str) -> None:
         assert self._following.make(call) == outcome, call
 
-    def join(self, params: SequenceParams) -> int:
-        engine = self.engine
-        if params.grammar is not None:
-            params = replace(params, compiled=engine.compile(params.grammar))
-        return engine.join(replace(params, max_tokens=min(params.max_tokens, 12)))
-
-    def finish(self) -> list[SequenceDelta]:
-        deltas: list[SequenceDelta] = []
-        while self.engine.is_prefilling or self.engine.is_decoding:
-            deltas += self.engine.prefill(64)
-            deltas += self.engine.decode()
-        return deltas
+    def run(self, rows: Sequence[SequenceParams]) -> list[StepResult]:
+        """Answer rows to their ends."""
+        engine, ready = self.engine, []
+        for row in rows:
+            compiled = engine.compile(row.grammar) if row.grammar is not None else None
+            max_tokens = min(row.max_tokens, 12)
+            ready.append(replace(row, compiled=compiled, max_tokens=max_tokens))
+        return list(run_rows(engine, ready))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +159,9 @@ def prepare(engine: LeadingEngine, **job: Any) -> list[SequenceParams]:
 def test_a_job_arrives_as_it_was_sent(name: str, rows: dict[str, list[SequenceParams]]) -> None:
     """Whatever sequence of ids its prompt is: that of a question's step is made of parts."""
     for sent in rows[name]:
-        [arrived] = decode(encode(Call("m", "join", [sent]))).arguments
+        [plan] = decode(encode(Call("m", "step", [StepPlan(joining=[(7, sent)])]))).arguments
+        [(number, arrived)] = plan.joining
+        assert number == 7
         assert list(arrived.prompt) == list(sent.prompt)
         assert replace(arrived, prompt=sent.prompt) == sent
 
@@ -164,12 +172,13 @@ def test_a_job_is_answered_alike_on_every_rank(
 ) -> None:
     """To its end, pass by pass: also one whose seed is drawn, and whose grammar each compiles."""
     pair = pairs[name]
-    joined = {pair.join(row) for row in rows[name]}
-    deltas = pair.finish()
+    results = pair.run(rows[name])
+    deltas = [delta for result in results for delta in result.deltas]
     assert not [delta.error for delta in deltas if delta.error is not None]
-    assert {delta.sequence_id for delta in deltas if delta.finish_reason is not None} == joined
-    assert pair.engine.rows == pair.other.rows == 0
-    assert not pair.engine.take_faults()
+    ends = [delta.row for delta in deltas if delta.finish_reason is not None]
+    assert sorted(ends) == list(range(1, 1 + len(rows[name])))
+    assert pair.other.rows == 0
+    assert not any(result.faults for result in results)
 
 
 def test_every_call_that_changes_an_engine_is_made_on_every_rank(
@@ -179,20 +188,16 @@ def test_every_call_that_changes_an_engine_is_made_on_every_rank(
     folder = write_chat(tmp_path_factory.mktemp("calls"))
     pair = Pair(partial(open_engine, folder, prefix_cache_bytes=1 << 24))
     engine = pair.engine
-    parked, preempted, left, capped, kept = [
-        pair.join(row) for row in prepare(engine, messages=HELLO, n=5, max_tokens=12)
-    ]
-    engine.prefill(512)
-    engine.decode()
-    engine.park(parked)
-    engine.preempt(preempted)
-    engine.leave(left)
-    assert engine.cap_tokens(capped, 1)[-1].finish_reason == "length"
-    engine.decode()
-    engine.clear_prefixes()
-    engine.resume(parked)
-    engine.resume(preempted)
-    ends = {delta.sequence_id for delta in pair.finish() if delta.finish_reason is not None}
+    rows = list(enumerate(prepare(engine, messages=HELLO, n=5, max_tokens=12)))
+    parked, preempted, left, capped, kept = range(5)
+    engine.step(StepPlan(kind="prefill", token_budget=512, joining=rows))
+    engine.step(StepPlan(kind="decode"))
+    plan = StepPlan(parking=[parked], preempting=[preempted], leaving=[left], capped=[(capped, 1)])
+    [end] = engine.step(plan).deltas
+    assert (end.row, end.finish_reason) == (capped, "length")
+    engine.step(StepPlan(kind="decode", clear_prefixes=True, resuming=[parked, preempted]))
+    deltas = [delta for result in run_rows(engine, []) for delta in result.deltas]
+    ends = {delta.row for delta in deltas if delta.finish_reason is not None}
     assert ends == {parked, preempted, kept}
     engine.probe()
     for verdict in engine.self_test():

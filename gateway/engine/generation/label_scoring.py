@@ -1,4 +1,4 @@
-"""Questions judged by the probabilities of their labels: nothing is sampled.
+"""Questions answered by the probabilities of their labels: nothing is sampled.
 
 A question's prompt is the conversation up to its questions, the question and the template's
 opening of the answer. It is cut where its tokens are those of the whole, so that all questions have
@@ -24,11 +24,11 @@ from gateway.engine.generation.sequence import Sequence
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
 from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import (
+    Delta,
     GenerateJob,
     Judgement,
     LabelStep,
     Question,
-    SequenceDelta,
     SequenceParams,
     TokenIds,
 )
@@ -74,6 +74,7 @@ def prepare_questions(
                     prompt=prompt,
                     max_tokens=1,
                     sampling=job.sampling,
+                    index=len(rows),
                     step=step,
                     adapter=job.adapter,
                 )
@@ -194,7 +195,7 @@ def _steps(
         found += [(depth + 1, each) for each in node.next.values()]
 
 
-def judge(rows: abc.Sequence[Sequence], logits: mx.array) -> list[SequenceDelta]:
+def score_labels(rows: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
     """Return the only delta of each row, from the logits, (rows, vocabulary), at its end.
 
     The logprobs are the log-softmax over the whole vocabulary, as those of sampled tokens are.
@@ -216,20 +217,21 @@ def judge(rows: abc.Sequence[Sequence], logits: mx.array) -> list[SequenceDelta]
     ]
 
 
-def _delta(row: Sequence, logprobs: abc.Sequence[abc.Sequence[float]]) -> SequenceDelta:
+def _delta(row: Sequence, logprobs: abc.Sequence[abc.Sequence[float]]) -> Delta:
     step = _step_of(row)
     if any(math.isnan(each) for some in logprobs for each in some):
-        return SequenceDelta(row.id, error="its output is not a number")
+        return row.error_delta("its output is not a number")
     by_label = [
         (label, max(LEAST, _add(some)))
         for (_, labels), some in zip(step.entries, logprobs, strict=True)
         for label in labels
     ]
-    return SequenceDelta(
-        row.id,
+    return Delta(
+        row.index,
         finish_reason="stop",
         cached_tokens=row.cached_tokens,
         judgement=Judgement(step.question, by_label),
+        row=row.id,
     )
 
 

@@ -14,11 +14,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.bounds import KeptBuffers
 from gateway.engine.device import launch
-from gateway.engine.generation.decode_batch import cache_nbytes
-from gateway.engine.generation.speculation import MOST_AHEAD, Patience, count_accepted
+from gateway.engine.drafts.patience import Patience, count_accepted
 from gateway.engine.kv.cache import (
     SPARE,
     RaggedKVCache,
+    cache_nbytes,
     compact,
     filter_layers,
     make_batch_caches,
@@ -29,6 +29,7 @@ from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import parameters
 from gateway.jobs import KvCost
 
+MOST_AHEAD: Final = 7  # tokens a row: a turn's steps stay within the memory held for it
 CHUNK: Final = 512  # tokens, padding included, that catch up in one step
 FEED: Final = MOST_AHEAD + 1  # tokens of a sequence that a draft's first pass reads
 _FIRST_LENGTH: Final = 4
@@ -96,12 +97,12 @@ class DraftModel:
     def clear_prefixes(self) -> None:
         self._prefixes.clear()
 
-    def is_due(self, sequence_id: int, length: int) -> bool:
-        """Return True if a sequence of this length is not too long, and has waited long enough."""
-        if length > self._longest:
+    def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
+        """Return True if a sequence is not too long, and has waited long enough."""
+        if len(context) > self._longest:
             return False
         row = next((row for row in self._rows if row.id == sequence_id), None)
-        return row is None or row.patience.is_over(length)
+        return row is None or row.patience.is_over(len(context))
 
     def keep(self, ids: Collection[int]) -> None:
         """Drop the KV of all other sequences."""
@@ -119,10 +120,7 @@ class DraftModel:
     def draft(
         self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
-        """Return drafts of up to so many tokens, by id; of some sequences none, such as those whose
-        prompt is still being read. The contexts of all sequences that may get drafts are given;
-        each only grows between calls.
-        """
+        """Return drafts of up to so many tokens; none of those whose prompt is still being read."""
         contexts = {each: some for each, some in contexts.items() if len(some) <= self._longest}
         self.keep(contexts)
         self._take_back(contexts)
@@ -143,16 +141,13 @@ class DraftModel:
             row.given = wanted.get(row.id, 0)
         return {each: drafts[each][:most] for each, most in wanted.items()}
 
-    def note(self, sequence_id: int, length: int, accepted: int) -> bool:
-        """Note how much of a draft was chosen, once the context, of this length, has what was.
-        Return False if the draft was not this model's.
-        """
+    def note(self, sequence_id: int, context: Sequence[int], accepted: int) -> bool:
         row = next((row for row in self._rows if row.id == sequence_id), None)
         if row is None or not row.given:
             return False
         is_whole = accepted >= row.given
         row.length = min(MOST_AHEAD, row.length + 2) if is_whole else max(1, row.length - 1)
-        row.patience.note(length, accepted)
+        row.patience.note(len(context), accepted)
         row.given = 0
         return True
 

@@ -1,44 +1,41 @@
-"""One answer being written, and the scheduler's output for a turn."""
+"""One choice of a job: serving's half of an answer, from its place in the queue to its end."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVarTuple
+from types import MappingProxyType
 
 from gateway import clock, metrics
 from gateway.errors import EngineFailed, GatewayError, OutOfMemory
-from gateway.jobs import Delta, SequenceDelta, SequenceParams, Stage, Timings
-from gateway.serving.generation.memory import MARGIN
+from gateway.jobs import Delta, SequenceParams, Stage, Timings
+from gateway.serving.generation.memory import MARGIN, Layout
 from gateway.serving.lane import Turn
-
-Ts = TypeVarTuple("Ts")
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One choice of a job: waiting, running or ended.
-
-    All choices of a job share one `inbox` of deltas. Only the first has `timings`. `row` is its id
-    in the engine.
-    """
+class Choice:
+    """One choice of a job: waiting, in the batch or ended. Those of a job share an `inbox`."""
 
     params: SequenceParams
-    index: int
     inbox: asyncio.Queue[Delta | GatewayError]
     rank: float = 0.0
-    timings: Timings | None = None
+    timings: Timings | None = None  # the job's, of its first choice alone
     request: str = ""  # requests take turns to have a row join
-    row: int | None = None
+    row: int | None = None  # its number in the engine, once it has joined
     is_over: bool = False
     is_queued: bool = False  # to join, or to join again
     is_held: bool = False  # in the batch but not to decode now: parked, or parked after prefill
     tokens: int = 0
     length: int = 0  # in tokens, prompt and answer, that memory is held for
     preemptions: int = 0
-    turn_began: int = 0  # `tokens` when its turn to decode began
+    rotated_at: int = 0  # `tokens` when it began to decode, or went on
     stuck_since: float | None = None  # when it first lacked memory that only other models hold
     # When it arrived, joined, or had its first token.
     since: float = field(default_factory=clock.now)
+
+    @property
+    def index(self) -> int:
+        return self.params.index
 
     @property
     def stage(self) -> Stage:
@@ -46,11 +43,6 @@ class Sequence:
         if self.row is None:
             return Stage.QUEUE
         return Stage.DECODE if self.tokens else Stage.PREFILL
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return True if it has not joined the batch yet."""
-        return self.row is None and not self.is_over
 
     @property
     def counts_prompt(self) -> bool:
@@ -80,11 +72,11 @@ class Sequence:
         """Return True if it will soon have more tokens than memory is held for."""
         return self.length < min(self.max_length, self.used + MARGIN)
 
-    def cap_tokens(self) -> int:
+    def cap_at_memory(self) -> int:
         """End the answer where its memory ends, and return that many tokens."""
-        most = self.length - len(self.params.prompt)
-        self.params = replace(self.params, max_tokens=most)
-        return most
+        limit = self.length - len(self.params.prompt)
+        self.params = replace(self.params, max_tokens=limit)
+        return limit
 
     @property
     def is_constrained(self) -> bool:
@@ -100,8 +92,14 @@ class Sequence:
             self.timings.preemptions += 1
             self.timings.stage = Stage.QUEUE
 
-    def join(self, turn: Turn) -> None:
-        """Record that it joins the batch in this turn."""
+    @property
+    def age(self) -> tuple[float, int]:
+        """Return a key that sorts the oldest first."""
+        return self.rank, self.index
+
+    def join(self, row: int, turn: Turn) -> None:
+        """Record that it joins the batch in this turn, as a row of this number."""
+        self.row = row
         now = clock.now()
         lane_s = max(0.0, min(turn.waited_s, turn.gained - self.since))
         if self.timings is not None:
@@ -110,8 +108,8 @@ class Sequence:
             self.timings.stage = Stage.PREFILL
         self.since = now
 
-    def deliver(self, delta: SequenceDelta, model: str) -> None:
-        """Put a step's output in the inbox, as that of a `model` or of an adapter of it."""
+    def deliver(self, delta: Delta, model: str) -> None:
+        """Put a delta in the inbox, as that of a `model` or of an adapter of it."""
         if self.params.adapter is not None:
             model = self.params.adapter.model
         if delta.error is not None:
@@ -125,23 +123,9 @@ class Sequence:
         if delta.finish_reason is not None and self.params.step is None:
             metrics.of(metrics.FINISHED, model, delta.finish_reason).inc()
             metrics.of(metrics.ANSWER_LENGTH, model).observe(self.tokens)
-        self.inbox.put_nowait(
-            Delta(
-                self.index,
-                delta.text,
-                delta.tokens,
-                delta.finish_reason,
-                reasoning=delta.reasoning,
-                call=delta.call,
-                logprobs=delta.logprobs,
-                reasoning_tokens=delta.reasoning_tokens,
-                cached_tokens=delta.cached_tokens if self.counts_prompt else 0,
-                kept_tokens=delta.kept_tokens if self.counts_prompt else 0,
-                stop=delta.stop,
-                prompt=delta.prompt,
-                judgement=delta.judgement,
-            )
-        )
+        if (delta.cached_tokens or delta.kept_tokens) and not self.counts_prompt:
+            delta = replace(delta, cached_tokens=0, kept_tokens=0)
+        self.inbox.put_nowait(delta)
 
     def _time(self, timings: Timings, model: str) -> None:
         if timings.first_token is None:
@@ -164,30 +148,24 @@ class Sequence:
             self.inbox.put_nowait(error)
 
 
-def batch_shape(*rows: Iterable[Sequence]) -> tuple[int, int]:
-    """Return the bit lengths of the number of sequences and of the longest one's tokens."""
-    lengths = [len(row.params.prompt) + row.tokens for some in rows for row in some]
+def lay_out(
+    rows: Iterable[Choice],
+    lengths: Mapping[Choice, int] = MappingProxyType({}),
+    *,
+    parking: Collection[Choice] = (),
+    resuming: Collection[Choice] = (),
+) -> Layout:
+    """Return the layout of rows in memory, or as it would be with other lengths or others held."""
+    batched: list[int] = []
+    single: list[int] = []
+    for row in rows:
+        is_held = (row.is_held or row in parking) and row not in resuming
+        is_single = is_held or not row.will_decode
+        (single if is_single else batched).append(lengths.get(row, row.length))
+    return Layout(batched, single)
+
+
+def batch_shape(rows: Iterable[Choice]) -> tuple[int, int]:
+    """Return the bit lengths of the number of rows and of the longest one's tokens."""
+    lengths = [row.used for row in rows]
     return len(lengths).bit_length(), max(lengths, default=0).bit_length()
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """What a turn does before its passes: the sequences that join, leave, are parked, resumed,
-    preempted, rejoin, and whose tokens are capped. `clears_prefixes`: the prefix cache is freed.
-    `reading` has the lengths of the prompts in prefill then.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    joining: list[Sequence] = field(default_factory=list)
-    leaving: list[int] = field(default_factory=list)
-    parked: list[int] = field(default_factory=list)
-    resumed: list[int] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)
-    rejoining: list[Sequence] = field(default_factory=list)
-    capped: list[tuple[int, int]] = field(default_factory=list)
-    clears_prefixes: bool = False
-    reading: list[int] = field(default_factory=list)
-
-    def post(self, function: Callable[[*Ts], None], *args: *Ts) -> None:
-        """Call a function on the loop's thread, from the lane's."""
-        self.loop.call_soon_threadsafe(function, *args)

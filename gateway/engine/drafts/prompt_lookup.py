@@ -1,0 +1,81 @@
+"""Drafts out of a sequence's own context: what followed the same tokens earlier in the prompt or
+in the answer (prompt lookup decoding, Saxena, 2023,
+github.com/apoorvumang/prompt-lookup-decoding).
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from gateway.engine.drafts.patience import Patience
+
+_GRAMS: Final = (3, 2)  # how many tokens must have stood together before; the longer ones first
+_INDEXED_AT_ONCE: Final = 4096  # tokens, in 3 to 4 ms: a step of others waits for it
+
+
+class PromptLookup:
+    """Drafts for one sequence, out of its own context."""
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}  # tokens → the place after them, at the latest
+        self._indexed = 0
+        self._patience = Patience()
+
+    def draft(self, context: Sequence[int], most: int) -> Sequence[int]:
+        """Return up to `most` tokens that may follow a context, which only grows between calls."""
+        if most < 1 or not self._patience.is_over(len(context)):
+            return ()
+        # What ends the context is not indexed yet: it would be found itself.
+        until = max(self._indexed, min(len(context) - 1, self._indexed + _INDEXED_AT_ONCE))
+        for end in range(self._indexed + 1, until + 1):
+            for size in _GRAMS:
+                self._after[tuple(context[max(0, end - size) : end])] = end
+        self._indexed = until
+        for size in _GRAMS:
+            if (place := self._after.get(tuple(context[-size:]))) is not None:
+                return context[place : place + most]
+        return ()
+
+    def note(self, context: Sequence[int], accepted: int) -> None:
+        """Note how much of a draft was chosen, once the context has what was."""
+        self._patience.note(len(context), accepted)
+
+
+class LookupDrafter:
+    """Drafts for the sequences of a batch, each out of its own context."""
+
+    nbytes = 0
+    prefix_bytes = 0
+
+    def __init__(self) -> None:
+        self._lookups: dict[int, PromptLookup] = {}
+        self._drafted: set[int] = set()  # whose last draft was given here
+
+    def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
+        return bool(self._find(sequence_id).draft(context, 1))
+
+    def draft(
+        self, contexts: Mapping[int, Sequence[int]], rooms: Mapping[int, int]
+    ) -> dict[int, Sequence[int]]:
+        drafts = {
+            number: self._find(number).draft(context, rooms[number])
+            for number, context in contexts.items()
+        }
+        self._drafted = {number for number, tokens in drafts.items() if tokens}
+        return drafts
+
+    def note(self, sequence_id: int, context: Sequence[int], accepted: int) -> bool:
+        if sequence_id not in self._drafted:
+            return False
+        self._find(sequence_id).note(context, accepted)
+        return True
+
+    def keep(self, ids: Collection[int]) -> None:
+        if any(number not in ids for number in self._lookups):
+            lookups = self._lookups.items()
+            self._lookups = {number: lookup for number, lookup in lookups if number in ids}
+
+    def clear_prefixes(self) -> None:
+        """Do nothing: nothing is kept of prompts."""
+
+    def _find(self, sequence_id: int) -> PromptLookup:
+        return self._lookups.setdefault(sequence_id, PromptLookup())

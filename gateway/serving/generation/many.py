@@ -1,0 +1,94 @@
+"""The jobs of one request to a chat model, several at a time: completions, and scored labels."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from gateway.jobs import Delta, GenerateJob, Usage
+from gateway.serving.generation.adapted import ChatBatcher
+
+JOBS_AT_ONCE = 16  # of one request: a long list of prompts is admitted in slices
+
+
+async def generate_many(
+    batcher: ChatBatcher, jobs: Sequence[GenerateJob]
+) -> AsyncGenerator[Usage | Delta, None]:
+    """Yield the usage of every job and every delta as it comes, JOBS_AT_ONCE jobs at a time.
+
+    Choices are numbered across jobs. Nothing is yielded until each of the first jobs has been
+    admitted or has found the queue full. Only the first job raises Overloaded: the others try
+    after it was admitted, and wait for a place until the deadline. The first error ends all
+    jobs, and so does closing the generator.
+    """
+    outputs: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
+    queue = iter(enumerate(jobs))
+    slots = min(JOBS_AT_ONCE, len(jobs))
+    untried = set(range(slots))
+    all_tried, first_admitted = asyncio.Event(), asyncio.Event()
+
+    def note_try(number: int) -> None:
+        untried.discard(number)
+        if not untried:
+            all_tried.set()
+
+    async def work() -> None:
+        for number, job in queue:
+            on_full = None
+            if number > 0:
+                await first_admitted.wait()
+                # A job with a place must not wait for one that has none.
+                on_full = partial(note_try, number)
+            async with (
+                batcher.generate(job, on_full) as generation,
+                contextlib.aclosing(generation.deltas) as deltas,
+            ):
+                first_admitted.set()
+                note_try(number)
+                await all_tried.wait()
+                outputs.put_nowait(generation.usage)
+                async for delta in deltas:
+                    outputs.put_nowait(replace(delta, index=number * job.n + delta.index))
+                await generation.checker.require_fits()
+
+    workers = [asyncio.create_task(work()) for _ in range(slots)]
+    for worker in workers:
+        worker.add_done_callback(outputs.put_nowait)
+    running = len(workers)
+    try:
+        while running:
+            output = await outputs.get()
+            if isinstance(output, asyncio.Task):
+                output.result()  # raises the worker's error, if it had one
+                running -= 1
+            else:
+                yield output
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def score_labels(
+    batcher: ChatBatcher, jobs: Sequence[GenerateJob]
+) -> tuple[Sequence[Sequence[float]], Usage]:
+    """Return each label's logprob, by question, and the usage, with every question's prompt.
+
+    Questions are numbered across jobs. Raises as `generate_many` does.
+    """
+    questions = [question for job in jobs for question in job.questions]
+    counts = {question.number: len(question.labels) for question in questions}
+    logprobs = [[0.0] * counts[number] for number in range(len(counts))]
+    usage = Usage(0)
+    async with contextlib.aclosing(generate_many(batcher, jobs)) as outputs:
+        async for output in outputs:
+            prompt = output.prompt_tokens if isinstance(output, Usage) else 0
+            usage = Usage(
+                usage.prompt_tokens + prompt,
+                cached_tokens=usage.cached_tokens + output.cached_tokens,
+            )
+            if isinstance(output, Delta) and (judgement := output.judgement) is not None:
+                for label, logprob in judgement.logprobs:
+                    logprobs[judgement.question][label] += logprob
+    return logprobs, usage
