@@ -2,7 +2,8 @@
 
 gateway         settings and a catalog → a running application, with the gauges of /metrics
 loading         a spec → a warmed model with its batcher; freed in reverse order
-engines         specs → engines loaded with MLX; the only module here that imports mlx
+engines         specs → engines loaded with MLX, and what they share: device, hub, sandboxes
+chat_engines    chat models and label-scoring reranks → engines; imported late, as mlx-lm is slow
 ranks           this process as one rank of a model that several share
 self_tests      a chat model's self-test at load and in idle time; its verdicts on disk
 limits          settings and a spec → the bounds of a model's batches, and all models' memory

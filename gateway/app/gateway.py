@@ -50,26 +50,17 @@ if TYPE_CHECKING:
     from gateway.api.traces import Tracer
 
 
+@dataclass(frozen=True, slots=True)
 class Gauges:
     """The gauges of one gateway, computed at scrape time: serving a request costs nothing."""
 
-    def __init__(
-        self,
-        models: ModelCache[Batcher],
-        budget: Budget,
-        engines: Engines,
-        responses: ResponseStore,
-        bodies: Bodies,
-        watch: Watch,
-        readiness: Callable[[], str],
-    ) -> None:
-        self._models = models
-        self._budget = budget
-        self._engines = engines
-        self._responses = responses
-        self._bodies = bodies
-        self._watch = watch
-        self._readiness = readiness
+    models: ModelCache[Batcher]
+    budget: Budget
+    engines: Engines
+    responses: ResponseStore
+    bodies: Bodies
+    watch: Watch
+    readiness: Callable[[], str]
 
     @contextlib.contextmanager
     def register(self) -> Iterator[None]:
@@ -80,27 +71,27 @@ class Gauges:
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> Iterator[metrics.Reading]:
         rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
-        for entry in self._models.entries:  # an id may have two: one that leaves, and its successor
+        for entry in self.models.entries:  # an id may have two: one that leaves, and its successor
             model = entry.spec.id
             leases[model] += entry.leases
             if (batcher := entry.model) is not None:
                 tickets[model] += batcher.tickets
                 if isinstance(batcher, GenerationBatcher):
                     rows[model] += batcher.rows
-        yield metrics.READY.read(self._readiness() == "ready")
-        yield metrics.HEARTBEAT_AGE.read(self._watch.beat_age_s)
+        yield metrics.READY.read(self.readiness() == "ready")
+        yield metrics.HEARTBEAT_AGE.read(self.watch.beat_age_s)
         yield metrics.LOG_LINES_LOST.read(logs.lost_lines)
         yield metrics.ROWS.read_by_model(rows)
         yield metrics.TICKETS.read_by_model(tickets)
         yield metrics.LEASES.read_by_model(leases)
         yield metrics.TASKS.read(len(asyncio.all_tasks(loop)))
-        yield metrics.BUDGET_HELD.read(self._budget.limit_bytes - self._budget.free_bytes)
-        yield metrics.BUDGET_LIMIT.read(self._budget.limit_bytes)
-        yield metrics.DEVICE_ACTIVE.read(self._engines.active_bytes)
-        yield metrics.RESPONSES_KEPT.read(len(self._responses))
-        yield metrics.RESPONSES_BYTES.read(self._responses.nbytes)
-        yield metrics.BODY_BYTES.read(self._bodies.nbytes)
-        yield metrics.DEVICE_CACHED.read(self._engines.cached_bytes)
+        yield metrics.BUDGET_HELD.read(self.budget.limit_bytes - self.budget.free_bytes)
+        yield metrics.BUDGET_LIMIT.read(self.budget.limit_bytes)
+        yield metrics.DEVICE_ACTIVE.read(self.engines.active_bytes)
+        yield metrics.RESPONSES_KEPT.read(len(self.responses))
+        yield metrics.RESPONSES_BYTES.read(self.responses.nbytes)
+        yield metrics.BODY_BYTES.read(self.bodies.nbytes)
+        yield metrics.DEVICE_CACHED.read(self.engines.cached_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,16 +33,8 @@ log = logs.get("loading")
 _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
 
 
-def warm_embedder(name: str, engine: EmbeddingEngine) -> None:
-    """Embed a word; raises ModelLoadFailed if the engine fails."""
-    try:
-        engine.probe()
-    except EngineFailed as error:
-        raise ModelLoadFailed(name, error.reason) from error
-
-
-def warm_reranker(name: str, engine: RerankEngine) -> None:
-    """Score a pair; raises ModelLoadFailed if the engine fails."""
+def warm_embedder(name: str, engine: EmbeddingEngine | RerankEngine) -> None:
+    """Embed a word or score a pair; raises ModelLoadFailed if the engine fails."""
     try:
         engine.probe()
     except EngineFailed as error:
@@ -160,39 +152,31 @@ class Engines(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
 class ModelLoader:
     """Loads models for the model cache, each with a batcher."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engines: Engines,
-        lane: Lane,
-        pool: ThreadPools,
-        arrivals: Arrivals,
-        budget: Budget,
-    ) -> None:
-        self._budget = budget
-        self._settings = settings
-        self._engines = engines
-        self._lane = lane
-        self._pool = pool
-        self._arrivals = arrivals
+    settings: Settings
+    engines: Engines
+    lane: Lane
+    pool: ThreadPools
+    arrivals: Arrivals
+    budget: Budget
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
-        files = await self._engines.files(spec)
+        files = await self.engines.files(spec)
         if base is not None:
             assert isinstance(spec, ChatSpec)
             assert isinstance(base, GenerationBatcher)
-            nbytes, steps = await self._engines.adapter(spec, files, base.engine)
+            nbytes, steps = await self.engines.adapter(spec, files, base.engine)
             return Prepared(nbytes, partial(self._open_adapter, base, steps))
-        size = await self._engines.size(spec, files)
+        size = await self.engines.size(spec, files)
         return Prepared(size.weights + size.kv, partial(self._open, spec, files, size))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         """Return how much of a model's download is done; None if none is under way."""
-        return self._engines.fetched_percent(spec)
+        return self.engines.fetched_percent(spec)
 
     @contextlib.asynccontextmanager
     async def _open(
@@ -212,21 +196,19 @@ class ModelLoader:
         """Apply the limits of a reloaded models.yaml to a loaded model."""
         if isinstance(batcher, EmbeddingBatcher | RerankBatcher):
             assert isinstance(spec, EmbeddingSpec | RerankSpec)
-            batcher.adopt(embedding_limits(self._settings, spec))
+            batcher.adopt(embedding_limits(self.settings, spec))
         elif isinstance(batcher, GenerationBatcher):
             assert isinstance(spec, ChatSpec)
-            batcher.adopt(generation_limits(self._settings, spec))
+            batcher.adopt(generation_limits(self.settings, spec))
 
     @contextlib.asynccontextmanager
     async def _open_embedding(
         self, spec: EmbeddingSpec, files: Path
     ) -> AsyncIterator[tuple[Batcher, int]]:
-        limits = embedding_limits(self._settings, spec)
-        steps = self._engines.embedding(spec, files)
+        limits = embedding_limits(self.settings, spec)
+        steps = self.engines.embedding(spec, files)
         async with self._open_engine(steps, partial(warm_embedder, spec.id)) as (engine, nbytes):
-            batcher = EmbeddingBatcher(
-                spec.id, engine, self._lane, self._pool, limits, self._arrivals
-            )
+            batcher = EmbeddingBatcher(spec.id, engine, self.lane, self.pool, limits, self.arrivals)
             async with batcher.running():
                 yield batcher, nbytes
 
@@ -234,10 +216,10 @@ class ModelLoader:
     async def _open_reranker(
         self, spec: RerankSpec, files: Path
     ) -> AsyncIterator[tuple[Batcher, int]]:
-        limits = embedding_limits(self._settings, spec)
-        steps = self._engines.cross_encoder(spec, files)
-        async with self._open_engine(steps, partial(warm_reranker, spec.id)) as (engine, nbytes):
-            batcher = RerankBatcher(spec.id, engine, self._lane, self._pool, limits, self._arrivals)
+        limits = embedding_limits(self.settings, spec)
+        steps = self.engines.cross_encoder(spec, files)
+        async with self._open_engine(steps, partial(warm_embedder, spec.id)) as (engine, nbytes):
+            batcher = RerankBatcher(spec.id, engine, self.lane, self.pool, limits, self.arrivals)
             async with batcher.running():
                 yield batcher, nbytes
 
@@ -245,17 +227,17 @@ class ModelLoader:
     async def _open_chat(
         self, spec: ChatSpec, files: Path, size: Size
     ) -> AsyncIterator[tuple[Batcher, int]]:
-        settings, budget = self._settings, self._budget
+        settings, budget = self.settings, self.budget
         limits = generation_limits(settings, spec)
-        steps = await self._engines.generation(spec, files)
-        async with self._open_engine(steps, partial(warm_chat, spec.id, self._lane.health)) as (
+        steps = await self.engines.generation(spec, files)
+        async with self._open_engine(steps, partial(warm_chat, spec.id, self.lane.health)) as (
             engine,
             nbytes,
         ):
             grammars: GrammarCache[Compiled] = GrammarCache(
                 spec.id,
                 engine.compile,
-                self._pool.compile,
+                self.pool.compile,
                 size=settings.structured_cache_size,
                 timeout_s=settings.structured_compile_timeout_s,
             )
@@ -269,7 +251,7 @@ class ModelLoader:
                 kv,
                 included,
                 most=lambda: budget.limit_bytes - nbytes - budget.pinned_bytes(without=spec.id),
-                largest=self._engines.buffer_bytes,
+                largest=self.engines.buffer_bytes,
                 answer_tokens=settings.kv_answer_tokens,
                 chunk_tokens=longest_chunk(limits.prefill_chunk_tokens),
             )
@@ -277,18 +259,18 @@ class ModelLoader:
             test = SelfTest(
                 spec,
                 engine,
-                self._lane,
+                self.lane,
                 budget,
                 verdict_store(settings),
-                partial(self._engines.digest, spec, files),
+                partial(self.engines.digest, spec, files),
                 kv=kv,
                 is_on=settings.self_test,
             )
             await test.begin()
             batcher = GenerationBatcher(
-                spec.id, engine, self._lane, self._pool, limits, grammars, memory
+                spec.id, engine, self.lane, self.pool, limits, grammars, memory
             )
-            with self._lane.health.shedding(engine.clear_prefixes):
+            with self.lane.health.shedding(engine.clear_prefixes):
                 async with batcher.running(), test.run_when_idle(batcher):
                     yield batcher, nbytes + included
 
@@ -300,7 +282,7 @@ class ModelLoader:
         try:
             yield Loaded(AdaptedBatcher(base, adapter), adapter.nbytes)
         finally:
-            async with self._lane.turn("load") as run:
+            async with self.lane.turn("load") as run:
                 await run(base.engine.drop_adapter, adapter.number)
 
     @contextlib.asynccontextmanager
@@ -310,13 +292,13 @@ class ModelLoader:
         """Load an engine, measure it and warm it up; close it at exit."""
         engine = await self._load(steps)
         try:
-            async with self._lane.turn("load") as run:
+            async with self.lane.turn("load") as run:
                 nbytes = await run(engine.nbytes)
-                if self._settings.warm_up:
+                if self.settings.warm_up:
                     await run(warm, engine)
             yield engine, nbytes
         finally:
-            async with self._lane.turn("load") as run:
+            async with self.lane.turn("load") as run:
                 await run(engine.close)
 
     async def _load(self, steps: Generator[T | None, None, None]) -> T:
@@ -324,10 +306,10 @@ class ModelLoader:
         engine: T | None = None
         try:
             while engine is None:
-                async with self._lane.turn("load") as run:
+                async with self.lane.turn("load") as run:
                     engine = await run(_next, steps)
         except BaseException:
-            async with self._lane.turn("load") as run:
+            async with self.lane.turn("load") as run:
                 await run(steps.close)  # on the lane, where the half-loaded model was made
             raise
         return engine

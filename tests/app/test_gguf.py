@@ -7,7 +7,9 @@ import httpx2
 import pytest
 import structlog
 
-from gateway.app.engines import MlxEngines, log_costs
+from gateway.app.chat_engines import log_costs
+from gateway.app.engines import MlxEngines
+from gateway.app.limits import ChatOptions
 from gateway.engine.device import Device
 from gateway.engine.hub import Hub
 from gateway.engine.models.checkpoint import Checkpoint, Listing, kv_bytes, weights_bytes
@@ -75,7 +77,8 @@ async def test_weights_stay_quantised_where_the_budget_has_no_room(
     needed = weights_bytes(checkpoint, Device.CPU, None) + kv
     texts, warned = [], []
     for budget in (needed + 4 * kv, needed - 1):
-        engines = MlxEngines("cpu", None, Hub(), kv_allowance_tokens=512, budget_bytes=budget)
+        options = ChatOptions(kv_allowance_tokens=512, budget_bytes=budget)
+        engines = MlxEngines("cpu", None, Hub(), options)
         with structlog.testing.capture_logs() as logged:
             async with served(
                 catalog(tmp_path, entry(source)), engines, cache_max_bytes=budget

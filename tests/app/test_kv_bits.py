@@ -8,6 +8,7 @@ import httpx2
 import pytest
 
 from gateway.app.engines import MlxEngines
+from gateway.app.limits import ChatOptions
 from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
 from tests.serving_app import catalog, served
@@ -32,7 +33,7 @@ async def test_answers_share_batches_and_prefixes(tmp_path: Path) -> None:
     write_chat(tmp_path / "small", head_dim=32)
     models = catalog(tmp_path, {"small": entry("small", kv_bits=8)})
     given: dict[str, Any] = {"self_test": True, "self_test_folder": tmp_path / "verdicts"}
-    engines = MlxEngines("cpu", None, Hub(), prefix_cache_bytes=1 << 24)
+    engines = MlxEngines("cpu", None, Hub(), ChatOptions(prefix_cache_bytes=1 << 24))
     words = [f"{'Where is the library? ' * 20} {i}" for i in range(8)]
     async with served(models, engines, **given) as client:
         alone = [(await asked(client, each)).json() for each in words]

@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from gateway.app.engines import MlxEngines
+from gateway.app.limits import ChatOptions
 from gateway.engine.device import Device
 from gateway.engine.generation.loading import load_generation
 from gateway.engine.hub import Hub
@@ -73,7 +74,7 @@ async def test_a_conversation_is_at_hand_after_others_that_begin_like_it_and_do_
     turns = (WISH, CITY, STORM, WISH + "and then?", CITY + "and then?")
     for case, others, room in (("kept", turns, 1 << 26), ("alone", turns[::3], 1 << 26),
                                ("cold", turns, 0)):  # fmt: skip
-        engines = MlxEngines("cpu", None, Hub(), prefix_cache_bytes=room)
+        engines = MlxEngines("cpu", None, Hub(), ChatOptions(prefix_cache_bytes=room))
         async with served(catalog(tmp_path, {name: entry}), engines) as client:
             asked = Asked(client, name)
             before = await asked.counted()
@@ -97,7 +98,7 @@ async def test_what_decisions_cost_is_told_the_same_when_their_input_is_at_hand(
     write_chat(tmp_path / name)
     questions = [{"type": "predicate", "instructions": f"Is it {word}?"} for word in ("a", "b")]
     body = {"model": name, "input": WISH, "questions": questions}
-    engines = MlxEngines("cpu", None, Hub(), prefix_cache_bytes=1 << 26)
+    engines = MlxEngines("cpu", None, Hub(), ChatOptions(prefix_cache_bytes=1 << 26))
     models = catalog(tmp_path, {name: {"kind": "chat", "source": f"path:{name}"}})
     async with served(models, engines) as client:
         cold, warm = [(await client.post("/v1/decisions", json=body)).json() for _ in range(2)]

@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 
 from gateway.app.engines import MlxEngines
+from gateway.app.limits import ChatOptions
 from gateway.engine.hub import Hub
 from gateway.jobs import KvCost, SequenceDelta, SequenceParams
 from gateway.registry import ChatSpec
@@ -100,7 +101,8 @@ async def tight(
     for seed, name in enumerate(("chat", "other")):
         write_chat(folder / name, seed, **config)
     entries = {name: {"kind": "chat", "source": f"path:{name}"} for name in ("chat", "other")}
-    engines = WatchedEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"), kv_allowance_tokens=0)
+    hub = Hub(endpoint="http://127.0.0.1:9")
+    engines = WatchedEngines("cpu", None, hub, ChatOptions(kv_allowance_tokens=0))
     read = catalog(folder, entries)
     size = await engines.size(read.specs[0], folder / "chat")
     costs = RowCosts(KvCost(size.kv_token), chunk_tokens=512)

@@ -1,6 +1,6 @@
-"""Which inputs share a pass and how long it waits for more: decisions without side effects.
+"""Which inputs share a pass and how long it waits for more; checks of inputs; cached vectors.
 
-Also the cache of vectors, and the checks of inputs.
+Only the cache keeps anything: the rest are functions of their arguments.
 """
 
 import hashlib

@@ -1,0 +1,239 @@
+"""Loads chat models, and rerank models that score by their next token: all that mlx-lm reads.
+
+The one module that is imported late, as mlx-lm takes a second or two: once there is such a model.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from gateway import logs
+from gateway.app.daemon_threads import run_in_daemon_thread
+from gateway.app.limits import ChatOptions, dtype_of
+from gateway.app.loading import Size
+from gateway.app.ranks import Ranks, Setup, describe
+from gateway.engine.bounds import Bounds
+from gateway.engine.device import Device
+from gateway.engine.embedding.label_scorer import label_recipe, load_label_scorer_in_steps
+from gateway.engine.generation.engine import GenerationEngine as MlxGenerationEngine
+from gateway.engine.generation.loading import (
+    ChatSetup,
+    DraftSetup,
+    load_generation_in_steps,
+    read_chat_setup,
+    read_draft_setup,
+)
+from gateway.engine.generation.self_test import self_test_digest
+from gateway.engine.grammar.shaping import Shape
+from gateway.engine.models.adapter_files import read_adapter
+from gateway.engine.models.checkpoint import (
+    Checkpoint,
+    Listing,
+    kv_bytes,
+    must_stay_packed,
+    weights_bytes,
+)
+from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
+from gateway.engine.models.missing_kernels import Report
+from gateway.engine.models.sharding import Share, SharedListing
+from gateway.jobs import Adapter
+from gateway.registry import ChatSpec, RerankSpec
+from gateway.serving.ports import GenerationEngine, RerankEngine
+from gateway.serving.ranks.leading import lead_in_steps
+from gateway.serving.sandbox import Sandbox
+
+log = logs.get("engines")
+
+DraftFiles: TypeAlias = tuple[ChatSpec, Path]  # the model that drafts for another, on disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatEngines:
+    """Reads and loads them on one device."""
+
+    device: Device
+    bounds: Bounds
+    options: ChatOptions
+    grammars: Sandbox
+    templates: Sandbox
+    ranks: Ranks | None
+    report: Report  # called with weights that the device has no kernel for
+
+    def digest(self, spec: ChatSpec, files: Path) -> str:
+        """Return a digest of all that a self-test depends on; raises ModelLoadFailed."""
+        checkpoint, dtype = open_checkpoint(spec.id, files), dtype_of(spec)
+        digest = self_test_digest(
+            checkpoint,
+            self.device,
+            dtype,
+            is_packed=self._must_stay_packed(checkpoint, spec),
+            is_fused=spec.fuse_projections,
+            kv_bits=spec.kv_bits,
+        )
+        if (share := self._share(spec)) is None:
+            return digest
+        return f"{digest}-{share.parallel}-{share.group.size()}"
+
+    def size(self, spec: ChatSpec, files: Path, draft: DraftFiles | None) -> Size:
+        """Read the size of a chat model with its draft; raises ModelLoadFailed."""
+        size, _ = self._size(spec, files)
+        if draft is None:
+            return size
+        extra, _ = self._size(*draft, beside=size.weights + size.kv)
+        return Size(
+            size.weights + extra.weights, size.kv + extra.kv, size.kv_token + extra.kv_token
+        )
+
+    def label_scorer(
+        self, spec: RerankSpec, files: Path
+    ) -> Generator[RerankEngine | None, None, None]:
+        """Load a rerank model without a head in steps; the last one yields the engine."""
+        return load_label_scorer_in_steps(
+            files,
+            name=spec.id,
+            device=self.device,
+            dtype=dtype_of(spec),
+            max_context=spec.max_context,
+            recipe=label_recipe(spec.labels, spec.template, spec.instruction),
+            report=self.report,
+        )
+
+    async def generation(
+        self, spec: ChatSpec, files: Path, draft: DraftFiles | None
+    ) -> Generator[GenerationEngine | None, None, None]:
+        """Read a chat model's tokenizer, off the lane; return the steps that load the rest. If
+        other ranks have parts of it, the engine leads theirs.
+        """
+        options = self.options.of(spec)
+        steps = await self.follow(spec, files, draft, options)
+        if spec.parallel is None:
+            return steps
+        if self.ranks is None or self.ranks.leader is None:
+            log.warning("parallel_alone", model=spec.id, hint="start all ranks by mlx.launch")
+            return steps
+        digest = await run_in_daemon_thread(self.digest, spec, files)
+        setup = Setup(describe(spec), digest, options.prefix_cache_bytes, options.speculate_rows)
+        return lead_in_steps(self.ranks.leader, spec.id, setup.arguments, steps)
+
+    async def follow(
+        self, spec: ChatSpec, files: Path, draft: DraftFiles | None, options: ChatOptions
+    ) -> Generator[GenerationEngine | None, None, None]:
+        """Load as `generation` does, with these options, and tell no other rank of it."""
+        read = partial(
+            read_chat_setup,
+            files,
+            name=spec.id,
+            max_context=spec.max_context,
+            chat_template=spec.chat_template,
+            template_args=spec.chat_template_kwargs,
+            tool_parser=spec.tool_parser,
+            reasoning_parser=spec.reasoning_parser,
+            split_special_tokens=spec.split_special_tokens,
+            sandbox=self.grammars,
+            template_sandbox=self.templates,
+            shape=Shape(
+                max_string_chars=spec.structured.max_string_chars,
+                max_array_items=spec.structured.max_array_items,
+            ),
+        )
+        setup = await run_in_daemon_thread(read)
+        is_packed = await run_in_daemon_thread(self._must_stay_packed, setup.checkpoint, spec)
+        log_costs(setup.checkpoint, self.device, is_packed=is_packed)
+        draft_setup = None
+        if draft is not None:
+            draft_setup = await run_in_daemon_thread(self._read_draft, spec, files, setup, draft)
+        return load_generation_in_steps(
+            setup,
+            device=self.device,
+            dtype=dtype_of(spec),
+            is_packed=is_packed,
+            is_fused=spec.fuse_projections,
+            kv_bits=spec.kv_bits,
+            prefix_cache_bytes=options.prefix_cache_bytes,
+            speculate_rows=options.speculate_rows,
+            draft=draft_setup,
+            share=self._share(spec),
+            bounds=self.bounds,
+            report=self.report,
+        )
+
+    def adapter(
+        self, spec: ChatSpec, files: Path, engine: GenerationEngine
+    ) -> tuple[int, Generator[Adapter | None, None, None]]:
+        """Read an adapter's headers; return its bytes and the steps that add it."""
+        assert isinstance(engine, MlxGenerationEngine)
+        adapter, adapters = read_adapter(spec.id, files), engine.adapters
+        return adapter.weights * adapters.dtype.size, adapters.add_in_steps(adapter)
+
+    def _read_draft(
+        self, spec: ChatSpec, files: Path, setup: ChatSetup, draft: DraftFiles
+    ) -> DraftSetup:
+        draft_spec, draft_files = draft
+        target, _ = self._size(spec, files)
+        _, is_packed = self._size(draft_spec, draft_files, beside=target.weights + target.kv)
+        draft_setup = read_draft_setup(
+            draft_files,
+            name=draft_spec.id,
+            target=setup,
+            dtype=dtype_of(draft_spec),
+            is_packed=is_packed,
+            is_fused=draft_spec.fuse_projections,
+            kv_bits=draft_spec.kv_bits,
+        )
+        log_costs(draft_setup.checkpoint, self.device, is_packed=is_packed)
+        return draft_setup
+
+    def _size(self, spec: ChatSpec, files: Path, beside: int = 0) -> tuple[Size, bool]:
+        """Return a chat model's size without its draft, with so many bytes beside it, and whether
+        its weights stay quantised.
+        """
+        checkpoint, dtype = self._listing(spec, files), dtype_of(spec)
+        is_packed = self._must_stay_packed(checkpoint, spec, beside)
+        size = Size(
+            weights_bytes(checkpoint, self.device, dtype, is_packed=is_packed),
+            self._first_kv_bytes(checkpoint, spec),
+            kv_bytes(checkpoint, self.device, dtype, 1, spec.kv_bits),
+        )
+        return size, is_packed
+
+    def _listing(self, spec: ChatSpec, files: Path) -> Listing:
+        """Return what a chat model's files say of this process's share of it."""
+        whole = open_checkpoint(spec.id, files)
+        share = self._share(spec)
+        return whole if share is None else SharedListing(whole, share)
+
+    def _share(self, spec: ChatSpec) -> Share | None:
+        """Return this process's share of a model; None if it has all of it."""
+        return None if self.ranks is None else self.ranks.share(spec)
+
+    def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
+        """Return the bytes of KV cache that a chat model always has room for."""
+        allowance = self.options.kv_allowance_tokens
+        tokens = min(allowance, spec.max_context or allowance)
+        return kv_bytes(checkpoint, self.device, dtype_of(spec), tokens, spec.kv_bits)
+
+    def _must_stay_packed(self, checkpoint: Listing, spec: ChatSpec, beside: int = 0) -> bool:
+        """Return True if the memory budget has no room for the weights dequantized, with so many
+        bytes beside them.
+        """
+        if self.options.budget_bytes is None:
+            return False
+        room = self.options.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
+        return must_stay_packed(checkpoint, self.device, dtype_of(spec), room)
+
+
+def log_costs(checkpoint: Checkpoint | GgufCheckpoint, device: Device, *, is_packed: bool) -> None:
+    """Log what makes a chat model slower or larger than its files suggest."""
+    if device is Device.CPU:
+        if is_packed:
+            log.warning("weights_stay_quantized", model=checkpoint.name, why="memory budget")
+    elif isinstance(checkpoint, GgufCheckpoint) and (cost := checkpoint.widen_types()) is not None:
+        log.warning(
+            "weights_become_floating",
+            model=checkpoint.name,
+            types=", ".join(cost.types),
+            stored_bytes=cost.stored_bytes,
+            bytes=cost.bytes,
+        )
