@@ -43,9 +43,7 @@ def choose_device(requested: str) -> Device:
         raise ValueError(f"device must be auto, cpu or gpu, not `{requested}`")
     if metal:
         return Device.METAL
-    if cuda:
-        return Device.CUDA
-    return Device.CPU
+    return Device.CUDA if cuda else Device.CPU
 
 
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

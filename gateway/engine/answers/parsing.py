@@ -104,9 +104,8 @@ class Parser(AnswerParser):
         if self._calls.is_full or self._is_waiting():
             return False
         marks = self._marks()
-        matches = [
-            (self._held.find(mark), -len(mark), mark) for mark in marks if mark in self._held
-        ]
+        held = self._held
+        matches = [(held.find(mark), -len(mark), mark) for mark in marks if mark in held]
         if not matches:
             cut = len(self._held) - held_back(self._held, marks)
             sure, self._held = self._held[:cut], self._held[cut:]
