@@ -142,7 +142,7 @@ BUDGET: dict[str, int] = {
     "cli": 1272,
     "clock": 40,
     "doctor": 323,
-    "engine": 10665,
+    "engine": 10662,
     "errors": 264,
     "ids": 8,
     "jobs": 256,
