@@ -7,7 +7,7 @@ QUIET ?= --quiet
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-signals doctor soak compat compat-ci screenshots lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured device simulate demo-train demo-evaluate clean
+.PHONY: help serve test test-fast test-signals doctor soak compat compat-ci screenshots lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured device simulate demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -19,6 +19,14 @@ serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 # one process has none left and takes some of the other's. Graphiti's tests are `make compat-ci`'s.
 test: setup-dev ## Run the tests, but Graphiti's (make compat)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore compat_tests/graphiti
+
+# What needs no socket, no process of its own and no model.
+FAST := tests/test_floors.py tests/test_dependencies.py tests/test_readme.py tests/test_reliability.py \
+	tests/test_settings.py tests/test_promised_variables.py tests/test_logs.py tests/registry tests/wire \
+	tests/serving tests/engine/answers tests/engine/grammar
+test-fast: setup-dev ## Run the tests that need no socket, process or model (a minute)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(FAST) --ignore tests/serving/test_sandbox.py \
+		--ignore tests/serving/ranks --ignore tests/engine/grammar/test_compiling.py
 
 # asyncio closes its listeners in another way from Python 3.12.1 on, and Hypercorn waits for it.
 NEWER ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python3.13) python3.13)

@@ -3,10 +3,14 @@
 import gc
 import os
 
+import hypothesis
 import pytest
 
 import gateway.engine  # noqa: F401  (first: OpenBLAS must be there before mlx)
 
+# A deadline of milliseconds an example fails on a busy machine, whatever is tested.
+hypothesis.settings.register_profile("gateway", deadline=None)
+hypothesis.settings.load_profile("gateway")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all that it imports
 
 

@@ -309,9 +309,8 @@ async def test_what_is_kept_of_prompts_goes_when_others_are_short() -> None:
         while budget.free_bytes != budget.limit_bytes - 1000:
             await asyncio.sleep(0.001)  # the row's own bytes are on their way back
         budget.recall()
-        while budget.free_bytes < budget.limit_bytes:
-            await asyncio.sleep(0.001)
-        assert engine.prefix_bytes == 0
+        while budget.free_bytes < budget.limit_bytes or engine.prefix_bytes:
+            await asyncio.sleep(0.001)  # the engine frees them on the lane
         engine.prefix_bytes = 500
         await said(batcher, generate_job("two", max_tokens=9))
         assert engine.prefix_bytes == 500
