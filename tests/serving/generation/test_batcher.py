@@ -1,10 +1,10 @@
 """The generation batcher: rows join, are told their deltas, and leave."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import structlog
@@ -107,14 +107,16 @@ async def test_a_late_row_joins_the_running_batch() -> None:
     assert max(engine.steps) == 2
 
 
-PASS_S = 0.03  # far more than a busy machine is late by: the lane's turns are measured
+PASS_S = 0.03
 
 
 class OneByOne(ScriptedChat):
-    """Reads one prompt a pass, which takes as long as a step."""
+    """Reads one prompt a pass, which takes as long as a step by a clock that only passes move."""
+
+    now_s = 0.0
 
     def prefill(self, token_budget: int) -> list[Delta]:
-        time.sleep(PASS_S)
+        self.now_s += PASS_S
         others = dict(list(self._waiting.items())[1:])
         for row in others:
             del self._waiting[row]
@@ -123,8 +125,11 @@ class OneByOne(ScriptedChat):
         return ended
 
     def decode(self) -> list[Delta]:
-        time.sleep(PASS_S)
+        self.now_s += PASS_S
         return super().decode()
+
+    def time(self) -> float:
+        return self.now_s
 
 
 async def steps_of_a_burst(
@@ -132,6 +137,13 @@ async def steps_of_a_burst(
 ) -> list[int]:
     """Let eight requests come while a ninth is being answered: rows a step, until all run."""
     engine = OneByOne(max_context=2000)
+    with patch.object(clock, "now", engine.time):
+        return await _steps_of_a_burst(engine, pass_limit_s, prompt, max_tokens)
+
+
+async def _steps_of_a_burst(
+    engine: OneByOne, pass_limit_s: float, prompt: str, max_tokens: int | None
+) -> list[int]:
     async with batching(engine, pass_limit_s=pass_limit_s) as batcher:
         engine.gate.close()
         first = asyncio.create_task(text(batcher, generate_job("a" * 30)))
@@ -168,6 +180,11 @@ async def test_a_long_prompt_is_not_waited_for() -> None:
 async def test_a_prompt_that_is_only_scored_is_not_waited_for() -> None:
     """It never shares a step."""
     engine = OneByOne()
+    with patch.object(clock, "now", engine.time):
+        await _ask_for_scores(engine)
+
+
+async def _ask_for_scores(engine: OneByOne) -> None:
     async with batching(engine, pass_limit_s=5) as batcher:
         engine.gate.close()
         first = asyncio.create_task(text(batcher, generate_job("a" * 60)))
