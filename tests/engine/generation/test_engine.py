@@ -14,6 +14,7 @@ from mlx_lm import load
 from mlx_lm.generate import generate_step
 
 from gateway.engine.device import Device
+from gateway.engine.generation.decode_batch import DecodeBatch
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import (
     load_generation,
@@ -25,7 +26,7 @@ from gateway.engine.generation.sequence import Sequence
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices, slices
 from gateway.engine.models.decoders import open_decoder, parameters
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
-from gateway.jobs import CallDelta, GenerateJob, Sampling, TokenLogprob
+from gateway.jobs import CallDelta, GenerateJob, Sampling, StepPlan, TokenLogprob
 from tests.checkpoints import write_chat
 from tests.engine.generation.harness import join
 from tests.fakes import caller
@@ -746,3 +747,28 @@ class TestTakePrompts:
         taken = take_prompts([[length] for length in lengths], budget)
         assert 1 <= taken <= len(lengths)
         assert taken == 1 or max(lengths[:taken]) * taken <= budget
+
+
+def test_a_row_that_fails_to_leave_changes_no_other_answer(
+    engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch is thrown away, and the others are read again."""
+    expected = [answer.text for answer in answers(engine, [job(text) for text in TEXTS[:2]])]
+    run = Run(engine)
+    [leaving] = run.join(job(TEXTS[3]))
+    for text in TEXTS[:2]:
+        run.join(job(text))
+    for _ in range(4):
+        run.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(DecodeBatch, "keep", no_memory)
+        result = engine.step(StepPlan(leaving=[leaving]))
+    assert len(result.reading) == 2
+    assert result.decoding == 0
+    del run.answers[leaving]
+    assert [answer.text for answer in run.finish()] == expected
+    assert len(engine._faults.take()) == 1
+
+
+def no_memory(*_: Any) -> None:
+    raise RuntimeError("no memory to leave with")
