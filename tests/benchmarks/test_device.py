@@ -38,7 +38,7 @@ from benchmarks.device.shapes import SHAPES, folder_of
 from benchmarks.device.table import END, START, read_blocks, update
 from gateway.doctor.report import Checked, Finding, Report
 from gateway.engine.device import Device
-from gateway.engine.generation import engine as engines
+from gateway.engine.generation import sequences
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.quantized import quantize_kv
 from gateway.engine.models.adapters import Adapters
@@ -221,7 +221,7 @@ def test_a_self_test_must_be_whole(
 def test_rows_that_run_one_at_a_time_have_no_verdict_together(
     subject: Subject, rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "can_batch", lambda model: False)
+    monkeypatch.setattr(sequences, "can_batch", lambda model: False)
     for comparison in compare_ways(subject, rows, "", subject.bound):
         is_together = comparison.mode in ("late", *TOGETHER)
         if is_together or comparison.mode == "alone again":

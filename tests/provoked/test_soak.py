@@ -119,18 +119,18 @@ class Soak:
         for the same.
         """
         asks, now = mixed(random.Random(11)), asyncio.get_running_loop().time
-        end, answered = now() + seconds, 0
+        start, answered = now(), 0
 
         async def ask() -> None:
             nonlocal answered
-            while now() < end:
+            while now() < start + seconds:
                 await self._right(next(asks))
-                answered += now() < end
+                answered += 1
 
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
                 group.create_task(ask())
-        return answered / seconds
+        return answered / (now() - start)
 
     async def minute(self, measuring_s: float, seconds: float) -> Minute:
         """Measure capacity anew, since a shared machine's drifts; then ask at random moments for
