@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -192,6 +192,7 @@ class Grammar:
     must_fit: bool = False
 
 
+@runtime_checkable
 class Compiled(Protocol):
     """A grammar that an engine has compiled."""
 

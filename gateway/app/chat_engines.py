@@ -13,7 +13,7 @@ from gateway import logs
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import ChatOptions, dtype_of
 from gateway.app.loading import Size
-from gateway.app.ranks import Ranks, Setup, describe
+from gateway.app.ranks import Ranks, describe
 from gateway.engine.bounds import Bounds
 from gateway.engine.device import Device
 from gateway.engine.embedding.label_scorer import label_recipe, load_label_scorer_in_steps
@@ -41,6 +41,7 @@ from gateway.engine.models.sharding import Share, SharedListing
 from gateway.jobs import Adapter
 from gateway.registry import ChatSpec, RerankSpec
 from gateway.serving.ports import GenerationEngine, RerankEngine
+from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.leading import lead_in_steps
 from gateway.serving.sandbox import Sandbox
 
@@ -115,7 +116,7 @@ class ChatEngines:
             return steps
         digest = await run_in_daemon_thread(self.digest, spec, files)
         setup = Setup(describe(spec), digest, options.prefix_cache_bytes, options.speculate_rows)
-        return lead_in_steps(self.ranks.leader, spec.id, setup.arguments, steps)
+        return lead_in_steps(self.ranks.leader, spec.id, setup, steps)
 
     async def follow(
         self, spec: ChatSpec, files: Path, draft: DraftFiles | None, options: ChatOptions

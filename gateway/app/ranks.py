@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import os
 import signal
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from gateway.errors import ModelLoadFailed
 from gateway.registry import ChatSpec, load_catalog
 from gateway.registry.catalog import ADOPTABLE
 from gateway.serving.ports import GenerationEngine
+from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.following import follow
 from gateway.serving.ranks.links import Follower, Invitation, Leader, accept, inviting
 from gateway.settings import Settings, SettingsInvalid, variables
@@ -45,20 +46,6 @@ class Engines(Protocol):
         self, spec: ChatSpec, files: Path, *, prefix_cache_bytes: int, rows: int
     ) -> Generator[GenerationEngine | None, None, None]:
         """Return the steps that load this rank's share of a model; the last yields its engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What rank 0 tells the others of a model that they are to load."""
-
-    spec: str
-    files: str
-    prefix_cache_bytes: int
-    speculate_rows: int
-
-    @property
-    def arguments(self) -> Sequence[str | int]:
-        return self.spec, self.files, self.prefix_cache_bytes, self.speculate_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +93,8 @@ def follow_rank_0(settings: Settings, group: Group, engines: Engines) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop(link))
 
-    def load(model: str, arguments: Sequence[Any]) -> GenerationEngine:
-        return asyncio.run(_load(settings, engines, model, Setup(*arguments)))
+    def load(model: str, setup: Setup) -> GenerationEngine:
+        return asyncio.run(_load(settings, engines, model, setup))
 
     engines.begin()
     try:

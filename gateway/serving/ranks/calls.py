@@ -1,97 +1,113 @@
-"""A call of an engine as bytes, for the other ranks, and what came of it as a digest.
+"""What rank 0 has the other ranks do, as bytes, and what came of it as a digest.
 
-The bytes are JSON and name only the dataclasses that a call's arguments may hold: unlike a pickle
-they cannot run code.
+The bytes are JSON of the dataclasses below: unlike a pickle they cannot run code.
 """
 
-import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Final, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gateway.jobs import StepPlan, StepResult, Verdict
 
 
-def _dataclasses_in(hint: Any) -> Iterator[type]:
-    """Yield the dataclasses that a value of this type may hold, itself included."""
-    if is_dataclass(hint) and isinstance(hint, type):
-        yield hint
-        parts: Sequence[Any] = list(get_type_hints(hint).values())
-    else:
-        parts = get_args(hint)
-    for part in parts:
-        yield from _dataclasses_in(part)
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What rank 0 tells the others of a model that they are to load."""
 
-
-_TYPES: Final[Mapping[str, Any]] = {
-    each.__name__: each for root in (StepPlan, Verdict) for each in _dataclasses_in(root)
-}
+    spec: str  # a digest of what models.yaml says
+    files: str  # a digest of the model's files, and of what they are loaded with
+    prefix_cache_bytes: int
+    speculate_rows: int
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What rank 0 is about to do with one model: the name of the method, and its arguments."""
+class LoadCall:
+    """Load this rank's share of a model. The reply is why it cannot be; empty if it is loaded."""
 
     model: str
-    method: str
-    arguments: Sequence[Any] = ()
+    setup: Setup
+    method: Literal["load"] = "load"
+
+
+@dataclass(frozen=True, slots=True)
+class DropCall:
+    """Close a model, if it is loaded. There is no reply."""
+
+    model: str
+    method: Literal["drop"] = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """Make a step. The reply is the digest of its result."""
+
+    model: str
+    plan: StepPlan
+    method: Literal["step"] = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeCall:
+    """Ask whether the device still works."""
+
+    model: str
+    method: Literal["probe"] = "probe"
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestCall:
+    """Go on with the self-test, or begin anew."""
+
+    model: str
+    is_first: bool
+    method: Literal["self_test"] = "self_test"
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictCall:
+    """Take what the self-test has found."""
+
+    model: str
+    verdict: Verdict
+    method: Literal["apply_verdict"] = "apply_verdict"
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapterCall:
+    """Forget an adapter by its number."""
+
+    model: str
+    number: int
+    method: Literal["drop_adapter"] = "drop_adapter"
+
+
+EngineCall: TypeAlias = StepCall | ProbeCall | SelfTestCall | VerdictCall | DropAdapterCall
+Call: TypeAlias = LoadCall | DropCall | EngineCall
+
+_CALLS: Final[TypeAdapter[Call]] = TypeAdapter(
+    Annotated[Call, Field(discriminator="method")],
+    config=ConfigDict(
+        arbitrary_types_allowed=True,  # a compiled grammar, which is not sent
+        extra="forbid",
+        ser_json_bytes="base64",
+        val_json_bytes="base64",
+        ser_json_inf_nan="constants",
+    ),
+)
 
 
 def encode(call: Call) -> bytes:
-    arguments = [_encode(each) for each in call.arguments]
-    return json.dumps([call.model, call.method, arguments]).encode()
+    return _CALLS.dump_json(call)
 
 
 def decode(data: bytes) -> Call:
     """Raises ValueError for bytes that are no call."""
     try:
-        model, method, arguments = json.loads(data)
-        return Call(model, method, [_decode(each) for each in arguments])
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not a call: {error!r}") from error
-
-
-def _encode(value: Any) -> Any:
-    """Return a value as JSON has it; all but plain values and lists as an object of one key."""
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case bytes():
-            return {"bytes": value.hex()}
-        case frozenset():
-            return {"frozenset": [_encode(each) for each in sorted(value)]}
-        case Mapping():
-            return {"dict": [[_encode(key), _encode(each)] for key, each in value.items()]}
-        case tuple():
-            return {"tuple": [_encode(each) for each in value]}
-        case Sequence():  # also a prompt in parts, which arrives as a list
-            items = list(value)
-            if set(map(type, items)) <= {int}:
-                return items  # a prompt, of many tokens
-            return [_encode(each) for each in items]
-        case _ if type(value) is _TYPES.get(type(value).__name__):
-            own = {each.name: _encode(getattr(value, each.name)) for each in fields(value)}
-            return {type(value).__name__: own}
-    raise TypeError(f"{type(value).__name__} is not sent to other ranks")
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return value if set(map(type, value)) <= {int} else [_decode(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    match kind:
-        case "bytes":
-            return bytes.fromhex(content)
-        case "frozenset":
-            return frozenset(_decode(each) for each in content)
-        case "tuple":
-            return tuple(_decode(each) for each in content)
-        case "dict":
-            return {_decode(key): _decode(each) for key, each in content}
-    return _TYPES[kind](**{name: _decode(each) for name, each in content.items()})
+        return _CALLS.validate_json(data)
+    except ValidationError as error:
+        raise ValueError(f"not a call: {error}") from error
 
 
 def digest(result: StepResult) -> str:

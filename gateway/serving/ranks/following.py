@@ -1,15 +1,27 @@
 """What a rank above 0 does: make each call that rank 0 tells of, until rank 0 ends the group."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from gateway import logs
 from gateway.errors import GatewayError
 from gateway.jobs import Compiled, Grammar, SequenceParams, StepPlan, Verdict
 from gateway.serving.ports import GenerationEngine
-from gateway.serving.ranks.calls import Call, decode, digest
+from gateway.serving.ranks.calls import (
+    DropAdapterCall,
+    DropCall,
+    EngineCall,
+    LoadCall,
+    ProbeCall,
+    SelfTestCall,
+    Setup,
+    StepCall,
+    VerdictCall,
+    decode,
+    digest,
+)
 
 log = logs.get("ranks")
 
@@ -27,10 +39,10 @@ class Link(Protocol):
         """Tell rank 0 what came of the frame that came last."""
 
 
-Load = Callable[[str, Sequence[Any]], GenerationEngine]
+LoadModel = Callable[[str, Setup], GenerationEngine]
 
 
-def follow(link: Link, load: Load, tidy: Callable[[], None]) -> None:
+def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
     """Make the calls that come, until rank 0 ends the group. On the thread that runs MLX."""
     models: dict[str, FollowingEngine] = {}
     while True:
@@ -40,21 +52,20 @@ def follow(link: Link, load: Load, tidy: Callable[[], None]) -> None:
             continue
         if not frame:
             return
-        call = decode(frame)
-        match call.method:
-            case "load":
+        match decode(frame):
+            case LoadCall() as call:
                 link.reply(_load(call, load, models))
-            case "drop":
-                if (dropped := models.pop(call.model, None)) is not None:
-                    dropped.close()
-            case _:
+            case DropCall(model):
+                if model in models:
+                    models.pop(model).close()
+            case call:
                 link.reply(models[call.model].make(call))
 
 
-def _load(call: Call, load: Load, models: "dict[str, FollowingEngine]") -> str:
-    """Load a model; return why it cannot be."""
+def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]") -> str:
+    """LoadCall a model; return why it cannot be."""
     try:
-        models[call.model] = FollowingEngine(load(call.model, call.arguments))
+        models[call.model] = FollowingEngine(load(call.model, call.setup))
     except GatewayError as error:
         log.error("model_load_failed", model=call.model, error=error.message)
         return error.message
@@ -73,7 +84,7 @@ class FollowingEngine:
         self._test: Generator[Verdict] | None = None
         self._grammars: OrderedDict[Grammar, Compiled] = OrderedDict()
 
-    def make(self, call: Call) -> str:
+    def make(self, call: EngineCall) -> str:
         """Make a call; return what came of it, which should be the same on every rank."""
         try:
             return self._make(call) or ""
@@ -81,24 +92,22 @@ class FollowingEngine:
             log.warning("call_failed", model=call.model, call=call.method, exc_info=True)
             return type(error).__name__
 
-    def _make(self, call: Call) -> str | None:
+    def _make(self, call: EngineCall) -> str | None:
         engine = self._engine
-        match call.method, call.arguments:
-            case "step", [StepPlan() as plan]:
-                return self._step(call.model, plan)
-            case "test", [bool(is_first)]:
+        match call:
+            case StepCall(model, plan):
+                return self._step(model, plan)
+            case SelfTestCall(is_first=is_first):
                 if is_first or self._test is None:
                     self._end_test()
                     self._test = engine.self_test()
                 next(self._test, None)
-            case "apply_verdict", [Verdict() as verdict]:
+            case VerdictCall(verdict=verdict):
                 engine.apply_verdict(verdict)
-            case "drop_adapter", [int(number)]:
+            case DropAdapterCall(number=number):
                 engine.drop_adapter(number)
-            case "probe", []:
+            case ProbeCall():
                 engine.probe()
-            case method, _:
-                raise ValueError(f"no rank makes the call {method!r}")
         return None
 
     def close(self) -> None:

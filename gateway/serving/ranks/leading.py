@@ -23,8 +23,20 @@ from gateway.jobs import (
     Verdict,
 )
 from gateway.serving.ports import GenerationEngine, Tokens
-from gateway.serving.ranks.calls import Call, digest, encode
-from gateway.serving.ranks.links import Leader, Sent
+from gateway.serving.ranks.calls import (
+    DropAdapterCall,
+    DropCall,
+    EngineCall,
+    LoadCall,
+    ProbeCall,
+    SelfTestCall,
+    Setup,
+    StepCall,
+    VerdictCall,
+    digest,
+    encode,
+)
+from gateway.serving.ranks.links import Leader
 
 T = TypeVar("T")
 WAIT_S: Final = 0.02  # of a step of loading, for the other ranks; others may have the lane between
@@ -33,15 +45,14 @@ WAIT_S: Final = 0.02  # of a step of loading, for the other ranks; others may ha
 def lead_in_steps(
     leader: Leader,
     model: str,
-    setup: Sequence[str | int],
+    setup: Setup,
     steps: Generator[GenerationEngine | None],
 ) -> Generator[GenerationEngine | None]:
-    """Load a model on every rank, in steps; the last yields rank 0's engine. On the lane.
+    """LoadCall a model on every rank, in steps; the last yields rank 0's engine. On the lane.
 
     `setup` is what the other ranks need to load the same. Raises ModelLoadFailed, naming the rank.
     """
-    call = Call(model, "load", setup)
-    sent = leader.send(encode(call))
+    sent = leader.send(encode(LoadCall(model, setup)))
     engine: GenerationEngine | None = None
     is_led = False
     try:
@@ -64,7 +75,7 @@ def lead_in_steps(
             if engine is not None:
                 engine.close()
             with contextlib.suppress(Unavailable):
-                leader.send(encode(Call(model, "drop")))
+                leader.send(encode(DropCall(model)))
 
 
 class LeadingEngine:
@@ -83,37 +94,37 @@ class LeadingEngine:
         plan = replace(plan, joining=joining)
         # Each rank compiles the grammars.
         bare = [(number, replace(params, compiled=None)) for number, params in joining]
-        return self._make("step", lambda: self._engine.step(plan), replace(plan, joining=bare))
+        call = StepCall(self._model, replace(plan, joining=bare))
+        return self._make(call, lambda: self._engine.step(plan))
 
     def drop_adapter(self, number: int) -> None:
-        self._make("drop_adapter", lambda: self._engine.drop_adapter(number), number)
+        call = DropAdapterCall(self._model, number)
+        self._make(call, lambda: self._engine.drop_adapter(number))
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        self._make("apply_verdict", lambda: self._engine.apply_verdict(verdict), verdict)
+        call = VerdictCall(self._model, verdict)
+        self._make(call, lambda: self._engine.apply_verdict(verdict))
 
     def probe(self) -> None:
-        self._make("probe", self._engine.probe)
+        self._make(ProbeCall(self._model), self._engine.probe)
 
     def self_test(self) -> Generator[Verdict]:
-        is_first = True
+        call = SelfTestCall(self._model, is_first=True)
         with contextlib.closing(self._engine.self_test()) as steps:
-            while (verdict := self._make("test", lambda: next(steps, None), is_first)) is not None:
-                is_first = False
+            while (verdict := self._make(call, lambda: next(steps, None))) is not None:
+                call = SelfTestCall(self._model, is_first=False)
                 yield verdict
 
     def close(self) -> None:
         try:
             with contextlib.suppress(Unavailable):
-                self._send("drop")
+                self._leader.send(encode(DropCall(self._model)))
         finally:
             self._engine.close()
 
-    def _send(self, method: str, *arguments: object) -> Sent:
-        return self._leader.send(encode(Call(self._model, method, arguments)))
-
-    def _make(self, method: str, act: Callable[[], T], *arguments: object) -> T:
+    def _make(self, call: EngineCall, act: Callable[[], T]) -> T:
         """Make a call on every rank. Raises Unavailable unless it comes to the same on all."""
-        sent = self._send(method, *arguments)
+        sent = self._leader.send(encode(call))
         try:
             result = act()
         except Exception as error:

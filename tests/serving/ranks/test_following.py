@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,10 +15,13 @@ import pytest
 from gateway.errors import BadRequest, ModelLoadFailed, Unavailable
 from gateway.jobs import Grammar, Sampling, SequenceParams, StepPlan, StepResult
 from gateway.serving.ports import GenerationEngine
+from gateway.serving.ranks.calls import Setup
 from gateway.serving.ranks.following import follow
 from gateway.serving.ranks.leading import LeadingEngine, lead_in_steps
 from gateway.serving.ranks.links import Follower, Invitation, Leader, accept, inviting
 from tests.fakes import ScriptedChat
+
+SETUP = Setup("spec", "files", 0, 0)
 
 
 def params(text: str, **fields: Any) -> SequenceParams:
@@ -51,8 +54,8 @@ class Ranks:
     def follow(self, make: Callable[[], ScriptedChat] = ScriptedChat) -> None:
         """Follow on a thread of its own, with engines made so."""
 
-        def load(model: str, setup: Sequence[Any]) -> ScriptedChat:
-            assert list(setup) == ["same", 1], model
+        def load(model: str, setup: Setup) -> ScriptedChat:
+            assert setup == SETUP, model
             self.engines.append(make())
             return self.engines[-1]
 
@@ -62,7 +65,7 @@ class Ranks:
         self.thread.start()
 
     def lead(self, engine: ScriptedChat) -> LeadingEngine:
-        steps = lead_in_steps(self.leader, "m", ["same", 1], iter_engine(engine))
+        steps = lead_in_steps(self.leader, "m", SETUP, iter_engine(engine))
         found = next(each for each in steps if each is not None)
         assert isinstance(found, LeadingEngine)
         return found
@@ -159,7 +162,7 @@ def test_a_model_answers_while_others_load(ranks: Ranks) -> None:
     ranks.follow()
     engine = ranks.lead(ScriptedChat())
     loads = [
-        lead_in_steps(ranks.leader, model, ["same", 1], iter_engine(ScriptedChat()))
+        lead_in_steps(ranks.leader, model, SETUP, iter_engine(ScriptedChat()))
         for model in ("n", "o")
     ]
     assert [next(each) for each in loads] == [None, None]
@@ -172,7 +175,7 @@ def test_a_model_answers_while_others_load(ranks: Ranks) -> None:
 
 def test_what_an_abandoned_load_comes_to_is_forgotten(ranks: Ranks) -> None:
     ranks.follow()
-    load = lead_in_steps(ranks.leader, "n", ["same", 1], iter_engine(ScriptedChat()))
+    load = lead_in_steps(ranks.leader, "n", SETUP, iter_engine(ScriptedChat()))
     assert next(load) is None
     load.close()
     engine = ranks.lead(ScriptedChat())
@@ -212,13 +215,13 @@ def test_a_load_that_fails_on_one_rank_is_undone_and_names_it(ranks: Ranks) -> N
         raise ModelLoadFailed("m", "here")
 
     with pytest.raises(ModelLoadFailed, match="here"):
-        list(lead_in_steps(ranks.leader, "m", ["same", 1], broken()))
+        list(lead_in_steps(ranks.leader, "m", SETUP, broken()))
     assert join(ranks.lead(ScriptedChat()), params("a")).decoding == 1
 
 
 def test_a_rank_that_goes_while_rank_0_waits_is_noticed(ranks: Ranks) -> None:
     """Rank 0 waits for its word on a load, and would wait for ever."""
-    steps = lead_in_steps(ranks.leader, "m", ["same", 1], iter_engine(ScriptedChat()))
+    steps = lead_in_steps(ranks.leader, "m", SETUP, iter_engine(ScriptedChat()))
     assert next(steps) is None
     ranks.follower._link.shutdown(socket.SHUT_RDWR)
     with pytest.raises(Unavailable, match="rank 1 is gone"):
