@@ -92,9 +92,8 @@ class LeadingEngine:
         """
         joining = [(number, _with_seed(params)) for number, params in plan.joining]
         plan = replace(plan, joining=joining)
-        # Each rank compiles the grammars.
-        bare = [(number, replace(params, compiled=None)) for number, params in joining]
-        call = StepCall(self._model, replace(plan, joining=bare))
+        sent = [(number, _to_send(params)) for number, params in joining]
+        call = StepCall(self._model, replace(plan, joining=sent))
         return self._make(call, lambda: self._engine.step(plan))
 
     def drop_adapter(self, number: int) -> None:
@@ -171,3 +170,8 @@ def _with_seed(params: SequenceParams) -> SequenceParams:
     if params.sampling.seed is not None:
         return params
     return replace(params, sampling=replace(params.sampling, seed=secrets.randbits(64)))
+
+
+def _to_send(params: SequenceParams) -> SequenceParams:
+    """Leave out what each rank makes itself; the prompt may be in parts, which share tokens."""
+    return replace(params, compiled=None, prompt=list(params.prompt))

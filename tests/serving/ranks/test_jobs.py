@@ -159,7 +159,8 @@ def prepare(engine: LeadingEngine, **job: Any) -> list[SequenceParams]:
 def test_a_job_arrives_as_it_was_sent(name: str, rows: dict[str, list[SequenceParams]]) -> None:
     """Whatever sequence of ids its prompt is: that of a question's step is made of parts."""
     for sent in rows[name]:
-        frame = encode(StepCall("m", StepPlan(joining=[(7, sent)])))
+        params = replace(sent, prompt=list(sent.prompt))  # that of a question is made of parts
+        frame = encode(StepCall("m", StepPlan(joining=[(7, params)])))
         call = decode(frame)
         assert isinstance(call, StepCall)
         [(number, arrived)] = call.plan.joining
