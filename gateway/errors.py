@@ -16,7 +16,9 @@ SHOWN_CHARS = 256
 
 def shorten(text: str) -> str:
     """Cut a caller's text to SHOWN_CHARS, for a message that repeats it."""
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
+    if len(text) <= SHOWN_CHARS:
+        return text
+    return f"{text[:SHOWN_CHARS]}…"
 
 
 # The part of a job that an error is about; wire has each endpoint's own name for it.

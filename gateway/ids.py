@@ -18,4 +18,6 @@ def new_id(prefix: str, nbytes: int) -> str:
 def owner_of(id_: str) -> str | None:
     """Return the name in an id; None if it has not the form of ours."""
     match = _NAMED.fullmatch(id_)
-    return match[1] if match else None
+    if match:
+        return match[1]
+    return None

@@ -152,7 +152,9 @@ def human_bytes(count: int) -> str:
     while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
         del units[0]
-    return f"{size:.1f} GiB" if units[0] == "GiB" else f"{size:.0f} {units[0]}"
+    if units[0] == "GiB":
+        return f"{size:.1f} GiB"
+    return f"{size:.0f} {units[0]}"
 
 
 def fit(text: str, columns: int) -> str:
@@ -197,7 +199,9 @@ def _word(value: Any, columns: int | None = None) -> str:
     is_quoted = isinstance(value, str) and (not text or any(mark in text for mark in ' "='))
     if columns is not None:
         text = fit(text, columns - 2 * is_quoted)
-    return '"' + text.replace('"', "'") + '"' if is_quoted else text
+    if is_quoted:
+        return '"' + text.replace('"', "'") + '"'
+    return text
 
 
 def _text(value: Any) -> str:

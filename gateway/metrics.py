@@ -248,7 +248,8 @@ def _read_histogram(family: Metric) -> HistogramReading:
     counts: list[float] = []
     for sample in family.samples:  # of each series: its buckets in order, then its count and sum
         if sample.name.endswith("_bucket"):
-            if (edge := sample.labels["le"]) != "+Inf" and not series:
+            edge = sample.labels["le"]
+            if edge != "+Inf" and not series:
                 edges.append(float(edge))
             counts.append(sample.value)
         elif sample.name.endswith("_sum"):

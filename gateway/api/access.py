@@ -302,7 +302,8 @@ class _Meter:
 def admit(buckets: Mapping[Kind, Bucket]) -> None:
     """Take one request from its bucket. Raises RateLimited if any bucket is empty or overdrawn."""
     for kind, bucket in buckets.items():
-        if (wait_s := bucket.wait_s()) > 0:
+        wait_s = bucket.wait_s()
+        if wait_s > 0:
             raise RateLimited(
                 f"Rate limit reached on {kind} per minute: limit {bucket.limit}. Please try again "
                 f"in {format_duration(wait_s)}.",
@@ -335,4 +336,6 @@ def format_duration(seconds: float) -> str:
     hours, m = divmod(minutes, 60)
     if hours:
         return f"{hours}h{m}m{s}s"
-    return f"{m}m{s}s" if m else f"{s}s"
+    if m:
+        return f"{m}m{s}s"
+    return f"{s}s"

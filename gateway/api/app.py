@@ -111,7 +111,9 @@ def _hint(path: str) -> str:
     if nearest.removeprefix("/v1").startswith(("/batches", "/messages/batches")):
         return ". Batches are not served: send each of their requests by itself."
     is_known = nearest.removeprefix("/v1") in PATHS
-    return f". Did you mean {nearest}?" if is_known and nearest != path else ""
+    if is_known and nearest != path:
+        return f". Did you mean {nearest}?"
+    return ""
 
 
 async def _answer_exception(request: Request, error: Exception) -> Response:

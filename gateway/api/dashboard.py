@@ -197,7 +197,8 @@ class Cancelled(TypedDict):
 async def cancel(service: Service, request: Request) -> Response:
     """Cancel a request in flight, by its number among the samples."""
     number = request.path_params["number"]
-    if (cancelled := service.in_flight.find(number)) is None:
+    cancelled = service.in_flight.find(number)
+    if cancelled is None:
         raise RequestNotFound(number)
     if cancelled.cancellation is None:
         count_cancelled(cancelled.scope["gateway.timings"])

@@ -133,7 +133,9 @@ class Endpoint:
         """Return every path that it is served by."""
         is_bare = self.is_admin or self.is_page
         versions = (self.path,) if is_bare else (self.bare_path, f"/v1{self.bare_path}")
-        return versions if self.also is None else (*versions, self.also)
+        if self.also is None:
+            return versions
+        return (*versions, self.also)
 
     @property
     def all_errors(self) -> Errors:

@@ -153,6 +153,7 @@ class Watchers:
 
     def sample(self, second: int, make: Callable[[bool], bytes], *, is_admin: bool) -> bytes:
         """Return the sample of a second, made by the first who asks: for admins or for others."""
-        if (sample := self._samples.get(is_admin)) is None or sample[0] != second:
+        sample = self._samples.get(is_admin)
+        if sample is None or sample[0] != second:
             sample = self._samples[is_admin] = (second, make(is_admin))
         return sample[1]

@@ -74,7 +74,8 @@ async def list_models(service: Service, request: Request) -> Response:
 
 
 async def show(service: Service, request: Request) -> Response:
-    if not (name := request.path_params["name"]):
+    name = request.path_params["name"]
+    if not name:
         raise HTTPException(HTTPStatus.NOT_FOUND)
     resolved = service.catalog().resolve(name)
     if request.scope["gateway.is_anthropic"]:
@@ -116,7 +117,9 @@ def _max_context(service: Service, spec: ModelSpec) -> int | None:
     """Return the context of a chat model that is loaded; an adapter has its base's."""
     whole = spec.base_spec or spec if isinstance(spec, ChatSpec) else spec
     model = service.models.model(whole)
-    return model.engine.facts.max_context if isinstance(model, GenerationBatcher) else None
+    if isinstance(model, GenerationBatcher):
+        return model.engine.facts.max_context
+    return None
 
 
 def _batching(batcher: object) -> Batching | None:

@@ -107,7 +107,8 @@ def _operation(endpoint: Endpoint, path: str, names: Names) -> Schema:
         operation["security"] = []
     if parameters:
         operation["parameters"] = parameters
-    if (request := endpoint.request) is not None:
+    request = endpoint.request
+    if request is not None:
         models = names[request.kind]
         example = {**({"model": models[0]} if models else {}), **request.example}
         schema = reference(request)

@@ -112,7 +112,8 @@ class Service:
         def parse() -> Parsed[R]:
             rules = self.rules
             read = read_request(body, shape, strict=rules.strict_fields, bounds=rules.bounds)
-            if (trace := request.scope.get("gateway.trace")) is not None:
+            trace = request.scope.get("gateway.trace")
+            if trace is not None:
                 trace.note_request(read.request)
             if rules.log_prompts:
                 log.info("prompt", **read.request.prompt_fields())
@@ -245,7 +246,8 @@ def _locate_errors(wire_request: WireRequest) -> Iterator[None]:
     try:
         yield
     except GatewayError as error:
-        if (field_error := wire_request.locate(error)) is error:
+        field_error = wire_request.locate(error)
+        if field_error is error:
             raise
         raise field_error from error
 
@@ -276,14 +278,18 @@ def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
 def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
     """Return a header with the first of the names, percent-encoded; none if there are no names."""
     values = [quote(name, safe="[]+") for name in first_names(names)]
-    return {header: ",".join(values)} if values else {}
+    if values:
+        return {header: ",".join(values)}
+    return {}
 
 
 def first_names(names: Sequence[str]) -> Sequence[str]:
     """Return as many names as a header has room for, and `…+N` for those that it has not."""
     sizes = accumulate(map(len, names[:MAX_HEADER_NAMES]))
     count = sum(size <= MAX_HEADER_CHARS for size in sizes)
-    return names if count == len(names) else [*names[:count], f"…+{len(names) - count}"]
+    if count == len(names):
+        return names
+    return [*names[:count], f"…+{len(names) - count}"]
 
 
 MANY_LOGPROBS = 5_000  # to write them takes some milliseconds
@@ -298,4 +304,6 @@ def reply(
 
 async def serialise(write: Callable[[], bytes], logprobs: int) -> bytes:
     """Write an answer with this many logprobs: off the loop if it would block it for long."""
-    return write() if logprobs <= MANY_LOGPROBS else await asyncio.to_thread(write)
+    if logprobs <= MANY_LOGPROBS:
+        return write()
+    return await asyncio.to_thread(write)

@@ -83,7 +83,8 @@ def _find_stored(service: Service, request: Request) -> StoredResponse:
 
 def _find(service: Service, owner: str | None, response_id: str, param: str) -> StoredResponse:
     """Return an owner's response. Raises ResponseNotFound, also for one of another owner."""
-    if (stored := service.responses.find(owner, response_id)) is not None:
+    stored = service.responses.find(owner, response_id)
+    if stored is not None:
         return stored
     raise ResponseNotFound(
         f"Response with id '{shorten(response_id)}' not found.",
@@ -154,7 +155,8 @@ def _conversation(
 
     def find(item_id: str) -> bytes | None:
         nonlocal nbytes
-        if (item := service.responses.item(caller.key_id, item_id)) is None:
+        item = service.responses.item(caller.key_id, item_id)
+        if item is None:
             return None
         nbytes += len(item.body)
         if nbytes > max_bytes:  # one item may be referred to a thousand times
@@ -162,7 +164,8 @@ def _conversation(
         return item.body
 
     earlier: Sequence[StoredItem] = ()
-    if (name := wire_request.previous_response_id) is not None:
+    name = wire_request.previous_response_id
+    if name is not None:
         earlier = _find(service, caller.key_id, name, "previous_response_id").items
     return earlier, responses_items.resolve_references(wire_request.input, find)
 

@@ -31,7 +31,9 @@ COMMENT = b": keep-alive\n"
 def frame(data: bytes, name: str = "") -> bytes:
     """Return one server-sent event, with a name if it has one."""
     event = b"data: " + data + b"\n\n"
-    return b"event: " + name.encode() + b"\n" + event if name else event
+    if name:
+        return b"event: " + name.encode() + b"\n" + event
+    return event
 
 
 DONE = frame(b"[DONE]")
@@ -147,7 +149,8 @@ class EventStream:
                     await self._changed.wait()
         finally:
             keep_alive.cancel()
-        if (failure := self._failure()) is not None:
+        failure = self._failure()
+        if failure is not None:
             await self._send_error(failure, scope, send)
         else:
             await send(_body(b"", more=False))

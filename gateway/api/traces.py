@@ -235,11 +235,13 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
     attributes["gen_ai.response.model"] = timings.model
     attributes["gen_ai.usage.input_tokens"] = sum(job.tokens_in for job in jobs)
     reasons = list(chain.from_iterable(job.finish_reasons for job in jobs))
-    if tokens_out := sum(job.tokens_out for job in jobs):
+    tokens_out = sum(job.tokens_out for job in jobs)
+    if tokens_out:
         attributes["gen_ai.usage.output_tokens"] = tokens_out
     if reasons:
         attributes["gen_ai.response.finish_reasons"] = reasons
-    if cached := sum(job.cached_tokens for job in jobs):
+    cached = sum(job.cached_tokens for job in jobs)
+    if cached:
         attributes["gen_ai.usage.cache_read.input_tokens"] = cached
     return attributes
 

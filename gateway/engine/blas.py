@@ -53,7 +53,9 @@ class BlasFinding:
     @property
     def described(self) -> str:
         if self.config is None or self.kind is None:
-            return "reference BLAS" if self.hint else "mlx's own"
+            if self.hint:
+                return "reference BLAS"
+            return "mlx's own"
         version = self.config.removeprefix("OpenBLAS ").partition(" ")[0]
         whose = {"wheel": "the wheel's", "system": "the system's", "path": "GATEWAY_BLAS's"}
         because = f", as the wheel's is of no use here: {self.why}" if self.why else ""
@@ -203,7 +205,9 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
     cache, home = environment.get("XDG_CACHE_HOME", ""), environment.get("HOME", "")
     if os.path.isabs(cache):
         return Path(cache) / "mlx-gateway" / "openblas"
-    return Path(home) / ".cache" / "mlx-gateway" / "openblas" if os.path.isabs(home) else None
+    if os.path.isabs(home):
+        return Path(home) / ".cache" / "mlx-gateway" / "openblas"
+    return None
 
 
 def load_wheel(wheel: Wheel) -> ctypes.CDLL:

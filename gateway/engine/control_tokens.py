@@ -118,4 +118,6 @@ class ControlTokens:
 
 def _begin(text: str, start: int, end: int) -> int:
     """Return where a token itself begins, of which white space before it may be a part."""
-    return end - len(text[start:end].lstrip()) if text[start:end].strip() else start
+    if text[start:end].strip():
+        return end - len(text[start:end].lstrip())
+    return start

@@ -43,7 +43,9 @@ def choose_device(requested: str) -> Device:
         raise ValueError(f"device must be auto, cpu or gpu, not `{requested}`")
     if metal:
         return Device.METAL
-    return Device.CUDA if cuda else Device.CPU
+    if cuda:
+        return Device.CUDA
+    return Device.CPU
 
 
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -59,7 +61,9 @@ def pick_dtype(device: Device, requested: str | None, checkpoint: mx.Dtype) -> m
         if requested not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not `{requested}`")
         return _DTYPES[requested]
-    return mx.float32 if device is Device.CPU else checkpoint
+    if device is Device.CPU:
+        return mx.float32
+    return checkpoint
 
 
 def configure(
@@ -110,7 +114,9 @@ def memory_limits(
 
 def device_info(device: Device) -> Mapping[str, str | int]:
     """Return what mlx says of a GPU; nothing of a CPU."""
-    return {} if device is Device.CPU else mx.device_info()
+    if device is Device.CPU:
+        return {}
+    return mx.device_info()
 
 
 @contextmanager
@@ -280,7 +286,9 @@ def give_back() -> None:
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
     """Return a function of malloc.h that glibc has and other C libraries, such as musl, lack."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if sys.platform == "linux":
+        return getattr(ctypes.CDLL(None), name, None)
+    return None
 
 
 def cgroup_limits(groups: Path, membership: Path) -> list[int]:

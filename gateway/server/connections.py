@@ -32,7 +32,9 @@ ACCEPT_LOG_S: Final = 60.0
 def most_connections() -> int:
     """Return how many connections may be open: the limit of descriptors, less what others need."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 30 if limit == resource.RLIM_INFINITY else max(limit // 2, limit - RESERVED)
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 30
+    return max(limit // 2, limit - RESERVED)
 
 
 class Crowd:

@@ -51,7 +51,9 @@ class Arrivals:
     def newest_age_s(self) -> float | None:
         """Return the seconds since the newest of them came, or None if there is none."""
         newest = next(reversed(self._since.values()), None)
-        return None if newest is None else clock.now() - newest
+        if newest is None:
+            return None
+        return clock.now() - newest
 
     async def yield_to_loop(self) -> None:
         """Yield three times, so that requests whose bytes have arrived are counted.
@@ -118,7 +120,8 @@ class Bounded:
         """Release `amount`. Older releases count by half and less."""
         self.held -= amount
         self._finished += amount
-        if (age_s := self._clock() - self._since) > WINDOW_S:
+        age_s = self._clock() - self._since
+        if age_s > WINDOW_S:
             self._since += age_s / 2
             self._finished /= 2
 

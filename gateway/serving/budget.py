@@ -59,7 +59,9 @@ class Budget:
 
     def pinned_bytes(self, *, without: str) -> int:
         """Return the bytes of all pinned models but this one."""
-        return 0 if self._models is None else self._models.pinned_bytes(without=without)
+        if self._models is None:
+            return 0
+        return self._models.pinned_bytes(without=without)
 
     def listen(
         self, on_change: Callable[[], None], on_recall: Callable[[], None] = lambda: None

@@ -40,7 +40,9 @@ class DeviceHealth:
         if not isinstance(error, GatewayError):
             return self._classify(error)
         fault = Fault.ROW if error.__cause__ is None else self._classify(error.__cause__)
-        return Fault.ROW if fault is Fault.UNKNOWN else fault
+        if fault is Fault.UNKNOWN:
+            return Fault.ROW
+        return fault
 
     def see(self, error: Exception) -> Exception:
         """Return what a caller of the device gets for an error: DeviceLost for one that lasts."""

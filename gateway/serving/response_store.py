@@ -123,7 +123,9 @@ class ResponseStore:
             self.expire()
             owned = self._by_owner.get(owner)
             response = None if owned is None else owned.responses.get(response_id)
-            return None if response is None else response[1]
+            if response is None:
+                return None
+            return response[1]
 
     def item(self, owner: str | None, item_id: str) -> StoredItem | None:
         """Return an item of any response of an owner's; of several with one id, the newest."""
@@ -131,7 +133,9 @@ class ResponseStore:
             self.expire()
             owned = self._by_owner.get(owner)
             items = None if owned is None else owned.items.get(item_id)
-            return items[-1] if items else None
+            if items:
+                return items[-1]
+            return None
 
     def delete(self, owner: str | None, response_id: str) -> bool:
         """Delete a response; return False if there is none."""

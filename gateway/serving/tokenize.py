@@ -83,7 +83,9 @@ def prompt_kind(job: GenerateJob) -> Kind:
     prompt = job.prompt if isinstance(job.prompt, str) else ""
     questions = [text for question in job.questions for text in (question.text, *question.labels)]
     is_long = _is_longer(LONG_CHARS, [prompt, *job.messages, *job.tools, *questions])
-    return "long prompts" if is_long else "short prompts"
+    if is_long:
+        return "long prompts"
+    return "short prompts"
 
 
 def _is_longer(most_chars: int, values: list[Any]) -> bool:

@@ -61,7 +61,9 @@ class BeatAge:
 
     def of(self, beat: Beat | None) -> float:
         """Return the age of a beat: 0 of none, and of one that is newer than the last check."""
-        return 0.0 if beat is None or beat is not self._beat else self._seconds
+        if beat is None or beat is not self._beat:
+            return 0.0
+        return self._seconds
 
 
 class Watch:
@@ -101,7 +103,9 @@ class Watch:
     @property
     def status(self) -> Status:
         """Return the lane's status: `dead` is noticed at once, `stalled` after a limit."""
-        return "dead" if self._is_dead else self._status
+        if self._is_dead:
+            return "dead"
+        return self._status
 
     @property
     def _is_dead(self) -> bool:

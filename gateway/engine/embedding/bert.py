@@ -36,7 +36,9 @@ class Dense:
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map (rows, inputs) to (rows, outputs)."""
-        return x @ self.weight if self.bias is None else mx.addmm(self.bias, x, self.weight)
+        if self.bias is None:
+            return x @ self.weight
+        return mx.addmm(self.bias, x, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +171,13 @@ def modern_name(name: str) -> str:
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
     """Read config.json's keys, refusing what this encoder does not compute."""
-    if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
+    kind = raw.get("position_embedding_type") or "absolute"
+    if kind != "absolute":
         raise checkpoint.failed(f"config.json: position_embedding_type `{kind}` is not supported")
     if raw.get("is_decoder"):
         raise checkpoint.failed("config.json: is_decoder is not supported for this architecture")
-    if (activation := raw.get("hidden_act", "gelu")) not in ACTIVATIONS:
+    activation = raw.get("hidden_act", "gelu")
+    if activation not in ACTIVATIONS:
         raise checkpoint.failed(
             f"config.json: hidden_act `{activation}` is none of {', '.join(ACTIVATIONS)}"
         )

@@ -227,7 +227,8 @@ def _refuse_other_tasks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> No
     """Raise for a model without a known head, or with that of another task, whose weights may have
     the same names.
     """
-    if (kind := config.get("model_type")) not in HEADS:
+    kind = config.get("model_type")
+    if kind not in HEADS:
         raise checkpoint.failed(
             f"its architecture, `{kind}`, is not supported for reranking: "
             f"those that are, are {', '.join(HEADS)}"
@@ -268,9 +269,11 @@ def _open_head(
     dense, out = make_dense(weights, names.dense), make_dense(weights, names.out)
     if names.norm is None:
         return Head("cls", dense, mx.tanh, None, out)
-    if (pooling := config.get("classifier_pooling", "cls")) not in get_args(Pooling):
+    pooling = config.get("classifier_pooling", "cls")
+    if pooling not in get_args(Pooling):
         raise checkpoint.failed(f"config.json: classifier_pooling `{pooling}` is not supported")
-    if (named := config.get("classifier_activation", "gelu")) not in ACTIVATIONS:
+    named = config.get("classifier_activation", "gelu")
+    if named not in ACTIVATIONS:
         raise checkpoint.failed(
             f"config.json: classifier_activation `{named}` is none of {', '.join(ACTIVATIONS)}"
         )

@@ -81,7 +81,9 @@ class EmbeddingEngine(EncoderEngine):
 
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
         vectors = pool(hidden, counts, mask, self._recipe.pooling)
-        return unit(vectors) if self._recipe.normalize else vectors
+        if self._recipe.normalize:
+            return unit(vectors)
+        return vectors
 
 
 def load_embedding_in_steps(

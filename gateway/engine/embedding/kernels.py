@@ -101,7 +101,8 @@ def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
     q, k, v are (rows, heads, tokens, head size); bias is added to the scores. The division by
     the sum waits until after the product, where there is less to divide.
     """
-    if (tokens := q.shape[2]) > LONG:
+    tokens = q.shape[2]
+    if tokens > LONG:
         assert bias is None or bias.shape[2] == 1
         starts = range(0, tokens, QUERY_BLOCK)
         blocks = [attend_base2(q[:, :, at : at + QUERY_BLOCK], k, v, bias) for at in starts]
@@ -130,7 +131,9 @@ def layer_norm_by_products(dimensions: int) -> Normalization:
         centred = x - x @ average
         variance = mx.square(centred) @ average
         scaled = centred * mx.rsqrt(variance + epsilon) * weight
-        return scaled if bias is None else scaled + bias
+        if bias is None:
+            return scaled
+        return scaled + bias
 
     return normalize
 

@@ -273,7 +273,8 @@ def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:
     for place, row in enumerate(rows):
         by_query.setdefault(tuple(row.ids[: row.second]), []).append(place)
     groups = [(places, len(head)) for head, places in by_query.items() if len(places) > 1]
-    if single := [(head, places[0]) for head, places in by_query.items() if len(places) == 1]:
+    single = [(head, places[0]) for head, places in by_query.items() if len(places) == 1]
+    if single:
         shared = _count_alike([head for head, _ in single])
         groups.append(([place for _, place in single], shared))
     return groups

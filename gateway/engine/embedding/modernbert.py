@@ -61,7 +61,8 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
     for key in ("attention_bias", "mlp_bias", "norm_bias"):
         if raw.get(key):
             raise checkpoint.failed(f"config.json: {key} is not supported for this architecture")
-    if (activation := raw.get("hidden_activation", "gelu")) not in ACTIVATIONS:
+    activation = raw.get("hidden_activation", "gelu")
+    if activation not in ACTIVATIONS:
         raise checkpoint.failed(
             f"config.json: hidden_activation `{activation}` is none of {', '.join(ACTIVATIONS)}"
         )
@@ -94,7 +95,8 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> Config:
 def _local_layers(raw: Mapping[str, Any]) -> list[bool]:
     """Return, for each layer, whether its attention is local."""
     layers = int(raw["num_hidden_layers"])
-    if types := raw.get("layer_types"):
+    types = raw.get("layer_types")
+    if types:
         known = {"full_attention": False, "sliding_attention": True}
         return [known[kind] for kind in types[:layers]]
     interval = int(raw.get("global_attn_every_n_layers", 3))
@@ -109,7 +111,8 @@ def _thetas(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> tuple[float, floa
         rope_parameters.get("sliding_attention") or {},
     )
     for rope in (full, local, raw.get("rope_scaling") or {}):
-        if (kind := rope.get("rope_type", "default")) != "default":
+        kind = rope.get("rope_type", "default")
+        if kind != "default":
             raise checkpoint.failed(f"config.json: rope_type `{kind}` is not supported")
     whole = float(full.get("rope_theta") or raw.get("global_rope_theta") or 160_000.0)
     return whole, float(local.get("rope_theta") or raw.get("local_rope_theta") or 10_000.0)

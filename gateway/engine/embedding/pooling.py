@@ -71,7 +71,8 @@ def _modules(checkpoint: Checkpoint) -> dict[str, str]:
     except (TypeError, KeyError) as error:
         raise checkpoint.failed("modules.json is no list of modules with type and path") from error
     names = [name for name, _ in pairs]
-    if unknown := [n for n in names if n not in ("Transformer", "Pooling", "Normalize")]:
+    unknown = [n for n in names if n not in ("Transformer", "Pooling", "Normalize")]
+    if unknown:
         raise checkpoint.failed(f"modules.json lists what is not supported: {join_names(unknown)}")
     if names not in (
         ["Transformer"],

@@ -83,7 +83,9 @@ class TextTokenizer:
 
     def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
         """Cut ids without special tokens to at most `keep`, on the model's own side."""
-        return ids[max(0, len(ids) - keep) :] if self._cut_left else ids[:keep]
+        if self._cut_left:
+            return ids[max(0, len(ids) - keep) :]
+        return ids[:keep]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,4 +231,6 @@ def _missing_eos(
         raise checkpoint.failed(
             "tokenizer_config.json asks for add_eos_token, but its eos_token is no known token"
         )
-    return () if last == eos else (eos,)
+    if last == eos:
+        return ()
+    return (eos,)

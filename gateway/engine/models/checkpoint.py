@@ -449,4 +449,6 @@ def _group_size(checkpoint: Listing, module: str) -> int:
 def _module_quantization(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     # Its numbers apply to all modules but those that have their own.
     stated = quantization.get(module)
-    return stated if isinstance(stated, Mapping) else quantization
+    if isinstance(stated, Mapping):
+        return stated
+    return quantization

@@ -216,7 +216,9 @@ def _describe(name: str, model: Any, layers: _Layers, widened: _Layers) -> Widen
 def _number_type(layer: Any, default: mx.Dtype) -> mx.Dtype:
     """Return the type of a layer's results. Scales of powers of two are no floating numbers."""
     dtype: mx.Dtype = layer.get("scales", layer.weight).dtype
-    return dtype if mx.issubdtype(dtype, mx.floating) else default
+    if mx.issubdtype(dtype, mx.floating):
+        return dtype
+    return default
 
 
 def quantization_of(layer: Any) -> tuple[Any, ...]:

@@ -39,7 +39,9 @@ def join_group() -> Group | None:
     if "MLX_RANK" not in os.environ:
         return None
     group: Group = mx.distributed.init()
-    return group if group.size() > 1 else None
+    if group.size() > 1:
+        return group
+    return None
 
 
 def first_host() -> str:

@@ -109,7 +109,8 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
     async def _embed(self, job: EmbedJob, texts: Sequence[str], arrival: Arrival) -> Embedded:
         kept_rows = [self._cache.get(text, truncate=job.truncate) for text in texts]
         kept_rows = kept_rows or [None] * len(job.token_rows)
-        if missing := [index for index, row in enumerate(kept_rows) if row is None]:
+        missing = [index for index, row in enumerate(kept_rows) if row is None]
+        if missing:
             new = await self._compute_texts(
                 job, [texts[index] for index in missing if texts], arrival
             )

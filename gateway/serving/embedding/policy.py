@@ -81,7 +81,9 @@ def window(load: int, limits: EmbeddingLimits) -> float:
         return limits.batch_window_s
     if 4 * load < limits.max_batch_size:
         return limits.windows.low_s
-    return limits.windows.medium_s if load < limits.max_batch_size else limits.windows.high_s
+    if load < limits.max_batch_size:
+        return limits.windows.medium_s
+    return limits.windows.high_s
 
 
 def patience(

@@ -123,4 +123,6 @@ def relevance(logits: Vectors, *, is_raw: bool) -> npt.NDArray[np.float64]:
     odds = logits[:, -1].astype(np.float64)
     if logits.shape[1] > 1:
         odds = odds - np.logaddexp.reduce(logits[:, :-1].astype(np.float64), axis=1)
-    return odds if is_raw else np.exp(-np.logaddexp(0, -odds))
+    if is_raw:
+        return odds
+    return np.exp(-np.logaddexp(0, -odds))

@@ -224,7 +224,8 @@ class RowBatcher(Generic[R]):
 
     async def _pass(self, turn: Turn) -> None:
         """Compute a batch, chosen now that the lane is held."""
-        if not (batch := self._take()):
+        batch = self._take()
+        if not batch:
             return
         started = clock.now()
         try:

@@ -123,9 +123,11 @@ class FollowingEngine:
 
     def _with_grammar(self, params: SequenceParams) -> SequenceParams:
         """Return the sequence with its grammar compiled here."""
-        if (grammar := params.grammar) is None:
+        grammar = params.grammar
+        if grammar is None:
             return params
-        if (compiled := self._grammars.get(grammar)) is None:
+        compiled = self._grammars.get(grammar)
+        if compiled is None:
             compiled = self._grammars[grammar] = self._engine.compile(grammar)
             if len(self._grammars) > GRAMMARS:
                 self._grammars.popitem(last=False)

@@ -103,8 +103,9 @@ class Leader:
                 rank, number, reply = self._words.get(timeout=left_s)
             except queue.Empty:
                 return None
-            if (found := self._sent.get(number)) is not None:
-                found.replies[rank] = reply
+            waiting = self._sent.get(number)
+            if waiting is not None:
+                waiting.replies[rank] = reply
         return sent.replies
 
     def agree(self, sent: Sent, outcome: str) -> None:
@@ -171,14 +172,16 @@ def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]
     listener.setblocking(False)
     try:
         while missing := sorted(set(ranks) - links.keys()):
-            if (left_s := until - clock.now()) <= 0:
+            left_s = until - clock.now()
+            if left_s <= 0:
                 raise TimeoutError(f"ranks {missing} did not connect in {JOIN_S:g} s")
             for link in _readable([listener, *unknown], left_s):
                 if link is listener:
                     _welcome(listener, unknown)
                 elif link in unknown and (hello := _hear(link, unknown[link])) is not None:
                     del unknown[link]
-                    if (rank := _rank_in(hello, invitation)) not in missing or rank in links:
+                    rank = _rank_in(hello, invitation)
+                    if rank not in missing or rank in links:
                         _refuse(link)
                     else:
                         links[rank] = link
@@ -227,7 +230,9 @@ def _hear(link: socket.socket, said: bytearray) -> bytes | None:
     length = int.from_bytes(said[:4], "big")
     if not more or not 0 < length <= _WORD_BYTES:
         return b""
-    return bytes(said[4:]) if len(said) == 4 + length else None
+    if len(said) == 4 + length:
+        return bytes(said[4:])
+    return None
 
 
 def _rank_in(hello: bytes, invitation: Invitation) -> int:
@@ -237,7 +242,9 @@ def _rank_in(hello: bytes, invitation: Invitation) -> int:
         is_known = hmac.compare_digest(str(word), invitation.word) and type(rank) is int
     except (ValueError, TypeError):
         return -1
-    return rank if is_known else -1
+    if is_known:
+        return rank
+    return -1
 
 
 def _refuse(link: socket.socket) -> None:
@@ -309,9 +316,11 @@ def _send(link: socket.socket, frame: bytes) -> None:
 
 def _receive(link: socket.socket, most: int = LONGEST) -> bytes | None:
     """Return a frame; None at the end of the connection. Raises OSError for one too long."""
-    if (head := _read(link, 4)) is None:
+    head = _read(link, 4)
+    if head is None:
         return None
-    if (length := int.from_bytes(head, "big")) > most:
+    length = int.from_bytes(head, "big")
+    if length > most:
         raise OSError("a frame is too long")
     return _read(link, length)
 
@@ -319,9 +328,10 @@ def _receive(link: socket.socket, most: int = LONGEST) -> bytes | None:
 def _read(link: socket.socket, count: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < count:
-        if not (some := link.recv(min(count - len(parts), 1 << 20))):
+        data = link.recv(min(count - len(parts), 1 << 20))
+        if not data:
             return None
-        parts += some
+        parts += data
     return bytes(parts)
 
 

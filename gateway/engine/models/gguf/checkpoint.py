@@ -124,7 +124,9 @@ class GgufCheckpoint:
         kinds = {self.kind(name) for name, place in self.places.items() if len(place.shape) > 1}
         if "BF16" in kinds:
             return "BF16"
-        return "F32" if kinds == {"F32"} else "F16"
+        if kinds == {"F32"}:
+            return "F32"
+        return "F16"
 
     def _check_types(self) -> None:
         unread = sorted({self.kind(name) for name in self.places} - READ)
@@ -140,4 +142,6 @@ def open_checkpoint(name: str, path: Path) -> Checkpoint | GgufCheckpoint:
 
     Raises ModelLoadFailed.
     """
-    return GgufCheckpoint(name, path) if is_gguf(path.name) else Checkpoint(name, path)
+    if is_gguf(path.name):
+        return GgufCheckpoint(name, path)
+    return Checkpoint(name, path)

@@ -158,7 +158,9 @@ def _rows(info: TensorInfo) -> int:
 
 def _numpy(target: mx.Dtype) -> type[np.floating[Any]]:
     """Return what numbers are decoded into on their way to MLX, which alone has bfloat16."""
-    return np.float16 if target == mx.float16 else np.float32
+    if target == mx.float16:
+        return np.float16
+    return np.float32
 
 
 def _slow_down(model: Any, config: Mapping[str, Any], factors: mx.array) -> None:

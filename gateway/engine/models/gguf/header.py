@@ -375,4 +375,6 @@ def _text(content: bytes | bytearray, what: str) -> str:
 
 def quote(name: str) -> str:
     """Return a name out of a file as a message may repeat it: short, and on one line."""
-    return name if len(name) <= 64 and name.isprintable() else f"{name[:64]!r}…"
+    if len(name) <= 64 and name.isprintable():
+        return name
+    return f"{name[:64]!r}…"
