@@ -239,11 +239,10 @@ def _rank_in(hello: bytes, invitation: Invitation) -> int:
     """Return the rank that a connection says it is; -1 if it does not know the word."""
     try:
         word, rank = json.loads(hello)
-        is_known = hmac.compare_digest(str(word), invitation.word) and type(rank) is int
+        if hmac.compare_digest(str(word), invitation.word) and type(rank) is int:
+            return rank
     except (ValueError, TypeError):
-        return -1
-    if is_known:
-        return rank
+        pass
     return -1
 
 
