@@ -43,33 +43,29 @@ class PrefixNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Where a job comes from, and its deadline: a reading of the monotonic clock, `allowed_s` after
-    the request began. `number` is unique to a request; an id may be the client's own, and not
-    unique.
-    """
+    """Where a job comes from, and its deadline."""
 
     request_id: str
-    deadline: float
-    allowed_s: float
+    deadline: float  # a reading of the monotonic clock
+    allowed_s: float  # from the request's beginning to the deadline
     tier: Tier = Tier.DEFAULT
     key_id: str | None = None
     timings: Timings = field(default_factory=Timings)
+    # Of the request: its id may be the client's own, and not unique.
     number: int = field(default_factory=itertools.count(1).__next__)
     prefix_names: PrefixNames = PrefixNames()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedJob:
-    """Texts, or rows of token ids, to turn into vectors.
-
-    `truncate` cuts over-long inputs as sentence-transformers does; else they are refused.
-    `dimensions` shortens the vectors of a Matryoshka model.
-    """
+    """Texts, or rows of token ids, to turn into vectors."""
 
     caller: Caller
     texts: Sequence[str] = ()
     token_rows: Sequence[TokenIds] = ()
+    # Over-long inputs are cut as sentence-transformers does; else they are refused.
     truncate: bool = False
+    # The vectors of a Matryoshka model are shortened to it.
     dimensions: int | None = None
     prompt_name: str | None = None
 
@@ -85,14 +81,11 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A query and a document as one row of token ids.
-
-    `second` is the index at which the document begins; `cut` counts the tokens cut off its end,
-    or fewer if a long document was not encoded whole.
-    """
+    """A query and a document as one row of token ids."""
 
     ids: TokenIds
-    second: int
+    second: int  # the index at which the document begins
+    # Tokens cut off its end, or fewer: a long document is not encoded whole.
     cut: int = 0
 
     def __len__(self) -> int:
@@ -101,94 +94,86 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankJob:
-    """Documents to score by how well each answers the query.
-
-    `queries`, one for each document, replace `query`. Documents are cut to `max_tokens_per_doc`,
-    and to what the model can read; without `truncate` the latter are refused. A score is between 0
-    and 1, or if `is_raw` the model's own. `prompt_name` is for embedding models without a prompt
-    for queries or for documents; `instruction` is for models whose prompt has one.
-    """
+    """Documents to score by how well each answers the query."""
 
     caller: Caller
     documents: Sequence[str]
     query: str = ""
-    queries: Sequence[str] = ()
-    max_tokens_per_doc: int | None = None
+    queries: Sequence[str] = ()  # in place of `query`, one for each document
+    max_tokens_per_doc: int | None = None  # which documents are cut to
+    # Documents are cut to what the model can read, too; else such are refused.
     truncate: bool = True
+    # A score is the model's own, not one between 0 and 1.
     is_raw: bool = False
+    # Of an embedding model, where it has no prompt for queries or for documents.
     prompt_name: str | None = None
-    instruction: str | None = None
+    instruction: str | None = None  # for models whose prompt has one
 
 
 @dataclass(frozen=True, slots=True)
 class Reranked:
-    """The answer to a `RerankJob`: (documents,) float64, in the order of the documents; as float32
-    the best scores would be equal. `truncated` counts the texts that were cut.
-    """
+    """The answer to a `RerankJob`."""
 
+    # (documents,) in the order of the documents; as float32 the best would be equal.
     scores: npt.NDArray[np.float64]
     prompt_tokens: int
-    truncated: int
+    truncated: int  # texts that were cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. A temperature of 0 is greedy; `top_k` 0 means all.
+    """How the next token is chosen. Fields that OpenAI lacks follow vLLM."""
 
-    Penalties and bias follow OpenAI: they are added to the logits before the temperature, and
-    penalties count generated tokens only. Fields that OpenAI lacks follow vLLM:
-    `repetition_penalty` divides positive logits of the prompt's and the answer's tokens and
-    multiplies negative ones; for the first `min_tokens` tokens nothing ends the answer but its
-    grammar; with `ignore_eos` the model's own ends do not, `stop_token_ids` do. `unset` names the
-    fields that the request leaves unset: the model's own files may set them.
-    """
-
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0 means all
     min_p: float = 0.0
+    # These two and the bias are added to the logits before the temperature. They count tokens of
+    # the answer alone.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    # Divides positive logits of the prompt's and the answer's tokens, and multiplies negative ones.
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    # For so many tokens nothing ends the answer but its grammar.
     min_tokens: int = 0
+    # The model's own ends do not end the answer; `stop_token_ids` do.
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
+    # Fields that the request leaves unset: the model's own files may set them.
     unset: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaRule:
-    """A JSON Schema within a grammar of calls, and the `rule` that enforces it.
-
-    `function` owns the parameters; it is empty for the schema of an answer instead of calls.
-    """
+    """A JSON Schema within a grammar of calls, and the `rule` that enforces it."""
 
     rule: str
-    function: str
+    function: str  # whose parameters it describes; empty: of an answer instead of calls
     schema: str
     strict: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must match; `source` is canonical text, so that equal ones compile once.
+    """What an answer must match.
 
     json_schema: a JSON Schema. regex: a regular expression, of the whole answer. choice: a JSON
     array of strings, one of which is the answer. grammar: a context-free grammar in Lark's form.
-    calls: the same, made by the gateway. A `strict` JSON Schema is enforced whole or refused; of
-    others, keywords that no grammar can enforce are checked afterwards. An answer that violates a
-    strict one, or one that it `must_fit`, is an error. For calls, `unenforced` has those keywords
-    known already, as functions' names and JSON pointers; `schemas` are the caller's own, from which
-    a looser grammar is made if this one does not compile.
+    calls: the same, made by the gateway.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
-    source: str
+    source: str  # canonical: equal ones compile once
+    # A JSON Schema is enforced whole or refused, and an answer that violates it is an error. Of
+    # others, keywords that no grammar can enforce are checked afterwards.
     strict: bool = False
+    # Of calls: those keywords, as far as they are known: functions' names and JSON pointers.
     unenforced: tuple[str, ...] = ()
+    # Of calls: the caller's own, from which a looser grammar is made if this one won't compile.
     schemas: tuple[SchemaRule, ...] = ()
+    # An answer that violates it is an error, though it is not strict.
     must_fit: bool = False
 
 
@@ -212,25 +197,21 @@ class Function:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calling:
-    """Which functions may be called, and whether one of them must be.
-
-    A forced call is constrained by its schema; a free one only if the function is strict.
-    """
+    """Which functions may be called."""
 
     functions: Sequence[Function]
+    # One of them must be. Its schema holds; that of a free call does only if it is strict.
     forced: bool = False
     parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter of a loaded model: its number there, the model that it is served as, and the
-    bytes that it has added.
-    """
+    """A LoRA adapter of a loaded model."""
 
-    number: int
-    model: str
-    nbytes: int = 0
+    number: int  # among the adapters of its base
+    model: str  # that it is served as
+    nbytes: int = 0  # that it has added
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,47 +225,40 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateJob:
-    """A conversation, or a bare `prompt`, to continue `n` times.
-
-    `max_tokens` None means the rest of the context. `messages` and `tools` are what the model's
-    chat template reads; `prompt`, text or token ids, takes no template. `logprobs` is the number of
-    likeliest alternatives to return with each token's logprob; None for no logprobs. With `echo`
-    the prompt is returned, with its logprobs if there are any; `max_tokens` may then be 0. With
-    `continues` the last message is the beginning of the answer. With `questions` no answer is
-    written: each question's text completes the last message, and its labels are judged.
-    """
+    """A conversation, or a bare `prompt`, to continue `n` times."""
 
     caller: Caller
-    messages: Sequence[Mapping[str, Any]] = ()
-    prompt: str | TokenIds | None = None
+    messages: Sequence[Mapping[str, Any]] = ()  # what the chat template reads
+    prompt: str | TokenIds | None = None  # in place of messages; it takes no template
     sampling: Sampling
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # None: the rest of the context
     stop: Sequence[str] = ()
     n: int = 1
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()  # what the chat template reads
     calling: Calling | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
+    # The likeliest alternatives to return with each token's logprob; None: no logprobs.
     logprobs: int | None = None
+    # The last message is the beginning of the answer.
     continues: bool = False
+    # The prompt is returned, with its logprobs if there are any; `max_tokens` may then be 0.
     echo: bool = False
+    # If there are any, no answer is written: each question's text completes the last message, and
+    # its labels are judged.
     questions: Sequence[Question] = ()
     adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and written by one job, all its choices together.
-
-    `reasoning_tokens` are among the completion's. Among the prompt's, `cached_tokens` were not read
-    again, and `kept_tokens` are new in the prefix cache: whole blocks of them.
-    """
+    """Tokens read and written by one job, all its choices together."""
 
     prompt_tokens: int
     completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-    kept_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt's, not read again
+    reasoning_tokens: int = 0  # of the completion's
+    kept_tokens: int = 0  # of the prompt's, new in the prefix cache: whole blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,14 +288,12 @@ class EchoedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class LabelStep:
-    """One step into a question's labels: tokens that may come next, and the places of the labels
-    that they belong to. The probabilities of one entry's tokens add up. `is_first`: no token of a
-    label comes before.
-    """
+    """One step into a question's labels."""
 
     question: int
+    # Tokens that may come next, whose probabilities add up, and the places of their labels.
     entries: Sequence[tuple[TokenIds, Sequence[int]]]
-    is_first: bool
+    is_first: bool  # no token of a label comes before
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,8 +382,10 @@ class KvCost:
 
     def of(self, tokens: int, beyond: int = 0) -> int:
         """Return the bytes of so many tokens; in prefill a window holds `beyond` its size, too."""
-        kept = sum(each * min(tokens, most + beyond) for each, most in self.windows)
-        return self.constant + self.token * tokens + kept
+        in_windows = sum(
+            nbytes * min(tokens, max_tokens + beyond) for nbytes, max_tokens in self.windows
+        )
+        return self.constant + self.token * tokens + in_windows
 
     def __bool__(self) -> bool:
         return self != _ZERO
@@ -422,15 +396,14 @@ _ZERO = KvCost()
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass: rows, and tokens without and with padding; of a step those it gave, also `forced`
-    by grammars, and `accepted` of `drafted` ones."""
+    """One pass, or what one step gave."""
 
     rows: int = 0
-    tokens: int = 0
+    tokens: int = 0  # without padding
     padded_tokens: int = 0
-    forced: int = 0
+    forced: int = 0  # by grammars
     drafted: int = 0
-    accepted: int = 0
+    accepted: int = 0  # of the drafted ones
 
 
 @dataclass(frozen=True, slots=True)

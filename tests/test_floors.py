@@ -136,7 +136,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2782,
+    "api": 2783,
     "app": 1161,
     "bench": 275,
     "cli": 1272,
@@ -145,12 +145,12 @@ BUDGET: dict[str, int] = {
     "engine": 10711,
     "errors": 266,
     "ids": 10,
-    "jobs": 257,
+    "jobs": 267,
     "logs": 141,
     "metrics": 190,
     "registry": 1267,
     "server": 258,
-    "serving": 4203,
+    "serving": 4202,
     "settings": 608,
     "wire": 3783,
 }

@@ -56,13 +56,11 @@ register_url_convertor("number", _Number())
 
 
 class Form(NamedTuple):
-    """Another form of an endpoint's requests: what makes a body one, the items of its answer, which
-    is a list, and the shape of its errors.
-    """
+    """Another form of an endpoint's requests."""
 
-    name: str
+    name: str  # what makes a body one
     request: type[WireRequest]
-    item: Any
+    item: Any  # of the answer, which is a list
     error: Any
 
 
@@ -83,36 +81,29 @@ def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One method of one path: its handler, and what the document and the docs have about it.
-
-    `path` is served with /v1 and without, `also` as it is. `form` is a form of its requests besides
-    `request`. `answer` is None if its shape is not described; `texts_error` is the shape of its own
-    errors, if they are TEI's; `events` is the shape of a stream's events. `statuses` are those of
-    success; `errors` are in addition to the errors of every endpoint and those of the key check. If
-    `is_open` it needs no key; if `is_admin` it needs the admin key; if `is_page` it is the
-    dashboard's: neither has a /v1. `operation` is what it has a model do, by GenAI's name; unless
-    `is_traced` its requests have no traces, as machines ask every few seconds.
-    """
+    """One method of one path: its handler, and what the document and the docs have about it."""
 
     method: str
-    path: str
+    path: str  # served with /v1 and without
     handler: Handler
     _: KW_ONLY
     summary: str
     details: str = ""
-    also: str | None = None
+    also: str | None = None  # another path, served as it is
     request: type[WireRequest] | None = None
-    form: Form | None = None
-    answer: Any = None
-    texts_error: Any = None
-    events: Any = None
+    form: Form | None = None  # of requests, besides `request`
+    answer: Any = None  # None if its shape is not described
+    texts_error: Any = None  # the shape of its own errors, if they are TEI's
+    events: Any = None  # the shape of a stream's events
     content_type: str = "application/json"
-    statuses: tuple[int, ...] = (200,)
-    errors: Errors = ()
-    is_open: bool = False
+    statuses: tuple[int, ...] = (200,)  # of success
+    errors: Errors = ()  # besides those of every endpoint and of the key check
+    is_open: bool = False  # it needs no key
+    # It needs the admin key, or is the dashboard's: neither has a /v1.
     is_admin: bool = False
     is_page: bool = False
-    operation: str | None = None
+    operation: str | None = None  # what it has a model do, by GenAI's name
+    # Machines ask some every few seconds, of which nobody wants traces.
     is_traced: bool = True
 
     def is_served(self, *, has_admin: bool, has_dashboard: bool) -> bool:
