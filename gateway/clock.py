@@ -26,23 +26,24 @@ class Stage(StrEnum):
 class Timings:
     """When a request was in each stage, recorded by the code that does the stage's work.
 
-    An embedding has INFERENCE, an answer PREFILL (until `first_token`) and DECODE. Times are of the
-    monotonic clock; passes, and the waits between them, are one interval each. `parallel` are the
-    timings of other jobs of the same request. `stage` is its present stage, or the one at which it
-    ended early; None before and after. `preemptions` counts how often its sequence's KV was freed
-    and its tokens read again.
+    An embedding has INFERENCE, an answer PREFILL (until its first token) and DECODE. Times are of
+    the monotonic clock.
     """
 
     started: float = field(default_factory=now)
     model: str | None = None
+    # The present one, or that at which it ended early; None before and after.
     stage: Stage | None = None
+    # Passes, and the waits between them, are one each.
     intervals: list[tuple[Stage, float, float]] = field(default_factory=list)
     first_token: float | None = None
     tokens_in: int = 0
     tokens_out: int = 0
     cached_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
+    # How often its sequence's KV was freed, and its tokens read again.
     preemptions: int = 0
+    # Of other jobs of the same request.
     parallel: list["Timings"] = field(default_factory=list)
 
     @property

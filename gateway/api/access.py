@@ -114,12 +114,7 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 
 
 class Guard:
-    """Admits requests with an API key or, if no keys are set, those of programs on this machine.
-
-    Without keys, a web page could reach localhost by DNS rebinding, so Host has to be a name that
-    no page can have or an allowed one; or across origins, so Origin has to be the gateway's own or
-    one that CORS allows.
-    """
+    """Admits requests with an API key or, if no keys are set, those of programs on this machine."""
 
     def __init__(
         self,
@@ -158,15 +153,16 @@ class Guard:
         if self._keys:
             scope["gateway.key_id"] = self._key_id(headers)
             return
+        # A web page could reach localhost by DNS rebinding, so Host has to be a name that no page
+        # can have or an allowed one; or across origins, so Origin has to be the gateway's own or
+        # one that CORS allows.
         if scope.get("server") is not None:  # no hostname resolves to a unix socket
             self._check_host(headers)
         self._check_origin(scope, headers)
 
     def _key_id(self, headers: Mapping[bytes, bytes]) -> str:
-        """Return the id of the first key sent that is known: a bearer token, or Anthropic's header.
-
-        Agents may send both, of which only one is this gateway's.
-        """
+        """Return the id of the first key sent that is known: a bearer token, or Anthropic's header."""
+        # Agents may send both, of which only one is this gateway's.
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         sent = [token.strip()] if scheme.lower() == b"bearer" else []
         sent += [headers[b"x-api-key"].strip()] if b"x-api-key" in headers else []
@@ -197,10 +193,8 @@ class Guard:
             raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")
 
     def _is_own(self, origin: str, scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
-        """Return True for pages of the gateway itself: the dashboard.
-
-        The host must be known by name: with `*`, and on a unix socket, it may have been rebound.
-        """
+        """Return True for pages of the gateway itself: the dashboard."""
+        # The host must be known by name: with `*`, and on a unix socket, it may have been rebound.
         host = headers.get(b"host", b"").decode("latin-1").lower()
         is_known = is_here(host) or {host, _host_name(host)} & self._hosts
         return bool(is_known) and origin.lower() == f"{scope['scheme']}://{host}"
@@ -208,16 +202,14 @@ class Guard:
 
 @lru_cache
 def is_here(host: str) -> bool:
-    """Return True if a Host header is a name or address of this machine that no web page can have.
-
-    `.localhost` and `.internal` are in no public DNS, nor are `.local` and names of one word. Of
-    this machine's name the first word counts: a network may have chosen the rest.
-    """
+    """Return True if a Host header is a name or address of this machine that no web page can have."""
     name = _host_name(host)
+    # A network may have chosen all but the first word.
     hostname = socket.gethostname().partition(".")[0].lower()
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
+        # `.localhost` and `.internal` are in no public DNS, nor are `.local` and names of one word.
         is_own = bool(hostname) and name in (hostname, f"{hostname}.local")
         return name == "localhost" or is_own or name.endswith((".localhost", ".internal"))
 
@@ -236,8 +228,7 @@ def _digest(key: bytes) -> bytes:
 class Rates:
     """Limits requests and tokens per minute of each API key, which the guard has set.
 
-    A request counts when it is admitted. Tokens count when they are known: those of the prompt,
-    and of an unstreamed answer, before the headers are sent; those of a stream when it ends.
+    A request counts when it is admitted, tokens when they are known.
     """
 
     def __init__(self, app: ASGIApp, accounts: Accounts, paths: Collection[str]) -> None:
@@ -264,9 +255,9 @@ class Rates:
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Read a body, or as much of it as may be. Were its connection closed while the client still
-    sends, it would be reset before the answer arrived.
-    """
+    """Read a body, or as much of it as may be."""
+    # Were its connection closed while the client still sends, it would be reset before the answer
+    # arrived.
     size, has_more = 0, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
@@ -287,6 +278,8 @@ class _Meter:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            # The prompt's tokens are known by now, and of an unstreamed answer all: those of a
+            # stream count when it ends.
             self.read()
             message["headers"] = [*message["headers"], *_rate_headers(self._buckets)]
         await self._send(message)

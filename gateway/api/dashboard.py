@@ -89,19 +89,15 @@ async def admin_samples(service: Service, request: Request) -> ASGIApp:
 
 
 def _check_site(request: Request) -> None:
-    """Raise Forbidden if a browser says that another site asks.
-
-    It could read nothing, but images that never end could take every place.
-    """
+    """Raise Forbidden if a browser says that another site asks."""
+    # It could read nothing, but images that never end could take every place.
     site = request.scope["gateway.headers"].get(b"sec-fetch-site", b"none")
     if site not in (b"same-origin", b"none"):
         raise Forbidden("The samples are for the dashboard of this gateway.")
 
 
 class Samples:
-    """An ASGI response of samples. The next one is made when the last one has been taken: a slow
-    watcher gets fewer, and holds no memory.
-    """
+    """An ASGI response of samples."""
 
     def __init__(self, service: Service, *, is_admin: bool) -> None:
         self._service = service
@@ -123,6 +119,8 @@ class Samples:
         watchers, is_over = self._service.watchers, False
         start = {"type": "http.response.start", "status": 200, "headers": _SAMPLES_HEADERS}
         await send(start)
+        # Each is made when the last one has been taken: a slow watcher gets fewer, and holds no
+        # memory.
         while not is_over:
             second = math.floor(clock.now() / PERIOD_S)
             is_over = self._service.in_flight.is_draining  # a watcher must not hold up the stop

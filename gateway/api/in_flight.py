@@ -23,16 +23,13 @@ def shutting_down() -> Unavailable:
 
 @dataclass(slots=True, eq=False)
 class RequestInFlight:
-    """A request from its first byte to the end of its answer, and the task that serves it.
+    """A request from its first byte to the end of its answer, and the task that serves it."""
 
-    `number` is unique, which its id may not be: clients may send one. `cancellation` is the
-    error that its client gets if it was cancelled.
-    """
-
+    # Unique, which an id may not be: clients may send one.
     number: int
     scope: Scope
     _task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
-    cancellation: GatewayError | None = None
+    cancellation: GatewayError | None = None  # what its client gets if it was cancelled
 
     def cancel(self, reason: GatewayError) -> None:
         """Cancel its task: what it held is freed as if its client had left."""

@@ -33,13 +33,10 @@ class KeptBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A device's bounds; None where it has none.
+    """A device's bounds; None where it has none."""
 
-    No buffer may be larger than `buffer_bytes`. A pass of more than `pass_s` seconds is followed by
-    one that is evaluated in parts.
-    """
-
-    buffer_bytes: int | None = None
+    buffer_bytes: int | None = None  # of the largest buffer
+    # A pass that took longer is followed by one that is evaluated in parts.
     pass_s: float | None = None
     kept: KeptBuffers = field(default_factory=KeptBuffers)
 

@@ -87,14 +87,15 @@ MOST_LOAD_S = 1.0  # of a load that count: a slow disk must not delay the next l
 
 @dataclass(slots=True, eq=False)
 class Beat:
-    """A heartbeat: what the lane's thread does, and the longest that this has taken so far.
+    """A heartbeat: what the lane's thread does.
 
-    `usual_s` is None where that is unknown: for a load, and the first call of a shape, which
-    compiles. Each call, and each step of a call, makes a new one; if it stays the same, the thread
-    has not moved.
+    Each call, and each step of a call, makes a new one; if it stays the same, the thread has not
+    moved.
     """
 
     kind: str
+    # The longest that this has taken so far; None where that is unknown: for a load, and the first
+    # call of a shape, which compiles.
     usual_s: float | None = 0.0
     shape: Hashable = None
     owner: str = ""

@@ -21,13 +21,11 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response as JSON, with its input and output items.
-
-    `context` is the whole conversation before it, that of earlier responses included.
-    """
+    """One response as JSON, with its input and output items."""
 
     id: str
     body: bytes
+    # The whole conversation before it, that of earlier responses included.
     context: Sequence[StoredItem]
     output: Sequence[StoredItem]
 

@@ -37,12 +37,12 @@ QUERY_BLOCK: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How one encoder computes: `query_scale` is folded into the query weights at load."""
+    """How one encoder computes."""
 
     activation: Activation
     attend: Attention
     normalize: Normalization
-    query_scale: float
+    query_scale: float  # folded into the query weights at load
 
 
 def arithmetic(

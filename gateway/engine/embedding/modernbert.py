@@ -37,11 +37,7 @@ Rotation = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The part of config.json that the numbers depend on.
-
-    `windows` has, for each layer, how far a token sees to either side, None for everything;
-    `thetas` the base of its rotations.
-    """
+    """The part of config.json that the numbers depend on."""
 
     vocabulary: int
     dimensions: int
@@ -51,7 +47,9 @@ class Config:
     padding_id: int
     epsilon: float
     activation: str
+    # Of each layer: how far a token sees to either side, None for everything.
     windows: Sequence[int | None]
+    # Of each layer: the base of its rotations.
     thetas: Sequence[float]
     quantization: Mapping[str, Any]
 

@@ -90,13 +90,12 @@ class TextTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class PairTemplate:
-    """The special tokens around two texts; token type 1 begins `lead` before the second of them,
-    or never if that is None.
-    """
+    """The special tokens around two texts."""
 
     before: tuple[int, ...]
     between: tuple[int, ...]
     after: tuple[int, ...]
+    # So many tokens before the second text begins token type 1; None: never.
     lead: int | None
 
     @property

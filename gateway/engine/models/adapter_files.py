@@ -25,14 +25,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter whose headers are read: its rank, its scale and, by module, its factors' shapes.
+    """An adapter whose headers are read."""
 
-    `folder` also names the adapter in errors.
-    """
-
-    folder: Checkpoint
+    folder: Checkpoint  # names the adapter in errors, too
     rank: int
     scale: float
+    # Of its factors, by module.
     shapes: Mapping[str, tuple[Shape, Shape]]
 
     @property

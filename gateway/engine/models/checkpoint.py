@@ -34,9 +34,9 @@ KV_GROUP_SIZES: Final = (64, 32)
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An array in a safetensors file. `dtype` is as the file names it, such as `BF16`."""
+    """An array in a safetensors file."""
 
-    dtype: str
+    dtype: str  # as the file names it, such as `BF16`
     shape: tuple[int, ...]
     nbytes: int
 

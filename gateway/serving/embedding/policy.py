@@ -30,21 +30,18 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingLimits:
-    """The bounds of a pass, of the wait for more inputs, and of the queue.
-
-    With `windows` the window follows the load, and `batch_window_s` is not used. No input waits
-    for others longer than `batch_deadline_s`. `cache_size` is the most vectors kept. A pass has
-    at most the tokens that, as measured, take `pass_limit_s`.
-    """
+    """The bounds of a pass, of the wait for more inputs, and of the queue."""
 
     max_batch_size: int
     max_batch_tokens: int
     batch_window_s: float
     min_batch_size: int = 1
-    batch_deadline_s: float = 0.1
+    batch_deadline_s: float = 0.1  # no input waits longer for others
+    # The window follows the load, and `batch_window_s` is not used.
     windows: Windows | None = None
     queue_max_tokens: int = NO_BOUND
-    cache_size: int = 0
+    cache_size: int = 0  # vectors that are kept
+    # A pass has at most the tokens that, as measured, take so long.
     pass_limit_s: float = 0.25
 
 

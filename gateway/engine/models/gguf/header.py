@@ -87,12 +87,12 @@ TYPES: Final[Mapping[int, TensorType]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of the file: rows before columns, as numpy has them; `offset` is the file's own."""
+    """A tensor of the file."""
 
     name: str
     type: TensorType
-    shape: tuple[int, ...]
-    offset: int
+    shape: tuple[int, ...]  # rows before columns, as numpy has them
+    offset: int  # as the file says it
     nbytes: int
 
 
@@ -143,13 +143,11 @@ class Metadata(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The content of a GGUF file before its weights.
-
-    `stamp` shows whether the file is still the same: its inode, size and time of change.
-    """
+    """The content of a GGUF file before its weights."""
 
     metadata: Metadata
     tensors: Mapping[str, TensorInfo]
+    # Shows whether the file is still the same: its inode, size and time of change.
     stamp: tuple[int, ...]
 
 

@@ -20,12 +20,12 @@ GROUP: Final = 32  # the smallest that MLX packs
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Decoded blocks: `codes`, (blocks, groups, weights), `scale` and `bias`, (blocks, groups)."""
+    """Decoded blocks."""
 
-    codes: npt.NDArray[Any]
-    scale: Floats
+    codes: npt.NDArray[Any]  # (blocks, groups, weights)
+    scale: Floats  # (blocks, groups)
     zero: int = 0
-    bias: Floats | None = None
+    bias: Floats | None = None  # (blocks, groups)
 
     def weights(self) -> Floats:
         """Return the numbers, (blocks, groups, weights of a group)."""
