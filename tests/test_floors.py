@@ -136,13 +136,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2783,
+    "api": 2789,
     "app": 1161,
     "bench": 275,
     "cli": 1272,
     "clock": 40,
     "doctor": 323,
-    "engine": 10711,
+    "engine": 10715,
     "errors": 266,
     "ids": 10,
     "jobs": 267,
@@ -150,7 +150,7 @@ BUDGET: dict[str, int] = {
     "metrics": 190,
     "registry": 1267,
     "server": 258,
-    "serving": 4202,
+    "serving": 4204,
     "settings": 608,
     "wire": 3783,
 }

@@ -161,7 +161,7 @@ class Guard:
         self._check_origin(scope, headers)
 
     def _key_id(self, headers: Mapping[bytes, bytes]) -> str:
-        """Return the id of the first key sent that is known: a bearer token, or Anthropic's header."""
+        """Return the id of the first known key: a bearer token, or in Anthropic's header."""
         # Agents may send both, of which only one is this gateway's.
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         sent = [token.strip()] if scheme.lower() == b"bearer" else []
@@ -202,7 +202,7 @@ class Guard:
 
 @lru_cache
 def is_here(host: str) -> bool:
-    """Return True if a Host header is a name or address of this machine that no web page can have."""
+    """Return True if a Host header names this machine, in a way that no web page can."""
     name = _host_name(host)
     # A network may have chosen all but the first word.
     hostname = socket.gethostname().partition(".")[0].lower()
