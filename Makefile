@@ -7,7 +7,7 @@ QUIET ?= --quiet
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-signals doctor soak compat compat-ci screenshots lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured device simulate demo-train demo-evaluate clean
+.PHONY: help serve test test-fast test-all test-signals doctor soak compat compat-ci screenshots lint format setup setup-dev setup-compat setup-clients setup-cuda setup-otel setup-ray ray pins dist docs architectures bench bench-structured device simulate demo-train demo-evaluate clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -17,8 +17,12 @@ serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 
 # Neither process fills a core by itself. A module's tests stay together, for what they share, until
 # one process has none left and takes some of the other's. Graphiti's tests are `make compat-ci`'s.
-test: setup-dev ## Run the tests, but Graphiti's (make compat)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore compat_tests/graphiti
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --ignore compat_tests/graphiti --ignore compat_tests/dashboard
+test: setup-dev ## Run the tests, but the slow ones and those with real clients (five minutes)
+	$(PYTEST)
+
+test-all: setup-dev ## Run the slow ones too, as .ci/run does
+	$(PYTEST) -m "not compat and not soak and not dist"
 
 # What needs no socket, no process of its own and no model.
 FAST := tests/test_floors.py tests/test_dependencies.py tests/test_readme.py tests/test_reliability.py \
@@ -33,7 +37,7 @@ NEWER ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python3.13) p
 test-signals: ## Run the tests of signals on Python 3.13 (NEWER=), if it is installed
 	@if $(NEWER) --version >/dev/null 2>&1; then \
 		$(MAKE) --no-print-directory VENV=$(VENV)-newer PYTHON=$(NEWER) setup-dev && \
-		$(VENV)-newer/bin/python -m pytest tests/provoked/test_signals.py; \
+		$(VENV)-newer/bin/python -m pytest -m "not soak" tests/provoked/test_signals.py; \
 	else echo "$(NEWER) is not installed: the tests of signals are skipped."; fi
 
 ray: setup-ray ## Serve models.yaml by two replicas on this machine, behind Ray Serve (deploy/ray)

@@ -24,7 +24,7 @@ from tests.fakes import Gate
 from tests.provoked.readings import reading
 from tests.serving_app import catalog, served
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 TOKENS = 200
 
 

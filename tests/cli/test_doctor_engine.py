@@ -13,6 +13,8 @@ import pytest
 from tests.checkpoints import write_chat
 from tests.processes import command, started
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 

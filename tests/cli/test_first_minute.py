@@ -28,6 +28,8 @@ from tests.processes import (
 )
 from tests.serving_app import settings
 
+pytestmark = pytest.mark.slow
+
 MODELS = """
 version: 1
 models:

@@ -20,6 +20,8 @@ import pytest
 from tests.checkpoints import write_chat
 from tests.processes import command, environment, free_ports, started
 
+pytestmark = pytest.mark.slow
+
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
 SCALING = Path(__file__).parents[2] / "docs" / "scaling.md"
 MODELS = """
@@ -66,6 +68,11 @@ class Group:
         lines = map(json.loads, self.logs[0].read_text().splitlines())
         return next(str(line["url"]) for line in lines if line["event"] == "serving")
 
+    @property
+    def is_starting(self) -> bool:
+        """Return True until all models that are preloaded are loaded, or one cannot be."""
+        return not {"ready", "model_load_failed"} & {*self.events(0)}
+
     def events(self, rank: int) -> list[str]:
         """List the events in a rank's log; the ring writes to it too, also into lines of ours."""
         return re.findall(r'"event":"(\w+)"', self.logs[rank].read_text())
@@ -93,9 +100,7 @@ def group(
             )
     served = Group(ranks, files)
     try:
-        for _ in range(900):
-            if '"event":"ready"' in files[0].read_text():
-                break
+        while served.is_starting:
             assert {each.poll() for each in ranks} == {None}, [each.read_text() for each in files]
             time.sleep(0.1)
         yield served

@@ -14,6 +14,8 @@ import pytest
 from tests.checkpoints import write_chat
 from tests.processes import command, environment, started
 
+pytestmark = pytest.mark.slow
+
 MODELS = """
 version: 1
 models:

@@ -18,6 +18,8 @@ from gateway.cli.serve import listen
 from tests.checkpoints import write_chat
 from tests.processes import command, environment, started
 
+pytestmark = pytest.mark.slow
+
 MODELS = """
 version: 1
 models:

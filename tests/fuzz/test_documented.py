@@ -16,6 +16,8 @@ from gateway.api.openapi import document
 from gateway.registry import Catalog
 from tests.fuzz.asking import LENGTHS, POSTS, Ask, asking, check, scripted
 
+pytestmark = pytest.mark.slow
+
 SHORT, LONG = 50, 2000  # requests of each kind to each endpoint
 
 

@@ -8,6 +8,8 @@ from gateway.errors import ModelNotFound
 from tests.fuzz.asking import POSTS, scripted
 from tests.fuzz.growing import ANY, FIELDS, OWN, body, least, slow, uncollected, understood
 
+pytestmark = pytest.mark.slow
+
 SHORT, LONG = 100_000, 2_000_000  # bytes of one field, which are then four times as many
 
 

@@ -19,7 +19,7 @@ from tests.fuzz.hostile import Sent, hostile
 from tests.processes import DEMO, Served, command, started
 from tests.provoked.readings import settled
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 POSTS = {each.bare_path: each for each in ENDPOINTS if each.method == "POST"}
 SHORT, LONG = 150, 20_000

@@ -32,7 +32,10 @@ from tests.provoked.faults import (
     kill_children,
 )
 
-pytestmark = pytest.mark.skipif(not CAN_BUILD, reason="is of Linux, and needs a C compiler")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CAN_BUILD, reason="is of Linux, and needs a C compiler"),
+]
 
 MODELS = """
 version: 1

@@ -14,7 +14,7 @@ from tests.processes import DEMO, command, started
 from tests.provoked.load import Clients, mixed
 from tests.provoked.readings import Reading, reading, settled
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 AT_ONCE = 24
 LEAVING = 0.3

@@ -18,7 +18,7 @@ from tests.provoked.conftest import chat, embed
 from tests.provoked.engines import FAR_AWAY, HANG
 from tests.provoked.readings import reading
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 MODELS = """
 version: 1

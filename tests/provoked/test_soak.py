@@ -179,6 +179,7 @@ async def soaked(served: Served, *, measuring_s: float, seconds: float) -> Cours
     return course
 
 
+@pytest.mark.slow
 async def test_a_short_while_leaves_nothing(tmp_path: Path) -> None:
     """Every answer right; no row, ticket, lease or task left."""
     with started(SERVE, tmp_path, **SETTINGS) as served:

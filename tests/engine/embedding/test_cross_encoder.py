@@ -63,8 +63,10 @@ def rewrite_weights(folder: Path, **changes: mx.array) -> None:
     mx.save_safetensors(file, {n: a for n, a in (weights | changes).items() if a.size})
 
 
-@pytest.mark.parametrize("device", [Device.CPU, Device.METAL])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [*((name, Device.CPU) for name in TINY), *((name, Device.METAL) for name in TINY[::2])],
+)
 def test_every_pair_gets_the_score_of_sentence_transformers(name: str, device: Device) -> None:
     """64 pairs of all lengths in one batch, and each alone, over scripts, blanks and long texts."""
     engine = golden(name, device)
@@ -256,8 +258,8 @@ def test_half_precision_scores_are_close_and_finite() -> None:
     """Where a window sees nothing but padding, too."""
     for name in TINY:
         engine = load(GOLDEN / name, Device.METAL, dtype="float16")
-        scores = engine.score(rows(engine))
-        assert np.abs(scores - np.load(GOLDEN / name / "scores.npy")).max() <= 0.02
+        scores = engine.score(rows(engine)[:8])
+        assert np.abs(scores - np.load(GOLDEN / name / "scores.npy")[:8]).max() <= 0.02
 
 
 def test_a_plain_folder_of_transformers_is_read_alike(tmp_path: Path) -> None:

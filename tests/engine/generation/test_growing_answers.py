@@ -11,6 +11,8 @@ from tests.checkpoints import SLIDING, write_chat
 from tests.engine.generation.test_engine import Run, answers, open_engine
 from tests.engine.kv.test_prefix_cache import PLENTY, bare, tokens
 
+pytestmark = pytest.mark.slow
+
 # Seven layers of eight: what grows beside their states weighs little.
 MOSTLY_SLIDING = {**SLIDING, "num_hidden_layers": 8, "sliding_window_pattern": 8}
 FOREVER = Sampling(temperature=0, ignore_eos=True)

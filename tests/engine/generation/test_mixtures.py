@@ -11,6 +11,8 @@ import pytest
 from gateway import clock
 from tests.engine.generation.mixtures import KINDS, Mixture, Models
 
+pytestmark = pytest.mark.slow
+
 SHORT_S = 15 / len(KINDS)
 LONG_STEPS = 10_000 / len(KINDS)
 ALWAYS = {"joined", "ended", "left", "park", "preempt", "capped", "cached", "formed", "reloaded"}

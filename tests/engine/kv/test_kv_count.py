@@ -21,6 +21,8 @@ from tests.checkpoints import HYBRID, SLIDING, STATEFUL, write_chat
 from tests.engine.generation.harness import join
 from tests.fakes import caller
 
+pytestmark = pytest.mark.slow
+
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "sliding": SLIDING, "stateful": STATEFUL}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -128,7 +128,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("ahead", [0, 8])
 def test_rows_of_several_adapters_in_one_batch_say_what_merged_models_say_alone(
     world: World, seed: int, ahead: int
