@@ -71,7 +71,7 @@ class Group:
     @property
     def is_starting(self) -> bool:
         """Return True until all models that are preloaded are loaded, or one cannot be."""
-        return not {"ready", "model_load_failed"} & {*self.events(0)}
+        return not {"ready", "not_ready"} & {*self.events(0)}
 
     def events(self, rank: int) -> list[str]:
         """List the events in a rank's log; the ring writes to it too, also into lines of ours."""
@@ -82,7 +82,7 @@ class Group:
 def group(
     folder: Path, logs: Path, models: tuple[str, str] = ("models.yaml", "models.yaml")
 ) -> Iterator[Group]:
-    """Start two ranks as mlx.launch does with its ring; wait until rank 0 is ready."""
+    """Start two ranks as mlx.launch does with its ring; wait until rank 0 has preloaded."""
     hosts = logs / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
     files = [logs / f"rank-{rank}" for rank in range(2)]
@@ -204,9 +204,7 @@ def launched(folder: Path, logs: Path) -> Iterator[str]:
             stderr=output,
         )
     try:
-        for _ in range(900):
-            if '"event":"ready"' in log.read_text():
-                break
+        while '"event":"ready"' not in log.read_text():
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
         events = [json.loads(line) for line in log.read_text().splitlines() if line[:2] == '{"']
