@@ -1,4 +1,4 @@
-"""Make the golden ids of GGUF tokenizers anew: what llama.cpp makes of the texts beside this.
+"""Make the golden ids of GGUF tokenizers anew: what llama.cpp makes of gguf/texts.json.
 
 It needs an environment of its own, and node-llama-cpp, whose npm package carries llama.cpp built:
 
@@ -30,12 +30,12 @@ from typing import Any
 import gguf
 import sentencepiece
 import tiktoken
-from gguf_texts import TEXTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).parent / "gguf"
+TEXTS = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
 # One name of each way of cutting text; the others share it.
-PRES = (
+PRES = [
     "gpt-2",
     "default",
     "smollm",
@@ -44,7 +44,7 @@ PRES = (
     "deepseek-r1-qwen",
     "tekken",
     "deepseek-coder",
-)
+]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 USERS = ("<think>", "</think>", "<tool_call>")
@@ -106,22 +106,8 @@ def corpus(seed: int) -> list[str]:
     chance = random.Random(seed)
     texts = [text for text in TEXTS if not any(mark in text for mark in ("<|", "<s>", "</s>"))]
     pieces = [piece for text in texts for piece in text.replace(" ", " \0").split("\0") if piece]
-    signs = [
-        " ",
-        "  ",
-        "   ",
-        "\n",
-        "\n\n",
-        "\r\n",
-        "\t",
-        "'s",
-        "'LL",
-        "1",
-        "23",
-        "456",
-        "...",
-        "!",
-    ]
+    signs = [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "'s", "'LL", "1", "23", "456"]
+    signs += ["...", "!"]
     mixed = [
         "".join(chance.choice(chance.choice((pieces, signs))) for _ in range(12))
         for _ in range(4000)
@@ -294,9 +280,7 @@ def tekken(metadata: Metadata, texts: Sequence[str] = TEXTS) -> list[list[int]]:
 def save(name: str, value: Mapping[str, Any]) -> None:
     """Write JSON that has a line for each value, and for each text's ids."""
     path = HERE / f"{name}.json"
-    path.write_text(
-        "{" + ",\n".join(f"{json.dumps(key)}:{lines(value[key])}" for key in value) + "}\n"
-    )
+    path.write_text(lines(value) + "\n")
 
 
 def lines(value: Any) -> str:

@@ -1,6 +1,7 @@
 # mypy: ignore-errors
 # (its libraries are not where types are checked)
-"""Makes the reference vectors and the tiny checkpoints that the engine's tests compare with.
+"""Makes what the engine's tests of embeddings and reranking compare with: tiny checkpoints, and
+their vectors and scores as sentence-transformers computes them.
 
 Needs what the gateway itself does not: an environment with
     torch==2.13.0 sentence-transformers==6.2.0 transformers==5.23.0
@@ -13,10 +14,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 from tokenizers import (
@@ -30,187 +32,61 @@ from tokenizers import (
 )
 from transformers import (
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
+    ModernBertModel,
     PreTrainedModel,
     Qwen3Config,
     Qwen3Model,
     RobertaConfig,
     RobertaModel,
     XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
     XLMRobertaModel,
 )
 
 HERE = Path(__file__).parent
-_LONG = (
-    "The gateway keeps one lane to the device, and every request waits its turn on it. "
-    "Embeddings arrive in storms, chats trickle; neither may starve the other. "
-)
-TEXTS = [
-    "Hello, world!",
-    "hello world",
-    "HELLO WORLD",
-    "The quick brown fox jumps over the lazy dog.",
-    "a",
-    ".",
-    " ",
-    "   leading and trailing   ",
-    "\n\n\n",
-    "line one\nline two\r\nline three\ttabbed",
-    "😀",
-    "family: 👨‍👩‍👧‍👦, flag: 🇩🇪, skin: 👍🏽",
-    "机器学习正在改变世界。",
-    "これは日本語の文章です。カタカナ、ひらがな、漢字。",
-    "한국어 문장을 벡터로 바꿉니다.",
-    "هذا نص عربي من اليمين إلى اليسار.",
-    "זהו משפט בעברית.",
-    "English mixed with العربية and 中文 in one line.",
-    "Привет, как дела?",
-    "Ελληνικό κείμενο με τελικό σίγμα: ΟΔΟΣ",
-    "ไทยไม่มีช่องว่างระหว่างคำ",
-    "हिन्दी में एक वाक्य।",
-    "café vs cafe\u0301, naïve vs nai\u0308ve",
-    "Z\u0351\u036b\u0343\u036aa\u0302\u0308l\u0334g\u0321o combining marks",
-    "İstanbul'da ığdır ve Straße, ﬁne ﬂow",
-    "zero\u200bwidth\u200djoiner\ufeffand bom",
-    "control \x00\x01\x02 characters \x7f",
-    "[CLS] [SEP] [MASK] [PAD] <s> </s> <pad> <|endoftext|>",
-    "def f(x: int) -> int:\n    return x ** 2  # squared\n",
-    '{"key": "value", "list": [1, 2.5, -3e10, null]}',
-    "https://example.com/path?query=1&other=two#fragment",
-    "3.14159 2,718.28 1e-9 0x1F 12/31/1999",
-    "supercalifragilisticexpialidocious" * 4,
-    "x" * 300,
-    "word " * 100,
-    _LONG,
-    _LONG * 4,
-    _LONG * 20,
-    "token " * 700,
-    "漢字" * 400,
-    "What is the capital of France?",
-    "Paris is the capital and largest city of France.",
-]
+TEXTS = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
+PAIRS = [tuple(pair) for pair in json.loads((HERE / "pairs.json").read_text(encoding="utf-8"))]
 SEED = 7
+LEARNT = TEXTS[:4] + TEXTS[28:32] + TEXTS[35:36]  # what tokenizers are trained on
 
-
-def save_golden(model: SentenceTransformer, folder: Path) -> None:
-    """Write the vectors, and the ids as cut by the model itself."""
-    transformer = model[0]
-    ids = []
-    for text in TEXTS:
-        features = transformer.preprocess([text])
-        ids.append(features["input_ids"][0].tolist())
-    vectors = model.encode(TEXTS, batch_size=1, convert_to_numpy=True)
-    np.save(folder / "vectors.npy", vectors.astype(np.float32))
-    (folder / "ids.json").write_text(json.dumps(ids) + "\n")
-
-
-def make_noise(net: PreTrainedModel) -> None:
-    """Fill a model with seeded noise."""
-    torch.manual_seed(SEED)
-    with torch.no_grad():
-        for weight in net.parameters():
-            if weight.ndim == 1:
-                weight.add_(torch.randn_like(weight) * 0.1)
-            else:
-                weight.copy_(torch.randn_like(weight) * 0.25)
-
-
-def tiny(
-    name: str,
-    net: PreTrainedModel,
-    tokenizer: Tokenizer,
-    tokenizer_config: dict[str, object],
-    pooling: str,
-    max_seq_length: int,
-) -> None:
-    """Fill a tiny model with seeded noise, save it as sentence-transformers does, and run it."""
-    make_noise(net)
-    folder = HERE / name
-    shutil.rmtree(folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as plain:
-        net.eval().save_pretrained(plain)
-        tokenizer.save(f"{plain}/tokenizer.json")
-        Path(plain, "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-        transformer = Transformer(plain, max_seq_length=max_seq_length)
-        dimensions = net.config.hidden_size
-        model = SentenceTransformer(
-            modules=[transformer, Pooling(dimensions, pooling), Normalize()], device="cpu"
-        )
-        model.save(str(folder), create_model_card=False)
-    (folder / "model.safetensors").chmod(0o644)
-    # The saved tokenizer.json keeps whatever transformers made of it; read back what we serve.
-    save_golden(SentenceTransformer(str(folder), device="cpu"), folder)
-
-
-def trained(
-    model: models.Model,
-    trainer: trainers.Trainer,
-    prepare: Callable[[Tokenizer], None],
-) -> Tokenizer:
-    """Train a tiny tokenizer on the texts themselves."""
-    tokenizer = Tokenizer(model)
-    prepare(tokenizer)
-    tokenizer.train_from_iterator(TEXTS[:4] + TEXTS[28:32] + [_LONG], trainer)
-    return tokenizer
-
-
-def template(tokenizer: Tokenizer, before: str | None, after: str, pair: str | None = None) -> None:
-    """Add special tokens around a text, and around a pair."""
-    names = [name for name in (before, after) if name]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=" ".join([*([before] if before else []), "$A", after]),
-        pair=pair,
-        special_tokens=[(name, tokenizer.token_to_id(name)) for name in names],
-    )
-
-
-_BERT_NAMES = {
-    "unk_token": "[UNK]",
-    "sep_token": "[SEP]",
-    "pad_token": "[PAD]",
-    "cls_token": "[CLS]",
-    "mask_token": "[MASK]",
+SIZE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
 }
-
-
-def word_piece() -> Tokenizer:
-    """Train a WordPiece vocabulary."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-
-    def prepare(tokenizer: Tokenizer) -> None:
-        tokenizer.normalizer = normalizers.BertNormalizer()
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-
-    return trained(
-        models.WordPiece(unk_token="[UNK]"),
-        trainers.WordPieceTrainer(vocab_size=200, special_tokens=special),
-        prepare,
-    )
-
-
-def bert() -> None:
-    """BERT with cls pooling and a WordPiece vocabulary."""
-    tokenizer = word_piece()
-    template(tokenizer, "[CLS]", "[SEP]")
-    config = BertConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
-    tiny(
-        "bert",
-        BertModel(config, add_pooling_layer=True),
-        tokenizer,
-        {"tokenizer_class": "BertTokenizer", "do_lower_case": True, **_BERT_NAMES},
-        "cls",
-        48,
-    )
-
-
-_ROBERTA_NAMES = {
+ROBERTA_SIZE = {
+    **SIZE,
+    "max_position_embeddings": 66,
+    "type_vocab_size": 1,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "layer_norm_eps": 1e-5,
+}
+MODERNBERT_SIZE = {
+    **SIZE,
+    "num_hidden_layers": 5,
+    "intermediate_size": 48,
+    "max_position_embeddings": 700,
+    "local_attention": 8,
+    "pad_token_id": 0,
+    "cls_token_id": 2,
+    "bos_token_id": 2,
+    "sep_token_id": 3,
+    "eos_token_id": 3,
+}
+BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+BERT_NAMES = {f"{token[1:-1].lower()}_token": token for token in BERT_SPECIAL}
+BERT_PAIR = "[CLS] $A [SEP] $B:1 [SEP]:1"
+BERT_TOKENIZER = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, **BERT_NAMES}
+ROBERTA_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+ROBERTA_TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": "<s>",
     "cls_token": "<s>",
     "eos_token": "</s>",
@@ -219,128 +95,212 @@ _ROBERTA_NAMES = {
     "unk_token": "<unk>",
     "mask_token": "<mask>",
 }
-_ROBERTA_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-_ROBERTA_SIZE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 66,
-    "type_vocab_size": 1,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "layer_norm_eps": 1e-5,
+MODERNBERT_TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_input_names": ["input_ids", "attention_mask"],
+    **BERT_NAMES,
+}
+QWEN3_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+QWEN3_TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "pad_token": "<|endoftext|>",
+    "eos_token": "<|im_end|>",
+    "padding_side": "left",
 }
 
 
-def _byte_level(tokenizer: Tokenizer) -> None:
+def word_piece() -> Tokenizer:
+    """Train a WordPiece vocabulary."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=BERT_SPECIAL)
+    tokenizer.train_from_iterator(LEARNT, trainer)
+    return tokenizer
+
+
+def byte_level(special: list[str]) -> Tokenizer:
+    """Train byte-level BPE."""
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-
-
-def roberta() -> None:
-    """RoBERTa with mean pooling and byte-level BPE; no own limit below its positions."""
-    tokenizer = trained(
-        models.BPE(),
-        trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=_ROBERTA_SPECIAL,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-        _byte_level,
-    )
-    template(tokenizer, "<s>", "</s>")
-    config = RobertaConfig(vocab_size=tokenizer.get_vocab_size(), **_ROBERTA_SIZE)
-    tiny(
-        "roberta",
-        RobertaModel(config, add_pooling_layer=False),
-        tokenizer,
-        {"tokenizer_class": "PreTrainedTokenizerFast", **_ROBERTA_NAMES},
-        "mean",
-        64,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(LEARNT, trainer)
+    return tokenizer
 
 
 def unigram() -> Tokenizer:
     """Train a Unigram vocabulary."""
-
-    def prepare(tokenizer: Tokenizer) -> None:
-        tokenizer.normalizer = normalizers.NFKC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-
-    return trained(
-        models.Unigram(),
-        trainers.UnigramTrainer(
-            vocab_size=220,
-            special_tokens=_ROBERTA_SPECIAL,
-            unk_token="<unk>",
-            show_progress=False,
-        ),
-        prepare,
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=220, special_tokens=ROBERTA_SPECIAL, unk_token="<unk>", show_progress=False
     )
+    tokenizer.train_from_iterator(LEARNT, trainer)
+    return tokenizer
+
+
+def framed(tokenizer: Tokenizer, single: str, pair: str | None = None) -> Tokenizer:
+    """Add special tokens around a text, and around a pair."""
+    names = [name for name in single.split() if name != "$A"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single,
+        pair=pair,
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in names],
+    )
+    return tokenizer
+
+
+def save(
+    name: str,
+    net: PreTrainedModel,
+    tokenizer: Tokenizer,
+    tokenizer_config: dict[str, object],
+    load: Callable[[str], Any],
+) -> Path:
+    """Fill a tiny model with seeded noise, and save it as sentence-transformers does."""
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        for weight in net.parameters():
+            if weight.ndim == 1:
+                weight.add_(torch.randn_like(weight) * 0.1)
+            else:
+                weight.copy_(torch.randn_like(weight) * 0.25)
+    folder = HERE / name
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as plain:
+        net.eval().save_pretrained(plain)
+        tokenizer.save(f"{plain}/tokenizer.json")
+        Path(plain, "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+        load(plain).save_pretrained(str(folder), create_model_card=False)
+    (folder / "model.safetensors").chmod(0o644)
+    return folder
+
+
+def save_vectors(model: SentenceTransformer, folder: Path) -> None:
+    """Write the vectors, and the ids as cut by the model itself."""
+    ids = [model[0].preprocess([text])["input_ids"][0].tolist() for text in TEXTS]
+    vectors = model.encode(TEXTS, batch_size=1, convert_to_numpy=True)
+    np.save(folder / "vectors.npy", vectors.astype(np.float32))
+    (folder / "ids.json").write_text(json.dumps(ids) + "\n")
+
+
+def embedder(
+    name: str,
+    net: PreTrainedModel,
+    tokenizer: Tokenizer,
+    tokenizer_config: dict[str, object],
+    pooling: str,
+    max_seq_length: int,
+) -> None:
+    """Write a tiny embedder and its vectors."""
+
+    def load(plain: str) -> SentenceTransformer:
+        transformer = Transformer(plain, max_seq_length=max_seq_length)
+        pooled = Pooling(net.config.hidden_size, pooling)
+        return SentenceTransformer(modules=[transformer, pooled, Normalize()], device="cpu")
+
+    folder = save(name, net, tokenizer, tokenizer_config, load)
+    # The saved tokenizer.json keeps whatever transformers made of it; read back what we serve.
+    save_vectors(SentenceTransformer(str(folder), device="cpu"), folder)
+
+
+def reranker(
+    name: str,
+    net: PreTrainedModel,
+    tokenizer: Tokenizer,
+    tokenizer_config: dict[str, object],
+    max_length: int,
+) -> None:
+    """Write a tiny cross-encoder, and of pairs cut by itself (documents only) the raw logits, the
+    ids and where token type 1 begins.
+    """
+
+    def load(path: str) -> CrossEncoder:
+        return CrossEncoder(path, max_length=max_length, device="cpu")
+
+    folder = save(name, net, tokenizer, tokenizer_config, load)
+    model = CrossEncoder(str(folder), device="cpu")
+    cut = {"text": {"truncation": "only_second"}}
+    rows = []
+    for pair in PAIRS:
+        features = model[0].preprocess([pair], processing_kwargs=cut)
+        ids = features["input_ids"][0].tolist()
+        types = features["token_type_ids"][0].tolist() if "token_type_ids" in features else []
+        rows.append({"ids": ids, "second": (*types, 1).index(1) if types else len(ids)})
+    logits = model.predict(
+        PAIRS, batch_size=1, activation_fn=torch.nn.Identity(), processing_kwargs=cut
+    )
+    np.save(folder / "scores.npy", logits.astype(np.float32).reshape(len(PAIRS), -1))
+    (folder / "pairs.json").write_text(json.dumps(rows) + "\n")
+
+
+def bert() -> None:
+    """BERT with cls pooling; as a reranker with its pooler, two token types and one label."""
+    size = {**SIZE, "vocab_size": word_piece().get_vocab_size()}
+    net = BertModel(BertConfig(**size, max_position_embeddings=64), add_pooling_layer=True)
+    embedder("bert", net, framed(word_piece(), "[CLS] $A [SEP]"), BERT_TOKENIZER, "cls", 48)
+    config = BertConfig(**size, max_position_embeddings=96, num_labels=1)
+    tokenizer = framed(word_piece(), "[CLS] $A [SEP]", BERT_PAIR)
+    net = BertForSequenceClassification(config)
+    reranker("bert-reranker", net, tokenizer, BERT_TOKENIZER, 80)
+
+
+def roberta() -> None:
+    """RoBERTa with mean pooling and byte-level BPE; no own limit below its positions."""
+    tokenizer = framed(byte_level(ROBERTA_SPECIAL), "<s> $A </s>")
+    config = RobertaConfig(vocab_size=tokenizer.get_vocab_size(), **ROBERTA_SIZE)
+    net = RobertaModel(config, add_pooling_layer=False)
+    embedder("roberta", net, tokenizer, ROBERTA_TOKENIZER, "mean", 64)
 
 
 def xlm_roberta() -> None:
-    """XLM-RoBERTa with mean pooling and a Unigram vocabulary."""
-    tokenizer = unigram()
-    template(tokenizer, "<s>", "</s>")
-    config = XLMRobertaConfig(vocab_size=tokenizer.get_vocab_size(), **_ROBERTA_SIZE)
-    tiny(
-        "xlm-roberta",
-        XLMRobertaModel(config, add_pooling_layer=False),
-        tokenizer,
-        {"tokenizer_class": "PreTrainedTokenizerFast", **_ROBERTA_NAMES},
-        "mean",
-        40,
-    )
+    """XLM-RoBERTa with mean pooling; as a reranker with three labels: no pooler, one token type."""
+    tokenizer = framed(unigram(), "<s> $A </s>")
+    config = XLMRobertaConfig(vocab_size=tokenizer.get_vocab_size(), **ROBERTA_SIZE)
+    net = XLMRobertaModel(config, add_pooling_layer=False)
+    embedder("xlm-roberta", net, tokenizer, ROBERTA_TOKENIZER, "mean", 40)
+    tokenizer = framed(unigram(), "<s> $A </s>", "<s> $A </s> </s> $B </s>")
+    size = {**ROBERTA_SIZE, "max_position_embeddings": 98}
+    config = XLMRobertaConfig(vocab_size=tokenizer.get_vocab_size(), **size, num_labels=3)
+    net = XLMRobertaForSequenceClassification(config)
+    reranker("xlm-roberta-reranker", net, tokenizer, ROBERTA_TOKENIZER, 96)
 
 
 def qwen3() -> None:
     """A Qwen3 decoder with last-token pooling whose tokenizer ends each text."""
-    tokenizer = trained(
-        models.BPE(),
-        trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-        _byte_level,
-    )
-    template(tokenizer, None, "<|endoftext|>")
+    tokenizer = framed(byte_level(QWEN3_SPECIAL), "$A <|endoftext|>")
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SIZE,
         num_key_value_heads=2,
         head_dim=8,
-        intermediate_size=64,
         max_position_embeddings=128,
         tie_word_embeddings=True,
     )
-    tiny(
-        "qwen3",
-        Qwen3Model(config),
-        tokenizer,
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "pad_token": "<|endoftext|>",
-            "eos_token": "<|im_end|>",
-            "padding_side": "left",
-        },
-        "lasttoken",
-        96,
-    )
+    embedder("qwen3", Qwen3Model(config), tokenizer, QWEN3_TOKENIZER, "lasttoken", 96)
+
+
+def modernbert() -> None:
+    """ModernBERT as an embedder and with both heads; a window of 8 tokens, texts of up to 640."""
+    tokenizer = framed(byte_level(BERT_SPECIAL), "[CLS] $A [SEP]", BERT_PAIR)
+    size = {**MODERNBERT_SIZE, "vocab_size": tokenizer.get_vocab_size()}
+    net = ModernBertModel(ModernBertConfig(**size))
+    embedder("modernbert", net, tokenizer, MODERNBERT_TOKENIZER, "mean", 640)
+    for pooling in ("cls", "mean"):
+        config = ModernBertConfig(**size, num_labels=1, classifier_pooling=pooling)
+        net = ModernBertForSequenceClassification(config)
+        reranker(f"modernbert-{pooling}-reranker", net, tokenizer, MODERNBERT_TOKENIZER, 640)
 
 
 def main() -> None:
-    """Write everything anew."""
-    (HERE / "texts.json").write_text(json.dumps(TEXTS, ensure_ascii=True, indent=1) + "\n")
+    """Write everything anew, but for texts and pairs."""
     minilm = HERE / "minilm"
     minilm.mkdir(exist_ok=True)
-    save_golden(SentenceTransformer(sys.argv[1], device="cpu"), minilm)
-    for make in (bert, roberta, xlm_roberta, qwen3):
+    save_vectors(SentenceTransformer(sys.argv[1], device="cpu"), minilm)
+    for make in (bert, roberta, xlm_roberta, qwen3, modernbert):
         make()
 
 

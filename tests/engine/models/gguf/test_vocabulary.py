@@ -18,9 +18,9 @@ from gateway.engine.models.gguf.header import read_header
 from gateway.engine.models.gguf.pre_tokenizers import SPLITTINGS
 from gateway.engine.models.gguf.vocabulary import read_end_ids, read_tokenizer
 from gateway.jobs import Grammar
-from tests.golden.gguf_texts import TEXTS
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "gguf"
+TEXTS = json.loads((GOLDEN / "texts.json").read_text())
 GGML = "tokenizer.ggml."
 Metadata = dict[str, Any]
 
