@@ -35,16 +35,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 HERE = Path(__file__).parent / "gguf"
 TEXTS = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
 # One name of each way of cutting text; the others share it.
-PRES = [
-    "gpt-2",
-    "default",
-    "smollm",
-    "llama-bpe",
-    "qwen2",
-    "deepseek-r1-qwen",
-    "tekken",
-    "deepseek-coder",
-]
+PRES = ["gpt-2", "default", "smollm", "llama-bpe", "qwen2", "deepseek-r1-qwen"]
+PRES += ["tekken", "deepseek-coder"]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 USERS = ("<think>", "</think>", "<tool_call>")
