@@ -66,9 +66,9 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "serving": {
         "generation": {
-            *("admission", "budget", "faults", "lane", "pace", "ports", "tokenize", "workers"),
+            *("admission", "budget", "faults", "lane", "ports", "tokenize"),
         },
-        "embedding": {"admission", "lane", "pace", "ports", "tokenize", "workers"},
+        "embedding": {"admission", "faults", "lane", "ports", "tokenize"},
         "models": {"admission", "budget"},
         "ranks": {"ports"},
         "watch": {"lane"},
@@ -150,7 +150,7 @@ BUDGET: dict[str, int] = {
     "metrics": 190,
     "registry": 1267,
     "server": 258,
-    "serving": 4204,
+    "serving": 4129,
     "settings": 608,
     "wire": 3783,
 }

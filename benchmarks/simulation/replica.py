@@ -15,8 +15,7 @@ from gateway.engine.generation.prefill import REST_SHARE, take_prompts
 from gateway.serving.embedding.policy import EmbeddingLimits, patience, take_batch, window
 from gateway.serving.generation.batcher import PREFILL_FIRST_PASSES, STEPS_PER_TURN
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first
-from gateway.serving.lane import FairQueue
-from gateway.serving.pace import Pace
+from gateway.serving.lane import FairQueue, Pace
 
 EMBEDDING, PREFILL, DECODE = KINDS = ("embedding", "prefill", "decode")
 LEAST_S = 1e-7  # shorter waits are rounding

@@ -33,7 +33,7 @@ from gateway.api.in_flight import InFlight
 from gateway.api.streams import frame
 from gateway.errors import GatewayError, ModelNotFound, ModelsFileInvalid, Unavailable
 from gateway.registry import Catalog, ModelSpec
-from gateway.serving.rate_limit import Allowance
+from gateway.serving.admission import Allowance
 from gateway.settings import Settings
 from gateway.wire.anthropic_errors import error_body
 

@@ -26,7 +26,7 @@ from gateway.errors import (
     UnknownUrl,
     shorten,
 )
-from gateway.serving.rate_limit import Allowance
+from gateway.serving.admission import Allowance
 
 if TYPE_CHECKING:
     from gateway.api.traces import Tracer

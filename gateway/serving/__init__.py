@@ -1,15 +1,14 @@
 """Time: queues, batches, locks, deadlines and memory. No mlx import, no HTTP.
 
-faults           what the device's errors mean for the process
-lane             the one global MLX lock, in fair turns, and the one thread that runs MLX
+faults           what the device's errors mean for the process; tasks begun again after one
+lane             the one global MLX lock, in fair turns, and the one thread that runs MLX; the
+                 tokens that a pass may have to keep to a time limit
 watch            notices when that thread stalls or dies
-admission        bounds on waiting requests; deadlines; requests on their way
-rate_limit       requests and tokens per minute of each caller
+admission        bounds on waiting requests; deadlines; requests on their way; requests and tokens
+                 per minute of each caller
 budget           the bytes of memory that models and their sequences share
-tokenize         thread pools off the loop, and a tokeniser that uses them
+tokenize         thread pools off the loop, and texts that are tokenised there
 sandbox          processes for work that may hang, grow or crash
-workers          background tasks that are restarted after an error
-pace             how many tokens a pass may have to keep to a time limit
 response_store   responses kept for `previous_response_id`
 ports            the Protocols of engines
 ranks            one model over several processes, whose engines make the same calls

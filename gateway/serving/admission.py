@@ -1,4 +1,5 @@
-"""Bounds on the requests and tokens that wait for a model, each until its deadline.
+"""Bounds on the requests and tokens that wait for a model, each until its deadline, and on those
+of each caller in a minute.
 
 Also the arrivals: requests being read or tokenised, so that a batcher can wait for a burst.
 """
@@ -6,8 +7,9 @@ Also the arrivals: requests being read or tokenised, so that a batcher can wait 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Final, Literal, TypeAlias, get_args
 
 from gateway import clock, metrics
 from gateway.errors import DeadlineExceeded, Overloaded
@@ -92,44 +94,6 @@ def retry_after_s(waiting: float, finished: float, seconds: float) -> float:
     return min(MOST_RETRY_S, max(LEAST_RETRY_S, drained_s))
 
 
-class Bounded:
-    """An amount that is bounded, and the recent rate at which it is released."""
-
-    def __init__(self, limit: int, clock: Callable[[], float] = clock.now) -> None:
-        self.held = 0
-        self.limit = limit
-        self._clock = clock
-        self._finished = 0.0
-        self._since = 0.0
-
-    def has_room(self, amount: int) -> bool:
-        """Return True if `amount` more may be held. If nothing is held, any amount may."""
-        return self.held == 0 or self.held + amount <= self.limit
-
-    def hold(self, amount: int) -> None:
-        """Hold `amount` more. Time in which nothing was held does not count for the rate."""
-        if self.held == 0:
-            self.begin()
-        self.held += amount
-
-    def begin(self) -> None:
-        """Start measuring the rate."""
-        self._since, self._finished = self._clock(), 0.0
-
-    def release(self, amount: int) -> None:
-        """Release `amount`. Older releases count by half and less."""
-        self.held -= amount
-        self._finished += amount
-        age_s = self._clock() - self._since
-        if age_s > WINDOW_S:
-            self._since += age_s / 2
-            self._finished /= 2
-
-    def retry_after_s(self) -> float:
-        """Return the seconds until all that is held will be released, within bounds."""
-        return retry_after_s(self.held, self._finished, self._clock() - self._since)
-
-
 class Noun(StrEnum):
     """What is bounded, as the error message names it."""
 
@@ -146,15 +110,21 @@ _GAUGES = {
 
 
 class Admission:
-    """A bound on one thing that a model's requests hold, waiting and running. Requests beyond
-    `limit` are refused, but one that is alone may hold any amount.
+    """A bound on one thing that a model's requests hold, waiting and running, and the recent rate
+    at which they release it. Requests beyond `limit` are refused, but one that is alone may hold
+    any amount.
     """
 
-    def __init__(self, model: str, noun: Noun, limit: int) -> None:
+    def __init__(
+        self, model: str, noun: Noun, limit: int, now: Callable[[], float] = clock.now
+    ) -> None:
         self._model = model
         self._noun = noun
-        self._bounded = Bounded(limit)
         self._gauge = metrics.of(_GAUGES[noun], model)
+        self._now = now
+        self._held = 0
+        self._finished = 0.0
+        self._since = 0.0
         self.limit = limit
 
     @contextlib.contextmanager
@@ -166,37 +136,50 @@ class Admission:
         `Retry-After` is the time the queue needs to drain, unless `retry_after_s` is given. A
         request that holds some already (`is_more`) leaves half of the limit to others.
         """
-        bounded = self._bounded
-        is_greedy = is_more and 2 * (bounded.held + amount) > bounded.limit
-        if is_greedy or not bounded.has_room(amount):
-            if retry_after_s is None:
-                retry_after_s = bounded.retry_after_s()
+        held = self._held + amount
+        is_greedy = is_more and 2 * held > self.limit
+        if is_greedy or (self._held and held > self.limit):
             raise Overloaded(
-                f"The model `{self._model}` has {bounded.held} {self._noun} waiting already.",
-                retry_after_s=retry_after_s,
+                f"The model `{self._model}` has {self._held} {self._noun} waiting already.",
+                retry_after_s=self.retry_after_s() if retry_after_s is None else retry_after_s,
             )
-        bounded.hold(amount)
+        if not self._held:  # time in which nothing was held does not count for the rate
+            self.begin()
+        self._held = held
         self._gauge.inc(amount)
         try:
             yield
         finally:
-            bounded.release(amount)
+            self._release(amount)
             self._gauge.dec(amount)
 
     @property
     def limit(self) -> int:
         """Return how much may be held. A lower limit applies to new requests."""
-        return self._bounded.limit
+        return self._limit
 
     @limit.setter
     def limit(self, limit: int) -> None:
-        self._bounded.limit = limit
+        self._limit = limit
         if self._noun is Noun.TOKENS:
             metrics.of(metrics.QUEUE_TOKENS_LIMIT, self._model).set(limit)
 
     def begin(self) -> None:
         """Start measuring the rate, as nothing could be released until now."""
-        self._bounded.begin()
+        self._since, self._finished = self._now(), 0.0
+
+    def _release(self, amount: int) -> None:
+        """Release `amount`. Older releases count by half and less."""
+        self._held -= amount
+        self._finished += amount
+        age_s = self._now() - self._since
+        if age_s > WINDOW_S:
+            self._since += age_s / 2
+            self._finished /= 2
+
+    def retry_after_s(self) -> float:
+        """Return the seconds until all that is held will be released, within bounds."""
+        return retry_after_s(self._held, self._finished, self._now() - self._since)
 
 
 @contextlib.asynccontextmanager
@@ -222,3 +205,86 @@ async def time_load(caller: Caller) -> AsyncIterator[None]:
             yield
     finally:
         caller.timings.add(Stage.LOAD, started)
+
+
+MINUTE_S = 60.0
+Kind: TypeAlias = Literal["requests", "tokens"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def refill(left: float, limit: int, seconds: float) -> float:
+    """Return what is left some seconds later, at `limit` a minute."""
+    return min(limit, left + limit * seconds / MINUTE_S)
+
+
+def seconds_until(needed: float, left: float, limit: int) -> float:
+    """Return the seconds until `needed` is left; 0 when it is."""
+    return max(0.0, needed - left) * MINUTE_S / limit
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One allowance of one caller, full at first, that refills evenly.
+
+    It may be overdrawn, as an answer's tokens are known only at its end. Its caller then waits
+    until it is positive again, so that the average keeps to the limit.
+    """
+
+    limit: int
+    _left: float = field(init=False)
+    _at: float = field(init=False, default_factory=clock.now)
+
+    def __post_init__(self) -> None:
+        self._left = float(self.limit)
+
+    @property
+    def left(self) -> float:
+        """Return what is left now; below 0 if overdrawn."""
+        now = clock.now()
+        self._left, self._at = refill(self._left, self.limit, now - self._at), now
+        return self._left
+
+    def take(self, amount: float) -> None:
+        """Take an amount, even if it overdraws the bucket."""
+        self._left = self.left - amount
+
+    def wait_s(self) -> float:
+        """Return the seconds until the next request is allowed; 0 for now."""
+        return seconds_until(1.0, self.left, self.limit)
+
+    def reset_s(self) -> float:
+        """Return the seconds until it is full again."""
+        return seconds_until(self.limit, self.left, self.limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """A caller's requests and tokens per minute. None is no limit."""
+
+    requests: int | None
+    tokens: int | None
+
+    @property
+    def is_unlimited(self) -> bool:
+        """Return True if nothing is limited."""
+        return self.requests is None and self.tokens is None
+
+
+@dataclass(slots=True)
+class Accounts:
+    """Every caller's buckets, by key id; those without a key share one account."""
+
+    allowance: Allowance
+    _accounts: dict[str | None, dict[Kind, Bucket]] = field(default_factory=dict)
+
+    def of(self, key_id: str | None) -> dict[Kind, Bucket]:
+        """Return a caller's buckets, one for each limit."""
+        if key_id not in self._accounts:
+            limits: dict[Kind, int | None] = {
+                "requests": self.allowance.requests,
+                "tokens": self.allowance.tokens,
+            }
+            self._accounts[key_id] = {
+                kind: Bucket(limit) for kind, limit in limits.items() if limit is not None
+            }
+        return self._accounts[key_id]

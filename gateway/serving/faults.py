@@ -1,7 +1,10 @@
-"""What the device's errors mean for the process: go on, give memory back, or end it."""
+"""What errors mean: of the device for the process (go on, give memory back, end it), and of a
+background task for itself (begin again).
+"""
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -12,6 +15,7 @@ log = logs.get("device")
 
 UNKNOWN_FAULTS: Final = 2  # after so many, the model reads a prompt of its own
 PROBES: Final = 2  # that have to fail in a row before the device counts as lost
+RESTART_PAUSE_S: Final = 0.1  # a task that always fails must not fill the loop
 PROBE_PAUSE_S: Final = 1.0  # between them: a GPU that restarts fails all that comes meanwhile
 
 
@@ -117,3 +121,18 @@ class DeviceHealth:
         if self.classify(error) is Fault.PRESSURE:
             return OutOfMemory(model)
         return EngineFailed(model, str(error))
+
+
+async def run_forever(
+    name: str,
+    work: Callable[[], Awaitable[None]],
+    on_error: Callable[[Exception], None] = lambda _: None,
+) -> None:
+    """Call `work` until cancelled. `on_error` has to end requests whose work was lost."""
+    while True:
+        try:
+            await work()
+        except Exception as error:  # a bug of ours: engines' errors are handled below
+            log.error("worker_failed", worker=name, exc_info=True)
+            on_error(error)
+        await asyncio.sleep(RESTART_PAUSE_S)

@@ -9,7 +9,17 @@ from prometheus_client import Gauge
 from gateway import clock, metrics
 from gateway.errors import DeadlineExceeded, Overloaded
 from gateway.jobs import Caller
-from gateway.serving.admission import Admission, Bounded, Noun, retry_after_s, until_deadline
+from gateway.serving.admission import (
+    Accounts,
+    Admission,
+    Allowance,
+    Bucket,
+    Noun,
+    refill,
+    retry_after_s,
+    seconds_until,
+    until_deadline,
+)
 
 
 @pytest.mark.parametrize(
@@ -54,44 +64,52 @@ def test_one_request_larger_than_the_bound_is_admitted_alone() -> None:
             pass
 
 
+class Seconds:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def admission(limit: int) -> tuple[Admission, Seconds]:
+    seconds = Seconds()
+    return Admission("m", Noun.REQUESTS, limit, seconds), seconds
+
+
 def test_time_in_which_nothing_could_leave_says_nothing_of_the_rate() -> None:
     """While a model loads, say."""
-    seconds = 0.0
-    bounded = Bounded(100, lambda: seconds)
-    bounded.hold(100)
-    seconds = 50.0
-    assert bounded.retry_after_s() == 60
-    bounded.begin()
-    seconds = 51.0
-    bounded.release(50)
-    assert bounded.retry_after_s() == 1
+    queue, seconds = admission(100)
+    with queue.admit(50):
+        with queue.admit(50):
+            seconds.now = 50.0
+            assert queue.retry_after_s() == 60
+            queue.begin()
+            seconds.now = 51.0
+        assert queue.retry_after_s() == 1
 
 
 def test_idle_time_says_nothing_of_the_rate() -> None:
     """A burst after a quiet night is told to come back soon."""
-    hours = iter([0, 0, 1, 1])
-    bounded = Bounded(10, clock=lambda: next(hours) * 3600)
-    bounded.hold(1)
-    bounded.release(1)
-    bounded.hold(10)
-    assert bounded.retry_after_s() == 1
+    queue, seconds = admission(10)
+    with queue.admit(1):
+        pass
+    seconds.now = 3600
+    with queue.admit(10):
+        assert queue.retry_after_s() == 1
 
 
 def test_what_went_long_ago_is_forgotten_by_halves() -> None:
     """The rate is of late: a minute after work has slowed down, so has what is told."""
-    seconds = 0.0
-    bounded = Bounded(100, clock=lambda: seconds)
-    bounded.hold(100)
-    for finished in [10] * 600:
-        seconds += 1
-        bounded.release(finished)
-        bounded.hold(finished)
-    assert bounded.retry_after_s() == pytest.approx(10, rel=0.1)
-    for finished in [4] * 120:
-        seconds += 1
-        bounded.release(finished)
-        bounded.hold(finished)
-    assert bounded.retry_after_s() == pytest.approx(25, rel=0.1)
+    queue, seconds = admission(200)
+    with queue.admit(100):
+        for finished, times, told in ((10, 600, 10), (4, 120, 25)):
+            for _ in range(times):
+                with queue.admit(finished):
+                    seconds.now += 1
+            assert queue.retry_after_s() == pytest.approx(told, rel=0.1)
 
 
 @pytest.mark.anyio
@@ -131,3 +149,47 @@ async def test_only_the_deadline_is_told_as_one() -> None:
     with pytest.raises(DeadlineExceeded):
         async with until_deadline(hurried):
             await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds", "after"),
+    [(0, 1, 1), (0, 30, 30), (59.5, 1, 60), (60, 1000, 60), (-120, 60, -60), (-10, 10, 0)],
+)
+def test_a_bucket_fills_evenly_and_no_fuller_than_full(
+    left: float, seconds: float, after: float
+) -> None:
+    """Sixty a minute is one a second; what is owed is paid back first."""
+    assert refill(left, 60, seconds) == after
+
+
+@pytest.mark.parametrize(
+    ("wanted", "left", "limit", "seconds"),
+    [(1, 1, 60, 0), (1, 5, 60, 0), (1, 0, 60, 1), (1, 0.5, 60, 0.5), (1, -599, 600, 60)],
+)
+def test_the_wait_is_what_filling_takes(
+    wanted: float, left: float, limit: int, seconds: float
+) -> None:
+    """So a client that waits as told is let in."""
+    assert seconds_until(wanted, left, limit) == seconds
+    assert refill(left, limit, seconds) >= min(wanted, limit)
+
+
+def test_what_is_taken_beyond_what_was_left_is_owed() -> None:
+    """An answer's cost is known when it is there: the next one waits for it."""
+    bucket = Bucket(600)
+    assert bucket.wait_s() == 0
+    bucket.take(900)
+    assert bucket.left == pytest.approx(-300, abs=1)
+    assert bucket.wait_s() == pytest.approx(30.1, abs=0.2)
+    assert bucket.reset_s() == pytest.approx(90, abs=0.2)
+
+
+def test_every_key_has_buckets_of_its_own() -> None:
+    """And those without a key share theirs."""
+    accounts = Accounts(Allowance(requests=5, tokens=None))
+    accounts.of("key-1")["requests"].take(5)
+    accounts.of(None)["requests"].take(1)
+    assert accounts.of("key-1")["requests"].left < 1
+    assert accounts.of("key-2")["requests"].left == 5
+    assert accounts.of(None)["requests"].left < 5
+    assert set(accounts.of(None)) == {"requests"}

@@ -1,11 +1,12 @@
-"""What the device's errors mean for the process."""
+"""What errors mean: of the device for the process, of a background task for itself."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
 from gateway.errors import DeviceLost, EngineFailed, Fault, ModelLoadFailed, OutOfMemory
-from gateway.serving.faults import PROBES, UNKNOWN_FAULTS, DeviceHealth
+from gateway.serving.faults import PROBES, UNKNOWN_FAULTS, DeviceHealth, run_forever
 
 
 def by_text(error: BaseException) -> Fault:
@@ -112,3 +113,26 @@ def test_what_cannot_be_shed_keeps_nothing_else_from_it(health: DeviceHealth) ->
         health.shed()
     assert calls == ["second"]
     assert health.lost is not None
+
+
+@pytest.mark.anyio
+async def test_work_that_fails_is_told_and_begun_again() -> None:
+    """Each time, until it is cancelled."""
+    begun, told = 0, []
+    is_well = asyncio.Event()
+
+    async def work() -> None:
+        nonlocal begun
+        begun += 1
+        if begun <= 2:
+            raise ValueError(begun)
+        is_well.set()
+        await asyncio.Event().wait()
+
+    worker = asyncio.create_task(run_forever("mine", work, lambda error: told.append(str(error))))
+    await asyncio.wait_for(is_well.wait(), 5)
+    worker.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await worker
+    assert told == ["1", "2"]
+    assert begun == 3

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from gateway.serving.tokenize import (
-    CALL_CHARS,
     LONG_CHARS,
     SLICE_CHARS,
     ThreadPools,
-    Tokeniser,
     prompt_kind,
+    tokenise,
 )
 from tests.fakes import generate_job
 
@@ -51,7 +50,7 @@ async def test_each_text_has_its_row(pool: ThreadPools) -> None:
     """In order, however the request was cut."""
     asked = ["x" * (n * 997 % 60_000) for n in range(100)]
     encoder = Encoder()
-    assert await Tokeniser(encoder, pool).tokenise(asked) == [[len(text)] for text in asked]
+    assert await tokenise(encoder, asked, pool) == [[len(text)] for text in asked]
     assert len(encoder.calls) > 10
     assert max(map(sum, encoder.calls)) <= SLICE_CHARS
 
@@ -59,12 +58,11 @@ async def test_each_text_has_its_row(pool: ThreadPools) -> None:
 async def test_a_short_request_passes_a_long_one(pool: ThreadPools) -> None:
     """Whatever is being encoded."""
     encoder = Encoder()
-    tokeniser = Tokeniser(encoder, pool)
     encoder.gate.clear()
-    long = asyncio.create_task(tokeniser.tokenise(texts(LONG_CHARS, 100)))
+    long = asyncio.create_task(tokenise(encoder, texts(LONG_CHARS, 100), pool))
     await asyncio.sleep(0.05)
     encoder.gate.set()
-    assert await tokeniser.tokenise(texts(2000, 2)) == [[2000], [2000]]
+    assert await tokenise(encoder, texts(2000, 2), pool) == [[2000], [2000]]
     assert not long.done()
     assert await long == [[LONG_CHARS]] * 100
 
@@ -72,60 +70,29 @@ async def test_a_short_request_passes_a_long_one(pool: ThreadPools) -> None:
 async def test_long_requests_take_turns(pool: ThreadPools) -> None:
     """The one that came later and is smaller is answered first."""
     encoder = Encoder()
-    tokeniser = Tokeniser(encoder, pool)
     ended: list[str] = []
 
     async def ask(name: str, count: int) -> None:
-        await tokeniser.tokenise(texts(SLICE_CHARS, count))
+        await tokenise(encoder, texts(SLICE_CHARS, count), pool)
         ended.append(name)
 
     await asyncio.gather(ask("first", 40), ask("second", 3), ask("third", 20))
     assert ended == ["second", "third", "first"]
-    assert max(map(sum, encoder.calls)) <= CALL_CHARS
-
-
-async def test_requests_that_wait_share_a_call(pool: ThreadPools) -> None:
-    """Short ones, as many as come while the threads are busy."""
-    encoder = Encoder()
-    tokeniser = Tokeniser(encoder, pool)
-    encoder.gate.clear()
-    asked = [asyncio.create_task(tokeniser.tokenise(texts(1001 + i, 2))) for i in range(20)]
-    await asyncio.sleep(0.05)
-    encoder.gate.set()
-    assert [await each for each in asked] == [[[1001 + i]] * 2 for i in range(20)]
-    assert len(encoder.calls) <= 4
+    assert max(map(sum, encoder.calls)) <= SLICE_CHARS
 
 
 async def test_what_nobody_waits_for_is_not_encoded(pool: ThreadPools) -> None:
     """The slice under way ends; no other begins."""
     encoder = Encoder()
-    tokeniser = Tokeniser(encoder, pool)
     encoder.gate.clear()
-    left = asyncio.create_task(tokeniser.tokenise(texts(SLICE_CHARS, 50)))
+    left = asyncio.create_task(tokenise(encoder, texts(SLICE_CHARS, 50), pool))
     await asyncio.sleep(0.05)
     left.cancel()
-    stays = asyncio.create_task(tokeniser.tokenise(texts(SLICE_CHARS, 2)))
+    stays = asyncio.create_task(tokenise(encoder, texts(SLICE_CHARS, 2), pool))
     await asyncio.sleep(0)
     encoder.gate.set()
     assert await stays == [[SLICE_CHARS]] * 2
     assert len(encoder.calls) == 3
-
-
-async def test_what_cannot_be_encoded_fails_only_its_own_request(pool: ThreadPools) -> None:
-    """Of those that share a call."""
-    encoder = Encoder()
-    tokeniser = Tokeniser(encoder, pool)
-    encoder.gate.clear()
-    busy = [asyncio.create_task(tokeniser.tokenise(texts(2000, 2))) for _ in range(2)]
-    await asyncio.sleep(0.05)
-    sound = asyncio.create_task(tokeniser.tokenise(texts(3000, 2)))
-    bad = asyncio.create_task(tokeniser.tokenise(["bad" * 1000]))
-    await asyncio.sleep(0)
-    encoder.gate.set()
-    assert await sound == [[3000], [3000]]
-    with pytest.raises(ValueError, match="bad"):
-        await bad
-    await asyncio.gather(*busy)
 
 
 async def test_long_prompts_and_grammars_keep_no_short_prompt(pool: ThreadPools) -> None:

@@ -24,7 +24,7 @@ from gateway.serving.embedding.policy import (
 from gateway.serving.embedding.row_batcher import RowBatcher
 from gateway.serving.lane import Lane
 from gateway.serving.ports import EmbeddingEngine
-from gateway.serving.tokenize import ThreadPools, Tokeniser
+from gateway.serving.tokenize import ThreadPools, tokenise
 
 
 class EmbeddingBatcher(RowBatcher[TokenIds]):
@@ -43,8 +43,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
     ) -> None:
         super().__init__(name, engine.embed, engine.probe, lane, limits, arrivals)
         self._engine = engine
-        self._tokeniser = Tokeniser(engine.encode, pool)
-        self._truncating = Tokeniser(engine.encode_start, pool)
+        self._pool = pool
         self._cache = EmbeddingCache(name, limits.cache_size)
 
     @property
@@ -148,7 +147,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
             check_ids(self._engine, self._name, job.token_rows)
             return list(job.token_rows)
         started = clock.now()
-        tokeniser = self._truncating if job.truncate else self._tokeniser
-        rows = await tokeniser.tokenise(texts)
+        encode = self._engine.encode_start if job.truncate else self._engine.encode
+        rows = await tokenise(encode, texts, self._pool)
         job.caller.timings.add(Stage.TOKENISE, started)
         return rows

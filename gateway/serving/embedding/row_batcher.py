@@ -12,9 +12,8 @@ from gateway.errors import DeviceLost, Fault, GatewayError, Unavailable
 from gateway.jobs import Caller, Stage, Timings, Vectors
 from gateway.serving.admission import Admission, Arrival, Arrivals, Noun, until_deadline
 from gateway.serving.embedding.policy import EmbeddingLimits, patience, take_batch, window
-from gateway.serving.lane import Lane, Turn
-from gateway.serving.pace import Pace
-from gateway.serving.workers import run_forever
+from gateway.serving.faults import run_forever
+from gateway.serving.lane import Lane, Pace, Turn
 
 R = TypeVar("R", bound=Sized)
 

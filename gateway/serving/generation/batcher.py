@@ -23,6 +23,7 @@ from gateway.jobs import (
 )
 from gateway.serving.admission import until_deadline
 from gateway.serving.budget import Budget
+from gateway.serving.faults import run_forever
 from gateway.serving.generation.answer_checks import AnswerChecker
 from gateway.serving.generation.choice import Choice, batch_shape
 from gateway.serving.generation.grammars import GrammarCache
@@ -30,11 +31,9 @@ from gateway.serving.generation.memory import RowCosts, RowMemory, longest_chunk
 from gateway.serving.generation.policy import GenerationLimits, prefill_goes_first, rank
 from gateway.serving.generation.queue import JobQueue
 from gateway.serving.generation.scheduler import Scheduler
-from gateway.serving.lane import Lane, Turn
-from gateway.serving.pace import Pace
+from gateway.serving.lane import Lane, Pace, Turn
 from gateway.serving.ports import GenerationEngine
 from gateway.serving.tokenize import ThreadPools, prompt_kind
-from gateway.serving.workers import run_forever
 
 log = logs.get("generation")
 

@@ -23,8 +23,7 @@ from gateway.jobs import EmbedJob, Stage, TokenIds, Vectors
 from gateway.serving.admission import Arrivals
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.policy import EmbeddingLimits
-from gateway.serving.lane import Lane
-from gateway.serving.pace import START_TOKENS
+from gateway.serving.lane import START_TOKENS, Lane
 from gateway.serving.tokenize import ThreadPools
 from tests.fakes import ScriptedEmbedder, caller, embed_job
 

@@ -10,8 +10,7 @@ import pytest
 
 from gateway.jobs import Delta, Pass
 from gateway.serving.generation.batcher import GenerationBatcher
-from gateway.serving.lane import Lane
-from gateway.serving.pace import START_TOKENS
+from gateway.serving.lane import START_TOKENS, Lane
 from tests.fakes import ScriptedChat, generate_job
 from tests.serving.generation.test_batcher import batching, text
 
