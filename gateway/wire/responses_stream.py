@@ -21,7 +21,7 @@ from gateway.wire.responses import (
     Response,
     usage_dict,
 )
-from gateway.wire.responses_tools import QualifiedName
+from gateway.wire.tools import QualifiedName
 
 
 class ResponseStatusEvent(TypedDict):
