@@ -25,7 +25,7 @@ from gateway.wire import responses_items
 from gateway.wire.generation import read_tier
 from gateway.wire.responses_items import Item
 from gateway.wire.responses_stream import ResponseWriter
-from gateway.wire.responses_tools import unpack
+from gateway.wire.tools import unpack
 
 log = logs.get("responses")
 

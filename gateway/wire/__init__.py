@@ -6,14 +6,13 @@ rerank                             query and documents → job; scores → the a
 decisions                          input and questions → jobs; logprobs → probabilities
 responses                          request → job, and the shape of the answer
 responses_stream                   deltas → output items, and the events in which they grow
-responses_items, responses_tools   its input items → messages, or to store; its flat tools
+responses_items                    its input items → messages, or to store
 anthropic                          Messages request → job, and the shape of the answer
 anthropic_stream                   deltas → content blocks, and the events in which they grow
-anthropic_blocks, anthropic_errors  its input blocks and tools → chat's; its envelope of errors
+anthropic_blocks, anthropic_errors  its input blocks → turns; its envelope of errors
 anthropic_models                   its list of models, page by page
 tokenization                       a prompt to tokenize; its tokens, and the text of some
-legacy                             older request fields → today's
-messages                           chat messages and tools → what chat templates read
+messages, tools                    chat messages, and tools of all APIs → what templates read
 generation                         of chat, completions, responses: sampling, forms, usage, logprobs
 validation, bounds                 bytes → a checked request, or the 400 that names the field
 answers                            what each writer of answers does: events, or the whole

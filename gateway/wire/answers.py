@@ -2,11 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from gateway.errors import GatewayError
-from gateway.jobs import Delta, Sampling, Usage
+from gateway.jobs import CallDelta, Delta, Sampling, Usage
 from gateway.wire.generation import SchemaVerdict
 
 Event = Mapping[str, Any]
@@ -51,3 +51,69 @@ class AnswerWriter(ABC):
     @abstractmethod
     def whole(self, answer: Answer) -> object:
         """Return the JSON of an answer that is not streamed."""
+
+
+BlockKind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of an answer: what the model thinks, what it says, or one call."""
+
+    kind: BlockKind
+    index: int  # among the blocks of the answer
+    call: CallDelta | None = None  # the first piece of a call
+    id: str = ""  # where the protocol has one
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Return the text so far; of a call its arguments, which are JSON."""
+        return "".join(self.pieces)
+
+    def continues(self, kind: BlockKind, call: CallDelta | None) -> bool:
+        """Return True if a piece of this kind, of this call, belongs to the block."""
+        if self.call is None or call is None:
+            return self.kind == kind
+        return self.call.index == call.index
+
+
+class BlockWriter(AnswerWriter):
+    """Writes one answer as a list of blocks: each has ended when the next one begins."""
+
+    def __init__(self) -> None:
+        self._open: Block | None = None
+        self._done: list[Any] = []
+
+    def _extend(self, kind: BlockKind, text: str, call: CallDelta | None = None) -> list[Event]:
+        """Return the events of a piece: it goes on with the open block, or begins another."""
+        events: list[Event] = []
+        block = self._open
+        if block is None or not block.continues(kind, call):
+            events += self._close()
+            block = Block(kind, len(self._done), call)
+            self._open = block
+            events += self._start(block)
+        if text:
+            block.pieces.append(text)
+            events += self._piece(block, text)
+        return events
+
+    def _close(self) -> list[Event]:
+        """End the open block, if there is one, and return the events of its end."""
+        block, self._open = self._open, None
+        if block is None:
+            return []
+        return self._stop(block)
+
+    @abstractmethod
+    def _start(self, block: Block) -> list[Event]:
+        """Return the events of a block that begins."""
+
+    @abstractmethod
+    def _piece(self, block: Block, text: str) -> list[Event]:
+        """Return the events of new text."""
+
+    @abstractmethod
+    def _stop(self, block: Block) -> list[Event]:
+        """Add a block that has ended to those done, and return the events of its end."""

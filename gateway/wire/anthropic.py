@@ -11,19 +11,21 @@ from gateway.errors import BadRequest
 from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, Calling, GenerateJob, Grammar, Sampling, Usage
 from gateway.wire.anthropic_blocks import (
-    MAX_TOOLS,
-    AnthropicTool,
-    CustomTool,
     InputMessage,
     SystemPrompt,
-    ToolChoiceParam,
-    check_input_schemas,
     is_continuation,
     to_turns,
 )
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, NAME_CHARS, Label, Schema
 from gateway.wire.generation import MAX_STOPS, SchemaVerdict, json_schema
-from gateway.wire.messages import read_tools, unserved_tools
+from gateway.wire.tools import (
+    AnthropicTools,
+    ToolChoiceParam,
+    check_input_schemas,
+    read_tools,
+    select,
+    unserved_tools,
+)
 from gateway.wire.validation import Part, Request, check_length
 
 Thoughts = Literal["whole", "signed", "none"]
@@ -72,9 +74,7 @@ class CountMessageTokensRequest(Request):
     model: Annotated[Label, Field(min_length=1)]
     messages: Annotated[list[InputMessage], FAIL_FAST, ITEM_LIMIT, Field(min_length=1)]
     system: SystemPrompt | None = None
-    tools: Annotated[
-        list[AnthropicTool], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)
-    ]
+    tools: AnthropicTools
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
@@ -114,11 +114,8 @@ class CountMessageTokensRequest(Request):
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
         """Return the tools as templates read them, and which of them may be called."""
         choice = self.tool_choice
-        return read_tools(
-            [tool.to_tool_param() if isinstance(tool, CustomTool) else tool for tool in self.tools],
-            choice.to_tool_choice() if choice is not None else None,
-            parallel=choice is None or not choice.disable_parallel_tool_use,
-        )
+        parallel = choice is None or not choice.disable_parallel_tool_use
+        return read_tools(self.tools, select(choice, parallel=parallel))
 
     @property
     def thoughts(self) -> Thoughts:

@@ -1,22 +1,13 @@
-"""What a Messages request is made of: content blocks and tools → turns and tools for templates."""
+"""What a Messages request is made of: content blocks → turns for templates."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field
 
 from gateway.errors import BadRequest
-from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, Schema
-from gateway.wire.messages import (
-    OTHER,
-    FunctionName,
-    FunctionParam,
-    NamedTool,
-    OtherTool,
-    ToolChoice,
-    ToolParam,
-)
+from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
 from gateway.wire.validation import Part, require
 
 # Claude Code's first system block: a header for Anthropic's billing, which changes from one session
@@ -280,94 +271,3 @@ def _result_turn(placed: _Placed, names: dict[str, str]) -> dict[str, Any]:
     texts = [_text_of(part, f"{place}.content[{i}]") for i, part in enumerate(parts)]
     text = content if isinstance(content, str) else _join(texts)
     return {"role": "tool", "content": text, "tool_call_id": call_id, "name": names[call_id]}
-
-
-MAX_TOOLS = 512
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
-
-
-class _Function(FunctionParam):
-    name: ToolName
-
-
-_OF_AN_OBJECT: dict[str, Any] = {
-    "properties": {"type": {"const": "object"}},
-    "required": ["type"],
-}
-
-
-class CustomTool(Part):
-    """A tool that the client runs."""
-
-    harmless = frozenset({"allowed_callers", "cache_control", "eager_input_streaming"})
-
-    type: Literal["custom"] = "custom"
-    name: ToolName
-    description: str | None = None
-    input_schema: Annotated[Schema, Field(json_schema_extra=_OF_AN_OBJECT)]
-    strict: bool | None = None
-
-    def to_tool_param(self) -> ToolParam:
-        """Return the tool in the form of chat completions."""
-        function = _Function(
-            name=self.name,
-            description=self.description,
-            parameters=self.input_schema,
-            strict=self.strict,
-        )
-        return ToolParam(function=function)
-
-
-class ServerTool(OtherTool):
-    """A tool of Anthropic's own, which is not served."""
-
-    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["custom"]}})]
-
-
-_CUSTOM = "custom tool"
-
-
-def _tool_tag(tool: object) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return OTHER if isinstance(kind, str) and kind != "custom" else _CUSTOM
-
-
-def check_input_schemas(tools: Sequence[CustomTool | ServerTool]) -> None:
-    """Raise BadRequest, in Anthropic's words, for a tool whose schema is not of an object."""
-    for i, tool in enumerate(tools):
-        if not isinstance(tool, CustomTool) or tool.input_schema.get("type") == "object":
-            continue
-        is_missing = "type" not in tool.input_schema
-        problem = "Field required" if is_missing else "Input should be 'object'"
-        raise BadRequest(
-            f"tools.{i}.input_schema.type: {problem}",
-            param=f"tools[{i}].input_schema",
-            code="missing_required_parameter" if is_missing else "invalid_value",
-        )
-
-
-AnthropicTool = Annotated[
-    Annotated[CustomTool, Tag(_CUSTOM)] | Annotated[ServerTool, Tag(OTHER)],
-    Discriminator(_tool_tag),
-]
-
-
-class ToolChoiceParam(Part):
-    """Whether tools may or must be called, and how many at once."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: Label | None = None
-    disable_parallel_tool_use: bool = False
-
-    @model_validator(mode="after")
-    def _check_name(self) -> "ToolChoiceParam":
-        if self.type == "tool" and self.name is None:
-            raise ValueError("type 'tool' needs the 'name' of one")
-        return self
-
-    def to_tool_choice(self) -> ToolChoice:
-        """Return the choice in the form of chat completions."""
-        if self.type == "tool":
-            assert self.name is not None
-            return NamedTool(type="function", function=FunctionName(name=self.name))
-        return "required" if self.type == "any" else self.type

@@ -3,24 +3,20 @@
 import base64
 import hashlib
 import secrets
-from abc import ABC, abstractmethod
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, cast
 
 import orjson
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import GatewayError
-from gateway.jobs import CallDelta, Delta, FinishReason, Usage
-from gateway.wire.answers import Answer, AnswerWriter
+from gateway.jobs import Delta, FinishReason, Usage
+from gateway.wire.answers import Answer, Block, BlockKind, BlockWriter, Event
 from gateway.wire.anthropic import (
     AnthropicMessage,
     ContentBlock,
     MessageUsage,
     StopReason,
-    TextBlock,
-    ThinkingBlock,
     Thoughts,
-    ToolUseBlock,
     usage_dict,
 )
 from gateway.wire.anthropic_errors import AnthropicErrorBody, error_body
@@ -134,149 +130,51 @@ MessageEvent = TypeAliasType(
 )
 
 
-class _BlockWriter(ABC):
-    """Writes one block of the content."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-
-    def add(self, text: str) -> BlockDelta:
-        self._texts.append(text)
-        return self._delta(text)
-
-    @property
-    def _whole(self) -> str:
-        return "".join(self._texts)
-
-    @abstractmethod
-    def _delta(self, text: str) -> BlockDelta:
-        """Return the delta of a new piece."""
-
-    @abstractmethod
-    def to_dict(self) -> ContentBlock:
-        """Return the block as it is now."""
-
-    @abstractmethod
-    def empty(self) -> ContentBlock:
-        """Return the block as it is when it starts."""
-
-    def close(self) -> list[BlockDelta]:
-        """Return the deltas before its end."""
-        return []
+# By the kind of a block: the type of its deltas, and their field.
+_DELTAS: dict[BlockKind, tuple[str, str]] = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
-class _TextWriter(_BlockWriter):
-    def _delta(self, text: str) -> TextDelta:
-        return {"type": "text_delta", "text": text}
-
-    def to_dict(self) -> TextBlock:
-        return {"type": "text", "text": self._whole}
-
-    def empty(self) -> TextBlock:
-        return {"type": "text", "text": ""}
-
-
-class _ThinkingWriter(_BlockWriter):
-    def __init__(self, *, is_shown: bool) -> None:
-        super().__init__()
-        self.is_shown = is_shown
-
-    def _delta(self, text: str) -> ThinkingDelta:
-        return {"type": "thinking_delta", "thinking": text}
-
-    def to_dict(self) -> ThinkingBlock:
-        text = self._whole if self.is_shown else ""
-        return {"type": "thinking", "thinking": text, "signature": self._signature()}
-
-    def empty(self) -> ThinkingBlock:
-        return {"type": "thinking", "thinking": "", "signature": ""}
-
-    def close(self) -> list[BlockDelta]:
-        return [{"type": "signature_delta", "signature": self._signature()}]
-
-    def _signature(self) -> str:
-        return base64.b64encode(hashlib.sha256(self._whole.encode()).digest()).decode()
-
-
-class _CallWriter(_BlockWriter):
-    def __init__(self, call: CallDelta) -> None:
-        super().__init__()
-        assert call.id is not None
-        self.call_index = call.index
-        self._id = call.id
-        self._name = call.name or ""
-
-    def _delta(self, text: str) -> InputJsonDelta:
-        return {"type": "input_json_delta", "partial_json": text}
-
-    def to_dict(self) -> ToolUseBlock:
-        return {**self.empty(), "input": _read_input(self._whole)}
-
-    def empty(self) -> ToolUseBlock:
-        return {
-            "type": "tool_use",
-            "caller": {"type": "direct"},
-            "id": self._id,
-            "name": self._name,
-            "input": {},
-        }
-
-
-def _read_input(arguments: str) -> dict[str, Any]:
-    """Return a call's input; an empty one if the answer was cut inside it, or nested too deep."""
-    try:
-        value = orjson.loads(arguments)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-class MessageWriter(AnswerWriter):
+class MessageWriter(BlockWriter):
     """Builds a message from deltas. An error names the request that it is of."""
 
     names_events = True
     ping = PING
 
     def __init__(self, model: str, *, max_tokens: int, thoughts: Thoughts, request_id: str) -> None:
+        super().__init__()
         self._request_id = request_id
         self._id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._max_tokens = max_tokens
         self._thoughts = thoughts
-        self._done: list[ContentBlock] = []
-        self._open: _BlockWriter | None = None
-        self._has_pinged = False
         self._tokens = 0
         self._finish: FinishReason | None = None
-        self._stop: str | None = None
+        self._stop_string: str | None = None
         self._verdict: SchemaVerdict | None = None
 
-    def begin(self, usage: Usage) -> list[MessageEvent]:
+    def begin(self, usage: Usage) -> list[Event]:
         return [{"type": "message_start", "message": self._message(usage)}]
 
-    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> list[MessageEvent]:
-        events: list[MessageEvent] = []
+    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> list[Event]:
+        events: list[Event] = []
         if delta.reasoning and self._thoughts != "none":
-            if not isinstance(self._open, _ThinkingWriter):
-                events += self._start(_ThinkingWriter(is_shown=self._thoughts == "whole"))
-            events += self._write(delta.reasoning)
+            events += self._extend("reasoning", delta.reasoning)
         if delta.text:
-            if not isinstance(self._open, _TextWriter):
-                events += self._start(_TextWriter())
-            events += self._write(delta.text)
-        if (call := delta.call) is not None:
-            if not (isinstance(self._open, _CallWriter) and self._open.call_index == call.index):
-                events += self._start(_CallWriter(call))
-            if call.arguments:
-                events += self._write(call.arguments)
+            events += self._extend("text", delta.text)
+        if delta.call is not None:
+            events += self._extend("call", delta.call.arguments, delta.call)
         self._tokens += delta.tokens
-        self._finish, self._stop = delta.finish_reason, delta.stop
+        self._finish, self._stop_string = delta.finish_reason, delta.stop
         self._verdict = verdict
         return events
 
-    def end(self, usage: Usage) -> list[MessageEvent]:
+    def end(self, usage: Usage) -> list[Event]:
         """End the message: its last block, the reason, and all its tokens."""
-        events = self._stop_block()
+        events = self._close()
         delta: MessageDelta = {
             "type": "message_delta",
             "delta": {"container": None, "stop_details": None, **self._ending()},
@@ -286,24 +184,17 @@ class MessageWriter(AnswerWriter):
             delta["gateway"] = self._verdict
         return [*events, delta, {"type": "message_stop"}]
 
-    def fail(self, error: GatewayError) -> list[MessageEvent]:
+    def fail(self, error: GatewayError) -> list[Event]:
         return [error_body(error, self._request_id)]
 
     def whole(self, answer: Answer) -> AnthropicMessage:
         for delta in answer.choices[0]:
             self.add(delta)
-        self._verdict = answer.verdicts[0]
-        self._stop_block()
-        message = self._message(answer.usage)
-        ending = self._ending()
-        message |= {
-            "content": self._done,
-            "stop_reason": ending["stop_reason"],
-            "stop_sequence": ending["stop_sequence"],
-        }
-        if self._verdict is not None:
-            message["gateway"] = self._verdict
-        return message
+        self._close()
+        message = {**self._message(answer.usage), **self._ending(), "content": self._done}
+        if answer.verdicts[0] is not None:
+            message["gateway"] = answer.verdicts[0]
+        return cast(AnthropicMessage, message)
 
     def _message(self, usage: Usage) -> AnthropicMessage:
         return {
@@ -322,60 +213,75 @@ class MessageWriter(AnswerWriter):
 
     def _ending(self) -> "_Ending":
         assert self._finish is not None
-        is_full = self._tokens < self._max_tokens
-        reason = stop_reason(self._finish, self._stop, is_full=is_full)
-        return {
-            "stop_reason": reason,
-            "stop_sequence": self._stop if reason == "stop_sequence" else None,
-        }
+        match self._finish:
+            case "tool_calls":
+                return {"stop_reason": "tool_use", "stop_sequence": None}
+            case "length" if self._tokens < self._max_tokens:
+                return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
+            case "length":
+                return {"stop_reason": "max_tokens", "stop_sequence": None}
+            case "stop" if self._stop_string is not None:
+                return {"stop_reason": "stop_sequence", "stop_sequence": self._stop_string}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
 
-    def _start(self, block: _BlockWriter) -> list[MessageEvent]:
-        """Start a block, after the end of the one before; a ping follows the first, as Anthropic
-        sends it.
-        """
-        events = self._stop_block()
-        self._open = block
+    def _start(self, block: Block) -> list[Event]:
         start: ContentBlockStart = {
             "type": "content_block_start",
-            "index": len(self._done),
-            "content_block": block.empty(),
+            "index": block.index,
+            "content_block": _content(block, "", ""),
         }
-        pings = [] if self._has_pinged else [PING]
-        self._has_pinged = True
-        return [*events, start, *pings]
+        if block.index == 0:  # where Anthropic sends a ping
+            return [start, PING]
+        return [start]
 
-    def _write(self, text: str) -> list[MessageEvent]:
-        """Add a piece to the open block. Of thinking that is not shown there is no event."""
-        assert self._open is not None
-        delta = self._open.add(text)
-        is_hidden = isinstance(self._open, _ThinkingWriter) and not self._open.is_shown
-        return [] if is_hidden else [self._delta(delta)]
-
-    def _delta(self, delta: BlockDelta) -> ContentBlockDelta:
-        return {"type": "content_block_delta", "index": len(self._done), "delta": delta}
-
-    def _stop_block(self) -> list[MessageEvent]:
-        if (block := self._open) is None:
+    def _piece(self, block: Block, text: str) -> list[Event]:
+        if block.kind == "reasoning" and self._thoughts == "signed":
             return []
-        events: list[MessageEvent] = [self._delta(delta) for delta in block.close()]
-        events.append({"type": "content_block_stop", "index": len(self._done)})
-        self._done.append(block.to_dict())
-        self._open = None
-        return events
+        kind, field = _DELTAS[block.kind]
+        delta = {"type": kind, field: text}
+        return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
+
+    def _stop(self, block: Block) -> list[Event]:
+        text, signature = block.text, ""
+        events: list[Event] = []
+        if block.kind == "reasoning":
+            signature = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            delta: SignatureDelta = {"type": "signature_delta", "signature": signature}
+            events.append({"type": "content_block_delta", "index": block.index, "delta": delta})
+            if self._thoughts == "signed":
+                text = ""
+        self._done.append(_content(block, text, signature))
+        return [*events, {"type": "content_block_stop", "index": block.index}]
+
+
+def _content(block: Block, text: str, signature: str) -> ContentBlock:
+    """Return a block as it is with this text."""
+    if block.kind == "text":
+        return {"type": "text", "text": text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": signature}
+    assert block.call is not None
+    assert block.call.id is not None
+    return {
+        "type": "tool_use",
+        "caller": {"type": "direct"},
+        "id": block.call.id,
+        "name": block.call.name or "",
+        "input": _read_input(text),
+    }
+
+
+def _read_input(arguments: str) -> dict[str, Any]:
+    """Return a call's input; an empty one if the answer was cut inside it, or nested too deep."""
+    try:
+        value = orjson.loads(arguments)
+    except ValueError:
+        return {}
+    if not isinstance(value, dict):
+        return {}
+    return value
 
 
 class _Ending(TypedDict):
     stop_reason: StopReason
     stop_sequence: str | None
-
-
-def stop_reason(finish: FinishReason, stop: str | None, *, is_full: bool) -> StopReason:
-    """Return why an answer ended, in Anthropic's words.
-
-    `is_full`: it has less than its `max_tokens`, so if it was cut, the model's context is full.
-    """
-    if finish == "tool_calls":
-        return "tool_use"
-    if finish == "length":
-        return "model_context_window_exceeded" if is_full else "max_tokens"
-    return "stop_sequence" if stop is not None else "end_turn"

@@ -31,21 +31,24 @@ from gateway.wire.generation import (
     SchemaVerdict,
     ServiceTier,
     StreamOptions,
+    StructuredRequest,
     logprobs_dict,
     schema_from_prompt,
     timings_dict,
     usage_dict,
 )
-from gateway.wire.legacy import FunctionChoice, GuidedRequest, RequestedTools, read_functions
-from gateway.wire.messages import (
-    AnyTool,
+from gateway.wire.messages import Message, is_continuation, to_template
+from gateway.wire.tools import (
+    MAX_TOOLS,
+    ChatTools,
+    FunctionName,
     FunctionParam,
-    Message,
+    OtherTool,
+    Selection,
     ToolChoice,
     ToolParam,
-    is_continuation,
     read_tools,
-    to_template,
+    select,
     unserved_tools,
 )
 from gateway.wire.validation import check_length
@@ -53,7 +56,7 @@ from gateway.wire.validation import check_length
 _TEXT = "This gateway writes text."
 
 
-class ChatRequest(GuidedRequest):
+class ChatRequest(StructuredRequest):
     """What OpenAI's endpoint takes, with vLLM's structured fields besides."""
 
     harmless = frozenset(
@@ -81,15 +84,14 @@ class ChatRequest(GuidedRequest):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     service_tier: ServiceTier = "auto"
-    tools: Annotated[
-        list[AnyTool[ToolParam]], FAIL_FAST, Field(default_factory=list, max_length=128)
-    ]
+    tools: ChatTools
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
+    # OpenAI's older names of them.
     functions: Annotated[
-        list[FunctionParam], FAIL_FAST, Field(default_factory=list, max_length=128)
+        list[FunctionParam], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)
     ]
-    function_call: FunctionChoice | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
     continue_final_message: bool = False
@@ -122,7 +124,7 @@ class ChatRequest(GuidedRequest):
 
     @model_validator(mode="after")
     def _check_tools(self) -> "ChatRequest":
-        self.requested_tools()
+        self.selection()
         return self
 
     def param_of(self, part: ErrorPart) -> str:
@@ -134,7 +136,7 @@ class ChatRequest(GuidedRequest):
                 return "chat_template_kwargs"
             case "answer_form":
                 param, grammar = self.form()
-                return "tools" if grammar is None and self.requested_tools().tools else param
+                return "tools" if grammar is None and self.requested_tools() else param
         return part
 
     def unserved_tools(self) -> Sequence[str]:
@@ -145,15 +147,25 @@ class ChatRequest(GuidedRequest):
         """Return True if calls are written as `function_call`, their older form."""
         return bool(self.functions)
 
-    def requested_tools(self) -> RequestedTools:
-        """Return the tools of `tools` or of `functions`."""
-        requested = RequestedTools(self.tools, self.tool_choice, self.parallel_tool_calls)
-        return read_functions(requested, self.functions, self.function_call)
+    def requested_tools(self) -> Sequence[FunctionParam | OtherTool]:
+        """Return the functions of `functions` or of `tools`, and its other tools."""
+        if self.functions:
+            return self.functions
+        return [tool.function if isinstance(tool, ToolParam) else tool for tool in self.tools]
+
+    def selection(self) -> Selection:
+        """Return which tools may be called. Raises BadRequest for two names of the same."""
+        if not self.functions:
+            if isinstance(self.function_call, FunctionName):
+                raise BadRequest("'function_call' needs 'functions'.", param="function_call")
+            return select(self.tool_choice, parallel=self.parallel_tool_calls)
+        if self.tools or self.tool_choice is not None:
+            raise BadRequest("Send 'tools' or 'functions', not both.", param="functions")
+        return select(self.function_call, parallel=False)
 
     def calling(self) -> tuple[Sequence[Mapping[str, Any]], Calling | None]:
         """Return the tools as templates read them, and which of them may be called."""
-        requested = self.requested_tools()
-        return read_tools(requested.tools, requested.choice, parallel=requested.parallel)
+        return read_tools(self.requested_tools(), self.selection())
 
     def template_args(self) -> dict[str, Any]:
         """Return the chat template's arguments: thinking by effort, then the request's own."""
@@ -179,7 +191,7 @@ def to_job(
     """Return the job of a request; fields left out come from the model's defaults."""
     messages = to_template(request.messages)
     check_length(messages, max_chars, param="messages")
-    check_length(request.requested_tools().tools, max_chars, param="tools")
+    check_length(request.requested_tools(), max_chars, param="tools")
     tools, calling = request.calling()
     form_param, grammar = request.form()
     if request.continues and (grammar is not None or (calling is not None and calling.forced)):

@@ -31,10 +31,10 @@ from gateway.wire.generation import (
     SchemaVerdict,
     ServiceTier,
     StreamOptions,
+    StructuredRequest,
     timings_dict,
     usage_dict,
 )
-from gateway.wire.legacy import GuidedRequest
 from gateway.wire.validation import INPUTS_SCHEMA, MAX_INPUTS, CharBounds, read_inputs
 
 MAX_CHOICES = 4096
@@ -44,7 +44,7 @@ _INVALID = (
 )
 
 
-class CompletionRequest(GuidedRequest):
+class CompletionRequest(StructuredRequest):
     """What OpenAI's endpoint takes. `prompt` is always an array, of texts or of token ids."""
 
     harmless = frozenset(

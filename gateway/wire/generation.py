@@ -256,6 +256,11 @@ class StructuredRequest(SampledRequest):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    # vLLM's older names of them.
+    guided_json: SchemaOrText | None = None
+    guided_regex: Regex | None = None
+    guided_choice: ChoiceTexts | None = None
+    guided_grammar: GrammarText | None = None
 
     def form(self) -> tuple[str, Grammar | None]:
         """Return the requested grammar, if any, and its field. Raises BadRequest for two."""
@@ -277,6 +282,12 @@ class StructuredRequest(SampledRequest):
         if self.structured_outputs is not None:
             name = "structured_outputs"
             forms += [(name, grammar) for grammar in self.structured_outputs.grammars(name)]
+        for name in ("json", "regex", "choice", "grammar"):
+            field = f"guided_{name}"
+            value = getattr(self, field)
+            if value is not None:
+                outputs = StructuredOutputs.model_validate({name: value})
+                forms += [(field, grammar) for grammar in outputs.grammars(field)]
         return forms
 
 

@@ -3,7 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest, GatewayError
@@ -20,16 +26,18 @@ from gateway.wire.generation import (
     ServiceTier,
     json_schema,
 )
-from gateway.wire.messages import OtherTool, read_tools, to_template, unserved_tools
+from gateway.wire.messages import to_template
 from gateway.wire.responses_items import Item, Items, to_messages
-from gateway.wire.responses_tools import (
-    MAX_TOOLS,
-    Namespace,
+from gateway.wire.tools import (
+    OtherTool,
     ResponseFunctionTool,
     ResponseNamespace,
-    Tool,
-    read_choice,
+    ResponseToolChoice,
+    ResponseTools,
+    read_tools,
+    select,
     unpack,
+    unserved_tools,
 )
 from gateway.wire.validation import Part
 
@@ -86,28 +94,6 @@ class Reasoning(Part):
     summary: Label | None = None
 
 
-_FUNCTION = {
-    "type": "object",
-    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
-    "required": ["type", "name"],
-}
-_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        _FUNCTION,
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "allowed_tools"},
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "items": _FUNCTION, "minItems": 1},
-            },
-            "required": ["type", "mode", "tools"],
-        },
-    ]
-}
-
-
 class ResponsesRequest(SampledRequest):
     """What OpenAI's endpoint takes, with functions as the only tools."""
 
@@ -155,8 +141,8 @@ class ResponsesRequest(SampledRequest):
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     text: TextConfig = TextConfig()
-    tools: Annotated[list[Tool], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)]
-    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = "auto"
+    tools: ResponseTools
+    tool_choice: ResponseToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     include: Annotated[list[Includable], FAIL_FAST, Field(default_factory=list, max_length=64)]
@@ -166,6 +152,17 @@ class ResponsesRequest(SampledRequest):
     service_tier: ServiceTier = "auto"
     stream: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+    @field_validator("tool_choice", mode="wrap")
+    @classmethod
+    def _read_choice(cls, value: object, read: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return read(value)
+        except ValidationError:
+            raise ValueError(
+                "it should be 'none', 'auto', 'required', a function's name as "
+                "{'type': 'function', 'name': …}, or 'allowed_tools' of such"
+            ) from None
 
     def param_of(self, part: ErrorPart) -> str:
         """Return the field that a part of the job came from."""
@@ -190,8 +187,7 @@ class ResponsesRequest(SampledRequest):
         return error.named(param, "invalid_json_schema" if param == "text.format.schema" else None)
 
     def unserved_tools(self) -> Sequence[str]:
-        inner = [tool.tools if isinstance(tool, Namespace) else [tool] for tool in self.tools]
-        return unserved_tools([tool for tools in inner for tool in tools])
+        return unserved_tools(unpack(self.tools).functions)
 
     @property
     def has_references(self) -> bool:
@@ -238,11 +234,8 @@ def to_job(
     )
     if sum(len(message["content"]) for message in messages) > max_chars:
         raise BadRequest(f"The input is longer than {max_chars} characters.", param="input")
-    tools, calling = read_tools(
-        toolset.functions,
-        read_choice(request.tool_choice),
-        parallel=request.parallel_tool_calls,
-    )
+    selection = select(request.tool_choice, parallel=request.parallel_tool_calls)
+    tools, calling = read_tools(toolset.functions, selection)
     return GenerateJob(
         caller=caller,
         messages=messages,
@@ -452,7 +445,9 @@ def new_response(
             "format": text_format.model_dump(by_alias=True, exclude_none=True),
             "verbosity": request.text.verbosity,
         },
-        "tool_choice": request.tool_choice,
+        "tool_choice": request.model_dump(include={"tool_choice"}, exclude_none=True)[
+            "tool_choice"
+        ],
         "tools": [tool.to_dict() for tool in request.tools if not isinstance(tool, OtherTool)],
         "top_logprobs": request.top_logprobs,
         "top_p": job.sampling.top_p,

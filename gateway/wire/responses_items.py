@@ -12,7 +12,7 @@ from gateway.errors import BadRequest, ResponseNotFound
 from gateway.ids import new_id
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label, parse
 from gateway.wire.messages import ContentPart, Function, Message, ToolCall, join_texts
-from gateway.wire.responses_tools import QualifiedName
+from gateway.wire.tools import QualifiedName
 from gateway.wire.validation import Part, find_place, missing_parameter, read_limit, require
 
 _PREFIXES = {

@@ -1,32 +1,27 @@
 """The answer of a Responses request: deltas → output items, and the events that carry them."""
 
-import secrets
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import count
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, cast
 
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest, GatewayError, Overloaded
 from gateway.ids import new_id
-from gateway.jobs import CallDelta, Delta, Sampling, Usage
-from gateway.wire.answers import Answer, AnswerWriter
+from gateway.jobs import Delta, Sampling, Usage
+from gateway.wire.answers import Answer, Block, BlockKind, BlockWriter, Event
 from gateway.wire.generation import ChatTokenLogprob, SchemaVerdict, token_dict
 from gateway.wire.responses import (
-    FunctionCallItem,
     ItemStatus,
     OutputItem,
-    OutputMessage,
     OutputText,
-    ReasoningItem,
     ReasoningText,
     Response,
     usage_dict,
 )
-from gateway.wire.responses_tools import QualifiedName
+from gateway.wire.tools import QualifiedName
 
 
 class ResponseStatusEvent(TypedDict):
@@ -139,188 +134,15 @@ ResponseEvent = TypeAliasType(
 )
 
 
-class _ItemWriter(ABC):
-    """Writes one item of the output. `numbers`, shared by all items, numbers the events."""
-
-    prefix: str
-
-    def __init__(self, numbers: Iterator[int], index: int) -> None:
-        self.id = new_id(self.prefix, 16)
-        self._numbers = numbers
-        self._index = index
-        self._texts: list[str] = []
-
-    @abstractmethod
-    def open(self) -> list[ResponseEvent]:
-        """Return the events that follow its `output_item.added`."""
-
-    @abstractmethod
-    def close(self) -> list[ResponseEvent]:
-        """Return the events that precede its `output_item.done`."""
-
-    @abstractmethod
-    def to_dict(self, status: ItemStatus) -> OutputItem:
-        """Return the item as it is now."""
-
-    def _item_fields(self) -> _ItemFields:
-        """Return the fields of every event of the item, with the next sequence number."""
-        return {
-            "sequence_number": next(self._numbers),
-            "item_id": self.id,
-            "output_index": self._index,
-        }
+_NAMES: dict[BlockKind, str] = {
+    "reasoning": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
+_PREFIXES: dict[BlockKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
-class _PartWriter(_ItemWriter):
-    """Writes an item with one part, of text."""
-
-    is_open = False
-
-    @abstractmethod
-    def _part(self) -> OutputText | ReasoningText:
-        """Return the part as it is now."""
-
-    def _part_fields(self) -> _PartFields:
-        return {**self._item_fields(), "content_index": 0}
-
-    def open(self) -> list[ResponseEvent]:
-        self.is_open = True
-        added: ContentPartEvent = {
-            "type": "response.content_part.added",
-            **self._part_fields(),
-            "part": self._part(),
-        }
-        return [added]
-
-    def close(self) -> list[ResponseEvent]:
-        done: ContentPartEvent = {
-            "type": "response.content_part.done",
-            **self._part_fields(),
-            "part": self._part(),
-        }
-        return [done]
-
-
-class _MessageWriter(_PartWriter):
-    prefix = "msg"
-
-    def __init__(self, numbers: Iterator[int], index: int) -> None:
-        super().__init__(numbers, index)
-        self._logprobs: list[ChatTokenLogprob] = []
-
-    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> OutputTextDelta:
-        self._texts.append(text)
-        self._logprobs += logprobs
-        return {
-            "type": "response.output_text.delta",
-            **self._part_fields(),
-            "delta": text,
-            "logprobs": logprobs,
-        }
-
-    def close(self) -> list[ResponseEvent]:
-        part = self._part()
-        done: OutputTextDone = {
-            "type": "response.output_text.done",
-            **self._part_fields(),
-            "text": part["text"],
-            "logprobs": part["logprobs"],
-        }
-        return [done, *super().close()]
-
-    def _part(self) -> OutputText:
-        return {
-            "type": "output_text",
-            "text": "".join(self._texts),
-            "annotations": [],
-            "logprobs": list(self._logprobs),
-        }
-
-    def to_dict(self, status: ItemStatus) -> OutputMessage:
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [self._part()] if self.is_open else [],
-        }
-
-
-class _ReasoningWriter(_PartWriter):
-    prefix = "rs"
-
-    def add(self, text: str) -> ReasoningTextDelta:
-        self._texts.append(text)
-        return {"type": "response.reasoning_text.delta", **self._part_fields(), "delta": text}
-
-    def close(self) -> list[ResponseEvent]:
-        done: ReasoningTextDone = {
-            "type": "response.reasoning_text.done",
-            **self._part_fields(),
-            "text": "".join(self._texts),
-        }
-        return [done, *super().close()]
-
-    def _part(self) -> ReasoningText:
-        return {"type": "reasoning_text", "text": "".join(self._texts)}
-
-    def to_dict(self, status: ItemStatus) -> ReasoningItem:
-        return {
-            "id": self.id,
-            "type": "reasoning",
-            "status": status,
-            "summary": [],
-            "content": [self._part()] if self.is_open else [],
-        }
-
-
-class _CallWriter(_ItemWriter):
-    prefix = "fc"
-
-    def __init__(
-        self, numbers: Iterator[int], index: int, call: CallDelta, qualified_name: QualifiedName
-    ) -> None:
-        super().__init__(numbers, index)
-        self.call_index = call.index
-        self._call_id = call.id or f"call_{secrets.token_hex(16)}"
-        self._namespace, self._name = qualified_name
-
-    def add(self, arguments: str) -> ArgumentsDelta:
-        self._texts.append(arguments)
-        return {
-            "type": "response.function_call_arguments.delta",
-            **self._item_fields(),
-            "delta": arguments,
-        }
-
-    def open(self) -> list[ResponseEvent]:
-        return []
-
-    def close(self) -> list[ResponseEvent]:
-        done: ArgumentsDone = {
-            "type": "response.function_call_arguments.done",
-            **self._item_fields(),
-            "name": self._name,
-            "arguments": "".join(self._texts),
-        }
-        return [done]
-
-    def to_dict(self, status: ItemStatus) -> FunctionCallItem:
-        item: FunctionCallItem = {
-            "id": self.id,
-            "type": "function_call",
-            "status": status,
-            "call_id": self._call_id,
-            "name": self._name,
-            "namespace": self._namespace or "",
-            "arguments": "".join(self._texts),
-        }
-        if not self._namespace:
-            del item["namespace"]
-        return item
-
-
-class ResponseWriter(AnswerWriter):
+class ResponseWriter(BlockWriter):
     """Builds a response from deltas.
 
     `qualified_names` maps the function names that the model knows to those of the request.
@@ -333,70 +155,65 @@ class ResponseWriter(AnswerWriter):
         response: Response,
         qualified_names: Mapping[str, QualifiedName] = MappingProxyType({}),
     ) -> None:
+        super().__init__()
         self._response: Response = {**response}
         self._qualified_names = qualified_names
         self._numbers = count()
         self._has_begun = False
-        self._done: list[OutputItem] = []
-        self._open: _ItemWriter | None = None
         self._finish: str | None = None
+        self._status: ItemStatus = "completed"  # of an item that ends
+        # Of tokens whose text has not come yet, and of the text of the open message.
+        self._new_logprobs: list[ChatTokenLogprob] = []
         self._logprobs: list[ChatTokenLogprob] = []
 
     def accept(self, sampling: Sampling) -> None:
         self._response |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
 
-    def begin(self, usage: Usage) -> list[ResponseEvent]:
+    def begin(self, usage: Usage) -> list[Event]:
         self._has_begun = True
         return [self._event("response.created"), self._event("response.in_progress")]
 
-    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> list[ResponseEvent]:
-        events: list[ResponseEvent] = []
+    def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> list[Event]:
+        events: list[Event] = []
         if verdict is not None:
             self._response |= {"gateway": verdict}
         if delta.reasoning:
-            reasoning = self._open
-            if not isinstance(reasoning, _ReasoningWriter):
-                events += self._close("completed")
-                reasoning = _ReasoningWriter(self._numbers, len(self._done))
-                events += self._begin(reasoning)
-            events.append(reasoning.add(delta.reasoning))
+            events += self._extend("reasoning", delta.reasoning)
         elif delta.call is None:
-            self._logprobs += map(token_dict, delta.logprobs)
+            self._new_logprobs += map(token_dict, delta.logprobs)
         if delta.text:
-            events += self._write(delta.text)
+            events += self._extend("text", delta.text)
         if delta.call is not None:
-            call = self._open
-            if not (isinstance(call, _CallWriter) and call.call_index == delta.call.index):
-                name = delta.call.name or ""
-                qualified_name = self._qualified_names.get(name, (None, name))
-                events += self._close("completed")
-                call = _CallWriter(self._numbers, len(self._done), delta.call, qualified_name)
-                events += self._begin(call)
-            if delta.call.arguments:
-                events.append(call.add(delta.call.arguments))
+            events += self._extend("call", delta.call.arguments, delta.call)
         self._finish = delta.finish_reason
         return events
 
-    def end(self, usage: Usage) -> list[ResponseEvent]:
+    def end(self, usage: Usage) -> list[Event]:
         """Complete the response, or mark it incomplete if `max_output_tokens` cut it."""
-        is_cut = self._finish == "length"
-        events: list[ResponseEvent] = []
-        if self._logprobs and isinstance(self._open, _MessageWriter):  # of tokens without text
-            events += self._write("")
-        if not (self._done or self._open):
-            events += self._begin(_MessageWriter(self._numbers, 0))
-        events += self._close("incomplete" if is_cut else "completed")
+        events: list[Event] = []
+        if self._new_logprobs and self._open is not None and self._open.kind == "text":
+            events += self._piece(self._open, "")  # of tokens without text
+        if self._open is None and not self._done:  # clients look for a message
+            events += self._extend("text", "")
         self._response |= {
-            "status": "incomplete" if is_cut else "completed",
-            "completed_at": None if is_cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "status": "completed",
+            "completed_at": int(time.time()),
             "usage": usage_dict(usage),
         }
-        return [*events, self._event("response.incomplete" if is_cut else "response.completed")]
+        if self._finish == "length":
+            self._status = "incomplete"
+            self._response |= {
+                "status": "incomplete",
+                "completed_at": None,
+                "incomplete_details": {"reason": "max_output_tokens"},
+            }
+        return [*events, *self._close(), self._event(f"response.{self._status}")]
 
-    def fail(self, error: GatewayError) -> list[ResponseEvent]:
+    def fail(self, error: GatewayError) -> list[Event]:
         """Mark the response as failed; its first events come first, if they have not come yet."""
-        first_events = [] if self._has_begun else self.begin(Usage(0))
+        first_events: list[Event] = []
+        if not self._has_begun:
+            first_events = self.begin(Usage(0))
         codes = {Overloaded: "rate_limit_exceeded", BadRequest: "invalid_prompt"}
         code = next((codes[kind] for kind in codes if isinstance(error, kind)), "server_error")
         details = error.body()["error"]
@@ -422,54 +239,92 @@ class ResponseWriter(AnswerWriter):
         return self.to_dict()
 
     def to_dict(self) -> Response:
-        unfinished = [self._open.to_dict("incomplete")] if self._open is not None else []
-        return {**self._response, "output": [*self._done, *unfinished]}
+        output: list[OutputItem] = [*self._done]
+        if self._open is not None:
+            output.append(self._item(self._open, "incomplete"))
+        return {**self._response, "output": output}
 
-    def _write(self, text: str) -> list[ResponseEvent]:
-        """Add text to the open message, or to a new one."""
-        events: list[ResponseEvent] = []
-        message = self._open
-        if not isinstance(message, _MessageWriter):
-            events += self._close("completed")
-            message = _MessageWriter(self._numbers, len(self._done))
-            events += self._begin(message)
-        logprobs, self._logprobs = self._logprobs, []
-        return [*events, message.add(text, logprobs)]
+    def _start(self, block: Block) -> list[Event]:
+        self._logprobs = []
+        block.id = new_id(_PREFIXES[block.kind], 16)
+        item = self._item(block, "in_progress")
+        added = self._item_event("response.output_item.added", block, item)
+        if block.kind == "call":
+            return [added]
+        return [added, self._part_event("response.content_part.added", block)]
 
-    def _begin(self, item: _ItemWriter) -> list[ResponseEvent]:
-        self._open = item
-        added = self._item_event(
-            "response.output_item.added", len(self._done), item.to_dict("in_progress")
-        )
-        return [added, *item.open()]
+    def _piece(self, block: Block, text: str) -> list[Event]:
+        event = {**self._fields(f"{_NAMES[block.kind]}.delta", block), "delta": text}
+        if block.kind == "text":
+            event["logprobs"] = self._new_logprobs
+            self._logprobs += self._new_logprobs
+            self._new_logprobs = []
+        return [event]
 
-    def _close(self, status: ItemStatus) -> list[ResponseEvent]:
-        if (item := self._open) is None:
-            return []
-        events = item.close()
-        done, place = item.to_dict(status), len(self._done)
-        self._done.append(done)
-        self._open = None
-        return [*events, self._item_event("response.output_item.done", place, done)]
+    def _stop(self, block: Block) -> list[Event]:
+        done = self._fields(f"{_NAMES[block.kind]}.done", block)
+        events: list[Event] = [done]
+        if block.kind == "call":
+            done |= {"name": self._qualified_name(block)[1], "arguments": block.text}
+        else:
+            done["text"] = block.text
+            events.append(self._part_event("response.content_part.done", block))
+        if block.kind == "text":
+            done["logprobs"] = self._logprobs
+        item = self._item(block, self._status)
+        self._done.append(item)
+        return [*events, self._item_event("response.output_item.done", block, item)]
 
-    def _item_event(
-        self,
-        kind: Literal["response.output_item.added", "response.output_item.done"],
-        index: int,
-        item: OutputItem,
-    ) -> OutputItemEvent:
+    def _item(self, block: Block, status: ItemStatus) -> OutputItem:
+        """Return a block as an item: of one in progress, as it is before its first piece."""
+        parts = [self._part(block)]
+        if status == "in_progress":
+            parts = []
+        fields: dict[str, Any]
+        if block.kind == "text":
+            fields = {"type": "message", "role": "assistant", "content": parts}
+        elif block.kind == "reasoning":
+            fields = {"type": "reasoning", "summary": [], "content": parts}
+        else:
+            assert block.call is not None
+            namespace, name = self._qualified_name(block)
+            fields = {"type": "function_call", "call_id": block.call.id, "name": name}
+            fields["arguments"] = block.text
+            if namespace is not None:
+                fields["namespace"] = namespace
+        return cast(OutputItem, {"id": block.id, "status": status, **fields})
+
+    def _part(self, block: Block) -> OutputText | ReasoningText:
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        logprobs = list(self._logprobs)
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+
+    def _qualified_name(self, block: Block) -> QualifiedName:
+        assert block.call is not None
+        name = block.call.name or ""
+        return self._qualified_names.get(name, (None, name))
+
+    def _fields(self, kind: str, block: Block) -> dict[str, Any]:
+        """Return the fields of an event within an item, with the next sequence number."""
+        fields = {
+            "type": kind,
+            "sequence_number": next(self._numbers),
+            "item_id": block.id,
+            "output_index": block.index,
+        }
+        if block.kind != "call":
+            fields["content_index"] = 0
+        return fields
+
+    def _part_event(self, kind: str, block: Block) -> Event:
+        return {**self._fields(kind, block), "part": self._part(block)}
+
+    def _item_event(self, kind: str, block: Block, item: OutputItem) -> Event:
         number = next(self._numbers)
+        index = block.index
         return {"type": kind, "sequence_number": number, "output_index": index, "item": item}
 
-    def _event(
-        self,
-        kind: Literal[
-            "response.created",
-            "response.in_progress",
-            "response.completed",
-            "response.incomplete",
-            "response.failed",
-        ],
-    ) -> ResponseStatusEvent:
+    def _event(self, kind: str) -> Event:
         number = next(self._numbers)
         return {"type": kind, "sequence_number": number, "response": self.to_dict()}

@@ -11,15 +11,8 @@ from gateway.errors import BadRequest
 from gateway.errors import Part as ErrorPart
 from gateway.jobs import Caller, GenerateJob, Sampling
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, Label
-from gateway.wire.messages import (
-    AnyTool,
-    Message,
-    ToolParam,
-    is_continuation,
-    read_tools,
-    to_template,
-    unserved_tools,
-)
+from gateway.wire.messages import Message, is_continuation, to_template
+from gateway.wire.tools import ChatTools, Selection, ToolParam, read_tools, unserved_tools
 from gateway.wire.validation import Request, check_length
 
 MAX_TOKENS = 1_000_000  # of a text: their answer is written on the event loop
@@ -46,9 +39,7 @@ class TokenizeRequest(Request):
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: Annotated[
-        list[AnyTool[ToolParam]], FAIL_FAST, Field(default_factory=list, max_length=128)
-    ]
+    tools: ChatTools
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
 
     @model_validator(mode="after")
@@ -77,7 +68,8 @@ def to_job(request: TokenizeRequest, caller: Caller, *, max_chars: int) -> Gener
     turns = to_template(messages)
     check_length(turns, max_chars, param="messages")
     check_length(request.tools, max_chars, param="tools")
-    tools, _ = read_tools(request.tools, None, parallel=True)
+    functions = [tool.function if isinstance(tool, ToolParam) else tool for tool in request.tools]
+    tools, _ = read_tools(functions, Selection())
     return GenerateJob(
         caller=caller,
         messages=turns,

@@ -21,7 +21,7 @@ from gateway.jobs import (
 from gateway.wire.generation import read_tier
 from gateway.wire.responses import ResponsesRequest, new_response, to_job
 from gateway.wire.responses_stream import ResponseWriter
-from gateway.wire.responses_tools import unpack
+from gateway.wire.tools import unpack
 from gateway.wire.validation import read_request
 from tests.fakes import caller
 

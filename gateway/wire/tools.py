@@ -1,0 +1,382 @@
+"""Tools and the choice among them, in the forms of three APIs: which functions may be called."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from typing_extensions import TypedDict
+
+from gateway import jobs
+from gateway.errors import BadRequest
+from gateway.wire.bounds import FAIL_FAST, Label, Name, Schema
+from gateway.wire.validation import Part
+
+MAX_TOOLS = 128
+MAX_ANTHROPIC_TOOLS = 512
+
+
+class FunctionParam(Part):
+    """A function as the client describes it."""
+
+    name: Name
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+    def to_function(self) -> jobs.Function:
+        """Return the function as it may be called; without parameters it takes an object."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return jobs.Function(self.name, parameters, strict=bool(self.strict))
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the function in the form that models were trained on."""
+        function = {"name": self.name, "parameters": self.to_function().parameters}
+        if self.description is not None:
+            function = {"name": self.name, "description": self.description, **function}
+        return {"type": "function", "function": function}
+
+
+class ToolParam(Part):
+    """A function among the tools of a chat completion."""
+
+    type: Literal["function"] = "function"
+    function: FunctionParam
+
+
+class ResponseFunctionTool(TypedDict):
+    """A function, as the answer repeats it."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool
+
+
+class FunctionTool(FunctionParam):
+    """A function among the tools of a response."""
+
+    type: Literal["function"]
+
+    def to_dict(self) -> ResponseFunctionTool:
+        return {
+            "type": "function",
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": bool(self.strict),
+        }
+
+
+class CustomTool(FunctionParam):
+    """A function among Anthropic's tools: one that the client runs."""
+
+    harmless = frozenset({"allowed_callers", "cache_control", "eager_input_streaming"})
+
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+    parameters: Annotated[
+        Schema,
+        Field(
+            alias="input_schema",
+            json_schema_extra={
+                "properties": {"type": {"const": "object"}},
+                "required": ["type"],
+            },
+        ),
+    ]
+
+
+class OtherTool(Part):
+    """A tool that is not served. It is skipped if there are functions, and a header names it."""
+
+    @property
+    def model_extra(self) -> None:
+        """Return None: its fields are not listed as unknown."""
+
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
+
+
+class ServerTool(OtherTool):
+    """A tool of Anthropic's own, which is not served."""
+
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["custom"]}})]
+
+
+def _by_type(*types: str) -> Discriminator:
+    """Tell tools of these types from others. One whose type is missing, or no text, is taken for
+    one of the first type.
+    """
+
+    def tag(tool: object) -> str:
+        kind = types[0]
+        if isinstance(tool, dict) and isinstance(tool.get("type"), str):
+            kind = tool["type"]
+        if kind in types:
+            return f"{kind} tool"  # no identifier, so no field's path has it
+        return "other tool"
+
+    return Discriminator(tag)
+
+
+T = TypeVar("T")
+FunctionOrOther = Annotated[
+    Annotated[T, Tag("function tool")] | Annotated[OtherTool, Tag("other tool")],
+    _by_type("function"),
+]
+ChatTools = Annotated[
+    list[FunctionOrOther[ToolParam]],
+    FAIL_FAST,
+    Field(default_factory=list, max_length=MAX_TOOLS),
+]
+AnthropicTools = Annotated[
+    list[
+        Annotated[
+            Annotated[CustomTool, Tag("custom tool")] | Annotated[ServerTool, Tag("other tool")],
+            _by_type("custom"),
+        ]
+    ],
+    FAIL_FAST,
+    Field(default_factory=list, max_length=MAX_ANTHROPIC_TOOLS),
+]
+
+
+class ResponseNamespace(TypedDict):
+    """Functions under a shared name, as the answer repeats them."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None
+    tools: list[ResponseFunctionTool]
+
+
+class Namespace(Part):
+    """Functions of a response under a shared name, which their calls repeat."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: Annotated[list[FunctionOrOther[FunctionTool]], FAIL_FAST, Field(max_length=MAX_TOOLS)]
+
+    def to_dict(self) -> ResponseNamespace:
+        functions = [tool.to_dict() for tool in self.tools if isinstance(tool, FunctionTool)]
+        return {
+            "type": "namespace",
+            "name": self.name,
+            "description": self.description,
+            "tools": functions,
+        }
+
+
+ResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("function tool")]
+    | Annotated[Namespace, Tag("namespace tool")]
+    | Annotated[OtherTool, Tag("other tool")],
+    _by_type("function", "namespace"),
+]
+ResponseTools = Annotated[
+    list[ResponseTool], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)
+]
+QualifiedName = tuple[str | None, str]  # a function's namespace, if any, and its name in it
+
+
+@dataclass(frozen=True, slots=True)
+class Toolset:
+    """The tools of a response as the model knows them.
+
+    `names` maps each function to its name for the model: its own or, if several functions share
+    that, its namespace and its own joined.
+    """
+
+    functions: Sequence[FunctionParam | OtherTool]
+    names: Mapping[QualifiedName, str]
+
+    @property
+    def qualified_names(self) -> Mapping[str, QualifiedName]:
+        """Map the names for the model to the functions' own."""
+        return {name: qualified_name for qualified_name, name in self.names.items()}
+
+
+def unpack(tools: Sequence[ResponseTool]) -> Toolset:
+    """Return the functions of all namespaces, and those without one."""
+    pairs = list(_functions(tools))
+    uses = Counter(tool.name for _, tool in pairs if isinstance(tool, FunctionTool))
+    names: dict[QualifiedName, str] = {}
+    functions: list[FunctionParam | OtherTool] = []
+    for namespace, tool in pairs:
+        if isinstance(tool, OtherTool):
+            functions.append(tool)
+            continue
+        name = tool.name
+        if namespace is not None and uses[name] > 1:
+            name = f"{namespace}__{name}"[:64]
+        names[namespace, tool.name] = name
+        functions.append(tool.model_copy(update={"name": name}))
+    return Toolset(functions, names)
+
+
+def _functions(
+    tools: Sequence[ResponseTool],
+) -> Iterator[tuple[str | None, FunctionTool | OtherTool]]:
+    for tool in tools:
+        if isinstance(tool, Namespace):
+            for inner_tool in tool.tools:
+                yield tool.name, inner_tool
+        else:
+            yield None, tool
+
+
+def unserved_tools(tools: Sequence[object]) -> list[str]:
+    """Return the tools that are not served, each as `tools.` and its type."""
+    return [f"tools.{tool.type}" for tool in tools if isinstance(tool, OtherTool)]
+
+
+class FunctionName(Part):
+    """A function, chosen by name."""
+
+    name: Label
+
+
+class NamedTool(Part):
+    """A tool, chosen by its function's name."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Part):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], FAIL_FAST, Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Part):
+    """`tool_choice` naming several."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class NamedFunction(FunctionName):
+    """A function of a response, chosen by name."""
+
+    type: Literal["function"]
+
+
+class AllowedFunctions(Part):
+    """`tool_choice` of a response, naming several."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], FAIL_FAST, Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoiceParam(Part):
+    """Anthropic's: whether tools may or must be called, and how many at once."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Label | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> "ToolChoiceParam":
+        if self.type == "tool" and self.name is None:
+            raise ValueError("type 'tool' needs the 'name' of one")
+        return self
+
+
+ChoiceMode = Literal["none", "auto", "required"]
+ToolChoice = ChoiceMode | NamedTool | AllowedChoice
+ResponseToolChoice = ChoiceMode | NamedFunction | AllowedFunctions
+
+
+class Selection(NamedTuple):
+    """Which functions may be called, by name, or all; whether one must be, and several may be."""
+
+    names: Sequence[str] | None = None
+    forced: bool = False
+    parallel: bool = True
+
+
+def select(
+    choice: ToolChoice | ResponseToolChoice | FunctionName | ToolChoiceParam | None,
+    *,
+    parallel: bool,
+) -> Selection:
+    """Return what a choice in any of the forms selects."""
+    names: Sequence[str] | None = None
+    forced = False
+    match choice:
+        case "none" | ToolChoiceParam(type="none"):
+            names = ()
+        case "required" | ToolChoiceParam(type="any"):
+            forced = True
+        case NamedTool(function=FunctionName(name=name)) | FunctionName(name=name):
+            return Selection([name], forced=True, parallel=False)
+        case ToolChoiceParam(type="tool", name=str(name)):
+            return Selection([name], forced=True, parallel=False)
+        case AllowedChoice(allowed_tools=AllowedTools(mode=mode, tools=tools)):
+            names, forced = [tool.function.name for tool in tools], mode == "required"
+        case AllowedFunctions(mode=mode, tools=functions):
+            names, forced = [function.name for function in functions], mode == "required"
+    return Selection(names, forced, parallel)
+
+
+def read_tools(
+    tools: Sequence[FunctionParam | OtherTool], selection: Selection
+) -> tuple[Sequence[Mapping[str, Any]], jobs.Calling | None]:
+    """Return the tools as templates read them, and which of them may or must be called.
+
+    Raises BadRequest for a choice that names no tool, for two tools of one name, and if no tool is
+    a function.
+    """
+    functions = {tool.name: tool for tool in tools if not isinstance(tool, OtherTool)}
+    types = {tool.type[:64] for tool in tools if isinstance(tool, OtherTool)}
+    if types and not functions:
+        listed = ", ".join(f"'{kind}'" for kind in sorted(types))
+        raise BadRequest(
+            f"Invalid 'tools[0].type': functions are the only tools served, not {listed}.",
+            param="tools[0].type",
+            code="unsupported_value",
+        )
+    uses = Counter(tool.name for tool in tools if not isinstance(tool, OtherTool))
+    for name, count in uses.items():
+        if count > 1:
+            raise BadRequest(f"Two tools are named '{name}'.", param="tools")
+    names = selection.names
+    if names is None:
+        names = list(functions)
+    if selection.forced and not names:
+        raise BadRequest("'tool_choice' asks for a call, but there are no 'tools'.", param="tools")
+    for name in names:
+        if name not in functions:
+            raise BadRequest(
+                f"Invalid 'tool_choice': there is no tool named '{name}'.", param="tool_choice"
+            )
+    if not names:
+        return (), None
+    allowed = [function for name, function in functions.items() if name in names]
+    calling = jobs.Calling(
+        functions=[function.to_function() for function in allowed],
+        forced=selection.forced,
+        parallel=selection.parallel,
+    )
+    return [function.to_template() for function in allowed], calling
+
+
+def check_input_schemas(tools: Sequence[CustomTool | ServerTool]) -> None:
+    """Raise BadRequest, in Anthropic's words, for a tool whose schema is not of an object."""
+    for i, tool in enumerate(tools):
+        if isinstance(tool, ServerTool) or tool.parameters.get("type") == "object":
+            continue
+        problem, code = "Input should be 'object'", "invalid_value"
+        if "type" not in tool.parameters:
+            problem, code = "Field required", "missing_required_parameter"
+        raise BadRequest(
+            f"tools.{i}.input_schema.type: {problem}",
+            param=f"tools[{i}].input_schema",
+            code=code,
+        )
