@@ -148,7 +148,7 @@ BUDGET: dict[str, int] = {
     "jobs": 267,
     "logs": 141,
     "metrics": 190,
-    "registry": 1092,
+    "registry": 1079,
     "server": 258,
     "serving": 4204,
     "settings": 328,

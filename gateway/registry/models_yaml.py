@@ -264,7 +264,7 @@ class _Reader:
             problem = _why_no_draft(spec, other) if key == "draft" else _why_no_base(spec, other)
         if not problem:
             assert isinstance(other, ChatSpec)
-            return spec.with_draft(other) if key == "draft" else spec.with_base(other)
+            return spec.with_part(key, other)
         self._report(("models", spec.id, key), f"{spec.id}: `{key}`: {problem}")
         return spec
 

@@ -3,10 +3,10 @@
 A key that overrides a setting takes its type, bounds and description.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -176,6 +176,9 @@ def _aliases(value: object) -> object:
 class _Spec(Section):
     """The keys of models of every kind."""
 
+    takes_gguf: ClassVar[bool] = False
+    alias_keys: ClassVar[Set[str]] = {"name"}
+
     id: Name
     """The model's own name: its key in the file."""
     source: SourceOf
@@ -198,6 +201,21 @@ class _Spec(Section):
     queue_limit: int | None = override("queue_limit")
     queue_max_tokens: int | None = override("queue_max_tokens")
 
+    @field_validator("source")
+    @classmethod
+    def _check_form(cls, source: Source) -> Source:
+        if source.is_gguf and not cls.takes_gguf:
+            raise ValueError("GGUF files are served as chat models only; this kind needs a folder")
+        return source
+
+    @field_validator("aliases")
+    @classmethod
+    def _check_alias_keys(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
+        for alias in aliases:
+            if others := alias.model_fields_set - cls.alias_keys:
+                raise ValueError(f"an alias of this kind of model has no {min(others)!r}")
+        return aliases
+
 
 def _misplaced(key: str, message: str) -> PydanticCustomError:
     """Return the error of a key that does not go with the others."""
@@ -205,14 +223,10 @@ def _misplaced(key: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("misplaced_key", "{message}", context)
 
 
-def _refuse_gguf(source: Source, needs: str) -> Source:
-    if source.is_gguf:
-        raise ValueError(f"GGUF files are served as chat models only; {needs} a folder")
-    return source
-
-
 class EmbeddingSpec(_Spec):
     """A model that turns texts into vectors."""
+
+    alias_keys = {"name", "prompt_name"}
 
     kind: Literal["embedding"]
     """This is an embedding model."""
@@ -232,18 +246,6 @@ class EmbeddingSpec(_Spec):
     """Whether inputs may be token ids of this model's own tokenizer."""
     batching: EmbeddingBatching = Field(default_factory=EmbeddingBatching)
     """Overrides of the gateway's settings."""
-
-    @field_validator("source")
-    @classmethod
-    def _no_gguf(cls, source: Source) -> Source:
-        return _refuse_gguf(source, "embeddings need")
-
-    @field_validator("aliases")
-    @classmethod
-    def _no_thinking(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
-        if any(alias.thinking is not None for alias in aliases):
-            raise ValueError("an embedding model's alias has no 'thinking'")
-        return aliases
 
     @model_validator(mode="after")
     def _prompts_exist(self) -> "EmbeddingSpec":
@@ -287,18 +289,6 @@ class RerankSpec(_Spec):
     batching: EmbeddingBatching = Field(default_factory=EmbeddingBatching)
     """Overrides of the gateway's settings."""
 
-    @field_validator("source")
-    @classmethod
-    def _no_gguf(cls, source: Source) -> Source:
-        return _refuse_gguf(source, "a rerank model needs")
-
-    @field_validator("aliases")
-    @classmethod
-    def _names_only(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
-        if any((alias.thinking, alias.prompt_name) != (None, None) for alias in aliases):
-            raise ValueError("a rerank model's alias has a name only")
-        return aliases
-
     @model_validator(mode="after")
     def _labels_alone(self) -> "RerankSpec":
         recipe = self.model_fields_set & {"template", "labels", "instruction"}
@@ -321,6 +311,9 @@ class ChatSpec(_Spec):
     """A model that answers conversations: whole, or an adapter that shares its base's weights. An
     adapter's own files are its source.
     """
+
+    takes_gguf = True
+    alias_keys = {"name", "thinking"}
 
     kind: Literal["chat"]
     """This is a chat model."""
@@ -373,11 +366,6 @@ class ChatSpec(_Spec):
         """Return the model that `base` names, once the whole file is read."""
         return self._base_spec
 
-    def with_base(self, base: "ChatSpec") -> "ChatSpec":
-        spec = self.model_copy()
-        spec._base_spec = base
-        return spec
-
     @property
     def draft_spec(self) -> "ChatSpec | None":
         """Return the model that `draft` names, once the whole file is read."""
@@ -388,9 +376,13 @@ class ChatSpec(_Spec):
         row_count = self.batching.speculate_rows
         return self._draft_spec if (speculate_rows if row_count is None else row_count) else None
 
-    def with_draft(self, draft: "ChatSpec") -> "ChatSpec":
+    def with_part(self, key: Literal["draft", "base"], part: "ChatSpec") -> "ChatSpec":
+        """Return it with the model that its `draft` or `base` names."""
         spec = self.model_copy()
-        spec._draft_spec = draft
+        if key == "draft":
+            spec._draft_spec = part
+        else:
+            spec._base_spec = part
         return spec
 
     @model_validator(mode="before")
@@ -415,13 +407,6 @@ class ChatSpec(_Spec):
         if adapter.is_gguf:
             raise _misplaced("adapter", "`adapter` is a folder, as mlx-lm writes it, no GGUF file")
         return {**data, "adapter": adapter, "source": adapter}
-
-    @field_validator("aliases")
-    @classmethod
-    def _no_prompts(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
-        if any(alias.prompt_name is not None for alias in aliases):
-            raise ValueError("a chat model's alias has no 'prompt_name'")
-        return aliases
 
     @model_validator(mode="after")
     def _divided_as_it_is(self) -> "ChatSpec":

@@ -196,10 +196,10 @@ def test_a_prompt_must_exist(file: Path) -> None:
 def test_aliases_say_only_what_their_kind_knows(file: Path) -> None:
     """Prompts are for embedding, thinking is for chat."""
     (found,) = of_model(file, "aliases: [{name: a, thinking: false}]")
-    assert found == "6: m: `aliases`: an embedding model's alias has no 'thinking'"
+    assert found == "6: m: `aliases`: an alias of this kind of model has no 'thinking'"
     chat = "{kind: chat, source: 'hub:a/b', aliases: [{name: a, prompt_name: q}]}"
     text = f"version: 1\nmodels: {{m: {chat}}}"
-    assert "a chat model's alias has no 'prompt_name'" in problems(file, text)[0]
+    assert "an alias of this kind of model has no 'prompt_name'" in problems(file, text)[0]
 
 
 def test_a_template_that_cannot_be_read_is_told(file: Path) -> None:
