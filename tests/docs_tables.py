@@ -8,10 +8,15 @@ from typing import Any
 from gateway.api.endpoint import Endpoint
 from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import template
+from gateway.registry.schema import describe_fields
 from gateway.settings import Settings, variable
 from gateway.settings.sources import in_words
 from gateway.wire.validation import Request as WireRequest
 
+DEFAULTS = {  # which are worked out
+    "models": "`models.yaml` here, else the packaged one",
+    "cache_max_bytes": "three quarters of what the device offers",
+}
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -46,10 +51,12 @@ def fields_table(endpoints: Iterable[Endpoint]) -> str:
 
 def environment_table() -> str:
     """Render every variable as the Markdown table of docs/settings.md."""
+    words = describe_fields(Settings)
     properties: dict[str, dict[str, Any]] = Settings.model_json_schema()["properties"]
     lines = ["| Variable | Type | Default | What it does |", "| --- | --- | --- | --- |"]
     for name, schema in properties.items():
-        cells = (f"`{variable(name)}`", _type(schema), _default(schema), schema["description"])
+        default = DEFAULTS.get(name) or _default(schema)
+        cells = (f"`{variable(name)}`", _type(schema), default, words[name])
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -79,8 +86,6 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 
 
 def _default(schema: Mapping[str, Any]) -> str:
-    if "default_text" in schema:
-        return str(schema["default_text"])
     text = in_words(schema.get("default"))
     return f"`{text}`" if text else ""
 

@@ -265,8 +265,8 @@ def test_the_variables_of_the_model_that_left_are_warned_of(
     assert reading.catalog.resolve("gpt-4.1-mini").spec.id == "smollm2-135m"
     (note,) = [note for note in reading.notes if "gpt-4o-mini" in note]
     assert note.endswith(
-        "smollm2-135m: its alias 'gpt-4o-mini' gives way: that is given to qwen3-4b-instruct "
-        "by GATEWAY_QWEN3_4B_INSTRUCT_ALIASES"
+        "smollm2-135m: its alias 'gpt-4o-mini' gives way to qwen3-4b-instruct on line 67 "
+        "(set by GATEWAY_QWEN3_4B_INSTRUCT_ALIASES)"
     )
     (stray,) = strays(reading.variables)
     assert stray == "GATEWAY_DEMO_CHAT_ALIASES is set, and nothing reads it"

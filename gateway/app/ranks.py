@@ -106,7 +106,7 @@ def follow_rank_0(settings: Settings, group: Group, engines: Engines) -> None:
 
 def describe(spec: ChatSpec) -> str:
     """Return a digest of what a spec says to an engine: the same on every rank."""
-    said = spec.model_dump(exclude={"source", *ADOPTABLE[""]})  # ranks may have it elsewhere
+    said = spec.model_dump(exclude={**ADOPTABLE, "source": True})  # ranks may have it elsewhere
     return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()
 
 

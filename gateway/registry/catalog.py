@@ -1,31 +1,27 @@
 """The catalog of models, which finds them by id or alias."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
-
-from pydantic import BaseModel
+from typing import Any, Final
 
 from gateway.errors import ModelNotFound
 from gateway.registry.names import nearest
 from gateway.registry.specs import Alias, ChatSpec, ModelSpec
 
-ADOPTABLE: Final = MappingProxyType(
-    {
-        "": {
-            *("aliases", "preload", "pinned", "ttl_s", "queue_limit", "queue_max_tokens"),
-            *("sampling", "thinking"),
-            *("overflow", "matryoshka", "token_ids", "default_prompt_name", "max_tokens_per_doc"),
-        },
-        "structured": {"rows", "schema_in_prompt"},
-        "batching": {
-            *("max_batch_size", "max_batch_tokens", "batch_window_ms", "adaptive_window"),
-            *("min_batch_size", "batch_deadline_ms", "cache_size", "prefill_chunk_tokens"),
-        },
-    }
-)
-"""Keys, by section, that no load depends on: a loaded model adopts their new values."""
+ADOPTABLE: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(
+        ("aliases", "preload", "pinned", "ttl_s", "queue_limit", "queue_max_tokens"), True
+    ),
+    **dict.fromkeys(("sampling", "thinking", "overflow", "matryoshka", "token_ids"), True),
+    **dict.fromkeys(("default_prompt_name", "max_tokens_per_doc"), True),
+    "structured": {"rows", "schema_in_prompt"},
+    "batching": {
+        *("max_batch_size", "max_batch_tokens", "batch_window_ms", "adaptive_window"),
+        *("min_batch_size", "batch_deadline_ms", "cache_size", "prefill_chunk_tokens"),
+    },
+}
+"""Keys that no load depends on, as pydantic excludes them: a loaded model adopts their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,30 +113,14 @@ class Catalog:
 
 def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
     """Return True if a model loaded for one spec can serve the other as well."""
-    if one is other or one.id != other.id:
-        return one is other
-    base, other_base = (
-        spec.base_spec if isinstance(spec, ChatSpec) else None for spec in (one, other)
-    )
-    if base is not None and other_base is not None and not load_alike(base, other_base):
-        return False
-    drafts = [
-        None
-        if draft is None
-        else (draft.source, draft.dtype, draft.fuse_projections, draft.kv_bits)
-        for spec in (one, other)
-        for draft in [spec.draft_spec if isinstance(spec, ChatSpec) else None]
-    ]
-    return one.kind == other.kind and drafts[0] == drafts[1] and _are_alike(one, other, "")
+    return one is other or (one.id == other.id and _loaded_with(one) == _loaded_with(other))
 
 
-def _are_alike(one: BaseModel, other: BaseModel, section: str) -> bool:
-    for field in type(one).model_fields.keys() - ADOPTABLE.get(section, set()):
-        value, other_value = getattr(one, field), getattr(other, field)
-        is_section = field in ADOPTABLE and isinstance(value, BaseModel)
-        if is_section and type(value) is type(other_value):
-            if not _are_alike(value, other_value, field):
-                return False
-        elif value != other_value:
-            return False
-    return True
+def _loaded_with(spec: ModelSpec) -> tuple[object, ...]:
+    """Return all that loading a model depends on."""
+    keys = (spec.source, spec.model_dump(exclude={**ADOPTABLE, "source": True, "adapter": True}))
+    if not isinstance(spec, ChatSpec):
+        return keys
+    base, draft = spec.base_spec, spec.draft_spec
+    draft_keys = draft and (draft.source, draft.dtype, draft.fuse_projections, draft.kv_bits)
+    return (*keys, base and _loaded_with(base), draft_keys)

@@ -4,26 +4,24 @@ valid name.
 It checks that a model's files exist; the engine checks their content.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from gateway.errors import RegistryInvalid
+from gateway.errors import RegistryInvalid, shorten
 from gateway.registry.catalog import Catalog
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import PackageSource, PathSource, package_folder
-from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, split_names
+from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Section, split_names
 from gateway.registry.variables import ModelVariables
 from gateway.registry.yaml_lines import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
 
-VERSION = 1
 MAX_CHARS = 4_000_000  # of a models.yaml
 
 
@@ -33,16 +31,24 @@ class Reading:
 
     catalog: Catalog
     problems: tuple[str, ...]
-    notes: tuple[str, ...]
-    expansions: frozenset[str]
-    """The variables that the file expands as ${…}, set or not."""
-    overrides: frozenset[str]
-    """The variables of the models' keys, set or not; of free keys, those that are set."""
+    notes: tuple[str, ...] = ()
+    variables: frozenset[str] = frozenset()
+    """All that can change the result: those that the file expands as ${…} and those of the models'
+    keys, set or not; of free keys, those that are set.
+    """
 
-    @property
-    def variables(self) -> frozenset[str]:
-        """Return all variables that can change the result."""
-        return self.expansions | self.overrides
+
+class File(Section):
+    """The file as a whole."""
+
+    version: Literal[1]
+    models: dict[str, Any]
+
+
+class Kind(BaseModel):
+    """What is checked of an entry whose `kind` is not known."""
+
+    kind: Literal["embedding", "rerank", "chat"]
 
 
 def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
@@ -63,11 +69,11 @@ def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
             text = file.read(MAX_CHARS + 1)
         folder = path.resolve().parent
     except OSError as error:
-        return _unreadable(f"{path}: {error.strerror or error}")
+        return Reading(Catalog(()), (f"{path}: {error.strerror or error}",))
     except UnicodeDecodeError as error:
-        return _unreadable(f"{path}: not UTF-8 text ({error})")
+        return Reading(Catalog(()), (f"{path}: not UTF-8 text ({error})",))
     if len(text) > MAX_CHARS:
-        return _unreadable(f"{path}: longer than {MAX_CHARS:,} characters")
+        return Reading(Catalog(()), (f"{path}: longer than {MAX_CHARS:,} characters",))
     document = read_yaml(text, variables)
     reader = _Reader(document, folder, variables)
     specs = reader.read()
@@ -76,13 +82,8 @@ def read_models(path: Path, variables: Mapping[str, str]) -> Reading:
         Catalog(() if problems else specs),
         tuple(f"{path}:{line}: {message}" for line, message in problems),
         tuple(f"{path}:{line}: {message}" for line, message in sorted(reader.notes)),
-        frozenset(document.variables),
-        frozenset(reader.overrides),
+        frozenset(document.variables | reader.overrides),
     )
-
-
-def _unreadable(problem: str) -> Reading:
-    return Reading(Catalog(()), (problem,), (), frozenset(), frozenset())
 
 
 class Strength(IntEnum):
@@ -96,14 +97,11 @@ class Strength(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A model's claim to a name, as its id or an alias; `description` ends "that name …"."""
+    """A model's claim to a name, as its id or an alias."""
 
     model: str
-    line: int
-    description: str
+    where: Where
     strength: Strength
-    variable: str | None = None
-    """The variable that sets the name, if one does."""
 
     def yields_to(self, other: "Claim") -> bool:
         """Return True if this alias is dropped for another model's claim, False if they clash.
@@ -117,7 +115,7 @@ class Claim:
 class _Reader:
     def __init__(self, document: Document, folder: Path, variables: Mapping[str, str]) -> None:
         self._document = document
-        self._folder = folder
+        self._context = {"folder": folder}
         others = VARIABLES | document.variables
         self._variables = {
             name: text
@@ -131,19 +129,12 @@ class _Reader:
         self.notes: list[tuple[int, str]] = []
 
     def read(self) -> list[ModelSpec]:
-        top = self._document.value
-        if not isinstance(top, dict):
-            if not self._document.problems:
-                self._report((), "expected `version: 1` and `models:`")
+        file = self._document.value
+        if file is None and self._document.problems:
             return []
-        for key in top:
-            if key not in ("version", "models"):
-                self._report_unknown((key,), key, ("version", "models"))
-        self._check_version(top)
-        models = top.get("models")
+        self._validate(File, file, ())
+        models = file.get("models") if isinstance(file, dict) else None
         if not isinstance(models, dict):
-            if ("models",) not in self._document.broken:
-                self._report(("models",), "`models` must map each model's id to its settings")
             return []
         models = self._override_keys(models)
         specs = [spec for name, entry in models.items() if (spec := self._read_spec(name, entry))]
@@ -168,74 +159,54 @@ class _Reader:
                 self.overrides |= {*variables.paths, *names.values()}
         return overridden
 
-    def _check_version(self, top: Mapping[str, Any]) -> None:
-        if ("version",) in self._document.broken:
-            return
-        if "version" not in top:
-            self._report((), f"`version` is missing: write `version: {VERSION}`")
-        elif type(top["version"]) is not int or top["version"] != VERSION:
-            self._report(
-                ("version",), f"version {top['version']!r} is not known here: write {VERSION}"
-            )
-
     def _read_spec(self, name: str, entry: object) -> ModelSpec | None:
-        where = ("models", name)
-        if where in self._document.broken:
-            return None
-        if not isinstance(entry, dict):
-            self._report(where, f"{name}: expected a mapping with `kind` and `source`")
+        where: Where = ("models", name)
+        kind = entry.get("kind") if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or not isinstance(kind, str) or kind not in SPECS:
+            self._validate(Kind, entry, where)
             return None
         if "id" in entry:
-            self._report_unknown((*where, "id"), "id", (), about=f"{name}: ")
-            entry = {key: value for key, value in entry.items() if key != "id"}
-        kind = entry.get("kind")
-        if not isinstance(kind, str) or kind not in SPECS:
-            if (*where, "kind") not in self._document.broken:
-                self._report_kind(name, kind)
-            return None
+            self._report((*where, "id"), f"{name}: unknown key 'id'")
+        spec = self._validate(SPECS[kind], {**entry, "id": name}, where)
+        assert spec is None or isinstance(spec, ModelSpec)
+        return spec
+
+    def _validate(self, model: type[BaseModel], value: object, top: Where) -> BaseModel | None:
+        """Return what `value`, which is at `top`, is read as; None after reporting its problems."""
         try:
-            return SPECS[kind].model_validate(
-                {"id": name, **entry}, context={"folder": self._folder}
-            )
+            return model.model_validate(value, context=self._context)
         except ValidationError as error:
             for details in error.errors(include_url=False):
-                self._report_invalid(name, SPECS[kind], details)
+                self._report_invalid(model, details, top)
             return None
 
-    def _report_kind(self, name: str, kind: object) -> None:
-        *others, last = SPECS
-        kinds = f"{', '.join(others)} or {last}"
-        if kind is None:
-            self._report(("models", name), f"{name}: `kind` is missing: {kinds}")
-        else:
-            hint = did_you_mean(nearest(str(kind), SPECS))
-            self._report(("models", name, "kind"), f"{name}: kind {kind!r} is not {kinds}{hint}")
-
-    def _report_invalid(self, name: str, spec: type[BaseModel], details: ErrorDetails) -> None:
-        """Report one of pydantic's errors in the words of the file."""
-        where: Where = ("models", name, *_path_in_file(details["loc"]))
+    def _report_invalid(self, model: type[BaseModel], details: ErrorDetails, top: Where) -> None:
+        """Report one of pydantic's errors, with the nearest valid name if one is misspelt."""
+        keys = tuple(_keys_in_file(details["loc"]))
+        where: Where = (*top, *keys)
         if any(where[:depth] in self._document.broken for depth in range(len(where) + 1)):
             return
-        about, key = f"{name}: ", ".".join(str(part) for part in where[2:])
-        value = details["input"]
+        key, value = ".".join(str(part) for part in keys), details["input"]
+        message = details["msg"].removeprefix("Input ").removeprefix("String ")
         match details["type"]:
             case "extra_forbidden":
-                fields = _fields_around(spec, where[2:])
-                self._report_unknown(where, str(where[-1]), fields, about=about)
+                hint = _hint(str(keys[-1]), _keys_beside(model, keys))
+                message = f"unknown key {keys[-1]!r}{hint}"
             case "missing":
-                self._report(where[:-1], f"{about}`{key}` is missing")
-            case "literal_error":
-                expected = details["ctx"]["expected"]
-                valid = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
-                hint = did_you_mean(nearest(str(value), valid))
-                self._report(where, f"{about}`{key}` must be {expected}, not {value!r}{hint}")
+                where, message = where[:-1], f"`{key}` is missing"
             case "misplaced_key":
-                self._report((*where, details["ctx"]["key"]), f"{about}{details['msg']}")
+                where = (*where, details["ctx"]["key"])
             case "value_error":
-                message = str(details["ctx"]["error"])
-                self._report(where, f"{about}{f'`{key}`: ' if key else ''}{message}")
-            case _:
-                self._report(where, f"{about}`{key}` {_message(details)}, not {_shorten(value)}")
+                message = f"`{key}`: {details['ctx']['error']}"
+            case "literal_error":
+                words = details["ctx"]["expected"].replace(" or ", ", ").split(", ")
+                hint = _hint(str(value), [word.strip("'") for word in words])
+                message = f"`{key}` {message}, not {value!r}{hint}"
+            case kind:
+                message = MESSAGES.get(kind, message.partition(", unable to")[0])
+                message = f"{f'`{key}` ' if key else ''}{message}, not {shorten(repr(value))}"
+        about = f"{top[-1]}: " if top else ""
+        self._report(where, about + message)
 
     def _settle_names(self, models: Mapping[str, Any]) -> set[tuple[str, str]]:
         """Report each name that two models, or one model twice, would have.
@@ -244,40 +215,33 @@ class _Reader:
         """
         dropped = set()
         for name, claims in self._list_claims(models).items():
-            best = max(claims, key=lambda claim: claim.strength)  # of equals, the first
+            owner = max(claims, key=lambda claim: claim.strength)  # of equals, the first
+            line = self._document.line(owner.where)
             for claim in claims:
-                if claim is best:
+                if claim is owner:
                     continue
-                if claim.yields_to(best):
+                if claim.yields_to(owner):
                     dropped.add((claim.model, name))
-                    default = "default " if claim.strength is Strength.DEFAULT else ""
-                    note = f"its {default}alias {name!r} gives way: that {best.description}"
-                    self.notes.append((claim.line, f"{claim.model}: {note}"))
+                    note = f"its alias {name!r} gives way to {owner.model} on line {line}"
+                    note = f"{claim.model}: {note}{self._set_by(owner.where)}"
+                    self.notes.append((self._document.line(claim.where), note))
                 else:
-                    problem = f"the alias {name!r} {best.description} already"
-                    problem += _set_by(claim.variable)
-                    self.problems.append((claim.line, f"{claim.model}: {problem}"))
+                    problem = f"the alias {name!r} is {owner.model}'s already, on line {line}"
+                    self._report(claim.where, f"{claim.model}: {problem}")
         return dropped
 
     def _list_claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
         """Return the claims to each name, ids before aliases, each in the file's order."""
-        claims: dict[str, list[Claim]] = {}
-        for name in models:
-            line = self._document.line(("models", name))
-            claims[name] = [Claim(name, line, f"is the id on line {line}", Strength.ID)]
+        claims = {name: [Claim(name, ("models", name), Strength.ID)] for name in models}
         for name, entry in models.items():
             for inside, alias, is_text in _list_aliases(entry):
                 where: Where = ("models", name, "aliases", *inside)
-                line = self._document.line(where)
-                variable = self._set.get(("models", name, "aliases")) if is_text else None
-                description = f"is an alias of {name} on line {line}"
                 strength = Strength.WRITTEN
-                if variable:
-                    description, strength = f"is given to {name} by {variable}", Strength.SET
+                if is_text and where[:3] in self._set:
+                    strength = Strength.SET
                 elif not {where, (*where, "name")}.isdisjoint(self._document.defaults):
                     strength = Strength.DEFAULT
-                claim = Claim(name, line, description, strength, variable)
-                claims.setdefault(alias, []).append(claim)
+                claims.setdefault(alias, []).append(Claim(name, where, strength))
         return claims
 
     def _resolve(
@@ -293,21 +257,16 @@ class _Reader:
         if other is None and ("models", name) in self._document.lines:  # it has a problem
             return spec
         if other is None:
-            hint = did_you_mean(nearest(name, [model.id for model in specs]))
-            problem = f"no model has the id {name!r}{hint}"
-        elif other.id == spec.id:
-            problem = f"a model cannot be its own {key}"
+            problem = f"no model has the id {name!r}{_hint(name, [model.id for model in specs])}"
         elif not isinstance(other, ChatSpec):
             problem = f"{other.id} is of kind {other.kind}, and a {key} is a chat model"
-        elif key == "draft":
-            problem = _why_no_draft(spec, other)
         else:
-            problem = _why_no_base(other)
-        if problem:
-            self._report(("models", spec.id, key), f"{spec.id}: `{key}`: {problem}")
-            return spec
-        assert isinstance(other, ChatSpec)
-        return spec.with_draft(other) if key == "draft" else spec.with_base(other)
+            problem = _why_no_draft(spec, other) if key == "draft" else _why_no_base(spec, other)
+        if not problem:
+            assert isinstance(other, ChatSpec)
+            return spec.with_part(key, other)
+        self._report(("models", spec.id, key), f"{spec.id}: `{key}`: {problem}")
+        return spec
 
     def _check_source(self, spec: ModelSpec) -> None:
         where = ("models", spec.id, _source_key(spec))
@@ -328,25 +287,37 @@ class _Reader:
         noun, exists = ("file", Path.is_file) if spec.source.is_gguf else ("folder", Path.is_dir)
         if not exists(path):
             siblings = path.parent.iterdir() if path.parent.is_dir() else ()
-            names = [sibling.name for sibling in siblings if exists(sibling)]
-            hint = did_you_mean(nearest(path.name, names))
+            hint = _hint(path.name, [sibling.name for sibling in siblings if exists(sibling)])
             where = ("models", spec.id, _source_key(spec))
             self._report(where, f"{spec.id}: there is no {noun} {path}{hint}")
 
-    def _report_unknown(
-        self, where: Where, key: str, valid: tuple[str, ...], about: str = ""
-    ) -> None:
-        self._report(where, f"{about}unknown key {key!r}{did_you_mean(nearest(key, valid))}")
-
     def _report(self, where: Where, message: str) -> None:
         """Add a problem at its line, with the variable that set the value, if one did."""
+        self.problems.append((self._document.line(where), message + self._set_by(where)))
+
+    def _set_by(self, where: Where) -> str:
         places = (where[:depth] for depth in range(len(where), 0, -1))
         variable = next((self._set[place] for place in places if place in self._set), None)
-        self.problems.append((self._document.line(where), f"{message}{_set_by(variable)}"))
+        return f" (set by {variable})" if variable else ""
+
+
+MESSAGES = {
+    "model_type": "should be a mapping",
+    "dict_type": "should be a mapping",
+    "tuple_type": "should be a list",
+    "list_type": "should be a list",
+}
+"""Where pydantic's words are Python's."""
+
+
+def _hint(name: str, valid: Iterable[str]) -> str:
+    return did_you_mean(nearest(name, valid))
 
 
 def _why_no_draft(spec: ChatSpec, draft: ChatSpec) -> str:
     """Return why a model cannot be another's draft; nothing if it can."""
+    if draft.id == spec.id:
+        return "a model cannot be its own draft"
     if draft.base is not None:
         return f"{draft.id} is an adapter, and a draft is a model of its own"
     if spec.parallel or draft.parallel:
@@ -356,8 +327,10 @@ def _why_no_draft(spec: ChatSpec, draft: ChatSpec) -> str:
     return ""
 
 
-def _why_no_base(base: ChatSpec) -> str:
+def _why_no_base(spec: ChatSpec, base: ChatSpec) -> str:
     """Return why a model cannot be an adapter's base; nothing if it can."""
+    if base.id == spec.id:
+        return "a model cannot be its own base"
     if base.base is not None:
         return f"{base.id} has a base of its own, and cannot be one"
     if base.fuse_projections:
@@ -372,15 +345,21 @@ def _source_key(spec: ModelSpec) -> str:
     return "adapter" if isinstance(spec, ChatSpec) and spec.adapter is not None else "source"
 
 
-def _set_by(variable: str | None) -> str:
-    return f" (set by {variable})" if variable else ""
-
-
-def _path_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
+def _keys_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
     """Yield the parts of pydantic's path that are in the file, without names of union members."""
     for part in loc:
         if isinstance(part, int) or ("[" not in part and part != "bool"):
             yield part
+
+
+def _keys_beside(model: type[BaseModel], keys: Where) -> set[str]:
+    """Return the valid keys of the section that the last of `keys` is in."""
+    for part in keys[:-1]:
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            sections = (annotation, *get_args(annotation))
+            model = next(s for s in sections if isinstance(s, type) and issubclass(s, BaseModel))
+    return model.model_fields.keys() - {"id"}
 
 
 def _list_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
@@ -397,35 +376,3 @@ def _list_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
 def _drop_aliases(spec: ModelSpec, dropped: Collection[tuple[str, str]]) -> ModelSpec:
     aliases = tuple(alias for alias in spec.aliases if (spec.id, alias.name) not in dropped)
     return spec.model_copy(update={"aliases": aliases}) if aliases != spec.aliases else spec
-
-
-def _message(details: ErrorDetails) -> str:
-    """Return pydantic's message in YAML's words, without how its parser failed."""
-    if details["type"] in ("model_type", "dict_type"):
-        return "should be a mapping"
-    if details["type"] in ("tuple_type", "list_type"):
-        return "should be a list"
-    message = details["msg"].removeprefix("Input ").removeprefix("String ")
-    return message.partition(", unable to")[0]
-
-
-def _fields_around(spec: type[BaseModel], where: Where) -> tuple[str, ...]:
-    """Return the valid keys of the section that `where` ends in."""
-    model: type[BaseModel] = spec
-    for part in where[:-1]:
-        if isinstance(part, str):
-            model = _section(model.model_fields[part])
-    return tuple(name for name in model.model_fields if name != "id")
-
-
-def _section(field: FieldInfo) -> type[BaseModel]:
-    annotation = field.annotation
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    raise AssertionError(f"{annotation} has no keys of its own")
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

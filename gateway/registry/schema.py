@@ -1,11 +1,15 @@
 """The JSON Schema of models.yaml, for editors that complete and check it."""
 
+import ast
+import inspect
+from itertools import pairwise
 from typing import Any, get_args
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from gateway.registry.sources import Source
-from gateway.registry.specs import SPECS, ChatSpec, ModelSpec
+from gateway.registry.specs import SPECS, ChatSpec, ModelSpec, Overrides, Section
+from gateway.settings import Settings, variable
 
 _EXPANSION = {
     "type": "string",
@@ -15,7 +19,27 @@ _EXPANSION = {
 _REF = {"$ref": "#/$defs/Expansion"}
 _NULL = {"type": "null"}
 _TEXT = {"type": "string"}
-_ABOUT = ("description", "default")
+
+
+def describe_fields(model: type[BaseModel]) -> dict[str, str]:
+    """Return what the docstring below each field says. It is read from the source: docstrings of
+    attributes are gone once a module is imported, and pydantic's way to keep them slows each start.
+    """
+    words: dict[str, str] = {}
+    settings = describe_fields(Settings) if issubclass(model, Section) else {}
+    for kind in reversed(model.__mro__):
+        if kind.__module__.startswith("gateway."):
+            [tree] = ast.parse(inspect.getsource(kind)).body
+            assert isinstance(tree, ast.ClassDef)
+            for field, below in pairwise(tree.body):
+                match field, below:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        words[name] = inspect.cleandoc(text).replace("\n", " ")
+    for name, declared in model.model_fields.items():
+        for mark in declared.metadata:
+            if isinstance(mark, Overrides):
+                words[name] = f"{settings[mark.setting]} If absent, {variable(mark.setting)}."
+    return words
 
 
 def json_schema() -> dict[str, Any]:
@@ -32,11 +56,13 @@ def json_schema() -> dict[str, Any]:
     chat = definitions[ChatSpec.__name__]
     chat["required"].remove("source")
     chat["anyOf"] = [{"required": ["source"]}, {"required": ["base", "adapter"]}]
-    for definition in definitions.values():
+    models = {model.__name__: model for model in (*SPECS.values(), *Section.__subclasses__())}
+    for name, definition in definitions.items():
         definition.pop("title", None)
         needed = definition.get("required", ())
+        words = describe_fields(models[name])
         definition["properties"] = {
-            key: _value(value, required=key in needed)
+            key: {"description": words[key], **_value(value, required=key in needed)}
             for key, value in definition["properties"].items()
         }
     kinds = [{"$ref": f"#/$defs/{spec.__name__}"} for spec in SPECS.values()]
@@ -61,8 +87,8 @@ def json_schema() -> dict[str, Any]:
 
 def _value(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """Allow a variable for a plain value, and null for an optional one."""
-    bare = {key: value for key, value in schema.items() if key not in ("title", *_ABOUT)}
-    about = {key: schema[key] for key in _ABOUT if schema.get(key) is not None}
+    bare = {key: value for key, value in schema.items() if key not in ("title", "default")}
+    about = {} if schema.get("default") is None else {"default": schema["default"]}
     options = [_inner(option) for option in bare.pop("anyOf", [bare]) if option != _NULL]
     if any(_is_plain(option) for option in options) and _TEXT not in options:
         options.append(_REF)

@@ -3,10 +3,10 @@
 A key that overrides a setting takes its type, bounds and description.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -33,23 +33,20 @@ from gateway.registry.fields import (
 )
 from gateway.registry.names import did_you_mean, nearest
 from gateway.registry.sources import Source
-from gateway.settings import Settings, variable
+from gateway.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class _Overrides:
+class Overrides:
     """Marks a key that overrides a setting for its model."""
 
     setting: str
 
 
 def override(setting: str) -> Any:
-    """Declare a key that overrides a setting: declared as that is, but it may be absent."""
-    declared = Settings.model_fields[setting]
-    words = f"{declared.description} If absent, {variable(setting)}."
-    extra = declared.json_schema_extra
-    field: Any = Field(default=None, description=words, json_schema_extra=extra)
-    field.metadata = [*declared.metadata, _Overrides(setting)]
+    """Declare a key that overrides a setting: with that one's bounds, but it may be absent."""
+    field: Any = Field(default=None)
+    field.metadata = [*Settings.model_fields[setting].metadata, Overrides(setting)]
     return field
 
 
@@ -73,7 +70,7 @@ class Section(BaseModel):
             if isinstance(value, Section):
                 overrides |= value.overrides()
             elif value is not None:
-                names = (mark.setting for mark in field.metadata if isinstance(mark, _Overrides))
+                names = (mark.setting for mark in field.metadata if isinstance(mark, Overrides))
                 overrides |= dict.fromkeys(names, value)
         return overrides
 
@@ -81,13 +78,12 @@ class Section(BaseModel):
 class Alias(Section):
     """A further name for a model, with defaults for requests by that name."""
 
-    name: Name = Field(description="The name that clients send.")
-    prompt_name: str | None = Field(
-        default=None, description="The prompt put before every text asked for by this name."
-    )
-    thinking: bool | None = Field(
-        default=None, description="Whether the model thinks aloud when asked by this name."
-    )
+    name: Name
+    """The name that clients send."""
+    prompt_name: str | None = None
+    """The prompt put before every text asked for by this name."""
+    thinking: bool | None = None
+    """Whether the model thinks aloud when asked by this name."""
 
 
 class EmbeddingBatching(Section):
@@ -118,45 +114,37 @@ class ChatBatching(Section):
     prefill_chunk_tokens: int | None = override("prefill_chunk_tokens")
     prefix_cache_bytes: int | None = override("prefix_cache_bytes")
     speculate_rows: int | None = override("speculate_rows")
-    mode: Annotated[BatchingMode, BeforeValidator(_mode, json_schema_input_type=Modes)] = Field(
-        default="auto",
-        description="Whether answers are decoded together: as a self-test allows, always, or one "
-        "at a time.",
-    )
+    mode: Annotated[BatchingMode, BeforeValidator(_mode, json_schema_input_type=Modes)] = "auto"
+    """Whether answers are decoded together: as a self-test allows, always, or one at a time."""
 
 
 class Structured(Section):
     """How grammars constrain answers."""
 
     rows: int | None = override("structured_rows")
-    max_string_chars: int | None = Field(
-        default=None, ge=1, description="Longest string where a schema sets no bound."
-    )
-    max_array_items: int | None = Field(
-        default=None, ge=1, description="Longest array where a schema sets no bound."
-    )
-    schema_in_prompt: bool = Field(
-        default=False,
-        description="Hold a json_object answer to a JSON Schema that ends the last message.",
-    )
+    max_string_chars: int | None = Field(default=None, ge=1)
+    """Longest string where a schema sets no bound."""
+    max_array_items: int | None = Field(default=None, ge=1)
+    """Longest array where a schema sets no bound."""
+    schema_in_prompt: bool = False
+    """Hold a json_object answer to a JSON Schema that ends the last message."""
 
 
 class Sampling(Section):
     """Defaults of a request's fields; those of generation_config.json if absent here."""
 
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy.")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus probability.")
-    top_k: int | None = Field(default=None, ge=0, description="Best tokens kept; 0 keeps all.")
-    min_p: float | None = Field(
-        default=None, ge=0, le=1, description="Floor relative to the best token."
-    )
-    repetition_penalty: float | None = Field(
-        default=None,
-        gt=0,
-        le=10,
-        description="Above 1, tokens that were read or written become less likely.",
-    )
-    max_tokens: int | None = Field(default=None, ge=1, description="Longest answer, tokens.")
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus probability."""
+    top_k: int | None = Field(default=None, ge=0)
+    """Best tokens kept; 0 keeps all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Floor relative to the best token."""
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    """Above 1, tokens that were read or written become less likely."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest answer, tokens."""
 
 
 def read_batching(value: object) -> object:
@@ -188,27 +176,45 @@ def _aliases(value: object) -> object:
 class _Spec(Section):
     """The keys of models of every kind."""
 
-    id: Name = Field(description="The model's own name: its key in the file.")
-    source: SourceOf = Field(
-        description="hub:org/name[@revision], path:folder or package:module/folder; for chat "
-        "also a GGUF file: hub:org/name/x.gguf[@revision], path:x.gguf, package:module/x.gguf."
-    )
+    takes_gguf: ClassVar[bool] = False
+    alias_keys: ClassVar[Set[str]] = {"name"}
+
+    id: Name
+    """The model's own name: its key in the file."""
+    source: SourceOf
+    """hub:org/name[@revision], path:folder or package:module/folder; for chat also a GGUF file:
+    hub:org/name/x.gguf[@revision], path:x.gguf, package:module/x.gguf.
+    """
     aliases: Annotated[
         tuple[Alias, ...], BeforeValidator(_aliases, json_schema_input_type=str | list[str | Alias])
-    ] = Field(default=(), description="Further names: text (commas separate several) or {name, …}.")
-    preload: bool = Field(default=False, description="Load at start, before the gateway is ready.")
-    pinned: bool = Field(
-        default=False, description="Once loaded, stay: never evicted, and never idle too long."
-    )
+    ] = ()
+    """Further names: text (commas separate several) or {name, …}."""
+    preload: bool = False
+    """Load at start, before the gateway is ready."""
+    pinned: bool = False
+    """Once loaded, stay: never evicted, and never idle too long."""
     ttl_s: float | None = override("model_ttl_s")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        default="auto", description="Weights' type; auto is the checkpoint's, float32 on CPU."
-    )
-    max_context: int | None = Field(
-        default=None, ge=8, description="Longest input in tokens; never beyond the model's own."
-    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Weights' type; auto is the checkpoint's, float32 on CPU."""
+    max_context: int | None = Field(default=None, ge=8)
+    """Longest input in tokens; never beyond the model's own."""
     queue_limit: int | None = override("queue_limit")
     queue_max_tokens: int | None = override("queue_max_tokens")
+
+    @field_validator("source")
+    @classmethod
+    def _check_form(cls, source: Source) -> Source:
+        if source.is_gguf and not cls.takes_gguf:
+            raise ValueError("GGUF files are served as chat models only; this kind needs a folder")
+        return source
+
+    @field_validator("aliases")
+    @classmethod
+    def _check_alias_keys(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
+        for alias in aliases:
+            if others := alias.model_fields_set - cls.alias_keys:
+                raise ValueError(f"an alias of this kind of model has no {min(others)!r}")
+        return aliases
 
 
 def _misplaced(key: str, message: str) -> PydanticCustomError:
@@ -217,56 +223,29 @@ def _misplaced(key: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("misplaced_key", "{message}", context)
 
 
-def _refuse_gguf(source: Source, needs: str) -> Source:
-    if source.is_gguf:
-        raise ValueError(f"GGUF files are served as chat models only; {needs} a folder")
-    return source
-
-
 class EmbeddingSpec(_Spec):
     """A model that turns texts into vectors."""
 
-    kind: Literal["embedding"] = Field(description="This is an embedding model.")
-    pooling: Literal["mean", "cls", "last"] | None = Field(
-        default=None, description="Needed only where the model's own files don't say."
-    )
-    normalize: bool | None = Field(
-        default=None,
-        description="Scale vectors to length 1; the model's own files decide when absent.",
-    )
-    prompts: dict[str, str] = Field(
-        default={},
-        description="Text put before an input, by name; absent, the model's own are used.",
-    )
-    default_prompt_name: str | None = Field(
-        default=None, description="The prompt used when neither request nor alias names one."
-    )
-    overflow: Literal["error", "truncate"] = Field(
-        default="error",
-        description="What happens to a text beyond the limit: a 400, or a cut that is reported.",
-    )
-    matryoshka: Sizes = Field(
-        default=False, description="Whether vectors may be shortened: true, or the sizes allowed."
-    )
-    token_ids: Literal["reject", "accept"] = Field(
-        default="reject",
-        description="Whether inputs may be token ids of this model's own tokenizer.",
-    )
-    batching: EmbeddingBatching = Field(
-        default_factory=EmbeddingBatching, description="Overrides of the gateway's settings."
-    )
+    alias_keys = {"name", "prompt_name"}
 
-    @field_validator("source")
-    @classmethod
-    def _no_gguf(cls, source: Source) -> Source:
-        return _refuse_gguf(source, "embeddings need")
-
-    @field_validator("aliases")
-    @classmethod
-    def _no_thinking(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
-        if any(alias.thinking is not None for alias in aliases):
-            raise ValueError("an embedding model's alias has no 'thinking'")
-        return aliases
+    kind: Literal["embedding"]
+    """This is an embedding model."""
+    pooling: Literal["mean", "cls", "last"] | None = None
+    """Needed only where the model's own files don't say."""
+    normalize: bool | None = None
+    """Scale vectors to length 1; the model's own files decide when absent."""
+    prompts: dict[str, str] = {}
+    """Text put before an input, by name; absent, the model's own are used."""
+    default_prompt_name: str | None = None
+    """The prompt used when neither request nor alias names one."""
+    overflow: Literal["error", "truncate"] = "error"
+    """What happens to a text beyond the limit: a 400, or a cut that is reported."""
+    matryoshka: Sizes = False
+    """Whether vectors may be shortened: true, or the sizes allowed."""
+    token_ids: Literal["reject", "accept"] = "reject"
+    """Whether inputs may be token ids of this model's own tokenizer."""
+    batching: EmbeddingBatching = Field(default_factory=EmbeddingBatching)
+    """Overrides of the gateway's settings."""
 
     @model_validator(mode="after")
     def _prompts_exist(self) -> "EmbeddingSpec":
@@ -293,48 +272,22 @@ class RerankSpec(_Spec):
     `scoring: labels`, a causal model that is asked for one of two words.
     """
 
-    kind: Literal["rerank"] = Field(description="This is a rerank model.")
-    scoring: Literal["head", "labels"] = Field(
-        default="head",
-        description="By a classification head, or by a causal model's probabilities of labels.",
-    )
-    template: Annotated[Template, AfterValidator(_rerank_template)] = Field(
-        default=None,
-        description="With labels: the prompt, or file:path to it, with {instruction}, {query} and "
-        "{document}; absent, Qwen3-Reranker's.",
-    )
-    labels: tuple[str, ...] = Field(
-        default=("yes", "no"),
-        min_length=1,
-        max_length=2,
-        description="With labels: the word for relevant and the one for not, a token each; or the "
-        "first alone.",
-    )
-    instruction: str | None = Field(
-        default=None,
-        description="With labels: the instruction where a request has none; absent, Qwen3's.",
-    )
-    max_tokens_per_doc: int | None = Field(
-        default=None,
-        ge=1,
-        description="Longest document in tokens, where a request sets no limit; longer ones are "
-        "cut.",
-    )
-    batching: EmbeddingBatching = Field(
-        default_factory=EmbeddingBatching, description="Overrides of the gateway's settings."
-    )
-
-    @field_validator("source")
-    @classmethod
-    def _no_gguf(cls, source: Source) -> Source:
-        return _refuse_gguf(source, "a rerank model needs")
-
-    @field_validator("aliases")
-    @classmethod
-    def _names_only(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
-        if any((alias.thinking, alias.prompt_name) != (None, None) for alias in aliases):
-            raise ValueError("a rerank model's alias has a name only")
-        return aliases
+    kind: Literal["rerank"]
+    """This is a rerank model."""
+    scoring: Literal["head", "labels"] = "head"
+    """By a classification head, or by a causal model's probabilities of labels."""
+    template: Annotated[Template, AfterValidator(_rerank_template)] = None
+    """With labels: the prompt, or file:path to it, with {instruction}, {query} and {document};
+    absent, Qwen3-Reranker's.
+    """
+    labels: tuple[str, ...] = Field(default=("yes", "no"), min_length=1, max_length=2)
+    """With labels: the word for relevant and the one for not, a token each; or the first alone."""
+    instruction: str | None = None
+    """With labels: the instruction where a request has none; absent, Qwen3's."""
+    max_tokens_per_doc: int | None = Field(default=None, ge=1)
+    """Longest document in tokens, where a request sets no limit; longer ones are cut."""
+    batching: EmbeddingBatching = Field(default_factory=EmbeddingBatching)
+    """Overrides of the gateway's settings."""
 
     @model_validator(mode="after")
     def _labels_alone(self) -> "RerankSpec":
@@ -359,65 +312,52 @@ class ChatSpec(_Spec):
     adapter's own files are its source.
     """
 
-    kind: Literal["chat"] = Field(description="This is a chat model.")
-    sampling: Sampling = Field(
-        default_factory=Sampling, description="Defaults for what a request leaves out."
-    )
-    chat_template: Template = Field(
-        default=None, description="A Jinja template, or file:path to one; absent, the model's own."
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default={}, description="Passed to the template on every request."
-    )
-    tool_parser: ToolParser | None = Field(
-        default=None, description="How the model marks its calls; absent, its files decide."
-    )
-    reasoning_parser: ReasoningParser | None = Field(
-        default=None, description="How the model marks its thinking; absent, its files decide."
-    )
-    split_special_tokens: bool = Field(
-        default=False, description="Whether control tokens in what callers send are plain letters."
-    )
-    thinking: bool | None = Field(
-        default=None, description="Whether the model thinks aloud; absent, its template decides."
-    )
-    draft: Name | None = Field(
-        default=None,
-        description="The id of a smaller chat model with the same tokenizer, whose guesses this "
-        "one checks several at a time. Answers stay the same.",
-    )
-    base: Name | None = Field(
-        default=None,
-        description="The id of the chat model whose weights this one shares. It has no `source`.",
-    )
-    adapter: AdapterOf = Field(
-        default=None,
-        description="With `base`: the LoRA adapter, a folder as mlx-lm writes it: "
-        "hub:org/name[@revision], path:folder or package:module/folder.",
-    )
-    fuse_projections: bool = Field(
-        default=False,
-        description="Compute q, k and v as one product, and gate and up, which a GPU may be "
-        "faster with: `mlx-gateway doctor --engine` shows the speed of each.",
-    )
-    kv_bits: Literal[8, 4] | None = Field(
-        default=None, description="Bits of what is kept of each token read; absent, all of them."
-    )
-    parallel: Literal["tensor", "pipeline"] | None = Field(
-        default=None,
-        description="Under mlx.launch: the model is divided among all Macs, each layer or by "
-        "layers. One Mac alone serves it whole.",
-    )
-    structured: Structured = Field(
-        default_factory=Structured, description="How answers are held to a grammar."
-    )
+    takes_gguf = True
+    alias_keys = {"name", "thinking"}
+
+    kind: Literal["chat"]
+    """This is a chat model."""
+    sampling: Sampling = Field(default_factory=Sampling)
+    """Defaults for what a request leaves out."""
+    chat_template: Template = None
+    """A Jinja template, or file:path to one; absent, the model's own."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Passed to the template on every request."""
+    tool_parser: ToolParser | None = None
+    """How the model marks its calls; absent, its files decide."""
+    reasoning_parser: ReasoningParser | None = None
+    """How the model marks its thinking; absent, its files decide."""
+    split_special_tokens: bool = False
+    """Whether control tokens in what callers send are plain letters."""
+    thinking: bool | None = None
+    """Whether the model thinks aloud; absent, its template decides."""
+    draft: Name | None = None
+    """The id of a smaller chat model with the same tokenizer, whose guesses this one checks several
+    at a time. Answers stay the same.
+    """
+    base: Name | None = None
+    """The id of the chat model whose weights this one shares. It has no `source`."""
+    adapter: AdapterOf = None
+    """With `base`: the LoRA adapter, a folder as mlx-lm writes it: hub:org/name[@revision],
+    path:folder or package:module/folder.
+    """
+    fuse_projections: bool = False
+    """Compute q, k and v as one product, and gate and up, which a GPU may be faster with:
+    `mlx-gateway doctor --engine` shows the speed of each.
+    """
+    kv_bits: Literal[8, 4] | None = None
+    """Bits of what is kept of each token read; absent, all of them."""
+    parallel: Literal["tensor", "pipeline"] | None = None
+    """Under mlx.launch: the model is divided among all Macs, each layer or by layers. One Mac alone
+    serves it whole.
+    """
+    structured: Structured = Field(default_factory=Structured)
+    """How answers are held to a grammar."""
     batching: Annotated[
         ChatBatching,
         BeforeValidator(read_batching, json_schema_input_type=ChatBatching | Modes),
-    ] = Field(
-        default_factory=ChatBatching,
-        description="Overrides of the gateway's settings; `force` and `off` stand for `{mode: …}`.",
-    )
+    ] = Field(default_factory=ChatBatching)
+    """Overrides of the gateway's settings; `force` and `off` stand for `{mode: …}`."""
     _draft_spec: "ChatSpec | None" = PrivateAttr(default=None)
     _base_spec: "ChatSpec | None" = PrivateAttr(default=None)
 
@@ -425,11 +365,6 @@ class ChatSpec(_Spec):
     def base_spec(self) -> "ChatSpec | None":
         """Return the model that `base` names, once the whole file is read."""
         return self._base_spec
-
-    def with_base(self, base: "ChatSpec") -> "ChatSpec":
-        spec = self.model_copy()
-        spec._base_spec = base
-        return spec
 
     @property
     def draft_spec(self) -> "ChatSpec | None":
@@ -441,9 +376,13 @@ class ChatSpec(_Spec):
         row_count = self.batching.speculate_rows
         return self._draft_spec if (speculate_rows if row_count is None else row_count) else None
 
-    def with_draft(self, draft: "ChatSpec") -> "ChatSpec":
+    def with_part(self, key: Literal["draft", "base"], part: "ChatSpec") -> "ChatSpec":
+        """Return it with the model that its `draft` or `base` names."""
         spec = self.model_copy()
-        spec._draft_spec = draft
+        if key == "draft":
+            spec._draft_spec = part
+        else:
+            spec._base_spec = part
         return spec
 
     @model_validator(mode="before")
@@ -468,13 +407,6 @@ class ChatSpec(_Spec):
         if adapter.is_gguf:
             raise _misplaced("adapter", "`adapter` is a folder, as mlx-lm writes it, no GGUF file")
         return {**data, "adapter": adapter, "source": adapter}
-
-    @field_validator("aliases")
-    @classmethod
-    def _no_prompts(cls, aliases: tuple[Alias, ...]) -> tuple[Alias, ...]:
-        if any(alias.prompt_name is not None for alias in aliases):
-            raise ValueError("a chat model's alias has no 'prompt_name'")
-        return aliases
 
     @model_validator(mode="after")
     def _divided_as_it_is(self) -> "ChatSpec":

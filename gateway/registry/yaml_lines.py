@@ -9,7 +9,6 @@ returns numbers of its own types, which would have to be walked through as here.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
 
 import yaml
@@ -108,13 +107,8 @@ def expand(text: str, variables: Mapping[str, str]) -> Expansion:
     return Expansion(expanded, tuple(names), bool(names) and not is_any_set)
 
 
-class _Nothing(Enum):
-    """Why there is no value."""
-
-    ABSENT = auto()
-    """Its variable is empty: it counts as if its key were not there."""
-    BROKEN = auto()
-    """It was reported as a problem; in a list null takes its place."""
+_ABSENT = object()
+"""What stands for a value whose variable is empty: it counts as if its key were not there."""
 
 
 def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
@@ -127,8 +121,7 @@ def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
         if node is not None and _count_values(node, {}) > MAX_VALUES:
             document.problems.append((1, f"its anchors stand for over {MAX_VALUES:,} values"))
         elif node is not None:
-            built = _Builder(loader, document, variables).build(node, (), ())
-            document.value = None if isinstance(built, _Nothing) else built
+            document.value = _Builder(loader, document, variables).build(node, (), ())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         document.problems.append((mark.line + 1 if mark else 1, f"not YAML: {error.problem}"))
@@ -194,8 +187,8 @@ class _Builder:
         built: list[Any] = []
         for child in node.value:
             item = self.build(child, (*where, len(built)), around)
-            if item is not _Nothing.ABSENT:
-                built.append(None if item is _Nothing.BROKEN else item)
+            if item is not _ABSENT:
+                built.append(item)
         return built
 
     def _mapping(
@@ -214,7 +207,7 @@ class _Builder:
             self._document.lines[here] = key.start_mark.line + 1
             item = self.build(value, here, around)
             built.pop(key.value, None)
-            if not isinstance(item, _Nothing):
+            if item is not _ABSENT:
                 built[key.value] = item
         return built
 
@@ -237,7 +230,7 @@ class _Builder:
         if expansion.variables:
             self._document.variables.update(expansion.variables)
             if not expansion.text:
-                return _Nothing.ABSENT
+                return _ABSENT
             if expansion.is_default:
                 self._document.defaults.add(where)
             if node.style is None and tag == _STR:  # unquoted: `${X:-32}` is a number
@@ -250,8 +243,7 @@ class _Builder:
         except (ValueError, KeyError, IndexError):
             return self._problem(node, where, f"{expansion.text!r} is not of its tag's type")
 
-    def _problem(self, node: yaml.Node, where: Where | None, message: str) -> _Nothing:
+    def _problem(self, node: yaml.Node, where: Where | None, message: str) -> None:
         if where is not None:
             self._document.broken.add(where)
         self._document.problems.append((node.start_mark.line + 1, message))
-        return _Nothing.BROKEN

