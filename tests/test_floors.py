@@ -55,7 +55,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
             *("prompting", "answers", "drafts", "kv", "models", "grammar", "control_tokens"),
             *("device_faults", "bounds", "device"),
         },
-        "prompting": {"generation", "answers", "grammar", "control_tokens"},
+        "prompting": {"answers", "grammar", "control_tokens"},
         "embedding": {"models", "control_tokens", "device"},
         "drafts": {"kv", "models", "bounds", "device"},
         "kv": {"models", "device_faults", "bounds"},

@@ -17,7 +17,7 @@ import mlx.core as mx  # isort: skip
 
 from gateway.engine.generation import decode_batch
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.sampling import Choice, Sampler, Scores, score
+from gateway.engine.generation.sampling import ChosenTokens, Sampler, TopLogprobs, score
 from gateway.jobs import Adapter, Sampling, SequenceParams
 
 PREFILL_TOKENS: Final = 64  # of a chunk, so that prompts are read in several
@@ -67,11 +67,11 @@ class Forcing:
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
         self.beside: set[int] = set()
-        self._notes: list[tuple[list[tuple[int, int]], mx.array, Scores]] = []
+        self._notes: list[tuple[list[tuple[int, int]], mx.array, TopLogprobs]] = []
 
     def choose(
         self, samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]
-    ) -> Choice:
+    ) -> ChosenTokens:
         """Choose as `sampling.choose` does: one token a row of logits, (rows, vocabulary)."""
         numbers = [sampler.sampling.seed or 0 for sampler in samplers]
         if len(set(numbers)) > 1:
@@ -82,7 +82,7 @@ class Forcing:
         scores = score(logits, tokens, range(len(places)), 2)
         _launch(tokens, scores.chosen, scores.ids, scores.logprobs)
         self._notes.append((places, tokens, scores))
-        return Choice(tokens, None)
+        return ChosenTokens(tokens, None)
 
     def places(self) -> list[list[Place]]:
         """Return what was written down, by row and position.

@@ -4,7 +4,7 @@ And what single tokens are: their text, their bytes, and which are marks rather 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from tokenizers import Tokenizer
@@ -125,3 +125,22 @@ class Detokenizer:
 
     def _new_stream(self) -> DecodeStream:
         return DecodeStream(ids=self._vocabulary.probe, skip_special_tokens=False)
+
+
+def texts_of(
+    ids: Sequence[int], text: str | None, vocabulary: Vocabulary, special: Collection[int]
+) -> list[str]:
+    """Return the text of each token of a prompt; together they are the prompt's.
+
+    Half a character goes with the token that completes it. A special token is shown if the prompt,
+    `text`, contains it: the tokenizer may have added others.
+    """
+    decoder, texts, at = Detokenizer(vocabulary), [], 0
+    for token in ids:
+        is_added = False
+        if token in special and text is not None:
+            is_added = not text.startswith(vocabulary.tokenizer.id_to_token(token) or "", at)
+        piece = "" if is_added else decoder.push(token)
+        texts.append(piece)
+        at += len(piece)
+    return texts

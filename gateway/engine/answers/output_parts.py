@@ -13,13 +13,15 @@ import secrets
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
 from tokenizers import AddedToken
 
-from gateway.jobs import CallDelta
+from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
+from gateway.engine.answers.stop_strings import StopScanner
+from gateway.jobs import CallDelta, Likelihood, TokenLogprob
 
 _SPECIAL, _ADDED, _END = "\ud800", "\ud801", "\ud802"
 _SPELLING = str.maketrans("", "", _SPECIAL + _ADDED + _END)
@@ -251,3 +253,97 @@ class AnswerParser(ABC):
         if self.mode != "forced":
             return []
         return [OutputPart(call=call) for call in self._forced.flush()]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """The logprobs of one token and of its likeliest alternatives, on the host."""
+
+    chosen: float
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    top: int  # so many alternatives are told
+
+    def to_logprob(self, vocabulary: Vocabulary, token: int, piece: str) -> TokenLogprob:
+        """Return the logprobs with texts. Alternatives that a grammar excludes are left out."""
+        ranked = sorted(zip(self.logprobs, self.ids, strict=True), reverse=True)[: self.top]
+        alternatives = [
+            Likelihood(vocabulary.text(i), vocabulary.bytes(i), logprob)
+            for logprob, i in ranked
+            if logprob > -math.inf
+        ]
+        return TokenLogprob(Likelihood(piece, vocabulary.bytes(token), self.chosen), alternatives)
+
+
+@dataclass(slots=True)
+class OutputProcessor:
+    """Turns a sequence's tokens into parts: detokenises, parses, scans for stop strings."""
+
+    decoder: Detokenizer
+    parser: AnswerParser
+    stops: StopScanner
+    vocabulary: Vocabulary
+    marks: Marks
+    _parsed: int = 0
+    _shown: int = 0
+    _pending: list[tuple[int, TokenLogprob]] = field(default_factory=list)
+
+    def push(
+        self,
+        token: int,
+        scores: TokenScores | None,
+        *,
+        is_shown_as_text: bool,
+        may_stop: bool = True,
+    ) -> list[OutputPart]:
+        """Take a token; return the parts that are certain with it."""
+        piece = self.marks.spelled(token)
+        if piece is None:
+            piece = self.decoder.push(token)
+        begun, was_thinking = self._parsed, self.parser.is_thinking
+        parts = [self._scan_for_stops(part, may_stop=may_stop) for part in self.parser.push(piece)]
+        opens = self.parser.is_thinking and is_shown_as_text
+        if scores is not None and not (was_thinking or opens):
+            # The tokens' texts add up to the content. Only an answer of one token shows its text
+            # even if that is not content: rerankers read it.
+            text = strip_marks(piece)
+            if not is_shown_as_text:
+                text = text or self.vocabulary.text(token)
+            self._pending.append((begun, scores.to_logprob(self.vocabulary, token, text)))
+        return parts
+
+    def finish(self) -> list[OutputPart]:
+        """Return what was held back, once no more tokens come."""
+        parts = [self._scan_for_stops(part) for part in self.parser.flush()]
+        rest = self.stops.flush()
+        self._shown += len(rest)
+        return [*parts, OutputPart(text=rest)]
+
+    def take_logprobs(self, *, is_last: bool) -> Sequence[TokenLogprob]:
+        """Return the logprobs of tokens whose text is out, never those of a stop string."""
+        if not self._pending:
+            return ()
+        is_whole = is_last and not self.stops.is_stopped
+        ready = [pair for pair in self._pending if is_whole or pair[0] < self._shown]
+        self._pending = self._pending[len(ready) :]
+        if not self.stops.is_stopped:
+            return [logprob for _, logprob in ready]
+        # A stop string may begin inside a token: only the text before it is shown.
+        return [_cut_text(logprob, self._shown - start) for start, logprob in ready]
+
+    def _scan_for_stops(self, part: OutputPart, *, may_stop: bool = True) -> OutputPart:
+        if not part.text:
+            return part
+        self._parsed += len(part.text)
+        text = part.text
+        if may_stop:
+            text = self.stops.push(text)
+        self._shown += len(text)
+        if text == part.text:
+            return part
+        return OutputPart(text=text)
+
+
+def _cut_text(logprob: TokenLogprob, length: int) -> TokenLogprob:
+    chosen = logprob.chosen
+    return replace(logprob, chosen=replace(chosen, token=chosen.token[:length]))

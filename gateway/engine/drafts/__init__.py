@@ -5,7 +5,6 @@ a draft also gives the logits after each of its tokens, and they are chosen from
 be one by one. As much of a draft counts as was chosen; so a draft costs time, and never changes an
 answer.
 
-patience       how long a sequence waits after a draft of which nothing was chosen
 prompt_lookup  drafts out of a sequence's own context
 draft_model    drafts by a smaller model
 draft_policy   how many tokens are read ahead, and whose drafts

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.bounds import KeptBuffers
 from gateway.engine.device import launch
-from gateway.engine.drafts.patience import Patience, count_accepted
+from gateway.engine.drafts.prompt_lookup import Patience, count_accepted
 from gateway.engine.kv.cache import (
     SPARE,
     RaggedKVCache,

@@ -10,10 +10,11 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
+from gateway.engine.answers.output_parts import TokenScores
 from gateway.engine.device import launch
-from gateway.engine.drafts.patience import count_accepted
+from gateway.engine.drafts.prompt_lookup import count_accepted
 from gateway.engine.generation.sampling import (
-    Scores,
+    TopLogprobs,
     adjust_logits,
     bar_tokens,
     choose,
@@ -21,7 +22,7 @@ from gateway.engine.generation.sampling import (
     keep_open,
     score,
 )
-from gateway.engine.generation.sequence import Sequence, TokenScores
+from gateway.engine.generation.sequence import Sequence
 from gateway.engine.grammar.structured import Structured
 from gateway.engine.kv.cache import (
     RaggedKVCache,
@@ -52,7 +53,7 @@ class Doubt:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class AheadReading:
     """What a pass reads of each sequence: what its KV lacks, then a draft, then padding.
 
     `places` are those of the tokens, in all rows put end to end, after which a token is chosen.
@@ -64,6 +65,8 @@ class Reading:
     places: list[int]
 
 
+# Logprobs still on the device, and whose they are; None for a sequence that has newer ones.
+RowScores = tuple[TopLogprobs, abc.Sequence[Sequence | None]]
 Draft = Callable[
     [abc.Sequence[Sequence], abc.Sequence[int]], abc.Sequence[abc.Sequence[int]]
 ]  # of up to so many tokens a sequence
@@ -71,7 +74,7 @@ Draft = Callable[
 
 def plan_reading(
     rows: abc.Sequence[Sequence], lengths: abc.Sequence[int], limit: int, draft: Draft
-) -> Reading:
+) -> AheadReading:
     """Plan the pass that follows KV of these lengths and reads up to `limit` tokens ahead a row."""
     feeds = [row.context[length:] for row, length in zip(rows, lengths, strict=True)]
     drafts = draft(rows, [limit + 1 - len(feed) for feed in feeds])
@@ -84,7 +87,7 @@ def plan_reading(
         for at in range(len(feed) - 1, len(tokens))
     ]
     padded = [tokens + [0] * count for tokens, count in zip(inputs, padding, strict=True)]
-    return Reading(padded, list(drafts), padding, places)
+    return AheadReading(padded, list(drafts), padding, places)
 
 
 def spread(ends: abc.Sequence[int]) -> list[int]:
@@ -103,7 +106,7 @@ def spread(ends: abc.Sequence[int]) -> list[int]:
     return staying[-KEPT_ENDS:]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DecodeBatch:
     """Sequences between two steps: their KV, and their next tokens, (tokens,), perhaps not
     evaluated yet. There is one a sequence, and one more for each token of its draft, which the KV
@@ -117,7 +120,7 @@ class DecodeBatch:
     cache: list[Any]
     tokens: mx.array
     finite: mx.array
-    scores: list[tuple[Scores, list[Sequence | None]]]
+    scores: list[RowScores]
     doubts: list[Doubt]
     drafts: list[abc.Sequence[int]]
     late_error: Exception | None = None  # of the step under way, to be raised when it is read
@@ -155,7 +158,7 @@ class DecodeBatch:
                 continue
             ends = [*row.kept_ends, end]
             staying = spread(ends)
-            dropped = [each for each in ends if each not in staying]
+            dropped = [end for end in ends if end not in staying]
             is_new = prefixes.store_next(
                 row.context, self.cache, i, dropped, row.root, is_growing=is_growing
             )
@@ -187,7 +190,7 @@ class DecodeBatch:
         self,
         rows: abc.Sequence[Sequence],
         tokens: mx.array,
-        scores: list[tuple[Scores, list[Sequence | None]]],
+        scores: list[RowScores],
         doubts: list[Doubt],
     ) -> None:
         """Put newly chosen tokens in the place of these sequences' next tokens."""
@@ -218,21 +221,25 @@ class DecodeBatch:
         """Return a copy of one sequence with its next token; it stays here until dropped."""
         row = self.rows[index]
         # Other sequences' logprobs would be taken for newer ones once this one is back.
-        scores = [
-            (some, [each if each is row else None for each in theirs])
-            for some, theirs in self.scores
-            if row in theirs
-        ]
-        doubts = [
-            Doubt([row], each.logits[place], each.is_sure[place])
-            for each in self.doubts
-            for place in [slice(i, i + 1) for i, other in enumerate(each.rows) if other is row]
-        ]
+        scores: list[RowScores] = []
+        for logprobs, rows in self.scores:
+            if row in rows:
+                owners: list[Sequence | None] = [None] * len(rows)
+                owners[rows.index(row)] = row
+                scores.append((logprobs, owners))
+        doubts = []
+        for doubt in self.doubts:
+            if row in doubt.rows:
+                place = doubt.rows.index(row)
+                at = slice(place, place + 1)
+                doubts.append(Doubt([row], doubt.logits[at], doubt.is_sure[at]))
         cache = [copy_layer(layer) for layer in self.cache]
-        taken = DecodeBatch(self.rows, cache, self.tokens, self.finite, scores, doubts, self.drafts)
-        taken.keep([index])
-        taken.late_error = self.late_error
-        return taken
+        single = DecodeBatch(
+            self.rows, cache, self.tokens, self.finite, scores, doubts, self.drafts
+        )
+        single.keep([index])
+        single.late_error = self.late_error
+        return single
 
     def extend(self, other: "DecodeBatch") -> None:
         """Add sequences that have read their prompts."""
@@ -243,8 +250,8 @@ class DecodeBatch:
         self.doubts += other.doubts
         self.drafts = [*self.drafts, *other.drafts]
         self.late_error = self.late_error or other.late_error
-        for mine, theirs in zip(self.cache, other.cache, strict=True):
-            mine.extend(theirs)
+        for layer, joining in zip(self.cache, other.cache, strict=True):
+            layer.extend(joining)
 
     def wait(self) -> None:
         """Wait for the step under way, and keep its error."""
@@ -255,7 +262,7 @@ class DecodeBatch:
 
     def evaluate(self) -> None:
         """Wait, once, for all that is read of the step under way."""
-        scores = [(some.chosen, some.ids, some.logprobs) for some, _ in self.scores]
+        scores = [(score.chosen, score.ids, score.logprobs) for score, _ in self.scores]
         mx.eval(self.tokens, self.finite, scores, [doubt.is_sure for doubt in self.doubts])
 
     def check(self) -> None:
@@ -271,9 +278,9 @@ class DecodeBatch:
         # mlx's stubs do not type what `tolist` returns.
         tokens: Any = self.tokens.tolist()
         finite: Any = self.finite.tolist()
-        scores = {
-            id(row): score for some, rows in self.scores for row, score in _to_host(some, rows)
-        }
+        scores: dict[int, TokenScores] = {}  # of the tokens, by id(row)
+        for logprobs, rows in self.scores:
+            scores.update((id(row), score) for row, score in _to_host(logprobs, rows))
         if not any(self.drafts):
             return [
                 SequenceOutput(row, (token,), is_finite, scores.get(id(row)))
@@ -281,14 +288,12 @@ class DecodeBatch:
             ]
         outputs = []
         for row, draft, at in zip(self.rows, self.drafts, self._places(), strict=True):
-            theirs = tokens[at.start : at.stop]
+            chosen = tokens[at.start : at.stop]
             numbers = sum(1 for _ in takewhile(bool, finite[at.start : at.stop]))
-            end = 1 + count_accepted(draft[: max(0, numbers - 1)], theirs)
-            outputs.append(SequenceOutput(row, theirs[:end], numbers > 0, scores.get(id(row))))
-        kept = [len(output.tokens) - 1 for output in outputs]
-        rewind_layers(
-            self.cache, [len(draft) - n for draft, n in zip(self.drafts, kept, strict=True)]
-        )
+            end = 1 + count_accepted(draft[: max(0, numbers - 1)], chosen)
+            outputs.append(SequenceOutput(row, chosen[:end], numbers > 0, scores.get(id(row))))
+        pairs = zip(self.drafts, outputs, strict=True)
+        rewind_layers(self.cache, [1 + len(draft) - len(out.tokens) for draft, out in pairs])
         self.drafts = [()] * len(self.rows)
         self.tokens = mx.array([output.tokens[-1] for output in outputs])
         self.finite = mx.array([output.is_finite for output in outputs])
@@ -331,11 +336,14 @@ def constrain(structured: Structured, rows: list[Sequence], logits: mx.array) ->
     """
     logits = adjust_logits([row.sampler for row in rows], logits)
     for i, row in enumerate(rows):
-        if (thinking := row.thinking_first) is not None:
+        thinking = row.thinking_first
+        if thinking is not None:
             logits = keep_open(logits, i, thinking)
-    if kept_up := [(i, row.barred) for i, row in enumerate(rows) if row.matcher is None]:
-        logits = bar_tokens(logits, kept_up)
-    if bound := [it for i, row in enumerate(rows) if (it := row.bound(i)) is not None]:
+    free = [(i, row.barred) for i, row in enumerate(rows) if row.matcher is None]
+    if free:
+        logits = bar_tokens(logits, free)
+    bound = list(filter(None, (row.bound(i) for i, row in enumerate(rows))))
+    if bound:
         logits = structured.mask(logits, bound)
     return logits
 
@@ -347,11 +355,7 @@ def redraw_unsure(running: DecodeBatch) -> bool:
         running.evaluate()
         doubt = running.doubts.pop()
         is_sure: Any = doubt.is_sure.tolist()
-        wrong = [
-            i
-            for i, row in enumerate(doubt.rows)
-            if not is_sure[i] and any(row is each for each in running.rows)
-        ]
+        wrong = [i for i, row in enumerate(doubt.rows) if not is_sure[i] and row in running.rows]
         if wrong:
             rows = [doubt.rows[i] for i in wrong]
             for row in rows:
@@ -363,18 +367,18 @@ def redraw_unsure(running: DecodeBatch) -> bool:
 
 def _draw(
     rows: list[Sequence], ahead: list[int], logits: mx.array
-) -> tuple[mx.array, list[tuple[Scores, list[Sequence | None]]], list[Doubt]]:
+) -> tuple[mx.array, list[RowScores], list[Doubt]]:
     """Choose from logits, (rows, vocabulary), that are adjusted and masked.
 
     `ahead` says how many tokens after the row's next one each is.
     """
     positions = [len(row.tokens) + i for row, i in zip(rows, ahead, strict=True)]
     choice = choose([row.sampler for row in rows], logits, positions)
-    scores: list[tuple[Scores, list[Sequence | None]]] = []
-    if wanted := [i for i, row in enumerate(rows) if row.job.logprobs is not None]:
-        k = max(rows[i].job.logprobs or 0 for i in wanted)
-        some = score(logits, choice.tokens, wanted, k)
-        scores.append((some, [rows[i] for i in wanted]))
+    scores: list[RowScores] = []
+    places = [i for i, row in enumerate(rows) if row.job.logprobs is not None]
+    if places:
+        k = max(rows[i].job.logprobs or 0 for i in places)
+        scores.append((score(logits, choice.tokens, places, k), [rows[i] for i in places]))
     if choice.is_sure is None:
         return choice.tokens, scores, []
     return choice.tokens, scores, [Doubt(rows, logits, choice.is_sure)]
@@ -402,8 +406,8 @@ class SequenceOutput:
         if self.is_finite:
             self.end = self.row.append(self.tokens[0])
 
-    def append(self, most: int) -> tuple[list[Delta], bool]:
-        """Append these tokens to the sequence, then up to `most` that its grammar leaves no choice
+    def append(self, limit: int) -> tuple[list[Delta], bool]:
+        """Append these tokens to the sequence, then up to `limit` that its grammar leaves no choice
         of. Return the deltas, and whether the sequence goes on.
         """
         row = self.row
@@ -415,7 +419,7 @@ class SequenceOutput:
             deltas += self.to_deltas(end)
             if end is not None or row.is_over:
                 return deltas, False
-        for token in row.forced(most):
+        for token in row.forced(limit):
             end = row.append(token)
             deltas += replace(self, scores=row.certainty(token)).to_deltas(end)
             if end is not None or row.is_over:
@@ -437,18 +441,19 @@ class SequenceOutput:
 
 def count_ahead_pass(
     outputs: abc.Sequence[SequenceOutput],
-    given: abc.Sequence[int],
+    counts: abc.Sequence[int],
     drafts: abc.Sequence[abc.Sequence[int]],
 ) -> Pass:
-    """Count a pass that read drafts, of which so many tokens were given of each sequence."""
-    pairs = list(zip(given, outputs, strict=True))  # an answer may end inside a draft
+    """Count a pass that read drafts, after which so many tokens of each sequence were told."""
+    # An answer may end inside a draft.
+    pairs = [(count, len(output.tokens)) for count, output in zip(counts, outputs, strict=True)]
     return Pass(
         rows=len(outputs),
-        tokens=sum(given),
-        padded_tokens=len(outputs) * max(given),
-        forced=sum(max(0, count - len(each.tokens)) for count, each in pairs),
+        tokens=sum(counts),
+        padded_tokens=len(outputs) * max(counts),
+        forced=sum(max(0, count - chosen) for count, chosen in pairs),
         drafted=sum(map(len, drafts)),
-        accepted=sum(max(0, min(count, len(each.tokens)) - 1) for count, each in pairs),
+        accepted=sum(max(0, min(pair) - 1) for pair in pairs),
     )
 
 
@@ -456,17 +461,17 @@ def copy_layer(layer: Any) -> Any:
     """Copy a layer's cache without its arrays. Filtering the copy leaves the original unchanged."""
     twin = copy.copy(layer)
     if isinstance(layer, CacheList):
-        twin.caches = [copy_layer(each) for each in layer.caches]
+        twin.caches = [copy_layer(inner) for inner in layer.caches]
     return twin
 
 
 def _to_host(
-    scores: Scores, rows: abc.Sequence[Sequence | None]
+    scores: TopLogprobs, rows: abc.Sequence[Sequence | None]
 ) -> Iterator[tuple[Sequence, TokenScores]]:
     """Read logprobs from the device, one sequence at a time."""
     chosen: Any = scores.chosen.tolist()
     ids: Any = scores.ids.tolist()
     logprobs: Any = scores.logprobs.tolist()
-    for row, own, alike, theirs in zip(rows, chosen, ids, logprobs, strict=True):
+    for row, logprob, top, top_logprobs in zip(rows, chosen, ids, logprobs, strict=True):
         if row is not None:
-            yield row, TokenScores(own, alike, theirs, row.job.logprobs or 0)
+            yield row, TokenScores(logprob, top, top_logprobs, row.job.logprobs or 0)

@@ -2,7 +2,8 @@
 safe on any thread.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,10 +11,8 @@ import mlx.core as mx
 from gateway.engine.bounds import Bounds
 from gateway.engine.device import clear_cache
 from gateway.engine.drafts.draft_model import DraftModel
-from gateway.engine.generation.decode_batch import (
-    DecodeBatch,
-)
-from gateway.engine.generation.prepare import prepare_sequences
+from gateway.engine.generation.decode_batch import DecodeBatch
+from gateway.engine.generation.label_scoring import prepare_questions
 from gateway.engine.generation.self_test import SelfTest, count_tokens, read_probe
 from gateway.engine.generation.sequences import Sequences
 from gateway.engine.grammar.compiling import CompiledGrammar
@@ -21,12 +20,14 @@ from gateway.engine.grammar.structured import Structured
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import floating_dtype, parameters
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
+from gateway.errors import BadRequest, ContextLengthExceeded
 from gateway.jobs import (
     Delta,
     EngineFacts,
     GenerateJob,
     Grammar,
     Pass,
+    Sampling,
     SequenceParams,
     StepPlan,
     StepResult,
@@ -85,15 +86,48 @@ class GenerationEngine(Sequences):
         read_probe(self._model, self._vocab_size)
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        """Render, encode and measure a job: one sequence per choice. Safe on any thread."""
-        return prepare_sequences(
-            job,
-            self._chat,
-            self._structured,
-            self.facts.max_context,
-            self._vocab_size,
-            self._sampling_defaults,
+        """Render, encode and measure a job: one sequence per choice, or per step into the labels of
+        its questions. Safe on any thread.
+
+        Raises BadRequest for what the template refuses, ContextLengthExceeded for a prompt that
+        leaves no room for one token.
+        """
+        chat, max_context = self._chat, self.facts.max_context
+        if job.questions:
+            return prepare_questions(job, chat, max_context, self._vocab_size)
+        prompt = chat.prompt(job)
+        max_tokens = _answer_limit(job, prompt.ids, max_context, self._vocab_size)
+        sampling = _complete(job.sampling, self._sampling_defaults)
+        grammar = self._structured.grammar(job)
+        if job.continues and grammar is not None:
+            raise BadRequest(
+                "An answer that is continued cannot be held to a form, nor to a strict tool.",
+                part="prompt",
+            )
+        forced = job.calling is not None and job.calling.forced
+        row = SequenceParams(
+            prompt=prompt.ids,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=job.stop,
+            logprobs=job.logprobs,
+            echoed=chat.texts_of(prompt.ids, job.prompt) if job.echo else None,
+            calling=job.calling,
+            grammar=grammar,
+            is_open=job.max_tokens is None,
+            is_bare=job.prompt is not None,
+            is_continued=job.continues,
+            is_thinking=prompt.is_thinking,
+            may_think=prompt.may_think,
+            is_either=job.grammar is not None,
+            calls_are_text=job.calling is not None and not forced and not chat.reads_calls,
+            earlier_calls=sum(len(turn.get("tool_calls") or ()) for turn in job.messages),
+            beginning=job.caller.prefix_names.ends(len(prompt.ids)),
+            adapter=job.adapter,
         )
+        return [
+            replace(row, index=i, sampling=_sampling_of_choice(sampling, i)) for i in range(job.n)
+        ]
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar for use by sequences. Slow, and safe on any thread.
@@ -146,6 +180,32 @@ class GenerationEngine(Sequences):
         self._untold = []
         return deltas
 
+    def clear_prefixes(self) -> None:
+        """Drop the KV kept of prompts."""
+        self.synchronize()  # the buffers' wait would raise, and lose, an error of the step
+        self._prefixes.clear()
+        self._drafts.clear_prefixes()
+        clear_cache()
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Count the bytes of KV kept of prompts that others may begin with."""
+        return self._prefixes.nbytes + self._drafts.prefix_bytes
+
+    def prefix_names(self, adapter: int = 0) -> Sequence[bytes]:
+        """Return a router's names of the prefixes that are kept. Safe on any thread."""
+        return self._prefixes.names(-adapter)
+
+    def drop_adapter(self, number: int) -> None:
+        """Free an adapter, with its sequences and the KV kept of their prompts."""
+        self.synchronize()
+        for row in self._sequences():
+            if row.adapter == number:
+                self.leave(row.id)
+        self._prefixes.forget(-number)
+        self.adapters.drop(number)
+        clear_cache()
+
     def nbytes(self) -> int:
         """Count the bytes on the device: weights, KV and prefixes."""
         weights = sum(array.nbytes for array in parameters(self._model))
@@ -163,3 +223,38 @@ class GenerationEngine(Sequences):
         self._running = self._model = None
         self._drafts.close()
         clear_cache()
+
+
+def _answer_limit(
+    job: GenerateJob, prompt: Sequence[int], max_context: int, vocab_size: int
+) -> int:
+    """Return how many tokens the answer may have. Raises BadRequest, ContextLengthExceeded."""
+    room = max_context - len(prompt)
+    if room < (job.max_tokens != 0):
+        noun = "messages" if job.prompt is None else "prompt"
+        raise ContextLengthExceeded(max_context, len(prompt), noun=noun)
+    if not prompt:
+        raise BadRequest("The prompt is empty.", part="prompt")
+    if not all(0 <= token < vocab_size for token in prompt):
+        raise BadRequest(f"Token ids are 0 to {vocab_size - 1}.", part="prompt")
+    limit = room
+    if job.max_tokens is not None:
+        limit = min(job.max_tokens, room)
+    if job.sampling.min_tokens > limit:
+        raise BadRequest(
+            f"Invalid 'min_tokens': the answer may have {limit} tokens at most.", part="min_tokens"
+        )
+    return limit
+
+
+def _complete(sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
+    """Fill in the fields that a job leaves unset from the defaults of the model's files."""
+    filled: dict[str, Any] = {name: defaults[name] for name in sampling.unset & defaults.keys()}
+    return replace(sampling, **filled, unset=frozenset())
+
+
+def _sampling_of_choice(sampling: Sampling, index: int) -> Sampling:
+    """Return the sampling of choice `index`: only the first has the caller's own seed."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    return replace(sampling, seed=sampling.seed + index)

@@ -1,5 +1,6 @@
 """Prefill: which prompts are read together, and which of them the next chunk is for."""
 
+import math
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -12,8 +13,9 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
+from gateway.engine.answers.output_parts import TokenScores
 from gateway.engine.bounds import LayerGroups
-from gateway.engine.generation.scoring import Scorer
+from gateway.engine.generation.sampling import LOWEST_LOGPROB, score
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.kv.cache import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
@@ -43,8 +45,8 @@ def plan_passes(prompts: abc.Sequence[abc.Sequence[int]]) -> list[list[int]]:
     All read their last piece in the last pass, all that have two the one before in the pass before,
     and so on: so a pass is of the first prompts, and none of them has nothing to read in it.
     """
-    most = max(map(len, prompts))
-    return [[each[-n] for each in prompts if len(each) >= n] for n in range(most, 0, -1)]
+    passes = max(map(len, prompts))
+    return [[pieces[-n] for pieces in prompts if len(pieces) >= n] for n in range(passes, 0, -1)]
 
 
 def take_prompts(prompts: Iterable[abc.Sequence[int]], budget: int) -> int:
@@ -55,17 +57,17 @@ def take_prompts(prompts: Iterable[abc.Sequence[int]], budget: int) -> int:
     """
     rows: list[int] = []  # of each pass, the last one first
     widest: list[int] = []
-    taken = 0
+    count = 0
     for pieces in prompts:
         rows += [0] * (len(pieces) - len(rows))
         widest += [0] * (len(pieces) - len(widest))
         for i, size in enumerate(reversed(pieces)):
             rows[i] += 1
             widest[i] = max(widest[i], size)
-        if taken and sum(map(mul, rows, widest)) > budget:
-            return taken
-        taken += 1
-    return taken
+        if count and sum(map(mul, rows, widest)) > budget:
+            return count
+        count += 1
+    return count
 
 
 def _padding(lengths: abc.Sequence[int]) -> int:
@@ -141,13 +143,13 @@ class Prefill:
         self,
         model: Any,
         prefixes: PrefixCache,
-        most_scored: int,
+        max_scored: int,
         applied: Callable[[abc.Sequence[int]], AbstractContextManager[None]],
         pass_s: float | None = None,
     ) -> None:
         self._model = model
         self._prefixes = prefixes
-        self._most_scored = most_scored  # tokens in one pass, if prompt logprobs are wanted
+        self._max_scored = max_scored  # tokens in one pass, if prompt logprobs are wanted
         self._applied = applied  # what a pass of rows with these adapters runs in
         self._groups = LayerGroups(pass_s)
         self._line: deque[Sequence | PrefillBatch] = deque()
@@ -179,18 +181,13 @@ class Prefill:
     @property
     def rows(self) -> list[Sequence]:
         """List the sequences in the queue, those of batches under way included."""
-        return [
-            row
-            for each in self._line
-            for row in (each.rows if isinstance(each, PrefillBatch) else [each])
-        ]
+        rows: list[Sequence] = []
+        for entry in self._line:
+            rows += _rows(entry)
+        return rows
 
     def drop(self, sequence_id: int) -> None:
-        self._line = deque(
-            each
-            for each in self._line
-            if sequence_id != (each.rows[0].id if isinstance(each, PrefillBatch) else each.id)
-        )
+        self._line = deque(entry for entry in self._line if _rows(entry)[0].id != sequence_id)
 
     def close(self) -> None:
         """Release every sequence and the model."""
@@ -199,8 +196,10 @@ class Prefill:
 
     def next_batch(self, budget: int) -> PrefillBatch | None:
         """Take the next sequence out of the queue, with those that can be read along with it."""
-        in_turn = sorted(self._line, key=_judges) if self._has_judged else list(self._line)
-        for first in in_turn:
+        entries = list(self._line)
+        if self._has_judged:
+            entries.sort(key=_judges)
+        for first in entries:
             self._line.remove(first)
             self._has_judged = _judges(first)
             if isinstance(first, PrefillBatch):
@@ -230,7 +229,9 @@ class Prefill:
         if len(batch.rows) > 1:
             return plan_passes(batch.pieces)
         size = self._chunk_size(batch, self._bound_budget(batch.rows[0], budget))
-        return [[size]] if size else []
+        if not size:
+            return []
+        return [[size]]
 
     def _store(self, batch: PrefillBatch, count: int) -> None:
         """Keep what the first sequences of a batch have read, as far as it can be kept."""
@@ -240,7 +241,7 @@ class Prefill:
             )
 
     def _batches(self) -> list[PrefillBatch]:
-        return [each for each in self._line if isinstance(each, PrefillBatch)]
+        return [entry for entry in self._line if isinstance(entry, PrefillBatch)]
 
     def _being_read(self) -> list[tuple[Sequence, int]]:
         """List the sequences whose KV others may wait for, and how far each is read."""
@@ -252,7 +253,9 @@ class Prefill:
 
     def _bound_budget(self, row: Sequence, budget: int) -> int:
         """Return how many tokens to read in one pass with this sequence in it."""
-        return min(budget, self._most_scored) if row.scores_prompt else budget
+        if row.scores_prompt:
+            return min(budget, self._max_scored)
+        return budget
 
     def _count_known(self, row: Sequence) -> int:
         """Count the tokens that need not be read: none if the prompt is to be scored."""
@@ -297,8 +300,8 @@ class Prefill:
         end = len(row.context) - 1
         if not self._prefixes.needs_block_ends or row.scores_prompt:
             return [end - known]
-        kept = self._prefixes.count_kept(row.context[:-1], row.root)
-        return cut_prompt(known, end, kept, min(self._awaited(row, known), default=kept))
+        branch = self._prefixes.count_kept(row.context[:-1], row.root)
+        return cut_prompt(known, end, branch, min(self._awaited(row, known), default=branch))
 
     def _choose_companions(self, first: Sequence, known: int, budget: int) -> list[Sequence]:
         """Choose the sequences to read along with the first, and take them out of the queue."""
@@ -307,12 +310,12 @@ class Prefill:
             return rows
         if self._prefixes.needs_block_ends and any(self._awaited(first, known)):
             return rows  # alone it can stop where others go on from it
-        others = [*self._being_read(), (first, known)]
+        reading = [*self._being_read(), (first, known)]
         lengths = [len(first.context)]
-        for row in [each for each in self._line if isinstance(each, Sequence)]:
+        for row in [entry for entry in self._line if isinstance(entry, Sequence)]:
             known = self._count_known(row)
             rest = len(row.context) - 1 - known
-            if self._is_alone(row, rest) or self._gains_by_waiting(row, known, others):
+            if self._is_alone(row, rest) or self._gains_by_waiting(row, known, reading):
                 continue
             if not _alike(row, first):
                 continue
@@ -324,7 +327,7 @@ class Prefill:
             rows.append(row)
             pieces.append(cut)
             lengths.append(len(row.context))
-            others.append((row, known))
+            reading.append((row, known))
             self._line.remove(row)
         return rows
 
@@ -332,18 +335,25 @@ class Prefill:
         """Return the caches into which a prompt is read; note how much of it they have already."""
         # A suspect reads its whole prompt: a kept prefix may be what broke it.
         is_whole = row.is_suspect or row.scores_prompt
-        known, caches = (0, None) if is_whole else self._prefixes.take(row.context[:-1], row.root)
-        row.cached_tokens = known
-        return caches or (make_prompt_cache if self.is_plain else make_batch_caches)(self._model)
+        row.cached_tokens, caches = 0, None
+        if not is_whole:
+            row.cached_tokens, caches = self._prefixes.take(row.context[:-1], row.root)
+        if caches:
+            return caches
+        if self.is_plain:
+            return make_prompt_cache(self._model)
+        return make_batch_caches(self._model)
 
     def _form_batch(self, rows: list[Sequence], budget: int) -> PrefillBatch:
         read = [(row, self._take_known(row), self._cut(row, row.cached_tokens)) for row in rows]
-        read.sort(key=lambda each: len(each[2]), reverse=True)
+        read.sort(key=lambda entry: len(entry[2]), reverse=True)
         rows = [row for row, _, _ in read]
-        model = Scorer(self._model, rows) if rows[0].scores_prompt else self._model
+        model = self._model
+        if rows[0].scores_prompt:
+            model = Scorer(model, rows)
         lm_batches = deque(
             self._open([(row, caches) for row, caches, _ in group], model, budget)
-            for _, group in groupby(read, key=lambda each: len(each[2]))
+            for _, group in groupby(read, key=lambda entry: len(entry[2]))
         )
         return PrefillBatch(
             rows,
@@ -360,7 +370,7 @@ class Prefill:
         """Return what reads prompts into these caches."""
         if self.is_plain:
             return Alone(model, rows[0][1])
-        ids, caches = [row.id for row, _ in rows], [each for _, each in rows]
+        ids, caches = [row.id for row, _ in rows], [layers for _, layers in rows]
         return PromptProcessingBatch(model, ids, caches, prefill_step_size=max(budget, 1))
 
     def _chunk_size(self, batch: PrefillBatch, budget: int) -> int:
@@ -380,12 +390,72 @@ class Prefill:
         return min(aligned, stop, *self._awaited(row, position)) - position
 
 
+def _rows(entry: Sequence | PrefillBatch) -> list[Sequence]:
+    if isinstance(entry, PrefillBatch):
+        return entry.rows
+    return [entry]
+
+
 def _judges(entry: Sequence | PrefillBatch) -> bool:
-    row = entry.rows[0] if isinstance(entry, PrefillBatch) else entry
-    return row.job.step is not None
+    return _rows(entry)[0].job.step is not None
 
 
 def _alike(one: Sequence, other: Sequence) -> bool:
     """Return True if two sequences may share a batch: equally scored, to the same end."""
     ends = [(row.job.max_tokens == 0, row.job.step is None) for row in (one, other)]
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]
+
+
+# Of logits at once, as float32: 110 tokens at a vocabulary of 151,936. A whole prompt of 4,096
+# would take 2.5 GB.
+MOST_BYTES = 64 << 20
+
+
+def max_scored_tokens(vocab_size: int) -> int:
+    """Return how many tokens may be scored in one pass, padding included."""
+    return max(1, MOST_BYTES // (4 * vocab_size))
+
+
+class Scorer:
+    """A model that also scores the prompts of some sequences as it reads them together, from their
+    beginning. It is called as the model is.
+    """
+
+    def __init__(self, model: Callable[..., mx.array], rows: abc.Sequence[Sequence]) -> None:
+        self._model = model
+        self._rows = rows
+        self._at = 0
+        for row in rows:
+            row.prompt_logprobs.clear()
+
+    def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
+        """Read tokens, (rows, n), padded on the right for shorter rows."""
+        logits = self._model(tokens, **options)
+        width = tokens.shape[1]
+        places: list[int] = []
+        targets: list[tuple[Sequence, int]] = []  # the token that follows each place
+        for i, row in enumerate(self._rows):
+            following = row.job.prompt[self._at + 1 : self._at + 1 + width]
+            places += range(i * width, i * width + len(following))
+            targets += [(row, token) for token in following]
+        if places:
+            self._store_scores(logits.reshape(-1, logits.shape[-1])[mx.array(places)], targets)
+        self._at += width
+        return logits
+
+    def _store_scores(self, logits: mx.array, targets: list[tuple[Sequence, int]]) -> None:
+        """Append the scores of these tokens, in order, to their sequences."""
+        tokens = mx.array([token for _, token in targets])
+        top = max(row.job.logprobs or 0 for row in self._rows)
+        scores = score(logits, tokens, range(len(targets)), top)
+        chosen: Any = scores.chosen.tolist()
+        ids: Any = scores.ids.tolist()
+        logprobs: Any = scores.logprobs.tolist()
+        for place, (row, token) in enumerate(targets):
+            logprob = chosen[place]
+            if logprob == -math.inf:
+                logprob = LOWEST_LOGPROB
+            alternatives = row.job.logprobs or 0
+            row.add_prompt_score(
+                token, TokenScores(logprob, ids[place], logprobs[place], alternatives)
+            )

@@ -37,6 +37,9 @@ _SUMMED: Final = 128  # weights that are added up before a running total goes ov
 _SIDE: Final = 32
 _STRETCH: Final = _SIDE * _SIDE
 
+# What vLLM writes for the logprob -inf, which JSON has no word for, nor sums and differences a use.
+LOWEST_LOGPROB: Final = -9999.0
+
 T = TypeVar("T", bound=np.generic)
 Floats = npt.NDArray[np.float32]
 
@@ -60,9 +63,10 @@ class Adjustments:
             if 0 <= token < vocab_size:
                 place = self._place(token)
                 self._bias[place] = bias
-        for token in set(prompt) if self._repels else ():
-            place = self._place(token)
-            self._was_read[place] = True
+        if self._repels:
+            for token in set(prompt):
+                place = self._place(token)
+                self._was_read[place] = True
 
     def __len__(self) -> int:
         return len(self._places)
@@ -83,11 +87,11 @@ class Adjustments:
         positive and multiplies what is not, then what to take.
         """
         counts = self._counts[: len(self)]
-        taken = self._sampling.frequency_penalty * counts
-        taken += self._sampling.presence_penalty * (counts > 0)
+        penalty = self._sampling.frequency_penalty * counts
+        penalty += self._sampling.presence_penalty * (counts > 0)
         is_known = (counts > 0) | self._was_read[: len(self)]
         factor = np.where(is_known, np.float32(self._sampling.repetition_penalty), np.float32(1))
-        return self._bias[: len(self)], factor, taken
+        return self._bias[: len(self)], factor, penalty
 
     def _place(self, token: int) -> int:
         place = self._places.setdefault(token, len(self._places))
@@ -113,8 +117,10 @@ class Sampler:
         self.sampling = sampling
         self.adjustments = Adjustments(sampling, vocab_size, prompt)
         self._vocab_size = vocab_size
-        self._seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
-        self.top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
+        self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        self.top_k = 0
+        if 0 < sampling.top_k < vocab_size:
+            self.top_k = sampling.top_k
         self._window = self._smallest(self.top_k or _P_WINDOW)
 
     @property
@@ -125,7 +131,9 @@ class Sampler:
     @property
     def window(self) -> int:
         """Return how many of the likeliest tokens to sort; 0 where no order is needed."""
-        return self._window if self.top_k or self.sampling.top_p < 1 else 0
+        if self.top_k or self.sampling.top_p < 1:
+            return self._window
+        return 0
 
     @property
     def is_certain(self) -> bool:
@@ -172,29 +180,30 @@ def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     If there are any, the logits come back as float32: at 16 to 32 bfloat16 has steps of 0.125, in
     which a small bias vanishes.
     """
-    changes = [(row, each.adjustments) for row, each in enumerate(samplers) if each.adjustments]
-    if not changes:
+    adjusting = [i for i, sampler in enumerate(samplers) if sampler.adjustments]
+    if not adjusting:
         return logits
-    rows = np.repeat([row for row, _ in changes], [len(each) for _, each in changes])
-    ids = np.concatenate([each.ids for _, each in changes])
-    parts = zip(*(each.changes() for _, each in changes), strict=True)
-    bias, factor, taken = (np.concatenate(part) for part in parts)
+    adjustments = [samplers[i].adjustments for i in adjusting]
+    rows = np.repeat(adjusting, [len(adjustment) for adjustment in adjustments])
+    ids = np.concatenate([adjustment.ids for adjustment in adjustments])
+    parts = zip(*(adjustment.changes() for adjustment in adjustments), strict=True)
+    bias, factor, penalty = (np.concatenate(part) for part in parts)
     at = mx.array(rows.astype(np.int32)), mx.array(ids)
     values = logits[at].astype(mx.float32) + mx.array(bias)
     if (factor != 1).any():
-        each = mx.array(factor)
-        values = mx.where(values > 0, values / each, values * each)
+        factors = mx.array(factor)
+        values = mx.where(values > 0, values / factors, values * factors)
     # A new array even if the type stays, so the caller's keeps its values; and the only copy, since
     # nothing else reads it.
     adjusted = logits.astype(mx.float32)
-    adjusted[at] = values - mx.array(taken)
+    adjusted[at] = values - mx.array(penalty)
     return adjusted
 
 
 def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) -> mx.array:
     """Forbid tokens, given by row, in logits, (rows, vocabulary)."""
     vocab_size = logits.shape[-1]
-    pairs = [(row, token) for row, some in tokens for token in some if token < vocab_size]
+    pairs = [(row, token) for row, barred in tokens for token in barred if token < vocab_size]
     if not pairs:
         return logits
     at = mx.array(pairs)
@@ -212,13 +221,14 @@ def keep_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
     stops = mx.array(thinking.stops)
     end = logits[row, stops].max()
     logits[row, stops] = -mx.inf
-    if (close := thinking.closes_with) is not None:
+    close = thinking.closes_with
+    if close is not None:
         logits[row, close] = mx.maximum(logits[row, close], end)
     return logits
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenTokens:
     """The next tokens, (rows,). `is_sure`, (rows,) bool, says for which of them the window held all
     that the filters keep; the others are to be chosen again, with a wider one. None: for all.
     """
@@ -227,7 +237,7 @@ class Choice:
     is_sure: mx.array | None
 
 
-def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]) -> Choice:
+def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]) -> ChosenTokens:
     """Choose one token a row from adjusted logits, (rows, vocabulary), for these positions.
 
     Rows with the same window are drawn together; a row's window depends on itself alone.
@@ -237,7 +247,7 @@ def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[in
         if not sampler.is_greedy:
             groups.setdefault(sampler.window, []).append(row)
     if not groups:
-        return Choice(_likeliest_one(logits), None)
+        return ChosenTokens(_likeliest_one(logits), None)
     is_sure = None
     if not all(sampler.is_certain for sampler in samplers):
         is_sure = mx.ones(len(samplers), dtype=mx.bool_)
@@ -246,16 +256,16 @@ def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[in
     for window, rows in groups.items():
         at = mx.array(rows)
         group = [samplers[row] for row in rows]
-        some = logits if is_all else logits[at]
+        group_logits = logits if is_all else logits[at]
         uniforms = [samplers[row].uniform(positions[row]) for row in rows]
         if window:
-            drawn, has_all = _draw_in_window(group, some, uniforms, window)
+            drawn, has_all = _draw_in_window(group, group_logits, uniforms, window)
             if is_sure is not None:
                 is_sure[at] = has_all
         else:
-            drawn = _draw_from_all(group, some, uniforms)
+            drawn = _draw_from_all(group, group_logits, uniforms)
         tokens[at] = drawn.astype(mx.uint32)
-    return Choice(tokens, is_sure)
+    return ChosenTokens(tokens, is_sure)
 
 
 def _draw_from_all(
@@ -264,9 +274,10 @@ def _draw_from_all(
     """Draw from the whole vocabulary: nothing need be sorted for a temperature and min_p."""
     weights = _weights(samplers, logits, _peak(logits))
     if any(sampler.sampling.min_p for sampler in samplers):
-        least = _column([sampler.sampling.min_p for sampler in samplers])
-        weights = mx.where(weights >= least, weights, 0)
-    if lacking := -weights.shape[-1] % _SUMMED:
+        min_p = _column([sampler.sampling.min_p for sampler in samplers])
+        weights = mx.where(weights >= min_p, weights, 0)
+    lacking = -weights.shape[-1] % _SUMMED
+    if lacking:
         weights = mx.pad(weights, [(0, 0), (0, lacking)])
     # First a block, then the token in it: a running total over the whole vocabulary would lose
     # the small weights to rounding.
@@ -284,7 +295,7 @@ def _draw_in_window(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float], window: int
 ) -> tuple[mx.array, mx.array]:
     """Draw from the `window` likeliest tokens; return also which windows hold all that is kept."""
-    asked = [sampler.sampling for sampler in samplers]
+    samplings = [sampler.sampling for sampler in samplers]
     ids = _likeliest(logits, window)
     values = mx.take_along_axis(logits, ids, axis=-1)
     weights = _weights(samplers, values, values[:, :1])
@@ -292,18 +303,20 @@ def _draw_in_window(
     top_k = mx.array([[sampler.top_k or window] for sampler in samplers])
     weights = mx.where(rank < top_k, weights, 0)
     above = mx.cumsum(weights, axis=-1, inclusive=False)
-    held = above[:, -1:] + weights[:, -1:]
-    total = held
+    in_window = above[:, -1:] + weights[:, -1:]
+    total = in_window
     if not all(sampler.top_k for sampler in samplers) and window < logits.shape[-1]:
         whole = mx.sum(_weights(samplers, logits, values[:, :1]), axis=-1, keepdims=True)
-        total = mx.where(mx.array([[bool(sampler.top_k)] for sampler in samplers]), held, whole)
-    nucleus = _column([each.top_p for each in asked]) * total
+        has_top_k = mx.array([[bool(sampler.top_k)] for sampler in samplers])
+        total = mx.where(has_top_k, in_window, whole)
+    nucleus = _column([sampling.top_p for sampling in samplings]) * total
     weights = mx.where((above < nucleus) | (rank == 0), weights, 0)
-    weights = mx.where(weights >= _column([each.min_p for each in asked]), weights, 0)
+    min_p = _column([sampling.min_p for sampling in samplings])
+    weights = mx.where(weights >= min_p, weights, 0)
     target = _column(uniforms) * mx.sum(weights, axis=-1, keepdims=True)
     place = _find_places(weights, target)
     # What is no number is sure, too: a wider window would not make it one.
-    return mx.take_along_axis(ids, place, axis=-1)[:, 0], mx.logical_not(held < nucleus)[:, 0]
+    return mx.take_along_axis(ids, place, axis=-1)[:, 0], mx.logical_not(in_window < nucleus)[:, 0]
 
 
 def _weights(samplers: Sequence[Sampler], logits: mx.array, peak: mx.array) -> mx.array:
@@ -372,10 +385,13 @@ def _likeliest(logits: mx.array, count: int) -> mx.array:
     rows, vocab_size = logits.shape
     if count >= vocab_size:
         return mx.argsort(-logits, axis=-1)
-    block = _LONG_BLOCK if count <= WINDOWS[0] else _SHORT_BLOCK
+    block = _SHORT_BLOCK
+    if count <= WINDOWS[0]:
+        block = _LONG_BLOCK
     candidates, ids = logits, None
     if vocab_size >= 4 * count * block:
-        if lacking := -vocab_size % block:
+        lacking = -vocab_size % block
+        if lacking:
             logits = mx.pad(logits, [(0, 0), (0, lacking)], constant_values=-mx.inf)
         blocks = logits.reshape(rows, -1, block)
         best = mx.argpartition(-mx.max(blocks, axis=-1), kth=count - 1, axis=-1)[:, :count, None]
@@ -384,7 +400,9 @@ def _likeliest(logits: mx.array, count: int) -> mx.array:
     top = mx.argpartition(-candidates, kth=count - 1, axis=-1)[:, :count]
     order = mx.argsort(-mx.take_along_axis(candidates, top, axis=-1), axis=-1)
     top = mx.take_along_axis(top, order, axis=-1)
-    return top if ids is None else mx.take_along_axis(ids, top, axis=-1)
+    if ids is None:
+        return top
+    return mx.take_along_axis(ids, top, axis=-1)
 
 
 def _column(values: Sequence[float]) -> mx.array:
@@ -393,7 +411,7 @@ def _column(values: Sequence[float]) -> mx.array:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class TopLogprobs:
     """Logprobs of some rows, still on the device: `rows` says whose.
 
     `chosen` is (rows,); `ids` and `logprobs` are (rows, k), the likeliest first.
@@ -405,13 +423,13 @@ class Scores:
     logprobs: mx.array
 
 
-def score(logits: mx.array, tokens: mx.array, rows: Sequence[int], k: int) -> Scores:
+def score(logits: mx.array, tokens: mx.array, rows: Sequence[int], k: int) -> TopLogprobs:
     """Return the log-softmax of `rows` of adjusted logits, before any temperature."""
-    wanted = mx.array(list(rows))
-    some = logits[wanted].astype(mx.float32)
-    peak = _peak(some)
+    places = mx.array(list(rows))
+    logits = logits[places].astype(mx.float32)
+    peak = _peak(logits)
     # Powers of two, as in `_weights`: on a CPU half of what mlx's logsumexp takes.
-    total = peak + mx.log(mx.sum(mx.power(2.0, (some - peak) * _LOG2_E), axis=-1, keepdims=True))
-    chosen = (mx.take_along_axis(some, tokens[wanted][:, None], axis=-1) - total)[:, 0]
-    ids = _likeliest(some, max(k, 1))
-    return Scores(rows, chosen, ids, mx.take_along_axis(some, ids, axis=-1) - total)
+    total = peak + mx.log(mx.sum(mx.power(2.0, (logits - peak) * _LOG2_E), axis=-1, keepdims=True))
+    chosen = (mx.take_along_axis(logits, tokens[places][:, None], axis=-1) - total)[:, 0]
+    ids = _likeliest(logits, max(k, 1))
+    return TopLogprobs(rows, chosen, ids, mx.take_along_axis(logits, ids, axis=-1) - total)

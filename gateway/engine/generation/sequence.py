@@ -1,113 +1,26 @@
-"""One answer being written: its tokens, its text, its grammar and its end."""
+"""One answer being written: its tokens, its text, its grammar and its end; which one to blame for
+the error of a pass.
+"""
 
 import math
 from collections import abc
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Final
 
-from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
-from gateway.engine.answers.output_parts import AnswerParser, Marks, OutputPart, strip_marks
+from gateway.engine.answers.output_parts import OutputPart, OutputProcessor, TokenScores
 from gateway.engine.answers.reasoning import Thinking
-from gateway.engine.answers.stop_strings import StopScanner
+from gateway.engine.device_faults import classify
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import BoundRow, Matcher
+from gateway.errors import Fault, PassFault
 from gateway.jobs import (
     Delta,
     EchoedPrompt,
     FinishReason,
-    Likelihood,
     SequenceParams,
     TokenLogprob,
 )
-
-
-@dataclass(slots=True)
-class OutputProcessor:
-    """Turns a sequence's tokens into parts: detokenises, parses, scans for stop strings."""
-
-    decoder: Detokenizer
-    parser: AnswerParser
-    stops: StopScanner
-    vocabulary: Vocabulary
-    marks: Marks
-    _parsed: int = 0
-    _shown: int = 0
-    _pending: list[tuple[int, TokenLogprob]] = field(default_factory=list)
-
-    def push(
-        self,
-        token: int,
-        scores: "TokenScores | None",
-        *,
-        is_shown_as_text: bool,
-        may_stop: bool = True,
-    ) -> list[OutputPart]:
-        """Take a token; return the parts that are certain with it."""
-        piece = self.marks.spelled(token)
-        if piece is None:
-            piece = self.decoder.push(token)
-        begun, was_thinking = self._parsed, self.parser.is_thinking
-        parts = [self._scan_for_stops(part, may_stop=may_stop) for part in self.parser.push(piece)]
-        opens = self.parser.is_thinking and is_shown_as_text
-        if scores is not None and not (was_thinking or opens):
-            # The tokens' texts add up to the content. Only an answer of one token shows its text
-            # even if that is not content: rerankers read it.
-            text = strip_marks(piece)
-            text = text if is_shown_as_text else text or self.vocabulary.text(token)
-            self._pending.append((begun, scores.to_logprob(self.vocabulary, token, text)))
-        return parts
-
-    def finish(self) -> list[OutputPart]:
-        """Return what was held back, once no more tokens come."""
-        parts = [self._scan_for_stops(part) for part in self.parser.flush()]
-        rest = self.stops.flush()
-        self._shown += len(rest)
-        return [*parts, OutputPart(text=rest)]
-
-    def take_logprobs(self, *, is_last: bool) -> abc.Sequence[TokenLogprob]:
-        """Return the logprobs of tokens whose text is out, never those of a stop string."""
-        if not self._pending:
-            return ()
-        every = is_last and not self.stops.is_stopped
-        ready = [(start, each) for start, each in self._pending if every or start < self._shown]
-        self._pending = self._pending[len(ready) :]
-        if not self.stops.is_stopped:
-            return [each for _, each in ready]
-        # A stop string may begin inside a token: only the text before it is shown.
-        return [_cut_text(each, self._shown - start) for start, each in ready]
-
-    def _scan_for_stops(self, part: OutputPart, *, may_stop: bool = True) -> OutputPart:
-        if not part.text:
-            return part
-        self._parsed += len(part.text)
-        text = self.stops.push(part.text) if may_stop else part.text
-        self._shown += len(text)
-        return part if text == part.text else OutputPart(text=text)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """The logprobs of one token and of its likeliest alternatives, on the host."""
-
-    chosen: float
-    ids: abc.Sequence[int]
-    logprobs: abc.Sequence[float]
-    wanted: int
-
-    def to_logprob(self, vocabulary: Vocabulary, token: int, piece: str) -> TokenLogprob:
-        """Return the logprobs with texts. Alternatives that a grammar excludes are left out."""
-        ranked = sorted(zip(self.logprobs, self.ids, strict=True), reverse=True)[: self.wanted]
-        top = [
-            Likelihood(vocabulary.text(i), vocabulary.bytes(i), logprob)
-            for logprob, i in ranked
-            if logprob > -math.inf
-        ]
-        return TokenLogprob(Likelihood(piece, vocabulary.bytes(token), self.chosen), top)
-
-
-def _cut_text(logprob: TokenLogprob, length: int) -> TokenLogprob:
-    chosen = logprob.chosen
-    return replace(logprob, chosen=replace(chosen, token=chosen.token[:length]))
 
 
 class Sequence:
@@ -142,16 +55,22 @@ class Sequence:
         self._eos_ids = eos_ids
         self._thinking = thinking
         sampling = job.sampling
-        self._ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_ids)
+        self._ends = sampling.stop_token_ids
+        if not sampling.ignore_eos:
+            self._ends |= eos_ids
         assert job.compiled is None or isinstance(job.compiled, CompiledGrammar)
         self._grammar = job.compiled
-        self._matcher = self._grammar.matcher() if self._grammar is not None else None
+        self._matcher: Matcher | None = None
+        if self._grammar is not None:
+            self._matcher = self._grammar.matcher()
         self._matched = 0
 
     @property
     def adapter(self) -> int:
         """Return the number of its adapter, 0 for none."""
-        return self.job.adapter.number if self.job.adapter is not None else 0
+        if self.job.adapter is None:
+            return 0
+        return self.job.adapter.number
 
     @property
     def root(self) -> int:
@@ -189,7 +108,7 @@ class Sequence:
         """Return the prompt if it is echoed. Raises ValueError for logprobs that are NaN."""
         if self.job.echoed is None:
             return None
-        if any(math.isnan(each.chosen.logprob) for each in self.prompt_logprobs):
+        if any(math.isnan(token.chosen.logprob) for token in self.prompt_logprobs):
             raise ValueError("its output is not a number")
         return EchoedPrompt(self.job.echoed, self.prompt_logprobs)
 
@@ -206,7 +125,9 @@ class Sequence:
     @property
     def barred(self) -> frozenset[int]:
         """Return the tokens that must not be next because they would end the answer too soon."""
-        return self._ends if len(self.tokens) < self.job.sampling.min_tokens else frozenset()
+        if len(self.tokens) < self.job.sampling.min_tokens:
+            return self._ends
+        return frozenset()
 
     @property
     def may_open_with(self) -> int | None:
@@ -216,7 +137,9 @@ class Sequence:
     @property
     def thinking_first(self) -> Thinking | None:
         """Return the thinking under way if an answer held to a grammar must follow it."""
-        return self._thinking if self._thinking.is_on and self._matcher is not None else None
+        if self._matcher is None or not self._thinking.is_on:
+            return None
+        return self._thinking
 
     @property
     def is_over(self) -> bool:
@@ -257,15 +180,18 @@ class Sequence:
             return None
         return BoundRow(place, self.matcher, self.may_open_with, self.barred)
 
-    def forced(self, most: int) -> list[int]:
-        """Return up to `most` tokens that the grammar leaves no choice of."""
+    def forced(self, limit: int) -> list[int]:
+        """Return up to `limit` tokens that the grammar leaves no choice of."""
         bound = self.bound(0)
-        return bound.forced(most) if bound is not None else []
+        if bound is None:
+            return []
+        return bound.forced(limit)
 
     def certainty(self, token: int) -> TokenScores | None:
         """Return the logprobs of a token that was forced, if logprobs are wanted."""
-        wanted = self.job.logprobs
-        return None if wanted is None else TokenScores(0.0, [token], [0.0], wanted)
+        if self.job.logprobs is None:
+            return None
+        return TokenScores(0.0, [token], [0.0], self.job.logprobs)
 
     def room(self, limit: int) -> int:
         """Return how many tokens a draft may have, at most `limit`; 0 unless they can be chosen
@@ -325,10 +251,10 @@ class Sequence:
         ready = self._output.take_logprobs(is_last=ended is not None)
         # The token, its logprobs and the end go with the last of its parts.
         filled = [part for part in parts if part.text or part.reasoning or part.call]
-        *others, last = filled or [OutputPart()]
+        *first, last = filled or [OutputPart()]
         deltas = [
             Delta(self.index, part.text, reasoning=part.reasoning, call=part.call, row=self.id)
-            for part in others
+            for part in first
         ]
         deltas.append(
             Delta(
@@ -345,8 +271,79 @@ class Sequence:
             )
         )
         if tokens and len(self.tokens) == 1:
-            cached, kept = self.cached_tokens, self.kept_tokens
             deltas[0] = replace(
-                deltas[0], cached_tokens=cached, kept_tokens=kept, prompt=self._echo()
+                deltas[0],
+                cached_tokens=self.cached_tokens,
+                kept_tokens=self.kept_tokens,
+                prompt=self._echo(),
             )
         return deltas
+
+
+# So many batches have failed whose sequences all went well alone: the model is not batched then.
+FAULTS: Final = 3
+
+
+class Faults:
+    """Errors of passes over several sequences, and which of them caused each.
+
+    The sequences of such a pass are read again, alone. If one of them fails then, it was to blame;
+    if none does, batching was.
+    """
+
+    def __init__(self) -> None:
+        self._suspects: list[set[int]] = []
+        self._untold: list[PassFault] = []
+        self._count = 0
+
+    @property
+    def is_batching_to_blame(self) -> bool:
+        """Return True once enough passes have failed whose sequences all went well alone."""
+        return self._count >= FAULTS
+
+    def blame(self, rows: abc.Sequence[Sequence], error: Exception) -> Delta | None:
+        """Record the error of a pass. Return the end of a sequence that was alone already; all
+        others are to be read again.
+        """
+        fault = classify(error)
+        self.record([row.id for row in rows], fault, error)
+        if len(rows) == 1 and rows[0].is_suspect:
+            self.dismiss(rows[0].id)
+            message = f"{type(error).__name__}: {error}"
+            return rows[0].error_delta(message, is_out_of_memory=fault is Fault.PRESSURE)
+        for row in rows:
+            # Of several that memory was too short for, none is to blame: fewer are read together.
+            row.suspect(is_read_alone=len(rows) == 1 or fault is not Fault.PRESSURE)
+        return None
+
+    def record(self, rows: abc.Sequence[int], fault: Fault, error: Exception) -> None:
+        """Record the error that a pass over several sequences has raised. That memory ended says
+        nothing of batching.
+        """
+        self._record(fault, f"{len(rows)} rows", error)
+        if len(rows) > 1 and fault is not Fault.PRESSURE:
+            self._suspects.append(set(rows))
+
+    def record_draft(self, error: Exception) -> None:
+        """Record the error of a draft model, not used any more. No sequence is to blame."""
+        self._record(classify(error), "draft model, off now", error)
+
+    def _record(self, fault: Fault, where: str, error: Exception) -> None:
+        message = f"{where}: {type(error).__name__}: {str(error)[:500]}"
+        self._untold.append(PassFault(fault, message))
+
+    def clear_of_blame(self, row: int) -> None:
+        """Record that a sequence went well alone."""
+        for suspects in self._suspects:
+            suspects.discard(row)
+        self._count += sum(1 for suspects in self._suspects if not suspects)
+        self._suspects = [suspects for suspects in self._suspects if suspects]
+
+    def dismiss(self, row: int) -> None:
+        """Record that a sequence failed alone, or left: its pass proves nothing about batching."""
+        self._suspects = [suspects for suspects in self._suspects if row not in suspects]
+
+    def take(self) -> list[PassFault]:
+        """Return the errors recorded since the last call."""
+        untold, self._untold = self._untold, []
+        return untold

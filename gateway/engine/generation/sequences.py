@@ -13,10 +13,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.bounds import Bounds
-from gateway.engine.device import clear_cache, launch
+from gateway.engine.device import launch
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.drafts.draft_policy import DraftPolicy
-from gateway.engine.generation.batch_faults import Faults
 from gateway.engine.generation.decode_batch import (
     DecodeBatch,
     SequenceOutput,
@@ -26,23 +25,17 @@ from gateway.engine.generation.decode_batch import (
     redraw_unsure,
 )
 from gateway.engine.generation.label_scoring import score_labels
-from gateway.engine.generation.prefill import Prefill, PrefillBatch
-from gateway.engine.generation.prepare import begin_sequence
-from gateway.engine.generation.scoring import max_scored_tokens
+from gateway.engine.generation.prefill import Prefill, PrefillBatch, max_scored_tokens
+from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.self_test import ALONE, is_listed
-from gateway.engine.generation.sequence import Sequence
+from gateway.engine.generation.sequence import Faults, Sequence
 from gateway.engine.grammar.structured import Structured
 from gateway.engine.kv.cache import can_batch, compact, rewind_layers
 from gateway.engine.kv.prefix_cache import PrefixCache
 from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
-from gateway.jobs import (
-    Delta,
-    Pass,
-    SequenceParams,
-    Verdict,
-)
+from gateway.jobs import Delta, Pass, SequenceParams, Verdict
 
 
 class Sequences:
@@ -118,13 +111,20 @@ class Sequences:
     @property
     def rows(self) -> int:
         """Count the sequences inside, reading or decoding."""
-        running = self._running
-        queued = len(self._queued)
-        return len(self._prefill) + queued + (0 if running is None else len(running.rows))
+        count = len(self._prefill) + len(self._queued)
+        if self._running is not None:
+            count += len(self._running.rows)
+        return count
 
     def join(self, number: int, params: SequenceParams) -> None:
         """Queue a sequence for prefill."""
-        self._prefill.add(begin_sequence(number, params, self._chat, self._vocab_size))
+        self._prefill.add(self.begin(number, params))
+
+    def begin(self, number: int, params: SequenceParams) -> Sequence:
+        """Return the sequence of these parameters, with nothing read yet."""
+        chat, sampler = self._chat, Sampler(params.sampling, self._vocab_size, params.prompt)
+        output, thinking = chat.output_processor(params), chat.thinking(params)
+        return Sequence(number, params, sampler, output, chat.eos_ids, thinking)
 
     def leave(self, sequence_id: int) -> None:
         """Drop a sequence, in whatever state it is. An unknown id is ignored."""
@@ -132,31 +132,38 @@ class Sequences:
         self._parked.pop(sequence_id, None)
         self._prefill.drop(sequence_id)
         self._faults.dismiss(sequence_id)
-        self._queued = deque(each for each in self._queued if each.rows[0].id != sequence_id)
-        if (running := self._running) is not None:
-            staying = [i for i, row in enumerate(running.rows) if row.id != sequence_id]
-            rows = [running.rows[i] for i in staying]
-            fault = self._attempt(partial(self._keep, staying))
-            if fault is not None:  # it is not the others' fault: they are read again
-                self._untold += self._blame(rows, fault)
+        self._queued = deque(batch for batch in self._queued if batch.rows[0].id != sequence_id)
+        if self._running is None:
+            return
+        staying = [i for i, row in enumerate(self._running.rows) if row.id != sequence_id]
+        rows = [self._running.rows[i] for i in staying]
+        fault = self._attempt(partial(self._keep, staying))
+        if fault is not None:  # it is not the others' fault: they are read again
+            self._untold += self._blame(rows, fault)
 
     def park(self, sequence_id: int) -> None:
         """Stop a sequence, keeping its KV and next token. One being read stops after that."""
         for row in self._prefill.rows:
             if row.id == sequence_id:
                 row.is_held = True
-        for single in [each for each in self._queued if each.rows[0].id == sequence_id]:
-            self._queued = deque(each for each in self._queued if each is not single)
-            self._parked[sequence_id] = single
+        for batch in tuple(self._queued):
+            if batch.rows[0].id == sequence_id:
+                self._queued.remove(batch)
+                self._parked[sequence_id] = batch
         self.synchronize()  # an error of the step under way is of this sequence too
-        if (running := self._running) is not None:
-            for at in [i for i, row in enumerate(running.rows) if row.id == sequence_id]:
-                self._parked[sequence_id] = running.take(at)
-                self._keep([other for other in range(len(running.rows)) if other != at])
+        running = self._running
+        if running is None:
+            return
+        for place, row in enumerate(running.rows):
+            if row.id == sequence_id:
+                self._parked[sequence_id] = running.take(place)
+                self._keep([i for i in range(len(running.rows)) if i != place])
+                return
 
     def preempt(self, sequence_id: int) -> None:
         """Stop a sequence and free its KV: when resumed, all its tokens are read again."""
-        if (row := self._find(sequence_id)) is not None:
+        row = self._find(sequence_id)
+        if row is not None:
             self.leave(sequence_id)
             row.preempt()
             self._parked[sequence_id] = row
@@ -176,48 +183,27 @@ class Sequences:
 
     def cap_tokens(self, sequence_id: int, max_tokens: int) -> list[Delta]:
         """Limit an answer, if its id is known; end it here if it already has as many tokens."""
-        if (row := self._find(sequence_id)) is not None:
-            row.cap_tokens(max_tokens)
-            if len(row.tokens) >= max_tokens:
-                self.leave(sequence_id)
-                return row.end_early()
-        return []
-
-    def clear_prefixes(self) -> None:
-        """Drop the KV kept of prompts."""
-        self.synchronize()  # the buffers' wait would raise, and lose, an error of the step
-        self._prefixes.clear()
-        self._drafts.clear_prefixes()
-        clear_cache()
-
-    @property
-    def prefix_bytes(self) -> int:
-        """Count the bytes of KV kept of prompts that others may begin with."""
-        return self._prefixes.nbytes + self._drafts.prefix_bytes
-
-    def prefix_names(self, adapter: int = 0) -> abc.Sequence[bytes]:
-        """Return a router's names of the prefixes that are kept. Safe on any thread."""
-        return self._prefixes.names(-adapter)
-
-    def drop_adapter(self, number: int) -> None:
-        """Free an adapter, with its sequences and the KV kept of their prompts."""
-        self.synchronize()
-        for row in self._sequences():
-            if row.adapter == number:
-                self.leave(row.id)
-        self._prefixes.forget(-number)
-        self.adapters.drop(number)
-        clear_cache()
+        row = self._find(sequence_id)
+        if row is None:
+            return []
+        row.cap_tokens(max_tokens)
+        if len(row.tokens) < max_tokens:
+            return []
+        self.leave(sequence_id)
+        return row.end_early()
 
     def prefill(self, token_budget: int) -> list[Delta]:
         """Read one chunk of the next prompts in line; those read whole start to decode."""
-        if (batch := self._prefill.next_batch(token_budget)) is None:
+        batch = self._prefill.next_batch(token_budget)
+        if batch is None:
             return []
         # mlx-lm's batch gives freed buffers back after each chunk: the step under way must be over.
         self.synchronize()
         try:
             self.last_pass = self._prefill.read(batch, token_budget)
-            return self._start(batch) if batch.is_read else []
+            if not batch.is_read:
+                return []
+            return self._start(batch)
         except Exception as error:
             return self._blame(batch.rows, error)
 
@@ -229,10 +215,12 @@ class Sequences:
         """
         while self._queued and (self._running is None or self.is_batched):
             self._extend(self._queued.popleft())
-        if (running := self._running) is None:
+        running = self._running
+        if running is None:
             return []
-        if (most := self._drafts.count_ahead(running.rows, running.cache)) or any(running.drafts):
-            return self._decode_ahead(running, most)
+        limit = self._drafts.count_ahead(running.rows, running.cache)
+        if limit or any(running.drafts):
+            return self._decode_ahead(running, limit)
         try:
             outputs, logits = self._read_and_launch(running)
         except Exception as error:
@@ -288,7 +276,8 @@ class Sequences:
 
     def _drop_ended(self) -> None:
         """Drop the sequences that their newest text has ended."""
-        if (running := self._running) is not None:
+        running = self._running
+        if running is not None:
             ended = [i for i, row in enumerate(running.rows) if row.is_over]
             running.keep_answers(self._prefixes, ended)
             self._keep([i for i in range(len(running.rows)) if i not in ended])
@@ -302,7 +291,7 @@ class Sequences:
             return error
         return None
 
-    def _decode_ahead(self, running: DecodeBatch, most: int) -> list[Delta]:
+    def _decode_ahead(self, running: DecodeBatch, limit: int) -> list[Delta]:
         """Take the tokens of the step under way, then launch the pass that reads them with those
         that come after. Which these are depends on them, so nothing can be launched before.
         """
@@ -314,34 +303,38 @@ class Sequences:
         except Exception as error:
             self._running = None
             return self._blame(running.rows, error)
-        taken = [each.append(most) for each in outputs]
-        deltas = [delta for some, _ in taken for delta in some]
-        given = [sum(delta.tokens for delta in some) for some, _ in taken]
-        self.last_pass = count_ahead_pass(outputs, given, drafts)
-        on = [i for i, (_, is_on) in enumerate(taken) if is_on]
-        rows = [outputs[i].row for i in on]
-        for i in on:
+        deltas: list[Delta] = []
+        counts, staying = [], []
+        for i, output in enumerate(outputs):
+            new_deltas, goes_on = output.append(limit)
+            deltas += new_deltas
+            counts.append(sum(delta.tokens for delta in new_deltas))
+            if goes_on:
+                staying.append(i)
+        self.last_pass = count_ahead_pass(outputs, counts, drafts)
+        rows = [outputs[i].row for i in staying]
+        for i in staying:
             if drafts[i]:
                 self._drafts.note(outputs[i].row, len(outputs[i].tokens) - 1)
         try:
-            ended = [i for i, each in enumerate(outputs) if each.is_finite and i not in on]
+            ended = [i for i, output in enumerate(outputs) if output.is_finite and i not in staying]
             running.keep_answers(self._prefixes, ended)
-            self._keep(on)
+            self._keep(staying)
             if self._running is not None:
-                self._running = self._read_ahead(self._running, most)
+                self._running = self._read_ahead(self._running, limit)
         except Exception as error:
             self._running = None
             return deltas + self._blame(rows, error)
         return deltas
 
-    def _read_ahead(self, running: DecodeBatch, most: int) -> DecodeBatch:
-        """Launch the pass that reads up to `most` tokens ahead; return the choice that follows."""
+    def _read_ahead(self, running: DecodeBatch, limit: int) -> DecodeBatch:
+        """Launch the pass that reads up to `limit` tokens ahead; return the choice that follows."""
         lengths = running.cache[0].lengths.counts
-        reading = plan_reading(running.rows, lengths, most, self._drafts.draft)
+        reading = plan_reading(running.rows, lengths, limit, self._drafts.draft)
         logits = self._launch_pass(running.rows, mx.array(reading.inputs), running.cache)
         rewind_layers(running.cache, reading.padding)
-        some = logits.reshape(-1, logits.shape[-1])[mx.array(reading.places)]
-        return choose_tokens(self._structured, running.rows, running.cache, some, reading.drafts)
+        logits = logits.reshape(-1, logits.shape[-1])[mx.array(reading.places)]
+        return choose_tokens(self._structured, running.rows, running.cache, logits, reading.drafts)
 
     def synchronize(self) -> None:
         """Wait for the step under way. Its error is raised when it is read: MLX raises it once."""
@@ -361,27 +354,28 @@ class Sequences:
                 self._clear_or_dismiss(row, is_finite=delta.error is None)
             return scored
         started = choose_tokens(self._structured, batch.rows, cache, logits)
-        last = [row.is_at_last for row in batch.rows]
+        ending = [i for i, row in enumerate(batch.rows) if row.is_at_last]
         deltas: list[Delta] = []
-        if any(last) or batch.rows[0].is_suspect:
+        if ending or batch.rows[0].is_suspect:
             redraw_unsure(started)
-            for each, is_last in zip(started.read(), last, strict=True):
-                self._clear_or_dismiss(each.row, is_finite=each.is_finite)
-                if is_last:
-                    deltas += each.to_deltas(
-                        each.row.append(each.tokens[0]) if each.is_finite else None
-                    )
-        if all(last):
+            for i, output in enumerate(started.read()):
+                self._clear_or_dismiss(output.row, is_finite=output.is_finite)
+                if i in ending:
+                    output.append_first()
+                    deltas += output.to_deltas(output.end)
+        if len(ending) == len(batch.rows):
             return deltas
-        if any(last):
-            started.keep([i for i, is_last in enumerate(last) if not is_last])
-        if held := [i for i, row in enumerate(started.rows) if row.is_held]:
+        if ending:
+            started.keep([i for i in range(len(batch.rows)) if i not in ending])
+        staying = [i for i, row in enumerate(started.rows) if not row.is_held]
+        if len(staying) < len(started.rows):
             started.wait()
-            for i in held:
-                self._parked[started.rows[i].id] = started.take(i)
-            if len(held) == len(started.rows):
+            for i, row in enumerate(started.rows):
+                if row.is_held:
+                    self._parked[row.id] = started.take(i)
+            if not staying:
                 return deltas
-            started.keep([i for i, row in enumerate(started.rows) if not row.is_held])
+            started.keep(staying)
         self._extend(started)
         return deltas
 
@@ -397,9 +391,11 @@ class Sequences:
     def _sequences(self) -> list[Sequence]:
         """List the sequences inside, in whatever state they are."""
         rows = self._prefill.rows
-        for running in (self._running, *self._queued, *self._parked.values()):
-            if running is not None:
-                rows += [running] if isinstance(running, Sequence) else running.rows
+        for inside in (self._running, *self._queued, *self._parked.values()):
+            if isinstance(inside, Sequence):
+                rows.append(inside)
+            elif inside is not None:
+                rows += inside.rows
         return rows
 
     def _find(self, sequence_id: int) -> Sequence | None:
@@ -429,11 +425,12 @@ class Sequences:
         return logits
 
     def _keep(self, indices: list[int]) -> None:
-        if self._running is not None and indices:
-            self._running.keep(indices)
-        else:
+        if self._running is None or not indices:
             self._running = None
-        self._drafts.keep(self._running.rows if self._running is not None else [])
+            self._drafts.keep([])
+            return
+        self._running.keep(indices)
+        self._drafts.keep(self._running.rows)
 
     def _blame(self, rows: list[Sequence], error: Exception) -> list[Delta]:
         """Queue every sequence to be read again, alone; end one that was alone already.
@@ -442,7 +439,8 @@ class Sequences:
         """
         self._prefixes.clear()
         self._drafts.forget()
-        if (end := self._faults.blame(rows, error)) is not None:
+        end = self._faults.blame(rows, error)
+        if end is not None:
             return [end]
         self._prefill.readmit(rows)
         return []

@@ -15,13 +15,14 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary
+from gateway.engine.answers.detokenizer import Detokenizer, Vocabulary, texts_of
 from gateway.engine.answers.harmony import STOPS, HarmonyParser, answer_begins
 from gateway.engine.answers.output_parts import (
     AnswerParser,
     CallWriter,
     Marks,
     Mode,
+    OutputProcessor,
     own_ids,
 )
 from gateway.engine.answers.parsing import Markup, Parser
@@ -42,8 +43,6 @@ from gateway.engine.answers.tool_formats import (
 )
 from gateway.engine.answers.tool_parsers import read_arguments
 from gateway.engine.control_tokens import ControlTokens, Piece
-from gateway.engine.generation.scoring import texts_of
-from gateway.engine.generation.sequence import OutputProcessor
 from gateway.engine.grammar.calls import CallFormat
 from gateway.engine.grammar.trial import Sandbox
 from gateway.engine.prompting.chat_template import ChatTemplate

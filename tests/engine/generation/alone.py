@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from gateway.engine.answers.output_parts import TokenScores
 from gateway.engine.generation.decode_batch import constrain
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.label_scoring import score_labels
-from gateway.engine.generation.prepare import begin_sequence
 from gateway.engine.generation.sampling import score
-from gateway.engine.generation.sequence import TokenScores
 from gateway.jobs import Delta, EchoedPrompt, Judgement, SequenceParams, TokenLogprob
 from tests.engine.generation.ties import may_draw
 
@@ -88,7 +87,7 @@ class Alone:
         what they say.
         """
         prompt, engine = list(params.prompt), self.engine
-        row = begin_sequence(0, params, engine._chat, engine._vocab_size)
+        row = engine.begin(0, params)
         read = mx.array([[*prompt, *tokens[:-1]]])
         logits = self._model(read, cache=make_prompt_cache(self._model))[0].astype(mx.float32)
         expected = Told()

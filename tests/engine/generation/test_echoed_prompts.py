@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.scoring import MOST_BYTES, max_scored_tokens
+from gateway.engine.generation.prefill import MOST_BYTES, max_scored_tokens
 from gateway.engine.models.decoders import parameters
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import Delta, EchoedPrompt, GenerateJob, Sampling

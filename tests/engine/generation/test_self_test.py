@@ -13,10 +13,10 @@ from mlx_lm.generate import generate_step
 
 from benchmarks.tiny_models import tiny_config, tiny_model
 from gateway.engine.device import Device
-from gateway.engine.generation.batch_faults import FAULTS, Faults
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import load_generation
 from gateway.engine.generation.self_test import SelfTest
+from gateway.engine.generation.sequence import FAULTS, Faults
 from gateway.engine.kv.prefix_cache import BLOCK
 from gateway.errors import Fault
 from gateway.jobs import Sampling, SequenceParams, Verdict

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.engine.drafts.draft_model import MOST_AHEAD
 from gateway.engine.drafts.draft_policy import MOST_TOKENS, count_ahead
-from gateway.engine.drafts.patience import count_accepted
-from gateway.engine.drafts.prompt_lookup import PromptLookup
+from gateway.engine.drafts.prompt_lookup import PromptLookup, count_accepted
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs import GenerateJob, Grammar, Pass, Sampling, SequenceParams
 from tests.checkpoints import STATEFUL, write_chat
