@@ -141,7 +141,7 @@ BUDGET: dict[str, int] = {
     "cli": 1272,
     "clock": 40,
     "doctor": 323,
-    "engine": 10715,
+    "engine": 10769,
     "errors": 266,
     "ids": 10,
     "jobs": 267,
