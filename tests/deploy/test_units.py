@@ -106,7 +106,12 @@ def launched(gateway: str, folder: Path) -> subprocess.Popen[bytes]:
     program = folder / "mlx-gateway"
     program.write_text(f"#!/bin/sh\n{gateway}\n")
     program.chmod(0o755)
-    return subprocess.Popen([*command[:-1], str(program)], stdout=subprocess.PIPE)
+    # A shell traps no signal that it was started to ignore, as nohup has it ignore hangups.
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        return subprocess.Popen([*command[:-1], str(program)], stdout=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
 
 
 @pytest.mark.parametrize(("status", "told"), [(0, 0), (1, 1), (2, 0), (70, 70)])
