@@ -1,7 +1,6 @@
 """The OpenAI SDK's legacy completions, unchanged, against demo-chat."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -10,13 +9,6 @@ from openai import AsyncOpenAI, OpenAI
 
 pytestmark = pytest.mark.anyio
 PROMPTS = ["The capital of France is", "One, two, three,"]
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[OpenAI]:
-    """Point the SDK at the gateway and change nothing else."""
-    with OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
-        yield client
 
 
 def test_a_prompt_is_written_on(client: OpenAI) -> None:

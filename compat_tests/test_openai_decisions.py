@@ -1,7 +1,6 @@
 """OpenAI's decisions, by their SDK, against demo-chat: types, limits, and what logprobs say."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,6 @@ QUESTIONS: list[Any] = [
         "levels": [{"label": "not at all"}, {"label": "somewhat"}, {"label": "very"}],
     },
 ]
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
 
 
 def test_each_type_of_question_has_its_answer(client: Any) -> None:

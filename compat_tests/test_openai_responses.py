@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -34,13 +33,6 @@ class Capital(BaseModel):
     country: str
     capital: str
     population: int
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[OpenAI]:
-    """Point the SDK at the gateway and change nothing else."""
-    with OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
-        yield client
 
 
 def test_a_question_is_answered(client: OpenAI) -> None:

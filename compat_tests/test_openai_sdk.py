@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,6 @@ from pydantic import BaseModel
 pytestmark = pytest.mark.anyio
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
 FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[OpenAI]:
-    """Point the SDK at the gateway and change nothing else."""
-    with OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
-        yield client
 
 
 def test_embeddings_are_real_vectors(client: OpenAI) -> None:

@@ -8,6 +8,8 @@ import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # The shape of what Graphiti has entities extracted by: endless strings in an endless list.
 ENTITIES: dict[str, Any] = {
     "type": "object",

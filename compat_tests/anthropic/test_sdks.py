@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from compat_tests.conftest import ROOT
 from compat_tests.node import NEEDS_NODE, install
+from tests.processes import ROOT
 
 HERE = Path(__file__).parent
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"

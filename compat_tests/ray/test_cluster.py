@@ -16,8 +16,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from compat_tests.conftest import DEMO
 from compat_tests.ray.cluster import PYTHON, SCRIPTED, Cluster, running, write_models
+from tests.processes import DEMO
 
 pytestmark = [
     pytest.mark.anyio,

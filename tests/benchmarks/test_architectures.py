@@ -20,6 +20,7 @@ def test_most_of_mlx_lms_models_have_a_small_config() -> None:
         assert (config.get("text_config") or config)["vocab_size"] < 1000
 
 
+@pytest.mark.slow
 def test_a_process_goes_on_with_the_next() -> None:
     """Whatever becomes of one: what nobody knows is an error, and no end."""
     found = dict(architectures.each_tried(["nobody_knows", "llama"], 1))

@@ -256,6 +256,7 @@ def test_results_are_kept_and_those_of_other_versions_dropped(tmp_path: Path) ->
     assert State.load(file, {"mlx": "1"}).results == {}
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:
     """It alone is tried again by the next run, once."""
     deeds = {"dies": "os.abort()", "hangs": "import time; time.sleep(60)", "works": ""}

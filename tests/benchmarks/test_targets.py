@@ -109,6 +109,7 @@ Requests/sec:   3185.86
     assert read_wrk("Requests/sec:  12.5\n") == (12.5, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_random_models_answer_as_long_as_they_are_asked(folder: Path) -> None:
     """Through the gateway, a process of its own that is gone at the end."""
@@ -124,6 +125,7 @@ async def test_random_models_answer_as_long_as_they_are_asked(folder: Path) -> N
         assert (await peer.ask(embeddings("near-free", ["x"]))).error == "cannot connect"
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_mlx_lms_server_serves_the_same_model(folder: Path) -> None:
     """As many tokens, so that tokens a second can be compared."""
@@ -140,6 +142,7 @@ async def test_the_echo_answers_as_much_as_the_gateway() -> None:
     assert (answer.error, answer.units) == (None, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_gguf_file_is_unpacked_into_a_folder_that_mlx_lms_server_serves(
     tmp_path: Path,
@@ -187,6 +190,7 @@ def test_smollm2_is_judged_beside_both_and_by_neither_where_there_is_no_llama_cp
     assert "no node-llama-cpp" in alone.note
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     """In its own words."""

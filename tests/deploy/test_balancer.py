@@ -71,6 +71,7 @@ def served(gateway: Served) -> int:
 
 
 @balanced
+@pytest.mark.slow
 def test_a_gateway_that_drains_or_dies_is_not_missed(tmp_path: Path) -> None:
     """No request fails while one of two leaves, nor while only one is there."""
     write_chat(tmp_path / "tiny")

@@ -175,6 +175,7 @@ async def test_unknown_faults_are_fatal_once_the_models_own_prompt_fails_twice(
     is_refused(answers[-1], "device_lost")
 
 
+@pytest.mark.slow
 async def test_six_requests_after_a_fatal_fault_are_told_and_then_the_process_ends(
     tmp_path: Path,
 ) -> None:

@@ -148,6 +148,7 @@ async def test_tokens_that_wait_are_bounded_too(
         assert (await client.post(CHAT, json=chat("y", stream=stream))).status_code == 200
 
 
+@pytest.mark.slow
 async def test_two_hundred_clients_on_a_queue_of_twenty(tmp_path: Path) -> None:
     """Only 200s and 429s, every 200 right, and the next is served at once."""
     await stormed(tmp_path, clients=200, queue=20)
