@@ -40,7 +40,6 @@ QUESTIONS: list[Any] = [
 
 
 def test_each_type_of_question_has_its_answer(client: Any) -> None:
-    """Validated strictly by the SDK's own types."""
     decision = client.decisions.create(
         model="gpt-6-luna",
         input=[

@@ -118,7 +118,6 @@ def test_a_model_is_loaded_unloaded_and_pinned(page: Any, url: str) -> None:
 
 
 def test_a_name_and_an_error_that_are_markup_are_texts(browser: Any, url: str) -> None:
-    """They make no element, and run nothing."""
     with looking(browser, url, ADMIN) as page:
         row = page.locator("#models tr", has_text=HOSTILE)
         with pytest.raises(urllib.error.HTTPError):

@@ -51,7 +51,6 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_the_sdk_gets_the_answers_of_one_gateway(demo: Cluster, url: str) -> None:
-    """Whole and streamed, and vectors."""
     with (
         OpenAI(base_url=f"{demo.url}/v1", api_key="unused") as client,
         OpenAI(base_url=f"{url}/v1", api_key="unused") as alone,

@@ -57,7 +57,6 @@ def test_the_list_in_the_package_is_that_of_the_document() -> None:
 def test_the_document_keeps_what_stands_around_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written twice, it is there once."""
     document = tmp_path / "architectures.md"
     document.write_text(f"before\n\n{architectures.START}\nold\n{architectures.END}\n\nafter\n")
     monkeypatch.setattr(architectures, "DOCUMENT", document)

@@ -359,7 +359,6 @@ def test_the_table_of_devices_is_made_from_their_pages(tmp_path: Path) -> None:
 
 
 def test_a_pasted_report_of_doctor_has_its_row(tmp_path: Path) -> None:
-    """It has no other party's figures."""
     source = PackageSource("llm_small", "m.gguf")
     spec = ChatSpec(id="small", kind="chat", source=source)
     speed = Finding("speed", "ok", "", {"tokens_per_s": {"1": 12.3, "8": 40.0}})

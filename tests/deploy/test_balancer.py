@@ -1,6 +1,5 @@
 """Gateways behind HAProxy, by deploy/balancer/haproxy.cfg: one that leaves is not missed."""
 
-import json
 import re
 import shutil
 import signal
@@ -117,14 +116,3 @@ def test_the_settings_of_a_bigger_mac_are_settings(monkeypatch: pytest.MonkeyPat
     )
     for name in pairs:
         assert re.search(rf"{name}\b.*environment", done.stdout), done.stdout
-
-
-def test_every_way_has_its_commands() -> None:
-    """The table's ways are the page's headings."""
-    table = SCALING.read_text().partition("## Which one\n")[2].partition("\n### ")[0]
-    links = re.findall(r"\(#([\w-]+)\)", table)
-    headings = re.findall(r"^##+ (.+)$", SCALING.read_text(), re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
-    assert len(links) == 5
-    assert set(links) <= anchors
-    assert json.dumps(links)

@@ -44,7 +44,6 @@ def unit(tmp_path: Path) -> Path:
 
 @analyze
 def test_systemd_understands_every_line(unit: Path) -> None:
-    """Not even a warning."""
     done = subprocess.run(
         ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False
     )
@@ -147,7 +146,6 @@ while :; do sleep 0.01; done
     ids=lambda file: file.name,
 )
 def test_each_file_begins_with_how_to_use_it(file: Path) -> None:
-    """The files that it names are there."""
     head = file.read_text().partition("\n\n")[0]
     assert head.count("\n") >= 2
     for word in head.replace('"', " ").split():

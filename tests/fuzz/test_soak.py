@@ -42,7 +42,6 @@ def test_whatever_the_document_says_is_answered(
 
 @pytest.mark.parametrize("path", POSTS)
 def test_whatever_is_sent_is_answered(ask: Ask, path: str) -> None:
-    """A thousand to each endpoint."""
     test_bodies.fuzzed(ask, path, test_bodies.LONG)
 
 

@@ -83,7 +83,6 @@ async def test_requests_that_are_sent_at_once_are_answered_in_order(
 async def test_what_is_sent_ahead_in_pieces_is_put_together(
     client: httpx2.AsyncClient, engines: HeldEngines
 ) -> None:
-    """While the first is being answered."""
     await ask(client, chat("loads it"))
     engines.chat.gates[Stage.DECODE].close()
     async with connected(client) as (reader, writer):
@@ -175,7 +174,6 @@ async def test_nothing_is_read_after_a_body_that_two_readers_may_end_elsewhere(
 async def test_a_chunked_body_without_trailers_is_followed_by_the_next_request(
     client: httpx2.AsyncClient, pieces: int
 ) -> None:
-    """Wherever the packets end."""
     body = orjson.dumps(chat("hi"))
     sent = CHUNKED + b"\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) + HEALTH
     async with connected(client) as (reader, writer):

@@ -79,7 +79,6 @@ async def test_a_stream_that_fails_after_its_first_token_says_so(
 async def test_a_whole_batch_that_fails_leaves_those_who_wait(
     client: httpx2.AsyncClient, engines: HeldEngines
 ) -> None:
-    """They had no part in it."""
     gate = engines.chat.gates[Stage.DECODE]
     engines.chat.fail_at_step = 2
     gate.close()

@@ -108,7 +108,6 @@ async def test_an_embedding_whose_client_leaves(
 async def test_one_who_leaves_many_prompts_is_counted_once(
     client: httpx2.AsyncClient, engines: HeldEngines, stream: bool
 ) -> None:
-    """However many of them were under way."""
     writer = engines.chat
     before = {stage: counted("writer", stage) for stage in Stage}
     writer.gates[Stage.DECODE].close()

@@ -156,5 +156,4 @@ async def test_two_hundred_clients_on_a_queue_of_twenty(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 async def test_a_thousand_clients_on_a_queue_of_a_hundred(tmp_path: Path) -> None:
-    """The same, as many times over."""
     await stormed(tmp_path, clients=1000, queue=100)
