@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx2
 
-from compat_tests.conftest import DEMO
 from compat_tests.conftest import started as started_alone
 from compat_tests.ray.cluster import SCRIPTED, Cluster, running, write_models
+from tests.processes import DEMO
 
 STEP_S = 0.02
 ANSWER = "sixteen letters."  # a character a step

@@ -1,21 +1,18 @@
 """The gateway as a user starts it: a process of its own, on a free port."""
 
 import os
-import re
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
+
+from tests import processes
+from tests.processes import DEMO, ROOT, Served
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all that it imports
-ROOT = Path(__file__).parents[1]
-SHIPPED, DEMO = ROOT / "models.yaml", ROOT / "demo" / "models.yaml"
+SHIPPED = ROOT / "models.yaml"
 
 
 @pytest.fixture
@@ -31,6 +28,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture
+def client(url: str) -> Iterator[OpenAI]:
+    """Point the OpenAI SDK at the gateway and change nothing else."""
+    with OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
 @pytest.fixture(scope="session")
 def shipped_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve what ships, SmolLM2 and MiniLM, and give the address."""
@@ -40,59 +44,17 @@ def shipped_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @contextmanager
 def started(folder: Path, models: Path = DEMO, **settings: str) -> Iterator[str]:
-    """Run `mlx-gateway serve` and give its address; stop it by its own process id."""
-    process, address = start(folder, models, **settings)
-    try:
-        yield address
-    finally:
-        process.terminate()
-        status = process.wait(30)
-    assert status == 0, (folder / "log").read_text()
+    """Run `mlx-gateway serve` and give its address; it is told to stop, and does."""
+    with serving(folder, models, **settings) as served:
+        yield served.url
+        served.process.terminate()
+        assert served.process.wait(30) == 0, served.log.read_text()
 
 
-def start(
-    folder: Path, models: Path = DEMO, port: str = "0", **settings: str
-) -> tuple["subprocess.Popen[bytes]", str]:
-    """Start `mlx-gateway serve`, wait until it is ready, and return its process and address."""
-    log = folder / "log"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GATEWAY_")}
-    environment |= {
-        "GATEWAY_LOG_FORMAT": "json",
-        # A hub that is not there, and a cache that is empty: no test may depend on either.
-        "GATEWAY_HUB_ENDPOINT": "http://127.0.0.1:9",
-        "GATEWAY_HUB_CACHE": str(folder / "hub"),
-        **settings,
-    }
-    command = [sys.executable, "-m", "gateway", "serve", "--port", port]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--models", str(models)], cwd=ROOT, env=environment, stderr=output
-        )
-    try:
-        address = _address(process, log)
-        _wait_ready(process, address, log)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    return process, address
-
-
-def _address(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    for _ in range(1200):
-        if found := re.search(r'"url":"([^"]+)"', log.read_text()):
-            return found[1]
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.1)
-    raise AssertionError(log.read_text())
-
-
-def _wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    for _ in range(1200):
-        try:
-            with urllib.request.urlopen(f"{url}/ready"):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
-    raise AssertionError(log.read_text())
+def serving(folder: Path, models: Path, **settings: str) -> AbstractContextManager[Served]:
+    """Run `mlx-gateway serve`, with a hub that is not there and a cache that is empty: no test may
+    depend on either.
+    """
+    given = {"GATEWAY_HUB_ENDPOINT": "http://127.0.0.1:9", "GATEWAY_HUB_CACHE": str(folder / "hub")}
+    command = processes.command("serve", "--models", str(models))
+    return processes.started(command, folder, **{**given, **settings})

@@ -23,7 +23,6 @@ def post(url: str, body: dict[str, Any], *arguments: str) -> str:
 
 
 def test_embeddings(url: str) -> None:
-    """Floats, unless base64 is asked for."""
     answer = json.loads(post(f"{url}/v1/embeddings", {"model": "all-minilm-l6-v2", "input": "hi"}))
     assert len(answer["data"][0]["embedding"]) == 384
 
@@ -58,7 +57,6 @@ def test_whoever_asks_for_http2_is_answered_in_http1(url: str) -> None:
 
 
 def test_a_wrong_path_gets_the_envelope(url: str) -> None:
-    """And -i shows the request id."""
     answer = curl(f"{url}/v2/chat", "-i")
     assert "404" in answer.splitlines()[0]
     assert "x-request-id: req-" in answer

@@ -1,22 +1,12 @@
 """The OpenAI SDK's legacy completions, unchanged, against demo-chat."""
 
-import asyncio
-from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 pytestmark = pytest.mark.anyio
 PROMPTS = ["The capital of France is", "One, two, three,"]
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[OpenAI]:
-    """Point the SDK at the gateway and change nothing else."""
-    with OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
-        yield client
 
 
 def test_a_prompt_is_written_on(client: OpenAI) -> None:
@@ -60,22 +50,6 @@ def test_a_stream_adds_up_to_the_whole(client: OpenAI) -> None:
     assert usage == whole.usage
 
 
-def test_logprobs_belong_to_the_text(client: OpenAI) -> None:
-    """Token by token, each with its place."""
-    (choice,) = client.completions.create(
-        model="demo-chat", prompt=PROMPTS[0], max_tokens=5, logprobs=3, temperature=0
-    ).choices
-    logprobs = choice.logprobs
-    assert logprobs is not None
-    assert "".join(logprobs.tokens or []) == choice.text
-    for token, logprob, top in zip(
-        logprobs.tokens or [], logprobs.token_logprobs or [], logprobs.top_logprobs or [],
-        strict=True,
-    ):  # fmt: skip
-        assert top[token] == logprob == max(top.values())
-        assert logprob <= 0
-
-
 def test_a_text_may_be_held_to_a_choice(client: OpenAI) -> None:
     """In vLLM's words, new and old."""
     asked: Any = {"model": "demo-chat", "prompt": PROMPTS[0]}
@@ -83,45 +57,3 @@ def test_a_text_may_be_held_to_a_choice(client: OpenAI) -> None:
         (choice,) = client.completions.create(**asked, extra_body=form).choices
         assert choice.text in ("red", "green", "no")
         assert choice.finish_reason == "stop"
-
-
-async def test_the_async_client_asks_many_at_once(url: str) -> None:
-    """Streaming and not, in one batch."""
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
-
-        async def whole(prompt: str) -> str:
-            answer = await client.completions.create(
-                model="demo-chat", prompt=prompt, temperature=0
-            )
-            return answer.choices[0].text
-
-        async def streamed(prompt: str) -> str:
-            stream = await client.completions.create(
-                model="demo-chat", prompt=prompt, temperature=0, stream=True
-            )
-            return "".join([chunk.choices[0].text async for chunk in stream])
-
-        asked = [ask(prompt) for prompt in PROMPTS * 3 for ask in (whole, streamed)]
-        answers = await asyncio.gather(*asked)
-    assert len(set(answers)) == len(PROMPTS)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"suffix": "end"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": [10**9]}, "prompt"),
-        ({"prompt": "word " * 20_000}, "prompt"),
-    ],
-)
-def test_what_is_not_served_is_a_bad_request(
-    client: OpenAI, fields: dict[str, Any], param: str
-) -> None:
-    """That names its field."""
-    asked: dict[str, Any] = {"model": "demo-chat", "prompt": "hi", **fields}
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(**asked)
-    assert caught.value.param == param

@@ -1,7 +1,6 @@
 """OpenAI's decisions, by their SDK, against demo-chat: types, limits, and what logprobs say."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,7 @@ QUESTIONS: list[Any] = [
 ]
 
 
-@pytest.fixture
-def client(url: str) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
-
-
 def test_each_type_of_question_has_its_answer(client: Any) -> None:
-    """Validated strictly by the SDK's own types."""
     decision = client.decisions.create(
         model="gpt-6-luna",
         input=[

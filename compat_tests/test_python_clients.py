@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from mlx_lm import load
 
-from compat_tests.conftest import ROOT, started
+from compat_tests.conftest import started
+from tests.processes import ROOT
 
 HERE = Path(__file__).parent / "clients"
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -43,7 +45,6 @@ def printed(url: str, language: str, code: str) -> str:
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)
 def test_an_example_works_as_pasted(shipped_url: str, language: str, code: str) -> None:
-    """A real model answers."""
     text = printed(shipped_url, language, code)
     assert "error" not in text
     assert any(word in text for word in ("2 vectors of 384", '"embedding"', "[DONE]"))

@@ -8,6 +8,8 @@ import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # The shape of what Graphiti has entities extracted by: endless strings in an endless list.
 ENTITIES: dict[str, Any] = {
     "type": "object",
@@ -36,7 +38,6 @@ def client(shipped_url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("name", ["gpt-4o-mini", "gpt-4.1-mini", "gpt-6-luna"])
 def test_built_in_names_are_answered_by_a_real_model(client: openai.OpenAI, name: str) -> None:
-    """Whole and to the point."""
     question = "What is the capital of France?"
     answer = client.chat.completions.create(
         model=name, messages=[{"role": "user", "content": question}]

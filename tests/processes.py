@@ -20,7 +20,7 @@ DEMO = ROOT / "demo" / "models.yaml"
 """Models that are quick, and on every machine."""
 UNDRAWN = range(20_000, 32_000)
 """Ports that no kernel gives by itself: Linux draws from 32768 on, macOS from 49152."""
-
+PRELOADED = re.compile('"event":"(?:not_)?ready"')
 
 needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="makes a certificate")
 
@@ -77,17 +77,15 @@ class Served:
 
 @contextmanager
 def started(arguments: list[str], folder: Path, **given: str) -> Iterator[Served]:
-    """Start a server in a folder and wait until it is ready; it is killed at the end."""
+    """Start a server in a folder and wait until it has preloaded; it is killed at the end."""
     log = folder / "log"
     given = {"GATEWAY_PORT": "0", "GATEWAY_LOG_FORMAT": "json", **given}
     with log.open("wb") as output:
         process = subprocess.Popen(arguments, cwd=folder, env=environment(**given), stderr=output)
     try:
-        for _ in range(600):
-            if '"event":"ready"' in log.read_text():
-                break
+        while not PRELOADED.search(log.read_text()):
             assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
+            time.sleep(0.05)
         found = re.search(r'"(?:url|bind)":"([^"]+)"', log.read_text())
         assert found, log.read_text()
         yield Served(process, found[1], log)

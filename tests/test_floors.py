@@ -304,5 +304,4 @@ def test_a_room_keeps_to_its_budget(name: str) -> None:
 
 
 def test_every_room_has_a_budget() -> None:
-    """A new room needs one."""
     assert {room(file) for file in FILES} - {"__init__"} == BUDGET.keys()

@@ -201,7 +201,6 @@ def test_what_a_console_warns_of_is_told_whole(console: io.StringIO) -> None:
     ],
 )
 def test_a_console_tells_bytes_as_people_do(console: io.StringIO, count: float, said: str) -> None:
-    """Under whichever name they come."""
     logs.get("app").info("memory", bytes=int(count), kv_bytes=int(count))
     assert console.getvalue().rstrip().endswith(f" {said} kv_bytes={said}")
 

@@ -35,7 +35,6 @@ def test_a_generated_table_is_that_of_the_code(name: str) -> None:
 
 
 def test_the_readme_is_read_in_one_sitting() -> None:
-    """What is looked up is in docs/."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
 
 

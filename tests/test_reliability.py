@@ -19,7 +19,6 @@ CITED = re.compile(r"`((?:\w+/)*test_\w+\.py(?:::\w+)?)`")
 
 @pytest.mark.parametrize("cited", sorted(set(CITED.findall(TEXT + FOREIGN))))
 def test_every_test_that_is_cited_exists(cited: str) -> None:
-    """A promise is worth what provokes it."""
     file, _, name = cited.partition("::")
     path = ROOT / file if file.startswith("compat_tests/") else ROOT / "tests" / file
     assert f"def {name}(" in path.read_text(encoding="utf-8") or not name

@@ -70,7 +70,6 @@ def test_an_empty_variable_is_an_unset_one(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_lists_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spaces and empty parts don't count."""
     monkeypatch.setenv("GATEWAY_BIND", "127.0.0.1:1, unix:/tmp/x.sock,")
     monkeypatch.setenv("GATEWAY_API_KEYS", "one,two")
     settings = load_settings()
@@ -138,7 +137,6 @@ def test_listening_beyond_loopback_needs_keys(bind: str, monkeypatch: pytest.Mon
     "bind", ["127.0.0.1:80", "127.8.8.8", "localhost:1", "[::1]:80", "::1", "unix:/run/x.sock"]
 )
 def test_loopback_and_sockets_are_local(bind: str) -> None:
-    """These reach no further than this machine."""
     assert is_local(bind)
 
 
@@ -232,7 +230,6 @@ def test_a_line_of_dotenv_that_sets_nothing_is_told_by_its_number(tmp_path: Path
 
 
 def test_a_setting_that_is_gone_is_told_as_an_unknown_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody should go on relying on it."""
     monkeypatch.setenv("GATEWAY_STRUCTURED_BACKEND", "llguidance")
     (note,) = strays()
     assert note.startswith("GATEWAY_STRUCTURED_BACKEND is set, and nothing reads it")

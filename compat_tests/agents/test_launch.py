@@ -12,9 +12,8 @@ import orjson
 import pytest
 
 from compat_tests.agents.model import MODEL, serving
-from compat_tests.conftest import ROOT
 from compat_tests.node import NEEDS_NODE
-from tests.processes import environment
+from tests.processes import ROOT, environment
 
 pytestmark = [pytest.mark.anyio, pytest.mark.compat]
 LLM = ROOT / ".venv-clients" / "bin" / "llm"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from compat_tests.conftest import ROOT
 from compat_tests.node import NEEDS_NODE, install
+from tests.processes import ROOT
 
 HERE = Path(__file__).parent
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
@@ -39,7 +39,6 @@ def test_the_python_sdk_works_unchanged(url: str) -> None:
 
 @NEEDS_NODE
 def test_the_javascript_sdk_works_unchanged(url: str) -> None:
-    """The same, of the version locked here."""
     install(HERE)
     command = ("node", "--test", "--test-reporter=tap", "sdk.test.mjs")
     printed = run(*command, ANTHROPIC_BASE_URL=url)

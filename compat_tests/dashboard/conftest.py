@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from compat_tests.conftest import ROOT, started
+from compat_tests.conftest import started
+from tests.processes import ROOT
 
 ADMIN = "sesame"
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"

@@ -15,8 +15,9 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from compat_tests.conftest import ROOT, SHIPPED, started
+from compat_tests.conftest import SHIPPED, started
 from compat_tests.dashboard.conftest import ADMIN, CHROMIUM
+from tests.processes import ROOT
 
 LOAD_S = 60
 WIDTH, HEIGHT = 1440, 1400

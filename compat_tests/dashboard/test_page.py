@@ -3,53 +3,17 @@
 import json
 import re
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from compat_tests.dashboard.conftest import ADMIN, HOSTILE, looking, serve
+from compat_tests.dashboard.harness import QUESTION, ask, chat, metrics, soon
 
-QUESTION = "What is the capital of France?"
 TEXTS = ["A dog in the park.", "A puppy on the grass."]
-
-
-def ask(url: str, path: str, body: dict[str, Any], key: str = "unused") -> Any:
-    headers = {"authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
-
-
-def chat(**more: Any) -> dict[str, Any]:
-    return {"model": "demo-chat", "messages": [{"role": "user", "content": QUESTION}], **more}
-
-
-def metrics(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    return {
-        series: float(value)
-        for series, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
-    }
-
-
-def soon(check: Callable[[], None]) -> None:
-    """Check until it holds: the page is a second behind."""
-    until = time.monotonic() + 20
-    while True:
-        try:
-            check()
-        except AssertionError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.2)
-        else:
-            return
 
 
 def quantile(buckets: dict[float, float], q: float) -> float:
@@ -154,7 +118,6 @@ def test_a_model_is_loaded_unloaded_and_pinned(page: Any, url: str) -> None:
 
 
 def test_a_name_and_an_error_that_are_markup_are_texts(browser: Any, url: str) -> None:
-    """They make no element, and run nothing."""
     with looking(browser, url, ADMIN) as page:
         row = page.locator("#models tr", has_text=HOSTILE)
         with pytest.raises(urllib.error.HTTPError):

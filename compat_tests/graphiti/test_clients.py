@@ -69,14 +69,12 @@ async def test_a_reply_fits_the_model_it_was_asked_for(
 
 
 async def test_without_a_schema_a_reply_is_an_object(clients: Clients) -> None:
-    """What it says is the model's affair."""
     for kind in ("json_object", "responses"):
         await clients.llm(kind).generate_response(messages())
     assert all(isinstance(reply, dict) for _, reply in clients.replies)
 
 
 async def test_attributes_fit_a_type_of_the_user(clients: Clients) -> None:
-    """Enumerations, bounds and patterns included."""
     reply = await clients.llm("json_schema").generate_response(
         messages(), Person, attribute_extraction=True
     )
@@ -107,5 +105,4 @@ async def test_eighty_rerankings_at_once_all_score(clients: Clients) -> None:
 
 
 async def test_ranking_nothing_asks_nothing(clients: Clients) -> None:
-    """No passage, no call."""
     assert await clients.reranker().rank("anything", []) == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from compat_tests.conftest import ROOT
+from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "graphiti.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import yaml
 
-from compat_tests.conftest import ROOT
+from tests.processes import ROOT
 
 PYTHON = ROOT / ".venv-ray" / "bin" / "python"
 MARK = "RAY_TEST_CLUSTER"  # in the environment of each of a cluster's processes

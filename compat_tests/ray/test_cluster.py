@@ -16,8 +16,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from compat_tests.conftest import DEMO
 from compat_tests.ray.cluster import PYTHON, SCRIPTED, Cluster, running, write_models
+from tests.processes import DEMO
 
 pytestmark = [
     pytest.mark.anyio,
@@ -51,7 +51,6 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_the_sdk_gets_the_answers_of_one_gateway(demo: Cluster, url: str) -> None:
-    """Whole and streamed, and vectors."""
     with (
         OpenAI(base_url=f"{demo.url}/v1", api_key="unused") as client,
         OpenAI(base_url=f"{url}/v1", api_key="unused") as alone,

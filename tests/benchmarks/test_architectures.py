@@ -20,6 +20,7 @@ def test_most_of_mlx_lms_models_have_a_small_config() -> None:
         assert (config.get("text_config") or config)["vocab_size"] < 1000
 
 
+@pytest.mark.slow
 def test_a_process_goes_on_with_the_next() -> None:
     """Whatever becomes of one: what nobody knows is an error, and no end."""
     found = dict(architectures.each_tried(["nobody_knows", "llama"], 1))
@@ -56,7 +57,6 @@ def test_the_list_in_the_package_is_that_of_the_document() -> None:
 def test_the_document_keeps_what_stands_around_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written twice, it is there once."""
     document = tmp_path / "architectures.md"
     document.write_text(f"before\n\n{architectures.START}\nold\n{architectures.END}\n\nafter\n")
     monkeypatch.setattr(architectures, "DOCUMENT", document)

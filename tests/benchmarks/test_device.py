@@ -256,6 +256,7 @@ def test_results_are_kept_and_those_of_other_versions_dropped(tmp_path: Path) ->
     assert State.load(file, {"mlx": "1"}).results == {}
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:
     """It alone is tried again by the next run, once."""
     deeds = {"dies": "os.abort()", "hangs": "import time; time.sleep(60)", "works": ""}
@@ -358,7 +359,6 @@ def test_the_table_of_devices_is_made_from_their_pages(tmp_path: Path) -> None:
 
 
 def test_a_pasted_report_of_doctor_has_its_row(tmp_path: Path) -> None:
-    """It has no other party's figures."""
     source = PackageSource("llm_small", "m.gguf")
     spec = ChatSpec(id="small", kind="chat", source=source)
     speed = Finding("speed", "ok", "", {"tokens_per_s": {"1": 12.3, "8": 40.0}})

@@ -45,6 +45,7 @@ def test_both_sides_decode_rows_of_unequal_lengths(model: Path) -> None:
     pair.close()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_both_servers_stream_as_many_tokens_to_the_raw_client(model: Path) -> None:
     """To several streams at once, of prompts of unequal lengths."""

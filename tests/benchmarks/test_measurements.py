@@ -44,7 +44,6 @@ def test_nothing_is_measured_against_nothing() -> None:
 
 
 def test_both_kinds_beside_each_other_may_meet_their_targets() -> None:
-    """With the milliseconds of the middle round."""
     waits, shares = beside.judged([BESIDE, BESIDE, BESIDE])
     assert waits.is_met
     assert waits.note == "30 / (30 + 80) ms"
@@ -62,7 +61,6 @@ def test_an_error_of_either_load_meets_no_target(load: str) -> None:
 
 @pytest.mark.parametrize("lost", [LOST, SILENT])
 def test_what_had_nothing_beside_it_is_not_measured(lost: Figures) -> None:
-    """Nor what was never measured alone."""
     for load in ("busy", "idle", "alone"):
         waits, _ = beside.judged([BESIDE, replace(BESIDE, **{load: lost})])
         assert (waits.value, waits.is_met) == (None, False)
@@ -72,7 +70,6 @@ def test_what_had_nothing_beside_it_is_not_measured(lost: Figures) -> None:
 
 
 def test_embeddings_that_never_end_beside_chat_waited_for_ever() -> None:
-    """That is measured, and too long."""
     waits, _ = beside.judged([replace(BESIDE, waiting=SILENT)])
     assert waits.value == float("inf")
     assert not waits.is_met
@@ -89,7 +86,6 @@ def test_a_server_that_answers_nothing_is_not_outdone() -> None:
 
 
 def test_what_a_server_loses_is_told() -> None:
-    """The rest is compared."""
     rounds = [chatting.Round([SAID] * 8, 96.0, [*[SAID] * 4, *[REFUSED] * 4])] * 2
     _, server = chatting.judged(8, rounds)
     assert (server.value, server.is_met) == (2.0, True)
@@ -121,7 +117,6 @@ def test_slow_calls_in_turn_are_no_gain(call: float, at_once: float, share: floa
 async def test_a_measurement_that_fails_is_one_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others keep their verdicts."""
 
     async def good(rig: Rig) -> list[Verdict]:
         return [Target("good", 0.9).judge([rig.rounds])]
@@ -202,7 +197,6 @@ async def test_recording_counts_what_a_request_counts(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_recording_is_told_in_microseconds(tmp_path: Path) -> None:
-    """Of a request over HTTP."""
     [verdict] = await recording.recording(Scripted(tmp_path, 1, 0.1))
     assert verdict.value is not None
     assert 0 < verdict.value < 1
@@ -220,7 +214,6 @@ async def test_one_client_is_told_beside_an_echo(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_burst_is_measured_beside_its_engine(tmp_path: Path) -> None:
-    """Every answer right."""
     [verdict] = await embedding.together(Scripted(tmp_path, 1, 0.1))
     assert verdict.value is not None
     assert verdict.note == ""
@@ -228,7 +221,6 @@ async def test_a_burst_is_measured_beside_its_engine(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_rankings_are_measured_at_both_sizes_by_stage_and_at_once(tmp_path: Path) -> None:
-    """Every document of every answer ranked."""
     found = await reranking.reranking(Scripted(tmp_path, 1, 0.1))
     assert [verdict.work[:7] for verdict in found] == ["rerank,"] * 3 + ["10 conc"]
     assert re.fullmatch(r"\d+\.\d of \d+ ms", found[2].note)

@@ -1,7 +1,6 @@
 """The targets' verdicts, by numbers; and the servers, models and references they are made with."""
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -69,19 +68,16 @@ def wording(model: str, max_tokens: int = 20) -> Wording:
     ],
 )
 def test_the_median_decides(target: Target, samples: list[float], is_met: bool) -> None:
-    """Not the best round, nor the worst."""
     assert target.judge(samples).is_met is is_met
 
 
 def test_a_wrong_answer_meets_no_target() -> None:
-    """However fast it was."""
     verdict = Target("w", 0.9).judge([1.0], errors=2, note="at 32")
     assert not verdict.is_met
     assert verdict.note == "2 errors; at 32"
 
 
 def test_the_table_says_how_far_the_rounds_were_apart() -> None:
-    """In markdown, as docs/performance.md has it."""
     verdicts = [
         Target("chat", 0.95).judge([0.971, 0.9333, 1.2], note="a note"),
         Target("errors", at_most=0).judge([3]),
@@ -97,7 +93,6 @@ def test_the_table_says_how_far_the_rounds_were_apart() -> None:
 
 
 def test_wrk_is_read_with_its_errors() -> None:
-    """Refusals and broken sockets are both counted."""
     said = """
   Latency    11.08ms    8.96ms 108.62ms   90.18%
   3189 requests in 1.00s, 1.02MB read
@@ -109,6 +104,7 @@ Requests/sec:   3185.86
     assert read_wrk("Requests/sec:  12.5\n") == (12.5, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_random_models_answer_as_long_as_they_are_asked(folder: Path) -> None:
     """Through the gateway, a process of its own that is gone at the end."""
@@ -124,6 +120,7 @@ async def test_random_models_answer_as_long_as_they_are_asked(folder: Path) -> N
         assert (await peer.ask(embeddings("near-free", ["x"]))).error == "cannot connect"
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_mlx_lms_server_serves_the_same_model(folder: Path) -> None:
     """As many tokens, so that tokens a second can be compared."""
@@ -140,6 +137,7 @@ async def test_the_echo_answers_as_much_as_the_gateway() -> None:
     assert (answer.error, answer.units) == (None, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_gguf_file_is_unpacked_into_a_folder_that_mlx_lms_server_serves(
     tmp_path: Path,
@@ -187,9 +185,9 @@ def test_smollm2_is_judged_beside_both_and_by_neither_where_there_is_no_llama_cp
     assert "no node-llama-cpp" in alone.note
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    """In its own words."""
     (tmp_path / "models.yaml").write_text("version: 1\nmodels: {a: {kind: chta}}\n")
     with pytest.raises(servers.DidNotStart, match="chta"):
         async with servers.gateway(tmp_path / "models.yaml"):
@@ -234,16 +232,3 @@ async def test_mlx_lms_generator_answers_lines_on_the_blas_that_mlx_comes_with(
     async with servers.worker(*command, folder=servers.CHECKOUT) as generator:
         assert (await generator.ask({"prompts": ["hello", "bye"], "tokens": 3}))["rate"] > 0
         assert await generator.ask({"prompts": "of none"}) == {"gateway": False}
-
-
-def test_a_random_model_is_a_whole_folder(folder: Path) -> None:
-    """With 16k tokens, and a template of its own."""
-    config = json.loads((folder / "chat" / "config.json").read_text())
-    assert config["vocab_size"] == 16_384
-    assert set(os.listdir(folder / "chat")) == {
-        "chat_template.jinja",
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }

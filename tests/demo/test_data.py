@@ -86,7 +86,6 @@ def test_no_user_text_of_the_test_is_in_training() -> None:
 
 
 def test_the_same_seed_makes_the_same_conversations() -> None:
-    """Data is reproducible from its seed."""
     assert list(islice(conversations(0), 50)) == TRAINING[:50]
     assert list(islice(conversations(1), 50)) != TRAINING[:50]
 

@@ -71,7 +71,6 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
 
 
 def test_pins_are_installed_with_their_hashes() -> None:
-    """Nothing newer slips in."""
     installs = [run for run in said("RUN") if "pip install" in run]
     assert "--require-hashes" in installs[0]
     assert all("--no-deps" in run for run in installs)

@@ -15,7 +15,6 @@ OF_THE_HUB = {"HF_TOKEN"}
 
 
 def test_every_key_is_a_setting_or_a_variable_of_models_yaml() -> None:
-    """And is there once."""
     keys = [key for _, key, _ in LINES]
     assert set(keys) <= OWN | OF_MODELS | OF_THE_HUB
     assert len(keys) == len(set(keys)) > 20

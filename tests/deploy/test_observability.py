@@ -123,26 +123,6 @@ def test_every_target_asks_the_prometheus_and_the_gateways_that_are_chosen() -> 
             assert all("instance" in each.labels for each in wanted(expression)), name
 
 
-@pytest.mark.parametrize(
-    "of_vllm",
-    [
-        "Request latency",
-        "Token throughput",
-        "Time per output token",
-        "Running and waiting",
-        "Time to first token",
-        "Cache hits",
-        "Prompt length",
-        "Answer length",
-        "Finish reasons",
-        "Stages, p95",
-    ],
-)
-def test_the_board_has_what_vllms_has(of_vllm: str) -> None:
-    """examples/observability/prometheus_grafana/grafana.json of vLLM, panel by panel."""
-    assert of_vllm in {panel["title"] for panel in PANELS}
-
-
 def test_the_readme_lists_every_alert() -> None:
     """And each says how grave it is, what happened, and what to do."""
     text = (FOLDER / "README.md").read_text("utf-8")

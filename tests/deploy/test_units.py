@@ -44,7 +44,6 @@ def unit(tmp_path: Path) -> Path:
 
 @analyze
 def test_systemd_understands_every_line(unit: Path) -> None:
-    """Not even a warning."""
     done = subprocess.run(
         ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False
     )
@@ -106,7 +105,12 @@ def launched(gateway: str, folder: Path) -> subprocess.Popen[bytes]:
     program = folder / "mlx-gateway"
     program.write_text(f"#!/bin/sh\n{gateway}\n")
     program.chmod(0o755)
-    return subprocess.Popen([*command[:-1], str(program)], stdout=subprocess.PIPE)
+    # A shell traps no signal that it was started to ignore, as nohup has it ignore hangups.
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        return subprocess.Popen([*command[:-1], str(program)], stdout=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
 
 
 @pytest.mark.parametrize(("status", "told"), [(0, 0), (1, 1), (2, 0), (70, 70)])
@@ -142,7 +146,6 @@ while :; do sleep 0.01; done
     ids=lambda file: file.name,
 )
 def test_each_file_begins_with_how_to_use_it(file: Path) -> None:
-    """The files that it names are there."""
     head = file.read_text().partition("\n\n")[0]
     assert head.count("\n") >= 2
     for word in head.replace('"', " ").split():

@@ -26,6 +26,7 @@ from gateway.wire import (
 from gateway.wire.bounds import Bounds
 from gateway.wire.validation import CharBounds, read_request
 from tests.fuzz.asking import POSTS
+from tests.fuzz.harness import FIELDS
 
 # What counts may be set to: a bound that the settings can lift must not hide a slow walk.
 BOUNDS = Bounds(max_messages=1_000_000)
@@ -255,16 +256,6 @@ OWN: dict[str, dict[str, Grow]] = {
     "reasoning": {"an effort": lambda n: {"effort": "x" * n}},
     "stream_options": {"what nobody knows": lambda n: {f"k{i}": i for i in range(n // 14)}},
     "include": {"what there is": repeated("message.output_text.logprobs")},
-}
-FIELDS: dict[str, list[str]] = {
-    endpoint.bare_path: [
-        *endpoint.request.served_fields(),
-        *sorted(endpoint.request.harmless),
-        *endpoint.request.refused,
-        "nobody-knows",
-    ]
-    for endpoint in ENDPOINTS
-    if endpoint.is_metered and endpoint.request is not None
 }
 SHAPES = {endpoint.bare_path: endpoint.request for endpoint in ENDPOINTS if endpoint.request}
 

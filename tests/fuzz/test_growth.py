@@ -6,7 +6,8 @@ import pytest
 
 from gateway.errors import ModelNotFound
 from tests.fuzz.asking import POSTS, scripted
-from tests.fuzz.growing import ANY, FIELDS, OWN, body, least, slow, uncollected, understood
+from tests.fuzz.growing import ANY, OWN, body, least, slow, uncollected, understood
+from tests.fuzz.harness import FIELDS
 
 pytestmark = pytest.mark.slow
 

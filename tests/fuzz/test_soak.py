@@ -7,8 +7,8 @@ from schemathesis import GenerationMode
 
 from gateway.app.engines import mlx_engines
 from gateway.registry import Catalog, load_catalog
-from tests.fuzz import test_bodies, test_documented
 from tests.fuzz.asking import POSTS, Ask, asking
+from tests.fuzz.harness import send_bodies, send_documented, send_odd_values
 from tests.processes import DEMO
 from tests.serving_app import settings
 
@@ -37,16 +37,15 @@ def test_whatever_the_document_says_is_answered(
     ask: Ask, models: Catalog, path: str, mode: GenerationMode
 ) -> None:
     """Two thousand of each kind, to each endpoint."""
-    test_documented.fuzzed(ask, models, path, mode, test_documented.LONG)
+    send_documented(ask, models, path, mode, 2000, is_repeated=False)
 
 
 @pytest.mark.parametrize("path", POSTS)
 def test_whatever_is_sent_is_answered(ask: Ask, path: str) -> None:
-    """A thousand to each endpoint."""
-    test_bodies.fuzzed(ask, path, test_bodies.LONG)
+    send_bodies(ask, path, 1000, is_repeated=False)
 
 
 @pytest.mark.parametrize("path", POSTS)
 def test_every_odd_value_of_every_field_is_answered(ask: Ask, path: str) -> None:
     """One after the other, in the same gateway."""
-    test_bodies.exhausted(ask, path)
+    send_odd_values(ask, path)

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -10,14 +9,6 @@ import pytest
 from gateway.registry import Catalog
 from tests.provoked.engines import HeldEngines
 from tests.serving_app import catalog, served
-
-
-def chat(text: str, **more: Any) -> dict[str, Any]:
-    return {"model": "writer", "messages": [{"role": "user", "content": text}], **more}
-
-
-def embed(*texts: str) -> dict[str, Any]:
-    return {"model": "embedder", "input": texts}
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import errno
 import resource
-from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx2
 import orjson
@@ -15,44 +13,28 @@ import structlog
 from gateway.jobs import Stage
 from gateway.server import connections
 from gateway.server.http1 import MOST_AHEAD
-from tests.provoked.conftest import chat
 from tests.provoked.engines import HeldEngines
-from tests.provoked.test_leaving import counted, reached, until
+from tests.provoked.harness import (
+    HEALTH,
+    answer,
+    ask,
+    chat,
+    connected,
+    counted,
+    reached,
+    until,
+    written,
+)
 
 pytestmark = pytest.mark.anyio
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
 
 
 def left() -> float:
     """Count the clients who left, wherever their requests stood."""
     return sum(counted("writer", stage) for stage in Stage)
-
-
-def post(text: str, **more: Any) -> bytes:
-    body = orjson.dumps(chat(text, **more))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
-    return head.encode() + b"\r\n\r\n" + body
-
-
-@contextlib.asynccontextmanager
-async def connected(
-    client: httpx2.AsyncClient,
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Open a connection to the gateway of a client."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-
-
-async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Read one answer whole."""
-    async with asyncio.timeout(10):
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
-        return int(head.split()[1]), await reader.readexactly(int(length or b"0"))
 
 
 async def everything(client: httpx2.AsyncClient, sent: bytes) -> list[bytes]:
@@ -71,10 +53,10 @@ async def test_a_client_that_sent_more_than_its_body_is_seen_to_leave(
 ) -> None:
     """Old clients send a line's end after a body; others the next request."""
     before = left()
-    assert (await client.post("/v1/chat/completions", json=chat("loads it"))).status_code == 200
+    await ask(client, chat("loads it"))
     engines.chat.gates[Stage.DECODE].close()
     async with connected(client) as (_, writer):
-        writer.write(post("a" * 90, stream=stream) + after)
+        writer.write(written(chat("a" * 90, stream=stream)) + after)
         await reached(engines.chat.gates[Stage.DECODE])
     await until(lambda: left() == before + 1)
     engines.open()
@@ -87,7 +69,9 @@ async def test_requests_that_are_sent_at_once_are_answered_in_order(
 ) -> None:
     """Each when the one before it is; the blank lines between them are nothing."""
     async with connected(client) as (reader, writer):
-        writer.write(between.join([post("first"), HEALTH, post("third")]) + between)
+        writer.write(
+            between.join([written(chat("first")), HEALTH, written(chat("third"))]) + between
+        )
         first, second, third = [await answer(reader) for _ in range(3)]
         writer.write(HEALTH)
         fourth = await answer(reader)
@@ -99,13 +83,12 @@ async def test_requests_that_are_sent_at_once_are_answered_in_order(
 async def test_what_is_sent_ahead_in_pieces_is_put_together(
     client: httpx2.AsyncClient, engines: HeldEngines
 ) -> None:
-    """While the first is being answered."""
-    assert (await client.post("/v1/chat/completions", json=chat("loads it"))).status_code == 200
+    await ask(client, chat("loads it"))
     engines.chat.gates[Stage.DECODE].close()
     async with connected(client) as (reader, writer):
-        writer.write(post("first") + b"\r")
+        writer.write(written(chat("first")) + b"\r")
         await reached(engines.chat.gates[Stage.DECODE])
-        for piece in (b"\n", post("second")[:50], post("second")[50:]):
+        for piece in (b"\n", written(chat("second"))[:50], written(chat("second"))[50:]):
             writer.write(piece)
             await asyncio.sleep(0.02)
         engines.open()
@@ -118,16 +101,33 @@ async def test_a_client_that_sends_far_more_than_it_waits_for_has_left(
 ) -> None:
     """What it sends would be kept, and nobody would know when it goes."""
     before = left()
-    assert (await client.post("/v1/chat/completions", json=chat("loads it"))).status_code == 200
+    await ask(client, chat("loads it"))
     engines.chat.gates[Stage.DECODE].close()
     async with connected(client) as (reader, writer):
-        writer.write(post("a" * 90))
+        writer.write(written(chat("a" * 90)))
         await reached(engines.chat.gates[Stage.DECODE])
         writer.write(b"x" * 2 * MOST_AHEAD)
         await until(lambda: left() == before + 1)
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
     engines.open()
+
+
+async def answered_once(client: httpx2.AsyncClient, sent: bytes, pieces: int) -> tuple[int, bytes]:
+    """Send bytes in so many packets and return their one answer, after which the connection ends:
+    what follows may be another's request.
+    """
+    async with connected(client) as (reader, writer):
+        first = asyncio.create_task(answer(reader))
+        for start in range(0, len(sent), size := -(-len(sent) // pieces)):
+            if not first.done():
+                writer.write(sent[start : start + size])
+                await asyncio.sleep(0.002)
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionError):
+                await first
+                assert await reader.read() == b""
+        return await first
 
 
 @pytest.mark.parametrize(
@@ -151,16 +151,7 @@ async def test_a_request_that_two_readers_may_part_differently_is_refused(
 ) -> None:
     """And nothing after it is read: it may be another's request."""
     sent = b"POST /v1/nothing " + head + b"0\r\n\r\n" + HEALTH
-    async with connected(client) as (reader, writer):
-        answered = asyncio.create_task(answer(reader))
-        for start in range(0, len(sent), size := -(-len(sent) // pieces)):
-            if not answered.done():
-                writer.write(sent[start : start + size])
-                await asyncio.sleep(0.002)
-        async with asyncio.timeout(10):
-            status, body = await answered
-            with contextlib.suppress(ConnectionError):
-                assert await reader.read() == b""
+    status, body = await answered_once(client, sent, pieces)
     assert status in (400, 501)
     assert set(orjson.loads(body)["error"]) == {"message", "type", "param", "code"}
 
@@ -174,32 +165,17 @@ async def test_nothing_is_read_after_a_body_that_two_readers_may_end_elsewhere(
 ) -> None:
     """What follows may be another's request; the body itself is answered, or refused."""
     body = orjson.dumps(chat("hi"))
-    head = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
-    )
-    sent = head + b"\r\n%x\r\n%s\r\n" % (len(body), body) + end + HEALTH
-    async with connected(client) as (reader, writer):
-        answered = asyncio.create_task(answer(reader))
-        for start in range(0, len(sent), size := -(-len(sent) // pieces)):
-            if not answered.done():
-                writer.write(sent[start : start + size])
-                await asyncio.sleep(0.002)
-        assert (await answered)[0] in (200, 400)
-        async with asyncio.timeout(10):
-            with contextlib.suppress(ConnectionError):
-                assert await reader.read() == b""
+    sent = CHUNKED + b"\r\n%x\r\n%s\r\n" % (len(body), body) + end + HEALTH
+    status, _ = await answered_once(client, sent, pieces)
+    assert status in (200, 400)
 
 
 @pytest.mark.parametrize("pieces", [1, 1000])
 async def test_a_chunked_body_without_trailers_is_followed_by_the_next_request(
     client: httpx2.AsyncClient, pieces: int
 ) -> None:
-    """Wherever the packets end."""
     body = orjson.dumps(chat("hi"))
-    head = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
-    )
-    sent = head + b"\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) + HEALTH
+    sent = CHUNKED + b"\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) + HEALTH
     async with connected(client) as (reader, writer):
         for start in range(0, len(sent), size := -(-len(sent) // pieces)):
             writer.write(sent[start : start + size])
@@ -240,7 +216,7 @@ async def test_http2_by_prior_knowledge_is_refused_and_the_connection_closed(
 
 @pytest.mark.parametrize(
     "sent",
-    [b"", b"G", b"GET /health HTTP/1.1\r\nHost: local", post("never whole")[:-2]],
+    [b"", b"G", b"GET /health HTTP/1.1\r\nHost: local", written(chat("never whole"))[:-2]],
     ids=["nothing", "a byte", "half a head", "half a body"],
 )
 async def test_clients_that_say_nothing_keep_nobody_out(
@@ -269,11 +245,11 @@ async def test_a_connection_with_a_request_under_way_is_not_closed_for_others(
     client: httpx2.AsyncClient, engines: HeldEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it takes, and however many come."""
-    assert (await client.post("/v1/chat/completions", json=chat("loads it"))).status_code == 200
+    await ask(client, chat("loads it"))
     monkeypatch.setattr(connections.Connection, "crowd", connections.Crowd(lambda: 20))
     engines.chat.gates[Stage.DECODE].close()
     async with connected(client) as (reader, writer), contextlib.AsyncExitStack() as stack:
-        writer.write(post("first"))
+        writer.write(written(chat("first")))
         await reached(engines.chat.gates[Stage.DECODE])
         for _ in range(60):
             await stack.enter_async_context(connected(client))

@@ -9,18 +9,12 @@ import pytest
 
 from gateway.jobs import Stage
 from tests.fakes import Gate
-from tests.provoked.conftest import chat, embed
 from tests.provoked.engines import HeldEngines
-from tests.provoked.test_leaving import SCHEMA, ask, reached, until
+from tests.provoked.harness import SCHEMA, ask, chat, embed, reached, said, until
 
 pytestmark = pytest.mark.anyio
 
 SOON = {"x-gateway-timeout-s": "0.3"}
-
-
-async def hurried(client: httpx2.AsyncClient, body: dict[str, Any]) -> httpx2.Response:
-    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
-    return await client.post(path, json=body, headers=SOON)
 
 
 def is_told(answer: httpx2.Response) -> None:
@@ -49,13 +43,12 @@ async def test_a_chat_that_takes_too_long(
         await reached(gate)
     gate.close()
     more = {"response_format": SCHEMA} if stage is Stage.COMPILE else {}
-    is_told(await hurried(client, chat("a" * 90, stream=stream, **more)))
+    is_told(await ask(client, chat("a" * 90, stream=stream, **more), SOON))
     gate.open()
     await until(lambda: writer.rows == 0)
     if ahead is not None:
         assert (await ahead).status_code == 200
-    answer = await ask(client, chat("next"))
-    assert answer.json()["choices"][0]["message"]["content"] == "next"
+    assert said(await ask(client, chat("next"))) == "next"
 
 
 @pytest.mark.parametrize("stage", [Stage.LOAD, Stage.TOKENISE, Stage.INFERENCE])
@@ -67,7 +60,7 @@ async def test_an_embedding_that_takes_too_long(
         await ask(client, embed("loads it"))
     gate: Gate = engines.load_gate if stage is Stage.LOAD else engines.embedder.gates[stage]
     gate.close()
-    is_told(await hurried(client, embed("a", "b")))
+    is_told(await ask(client, embed("a", "b"), SOON))
     gate.open()
     assert (await ask(client, embed("next"))).status_code == 200
 

@@ -15,6 +15,8 @@ from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
 from tests.processes import started
+from tests.provoked import harness
+from tests.provoked.harness import ask, not_well, said
 from tests.serving_app import catalog, served
 from tests.simulated_device import IGNORED, NO_MEMORY, TIMEOUT, SimulatedDevice
 
@@ -57,18 +59,11 @@ def token(folder: Path, text: str) -> int:
 
 
 async def chat(client: httpx2.AsyncClient, text: str) -> httpx2.Response:
-    messages = [{"role": "user", "content": text}]
-    body = {"model": "writer", "messages": messages, **GREEDY}
-    return await client.post("/v1/chat/completions", json=body)
+    return await ask(client, harness.chat(text, **GREEDY))
 
 
 async def embed(client: httpx2.AsyncClient, *texts: str) -> httpx2.Response:
-    return await client.post("/v1/embeddings", json={"model": "embedder", "input": texts})
-
-
-def said(answer: httpx2.Response) -> Any:
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["message"]["content"]
+    return await ask(client, harness.embed(*texts))
 
 
 async def metric(client: httpx2.AsyncClient, name: str) -> float:
@@ -153,21 +148,19 @@ async def test_a_row_that_memory_is_too_short_for_is_told_to_come_back(
     assert (await client.get("/ready")).status_code == 200
 
 
-@pytest.mark.parametrize("ask", [chat, embed])
+@pytest.mark.parametrize("send", [chat, embed])
 async def test_after_a_fatal_fault_all_are_told_and_it_is_not_well(
-    client: httpx2.AsyncClient, device: SimulatedDevice, ask: Any
+    client: httpx2.AsyncClient, device: SimulatedDevice, send: Any
 ) -> None:
     """Here nothing ends the process; what waits, comes or is inside hears the same."""
-    asked = [asyncio.create_task(ask(client, text)) for text in TEXTS]
+    asked = [asyncio.create_task(send(client, text)) for text in TEXTS]
     device.is_dead = True
     for answer in await asyncio.gather(*asked):
         assert answer.status_code == 200 or answer.json()["error"]["code"] == "device_lost"
     for text in TEXTS:
         is_refused(await chat(client, text), "device_lost")
     is_refused(await embed(client, "Hello"), "device_lost")
-    async with asyncio.timeout(10):
-        while (await client.get("/health")).json() != {"status": "dead"}:
-            await asyncio.sleep(0.05)
+    assert await not_well(client) == {"status": "dead"}
     device.is_dead = False
 
 
@@ -182,6 +175,7 @@ async def test_unknown_faults_are_fatal_once_the_models_own_prompt_fails_twice(
     is_refused(answers[-1], "device_lost")
 
 
+@pytest.mark.slow
 async def test_six_requests_after_a_fatal_fault_are_told_and_then_the_process_ends(
     tmp_path: Path,
 ) -> None:
@@ -214,7 +208,5 @@ async def test_a_device_that_dies_while_a_model_is_warmed_is_noted(
     async with served(models, engines, exit_on_stall=False, warm_up=True) as client:
         device.is_dead = True
         assert (await chat(client, "Hello")).status_code in (500, 503)
-        async with asyncio.timeout(10):
-            while (await client.get("/health")).json() != {"status": "dead"}:
-                await asyncio.sleep(0.05)
+        assert await not_well(client) == {"status": "dead"}
         device.is_dead = False

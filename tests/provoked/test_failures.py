@@ -13,16 +13,11 @@ from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
 from gateway.jobs import Stage
 from tests.checkpoints import write_chat
-from tests.provoked.conftest import chat, embed
 from tests.provoked.engines import EXIT, NO_ENTRY, POISON, HeldEngines
+from tests.provoked.harness import ask, chat, embed, inside, reached, said
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
-
-
-async def ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> httpx2.Response:
-    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
-    return await client.post(path, json=body)
 
 
 def is_told(answer: httpx2.Response) -> None:
@@ -39,10 +34,10 @@ async def test_an_input_that_breaks_its_pass_fails_alone(
     gate = engines.embedder.gates[Stage.INFERENCE]
     gate.close()
     first = asyncio.create_task(ask(client, embed("x")))
-    await asyncio.to_thread(gate.reached.wait, 5)
+    await reached(gate)
     bodies = [embed("a", "bb"), embed("fine", POISON), embed("ccc")]
     asked = [asyncio.create_task(ask(client, body)) for body in bodies]
-    await asyncio.sleep(0.2)
+    await inside(client, 4)
     gate.open()
     good, bad, other = await asyncio.gather(*asked)
     assert (await first).status_code == 200
@@ -60,13 +55,12 @@ async def test_a_row_that_fails_does_so_alone(models: Any, engines: HeldEngines,
         gate.close()
         texts = ["neighbour", text, "another"]
         asked = [asyncio.create_task(ask(client, chat(each))) for each in texts]
-        await asyncio.to_thread(gate.reached.wait, 5)
-        await asyncio.sleep(0.1)
+        await reached(gate)
+        await inside(client, 3)
         gate.open()
         good, bad, other = await asyncio.gather(*asked)
         is_told(bad)
-        for answer, said in ((good, "neighbour"), (other, "another")):
-            assert answer.json()["choices"][0]["message"]["content"] == said
+        assert [said(good), said(other)] == ["neighbour", "another"]
 
 
 async def test_a_stream_that_fails_after_its_first_token_says_so(
@@ -85,17 +79,16 @@ async def test_a_stream_that_fails_after_its_first_token_says_so(
 async def test_a_whole_batch_that_fails_leaves_those_who_wait(
     client: httpx2.AsyncClient, engines: HeldEngines
 ) -> None:
-    """They had no part in it."""
     gate = engines.chat.gates[Stage.DECODE]
     engines.chat.fail_at_step = 2
     gate.close()
     running = asyncio.create_task(ask(client, chat("running")))
-    await asyncio.to_thread(gate.reached.wait, 5)
+    await reached(gate)
     waiting = asyncio.create_task(ask(client, chat("waiting")))
-    await asyncio.sleep(0.1)
+    await inside(client, 2)
     gate.open()
     is_told(await running)
-    assert (await waiting).json()["choices"][0]["message"]["content"] == "waiting"
+    assert said(await waiting) == "waiting"
 
 
 async def test_a_row_of_no_numbers_on_real_mlx_leaves_its_neighbours_answers_as_they_were(
@@ -113,15 +106,13 @@ async def test_a_row_of_no_numbers_on_real_mlx_leaves_its_neighbours_answers_as_
     texts = ["Hello there!", "What is it?", "One more, please."]
     engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
     async with served(models, engines) as client:
-        alone = [(await ask(client, chat(text, **greedy))).json() for text in texts]
-        said = [answer["choices"][0]["message"]["content"] for answer in alone]
+        alone = [said(await ask(client, chat(text, **greedy))) for text in texts]
         mixed = [chat(text, **greedy) for text in (texts[0], "Z", *texts[1:], "ZZ")]
         answers = await asyncio.gather(*(ask(client, body) for body in mixed))
     is_told(answers[1])
     is_told(answers[4])
     assert "`writer`" in answers[1].json()["error"]["message"]
-    beside = [answers[i].json()["choices"][0]["message"]["content"] for i in (0, 2, 3)]
-    assert beside == said
+    assert [said(answers[i]) for i in (0, 2, 3)] == alone
 
 
 @pytest.mark.parametrize("body", [embed(EXIT), chat(EXIT)], ids=["embedding", "chat"])
@@ -132,9 +123,9 @@ async def test_a_lane_that_dies_is_told_to_everybody_at_once(
     gate = engines.embedder.gates[Stage.INFERENCE]
     gate.close()
     held = [asyncio.create_task(ask(client, embed("x")))]
-    await asyncio.to_thread(gate.reached.wait, 5)
+    await reached(gate)
     held += [asyncio.create_task(ask(client, each)) for each in (chat("ab"), body, chat("c" * 90))]
-    await asyncio.sleep(0.2)
+    await inside(client, 4)
     gate.open()
     async with asyncio.timeout(10):
         answers = await asyncio.gather(*held)

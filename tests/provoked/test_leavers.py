@@ -3,7 +3,6 @@ is changed for the others.
 """
 
 import asyncio
-import json
 import random
 import socket
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import DEMO, command, started
+from tests.provoked.harness import written
 from tests.provoked.load import Clients, mixed
 from tests.provoked.readings import Reading, reading, settled
 
@@ -74,33 +74,26 @@ async def test_of_two_thousand_requests_nothing_is_left(tmp_path: Path) -> None:
 
 
 async def test_a_connection_that_its_client_has_closed_is_gone(tmp_path: Path) -> None:
-    """With its tasks and its descriptor, long before the keep-alive time is over."""
-    with started(SERVE, tmp_path) as served:
+    """With its tasks and its descriptor, long before the keep-alive time is over; and so is one
+    that its client no longer reads, though it keeps its end open.
+    """
+    body = {"model": "all-minilm-l6-v2", "input": ["x"] * 1500}
+    with started(SERVE, tmp_path, GATEWAY_SEND_TIMEOUT_S="0.3") as served:
         clients = Clients(served.url)
         before = await settled(served.url)
         for _ in range(40):
             async with clients.connected() as client:
                 await reading(client)
-        after = await settled(served.url, before.tasks)
-    assert after.tasks <= before.tasks
-    assert after.descriptors <= before.descriptors
-
-
-async def test_a_connection_that_its_client_no_longer_reads_is_gone(tmp_path: Path) -> None:
-    """With its task and its descriptor, though the client keeps its end open."""
-    body = json.dumps({"model": "all-minilm-l6-v2", "input": ["x"] * 1500}).encode()
-    head = "POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\n"
-    head += f"Content-Length: {len(body)}\r\n\r\n"
-    with started(SERVE, tmp_path, GATEWAY_SEND_TIMEOUT_S="0.3") as served:
-        before = await settled(served.url)
+        closed = await settled(served.url, before.tasks)
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             host, _, port = served.url.removeprefix("http://").partition(":")
             reader.connect((host, int(port)))
-            reader.sendall(head.encode() + body)
+            reader.sendall(written(body))
             async with asyncio.timeout(60):
                 while '"status":499' not in served.log.read_text():
                     await asyncio.sleep(0.1)
-            after = await settled(served.url, before.tasks)
-    assert after.tasks <= before.tasks
-    assert after.descriptors <= before.descriptors
+            unread = await settled(served.url, before.tasks)
+    for after in (closed, unread):
+        assert after.tasks <= before.tasks
+        assert after.descriptors <= before.descriptors

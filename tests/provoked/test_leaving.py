@@ -1,10 +1,9 @@
 """A client that leaves frees what it held within a step, wherever it stood, and is counted."""
 
 import asyncio
-import contextlib
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +14,25 @@ import pytest
 from gateway import metrics
 from gateway.jobs import Stage, TokenIds, Vectors
 from gateway.registry import Catalog
-from tests.fakes import Gate
-from tests.provoked.conftest import chat, embed
 from tests.provoked.engines import HeldEmbedder, HeldEngines
+from tests.provoked.harness import (
+    SCHEMA,
+    ask,
+    chat,
+    counted,
+    embed,
+    inside,
+    leave,
+    path_of,
+    reached,
+    said,
+    until,
+    written,
+)
 from tests.provoked.readings import reading
 from tests.serving_app import catalog, served
 
 pytestmark = pytest.mark.anyio
-
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def counted(model: str, stage: str) -> float:
-    return float(metrics.of(metrics.CANCELLED, model, stage)._value.get())
-
-
-async def leave(asking: "asyncio.Task[Any]") -> None:
-    asking.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asking
-
-
-async def ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> httpx2.Response:
-    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
-    async with client.stream("POST", path, json=body) as answer:
-        await answer.aread()
-        return answer
-
-
-async def reached(gate: Gate) -> None:
-    assert await asyncio.to_thread(gate.reached.wait, 5)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -76,8 +58,7 @@ async def test_a_chat_whose_client_leaves(
     more = {"response_format": SCHEMA} if stage is Stage.COMPILE else {}
     leaving = asyncio.create_task(ask(client, chat("a" * 90, stream=stream, **more)))
     if stage is Stage.QUEUE:
-        await until(lambda: len(writer.jobs) == 3)
-        await asyncio.sleep(0.05)
+        await inside(client, 2)
     else:
         await until(lambda: stage is not Stage.DECODE or len(writer.steps) == writer.hold_at_step)
         await reached(writer.gates[stage])
@@ -87,12 +68,11 @@ async def test_a_chat_whose_client_leaves(
     engines.open()
     await until(lambda: writer.rows == 0)
     if ahead is not None:
-        assert (await ahead).json()["choices"][0]["message"]["content"] == "ahead"
+        assert said(await ahead) == "ahead"
     else:
         assert len(writer.steps) <= steps + 1
     assert len(writer.joined) == joined
-    answer = await ask(client, chat("next"))
-    assert answer.json()["choices"][0]["message"]["content"] == "next"
+    assert said(await ask(client, chat("next"))) == "next"
 
 
 @pytest.mark.parametrize("stage", [Stage.TOKENISE, Stage.QUEUE, Stage.INFERENCE])
@@ -110,7 +90,7 @@ async def test_an_embedding_whose_client_leaves(
         await reached(embedder.gates[held])
     leaving = asyncio.create_task(ask(client, embed("a", "b")))
     if stage is Stage.QUEUE:
-        await asyncio.sleep(0.2)
+        await inside(client, 2)
     else:
         await reached(embedder.gates[held])
     passes = len(embedder.batches)
@@ -128,7 +108,6 @@ async def test_an_embedding_whose_client_leaves(
 async def test_one_who_leaves_many_prompts_is_counted_once(
     client: httpx2.AsyncClient, engines: HeldEngines, stream: bool
 ) -> None:
-    """However many of them were under way."""
     writer = engines.chat
     before = {stage: counted("writer", stage) for stage in Stage}
     writer.gates[Stage.DECODE].close()
@@ -188,18 +167,15 @@ LONG_NAME = "w" * 256  # each chunk of a stream has it
 )
 async def test_a_client_who_stops_reading_has_left(tmp_path: Path, body: dict[str, Any]) -> None:
     """Its answer is kept for GATEWAY_SEND_TIMEOUT_S, and not for as long as it likes."""
-    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
-    sent = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
     kinds = {"embedder": "embedding", LONG_NAME: "chat"}
     models = catalog(tmp_path, {name: {"kind": kinds[name], "source": "path:."} for name in kinds})
-    left = metrics.of(metrics.REQUESTS, path, "499")
+    left = metrics.of(metrics.REQUESTS, path_of(body), "499")
     before = left._value.get()
     async with served(models, HeldEngines(WideEmbedder()), send_timeout_s=0.3) as client:
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect((client.base_url.host, client.base_url.port))
-            reader.sendall(head.encode() + sent)
+            reader.sendall(written(body))
             async with asyncio.timeout(30):
                 while left._value.get() == before:
                     await asyncio.sleep(0.05)
@@ -218,9 +194,6 @@ async def test_answers_that_nobody_reads_leave_no_room_for_others(
     tmp_path: Path, body: dict[str, Any]
 ) -> None:
     """They count with the bodies: the next large one is a 503, until the first is read or gone."""
-    path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
-    sent = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
     kinds = {"embedder": "embedding", LONG_NAME: "chat"}
     models = catalog(tmp_path, {name: {"kind": kinds[name], "source": "path:."} for name in kinds})
     engines = HeldEngines(WideEmbedder())
@@ -230,7 +203,7 @@ async def test_answers_that_nobody_reads_leave_no_room_for_others(
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect((client.base_url.host, client.base_url.port))
-            reader.sendall(head.encode() + sent)
+            reader.sendall(written(body))
             async with asyncio.timeout(30):
                 while (await reading(client)).values["gateway_body_bytes"] < 1_000_000:
                     await asyncio.sleep(0.05)

@@ -12,8 +12,8 @@ import pytest
 from gateway.jobs import Stage
 from gateway.registry import Catalog
 from tests.processes import Served, started
-from tests.provoked.conftest import chat
 from tests.provoked.engines import HeldEngines
+from tests.provoked.harness import ask, chat, reached, said
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
@@ -43,12 +43,6 @@ def is_right(number: int, text: str) -> bool:
     return f"client {number} " in text if number % 2 else f"[{number % 90 + 1}.0," in text
 
 
-async def ask(client: httpx2.AsyncClient, number: int) -> httpx2.Response:
-    asked = body(number)
-    path = "/v1/embeddings" if "input" in asked else "/v1/chat/completions"
-    return await client.post(path, json=asked)
-
-
 async def test_who_waits_for_a_model_to_load_waits_in_its_queue(
     models: Catalog, engines: HeldEngines
 ) -> None:
@@ -58,7 +52,7 @@ async def test_who_waits_for_a_model_to_load_waits_in_its_queue(
         waiting = [
             asyncio.create_task(client.post(CHAT, json=chat(text, stream=True))) for text in "ab"
         ]
-        assert await asyncio.to_thread(engines.load_gate.reached.wait, 5)
+        await reached(engines.load_gate)
         refused = await client.post(CHAT, json=chat("c", stream=True))
         assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (429, True)
         engines.load_gate.open()
@@ -74,7 +68,7 @@ async def test_who_waited_for_a_load_keeps_its_place(models: Catalog, engines: H
     body = {"model": "writer", "prompt": ["abc", "def", "ghi"], "stream": True}
     async with served(models, engines, queue_limit=3, stream_open_after_s=0.05) as client:
         waiting = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for _ in range(3)]
-        assert await asyncio.to_thread(engines.load_gate.reached.wait, 5)
+        await reached(engines.load_gate)
         refused = await client.post(COMPLETIONS, json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
         engines.load_gate.open()
@@ -93,7 +87,7 @@ async def test_a_stream_that_finds_no_room_for_its_tokens_after_a_load_is_refuse
     async with served(models, engines, **given) as client:
         bodies = [chat(letter * 40, stream=True) for letter in "ab"]
         asking = [asyncio.create_task(client.post(CHAT, json=body)) for body in bodies]
-        assert await asyncio.to_thread(engines.load_gate.reached.wait, 5)
+        await reached(engines.load_gate)
         await asyncio.sleep(0.2)
         gate = engines.chat.gates[Stage.PREFILL]
         gate.close()
@@ -108,9 +102,9 @@ async def storm(process: Served, clients: int) -> None:
     """Let all come at once; see that every answer is one of two, and that it leaves no trace."""
     limits = httpx2.Limits(max_connections=clients)
     async with httpx2.AsyncClient(base_url=process.url, timeout=60, limits=limits) as client:
-        await asyncio.gather(*(ask(client, number) for number in range(20)))
+        await asyncio.gather(*(ask(client, body(number)) for number in range(20)))
         before = process.rss_bytes()
-        answers = await asyncio.gather(*(ask(client, number) for number in range(clients)))
+        answers = await asyncio.gather(*(ask(client, body(number)) for number in range(clients)))
         statuses = Counter(answer.status_code for answer in answers)
         assert statuses.keys() == {200, 429}, statuses
         for number, answer in enumerate(answers):
@@ -119,7 +113,7 @@ async def storm(process: Served, clients: int) -> None:
             else:
                 assert answer.json()["error"]["code"] == "rate_limit_exceeded"
                 assert 1 <= int(answer.headers["retry-after"]) <= 60
-        after = [await ask(client, number) for number in range(4)]  # at once, one by one
+        after = [await ask(client, body(number)) for number in range(4)]  # at once, one by one
         assert [answer.status_code for answer in after] == [200] * 4
         assert process.rss_bytes() - before < MOST_GROWTH_BYTES
         metrics = (await client.get("/metrics")).text
@@ -144,16 +138,17 @@ async def test_tokens_that_wait_are_bounded_too(
     async with served(models, engines, queue_max_tokens=50) as client:
         gate.close()
         large = asyncio.create_task(client.post(CHAT, json=chat("x" * 60)))
-        await asyncio.to_thread(gate.reached.wait, 5)
+        await reached(gate)
         refused = await client.post(CHAT, json=chat("y", stream=stream))
         assert refused.status_code == 429
         assert "60 tokens" in refused.json()["error"]["message"]
         assert refused.headers["retry-after"]
         gate.open()
-        assert (await large).json()["choices"][0]["message"]["content"] == "x" * 60
+        assert said(await large) == "x" * 60
         assert (await client.post(CHAT, json=chat("y", stream=stream))).status_code == 200
 
 
+@pytest.mark.slow
 async def test_two_hundred_clients_on_a_queue_of_twenty(tmp_path: Path) -> None:
     """Only 200s and 429s, every 200 right, and the next is served at once."""
     await stormed(tmp_path, clients=200, queue=20)
@@ -161,5 +156,4 @@ async def test_two_hundred_clients_on_a_queue_of_twenty(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 async def test_a_thousand_clients_on_a_queue_of_a_hundred(tmp_path: Path) -> None:
-    """The same, as many times over."""
     await stormed(tmp_path, clients=1000, queue=100)

@@ -10,8 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.registry import Catalog
 from tests.provoked.engines import HeldEngines
-from tests.provoked.test_connections import HEALTH, answer, connected
-from tests.provoked.test_leaving import until
+from tests.provoked.harness import HEALTH, answer, connected, until
 from tests.serving_app import served, served_app, settings
 
 pytestmark = pytest.mark.anyio
