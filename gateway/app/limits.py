@@ -1,28 +1,11 @@
 """The limits of each model: the settings, overridden by the model's keys of models.yaml."""
 
-from dataclasses import dataclass, replace
-
 from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, RerankSpec
 from gateway.serving.embedding.policy import EmbeddingLimits, Windows
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.settings import Settings
 
 CACHE_SHARE = 0.75  # of the device's memory; the rest is for passes and everything else
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """What the settings say to the engines of all chat models."""
-
-    kv_allowance_tokens: int = 4096  # that a model always has room for
-    prefix_cache_bytes: int = 0
-    speculate_rows: int = 0
-    budget_bytes: int | None = None  # that all models may hold
-
-    def of(self, spec: ChatSpec) -> "ChatOptions":
-        """Return these options with the model's own keys in their place."""
-        keys = spec.batching.model_dump(include={"prefix_cache_bytes", "speculate_rows"})
-        return replace(self, **{key: value for key, value in keys.items() if value is not None})
 
 
 def budget_bytes(settings: Settings, memory_bytes: int) -> int:

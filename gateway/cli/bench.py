@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gateway.bench.requests import Ask, Kind, Texts, Workload, chat, embeddings, rerank
-from gateway.cli._table import show
+from gateway.cli import lazy
+from gateway.cli.terminal import fail, show
 
 if TYPE_CHECKING:
     from gateway.bench.figures import Figures, Spread
@@ -75,16 +76,14 @@ def bench(
     Ends with status 1 if any answer was wrong.
     """
     if find_spec("aiohttp") is None:
-        _quit(NO_CLIENT)
-    from gateway.bench.load import Peer
-
+        fail(NO_CLIENT)
     clients = _numbers(concurrency, "--concurrency")
     # Other texts at each run: a server may remember the last one's.
     seed = time.time_ns() % 2**32 if seed is None else seed
     documents = Texts(seed, _numbers(words, "--words"))
     prompts = Texts(seed, _numbers(prompt_words, "--prompt-words"))
     make = _maker(kind, model or MODELS[kind], documents, prompts, texts, max_tokens)
-    peer = Peer(url, key=api_key, timeout_s=timeout)
+    peer = lazy.load.Peer(url, key=api_key, timeout_s=timeout)
     measured = asyncio.run(_measure(peer, Workload(make), clients, warmup, duration))
     if as_json:
         results = [_as_json(count, UNITS[kind], figures) for count, figures in measured]
@@ -124,26 +123,19 @@ async def _measure(
     peer: "Peer", workload: Workload, clients: list[int], warmup_s: float, duration_s: float
 ) -> "Measured":
     """Measure each number of clients, after one request, so that no model's load is measured."""
-    from gateway.bench.load import Load, run_closed_loop
-
     measured = []
     async with peer:
         first = await peer.ask(workload.next())
         if first.error is not None:
-            _quit(f"The first request failed: {first.error}.")
+            fail(f"The first request failed: {first.error}.")
         for count in clients:
             if sys.stderr.isatty():
                 print(f"Measuring {count} clients for {duration_s:g} s…", file=sys.stderr)
-            [figures] = await run_closed_loop(
-                peer, [Load(workload, count)], warmup_s=warmup_s, duration_s=duration_s
+            [figures] = await lazy.load.run_closed_loop(
+                peer, [lazy.load.Load(workload, count)], warmup_s=warmup_s, duration_s=duration_s
             )
             measured.append((count, figures))
     return measured
-
-
-def _quit(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    raise SystemExit(1)
 
 
 def _row(clients: int, unit: str, figures: "Figures") -> tuple[str, ...]:

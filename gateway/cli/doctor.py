@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway import logs
-from gateway.app.hub import hub_of
-from gateway.cli import _checks as checks
-from gateway.cli._options import ModelsFile
-from gateway.cli._table import show
+from gateway.cli import checks, lazy
+from gateway.cli.terminal import ModelsFile, show
 from gateway.doctor.report import COLUMNS, Checked, Finding, Report
 from gateway.errors import GatewayError, ModelNotFound, ModelUnavailable
 from gateway.registry import (
@@ -99,13 +97,11 @@ def _check_engine(settings: Settings, names: Sequence[str]) -> Report:
         checks.run_probe(settings.models)  # an mlx that ends its process ends that one
     except checks.MlxBroken as error:
         return Report({}, [Finding("device", "fail", f"mlx does not work: {error}.")], absent)
-    from gateway.doctor.trial import check_models
-
     logs.configure("error", settings.log_format)
     faulthandler.enable()  # a fault of mlx later on says where
     # What libraries print is no part of the report.
     with redirect_stdout(sys.stderr), _show_stages() as on_stage:
-        report = asyncio.run(check_models(present, settings, on_stage))
+        report = asyncio.run(lazy.trial.check_models(present, settings, on_stage))
     return replace(report, models=[*report.models, *absent])
 
 
@@ -124,13 +120,11 @@ def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> 
 
 def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
     """Return why a model cannot be checked, with what adds it; None if its files are on disk."""
-    from gateway.engine.hub import on_disk
-
     if isinstance(spec, ChatSpec) and spec.base is not None:
         command = f"mlx-gateway doctor --engine --model {spec.base}"
         return Finding("files", "skip", f"an adapter is run by its base. Run: {command}")
     try:
-        if on_disk(spec, hub_of(settings, may_download=False)) is not None:
+        if lazy.hub.on_disk(spec, lazy.hub_of(settings, may_download=False)) is not None:
             return None
     except ModelUnavailable as error:
         return Finding("files", "skip", str(error))
@@ -142,9 +136,7 @@ def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
 @contextmanager
 def _show_stages() -> Iterator[Callable[[str, str], None]]:
     """Show the stage under way on a terminal; yield what is called with model and stage."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("…") as status:
+    with lazy.Console(stderr=True).status("…") as status:
         yield lambda model, stage: status.update(f"{model}: {stage}")
 
 
@@ -189,17 +181,15 @@ def _check_models(
     missing = [spec for spec in catalog.specs if sizes[spec.id] is None]
     whole = len(catalog) - len(problems) - len(missing)
     yield Finding("models", "ok", f"{whole} of {len(catalog)} are on disk.")
-    hub = hub_of(settings, may_download=settings.auto_pull)
+    hub = lazy.hub_of(settings, may_download=settings.auto_pull)
     refusal = _refusal(missing[0], hub) if missing and hub.may_download else None
     ids = [spec.id for spec in missing]
     yield checks.check_hub(ids, may_download=hub.may_download, refusal=refusal)
 
 
 def _refusal(spec: ModelSpec, hub: "Hub") -> str | None:
-    from gateway.engine.hub import ask_hub
-
     try:
-        ask_hub(spec, hub)
+        lazy.hub.ask_hub(spec, hub)
     except GatewayError as error:
         return str(error)
     return None

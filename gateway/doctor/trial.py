@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from gateway.api.exchange import template_args
-from gateway.app.engines import MlxEngines, mlx_engines
+from gateway.app.engines import MlxEngines
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Batcher, ModelLoader
 from gateway.app.self_tests import SelfTest, verdict_store
@@ -70,7 +70,7 @@ async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage:
     """Check models whose files are on disk, one after another."""
     # The self-test runs as a stage of its own, from the beginning.
     settings = settings.model_copy(update={"self_test": False})
-    engines = mlx_engines(settings)
+    engines = MlxEngines(settings)
     budget = Budget(budget_bytes(settings, engines.memory_bytes))
     with ThreadPools() as pool:
         async with Lane(engines.end, health=DeviceHealth(engines.classify)) as lane:

@@ -13,6 +13,7 @@ import pytest
 from gateway.app.engines import MlxEngines
 from gateway.engine.hub import Hub
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.fake_hub import FakeHub
 from tests.serving_app import catalog, served
 
@@ -26,7 +27,7 @@ def chat(model: str, **more: Any) -> dict[str, Any]:
 
 
 def engines(hub: Hub | None = None) -> MlxEngines:
-    return MlxEngines("cpu", None, hub or Hub(endpoint="http://127.0.0.1:9"))
+    return cpu_engines(hub or Hub(endpoint="http://127.0.0.1:9"))
 
 
 @pytest.fixture

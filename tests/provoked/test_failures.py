@@ -9,10 +9,9 @@ import httpx2
 import mlx.core as mx
 import pytest
 
-from gateway.app.engines import MlxEngines
-from gateway.engine.hub import Hub
 from gateway.jobs import Stage
 from tests.checkpoints import write_chat
+from tests.cpu_engines import cpu_engines
 from tests.provoked.conftest import chat, embed
 from tests.provoked.engines import EXIT, NO_ENTRY, POISON, HeldEngines
 from tests.serving_app import catalog, served
@@ -111,7 +110,7 @@ async def test_a_row_of_no_numbers_on_real_mlx_leaves_its_neighbours_answers_as_
     models = catalog(tmp_path, {"writer": {"kind": "chat", "source": "path:tiny"}})
     greedy = {"temperature": 0, "max_tokens": 24}
     texts = ["Hello there!", "What is it?", "One more, please."]
-    engines = MlxEngines("cpu", None, Hub(endpoint="http://127.0.0.1:9"))
+    engines = cpu_engines()
     async with served(models, engines) as client:
         alone = [(await ask(client, chat(text, **greedy))).json() for text in texts]
         said = [answer["choices"][0]["message"]["content"] for answer in alone]

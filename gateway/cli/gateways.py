@@ -18,9 +18,9 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from gateway.app.hub import hub_of
-from gateway.cli._greeting import ANYWHERE
-from gateway.cli._tools import Offer
+from gateway.cli import lazy
+from gateway.cli.serve import ANYWHERE
+from gateway.cli.tools import Offer
 from gateway.errors import GatewayError
 from gateway.registry import Catalog, ChatSpec, ModelSpec
 from gateway.settings import Settings
@@ -91,17 +91,14 @@ def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
 
 
 def _context(spec: ModelSpec | None, settings: Settings) -> int | None:
-    from gateway.engine.hub import on_disk
-    from gateway.engine.models.context import read_context
-
     if not isinstance(spec, ChatSpec):
         return None
     try:
         whole = spec.base_spec or spec  # an adapter has its base's context
-        files = on_disk(whole, hub_of(settings, may_download=False))
+        files = lazy.hub.on_disk(whole, lazy.hub_of(settings, may_download=False))
     except GatewayError:
         return None
-    return None if files is None else read_context(files, whole.max_context)
+    return None if files is None else lazy.context.read_context(files, whole.max_context)
 
 
 def wait_ready(url: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.cli import lazy
 from gateway.doctor.report import Finding
 from gateway.logs import human_bytes
 from gateway.settings import Settings
@@ -39,10 +40,8 @@ def machine_problems(settings: Settings) -> list[str]:
                 f"password ({error.strerror or error})"
             )
     if settings.device == "gpu":
-        from gateway.engine.device import choose_device
-
         try:
-            choose_device(settings.device)
+            lazy.device.choose_device(settings.device)
         except ValueError as error:
             problems.append(f"GATEWAY_DEVICE=gpu: {error}")
     return problems
@@ -66,8 +65,8 @@ class Probe:
 
 
 def run_probe(models: Path) -> Probe:
-    """Run `_probe` in a process of its own; raises MlxBroken."""
-    command = [sys.executable, "-m", "gateway.cli._probe", str(models)]
+    """Run `probe` in a process of its own; raises MlxBroken."""
+    command = [sys.executable, "-m", "gateway.cli.probe", str(models)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_PROBE_S, check=False
