@@ -15,7 +15,7 @@ from pathlib import Path
 from gateway.cli import lazy
 from gateway.doctor.report import Finding
 from gateway.logs import human_bytes
-from gateway.settings import Settings
+from gateway.settings import Settings, SettingsInvalid
 
 _PROBE_S = 120  # a cold import of mlx from a slow disk
 
@@ -45,6 +45,12 @@ def machine_problems(settings: Settings) -> list[str]:
         except ValueError as error:
             problems.append(f"GATEWAY_DEVICE=gpu: {error}")
     return problems
+
+
+def require_machine(settings: Settings) -> None:
+    """Raise SettingsInvalid if something is wrong with settings on this machine."""
+    if problems := machine_problems(settings):
+        raise SettingsInvalid(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,9 @@ def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None
     """Check that missing models can be downloaded; `refusal` is the hub's error for the first."""
     if not missing:
         return Finding("hub", "ok", "nothing is to be fetched.")
-    first = f"{missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
+    first = missing[0]
+    if len(missing) > 1:
+        first += f" and {len(missing) - 1} more"
     pull = f"`mlx-gateway pull {missing[0]}`"
     if not may_download:
         message = f"{first}: not on disk, and GATEWAY_AUTO_PULL is off. Run {pull}."
@@ -158,8 +166,8 @@ def bind_problem(bind: str, error: OSError) -> str:
     is_path = bind.startswith("unix:")
     match error.errno:
         case errno.EADDRINUSE:
-            other = "path: GATEWAY_BIND" if is_path else "port: GATEWAY_PORT"
-            advice = f"Is a gateway running already? If not, choose another {other}."
+            advice = "Is a gateway running already? If not, choose another "
+            advice += "path: GATEWAY_BIND." if is_path else "port: GATEWAY_PORT."
         case errno.EACCES if not is_path:
             advice = "Set GATEWAY_PORT to one above 1023."
         case _ if is_path:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,28 +31,13 @@ from gateway.registry import (
 )
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
 
-if TYPE_CHECKING:
-    from gateway.engine.hub import Hub
-
 
 def doctor(
     models: ModelsFile = None,
-    engine: Annotated[
-        bool, typer.Option("--engine", help="Test the engine on this device: about a minute.")
-    ] = False,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A model to test it with.", show_default="those that come with the gateway"
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the results as JSON, for a bug report.")
-    ] = False,
-    report: Annotated[
-        bool,
-        typer.Option("--report", help="Test the engine, and print a block about it to paste."),
-    ] = False,
+    engine: bool = typer.Option(False, "--engine", help="Test the engine: about a minute."),
+    model: list[str] = typer.Option((), help="To test it with.", show_default="those on board"),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON, for a bug report."),
+    report: bool = typer.Option(False, "--report", help="Test it; print a block to paste."),
 ) -> None:
     """Check whether this machine can serve, with advice; or, with --engine, test the engine.
 
@@ -61,7 +45,7 @@ def doctor(
     """
     if engine or report:
         settings = load_settings({"models": models})
-        checked = _check_engine(settings, model or ())
+        checked = _check_engine(settings, model)
         if report:
             print(f"```json\n{checked.as_block(datetime.now(UTC).date().isoformat())}\n```")
         elif as_json:
@@ -89,7 +73,8 @@ def _check_engine(settings: Settings, names: Sequence[str]) -> Report:
         specs = choose(catalog.specs, lambda spec: check_model_files(spec, settings) is None)
     present, absent = [], []
     for spec in specs:
-        if (finding := check_model_files(spec, settings)) is None:
+        finding = check_model_files(spec, settings)
+        if finding is None:
             present.append(spec)
         else:
             absent.append(Checked(spec, [finding]))
@@ -182,14 +167,11 @@ def _check_models(
     whole = len(catalog) - len(problems) - len(missing)
     yield Finding("models", "ok", f"{whole} of {len(catalog)} are on disk.")
     hub = lazy.hub_of(settings, may_download=settings.auto_pull)
-    refusal = _refusal(missing[0], hub) if missing and hub.may_download else None
+    refusal = None
+    if missing and hub.may_download:
+        try:
+            lazy.hub.ask_hub(missing[0], hub)
+        except GatewayError as error:
+            refusal = str(error)
     ids = [spec.id for spec in missing]
     yield checks.check_hub(ids, may_download=hub.may_download, refusal=refusal)
-
-
-def _refusal(spec: ModelSpec, hub: "Hub") -> str | None:
-    try:
-        lazy.hub.ask_hub(spec, hub)
-    except GatewayError as error:
-        return str(error)
-    return None

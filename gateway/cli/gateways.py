@@ -23,7 +23,7 @@ from gateway.cli.serve import ANYWHERE
 from gateway.cli.tools import Offer
 from gateway.errors import GatewayError
 from gateway.registry import Catalog, ChatSpec, ModelSpec
-from gateway.settings import Settings
+from gateway.settings import Settings, with_port
 
 ASK_S = 5  # for an answer that needs no model
 POLL_S = 0.1
@@ -44,23 +44,23 @@ def first_key(settings: Settings) -> str | None:
 
 def address(settings: Settings) -> str | None:
     """Return the URL of a gateway with these settings; None if it has no port that is known."""
-    scheme = "https" if settings.tls_cert else "http"
     for bind in settings.binds:
         host, _, port = bind.rpartition(":")
         host = host.strip("[]")
         if "://" in bind or bind.startswith("unix:") or port == "0":
             continue
-        host = ANYWHERE.get(host, host)
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"{settings.scheme}://{with_port(ANYWHERE.get(host, host), int(port))}"
     return None
 
 
 def find(settings: Settings) -> str | None:
     """Return the URL at which a gateway answers, ready or not; None if there is none."""
-    if (url := address(settings)) is None:
-        return None
-    _, answer = _ask(url, "/")
-    return url if isinstance(answer, dict) and answer.get("name") == "mlx-gateway" else None
+    url = address(settings)
+    if url is not None:
+        _, answer = _ask(url, "/")
+        if isinstance(answer, dict) and answer.get("name") == "mlx-gateway":
+            return url
+    return None
 
 
 def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
@@ -98,12 +98,17 @@ def _context(spec: ModelSpec | None, settings: Settings) -> int | None:
         files = lazy.hub.on_disk(whole, lazy.hub_of(settings, may_download=False))
     except GatewayError:
         return None
-    return None if files is None else lazy.context.read_context(files, whole.max_context)
+    if files is None:
+        return None
+    return lazy.context.read_context(files, whole.max_context)
 
 
 def wait_ready(url: str) -> None:
     """Wait until a gateway that was found is ready; raises NoGateway if it goes away."""
-    while (status := _ask(url, "/ready")[0]) != HTTPStatus.OK:
+    while True:
+        status, _ = _ask(url, "/ready")
+        if status == HTTPStatus.OK:
+            return
         if status is None:
             raise NoGateway(f"The gateway at {url} answers no more.")
         time.sleep(POLL_S)
@@ -132,13 +137,15 @@ class Started:
         """Wait until its preloaded models are loaded; raises NoGateway if it ends before."""
         while not self.url or _ask(self.url, "/ready")[0] != HTTPStatus.OK:
             self.require_alive()
-            if match := re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace")):
+            match = re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace"))
+            if match:
                 self.url = match[1]
             time.sleep(POLL_S)
 
     def require_alive(self) -> None:
         """Raise NoGateway, with the last lines of its log, if the gateway has ended."""
-        if (status := self._process.poll()) is not None:
+        status = self._process.poll()
+        if status is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             raise NoGateway("\n".join((f"The gateway ended with status {status}.", *lines)))
 
@@ -184,8 +191,9 @@ def started(
 
 def _ask(url: str, path: str, key: str | None = None) -> tuple[int | None, Any]:
     """Return status and JSON of an answer; None for either that there is not."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url + path, headers=headers)
+    request = urllib.request.Request(url + path)
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
     try:
         with _DIRECTLY.open(request, timeout=ASK_S) as response:
             status, body = response.status, response.read()

@@ -26,6 +26,7 @@ from gateway.cli.gateways import (
     started,
     wait_ready,
 )
+from gateway.cli.serve import key_in_shell
 from gateway.cli.terminal import ModelsFile, fail
 from gateway.cli.tools import NO_KEY, TOOLS, NoModel, Service, Setup, Tool, choose
 from gateway.registry import load_catalog
@@ -96,7 +97,7 @@ def connect(
         fail(error)
     if not service.url:
         fail("No port is set at which a gateway would be: set GATEWAY_PORT.")
-    key = _key_in_shell(settings, is_shown=show_key)
+    key = _shown_key(settings, is_shown=show_key)
     for line in chosen.shell_lines(chosen.set_up(service), key):
         print(line)
 
@@ -125,7 +126,7 @@ def _choose_models(
     return Service(url or address(settings) or "", large.name, small.name, large.context)
 
 
-def _key_in_shell(settings: Settings, *, is_shown: bool) -> str:
+def _shown_key(settings: Settings, *, is_shown: bool) -> str:
     """Return what a shell expands to the key: the variable that it is in, unless it is shown."""
     key, name = first_key(settings), variable("api_keys")
     if key is None or is_shown:
@@ -133,7 +134,7 @@ def _key_in_shell(settings: Settings, *, is_shown: bool) -> str:
     if origin(name)[1] != "environment":
         message = f"# {name} is in .env: export it, or print the key with --show-key."
         print(message, file=sys.stderr)
-    return f'"${{{name}%%,*}}"' if len(settings.api_keys) > 1 else f'"${name}"'
+    return f'"{key_in_shell(settings)}"'
 
 
 class Signals:
@@ -224,4 +225,6 @@ def _run(
             (Path(folder) / name).write_text(text, encoding="utf-8")
         environment = tool.environment(setup, first_key(settings), os.environ, folder)
         status = signals.start([command[0], *setup.arguments, *command[1:]], environment)
-    return status if status >= 0 else 128 - status
+    if status < 0:  # a signal ended it
+        return 128 - status
+    return status

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.cli import lazy
-from gateway.cli.checks import machine_problems
+from gateway.cli.checks import require_machine
 from gateway.cli.terminal import Host, ModelsFile, Port, fail, show
 from gateway.errors import GatewayError, RegistryInvalid
 from gateway.logs import human_bytes
@@ -25,7 +25,6 @@ from gateway.registry import (
 )
 from gateway.settings import (
     VARIABLES,
-    SettingsInvalid,
     explain,
     load_settings,
     origin,
@@ -45,8 +44,7 @@ def check(models: ModelsFile = None) -> None:
     Each mistake is a line with file, line and the nearest valid name.
     """
     settings = load_settings({"models": models})
-    if problems := machine_problems(settings):
-        raise SettingsInvalid(problems)
+    require_machine(settings)
     reading = read_models(settings.models, variables())
     for note in (*reading.notes, *strays(reading.variables)):
         print(f"note: {note}")
@@ -89,8 +87,9 @@ def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
         value, source = origin(name)
         if value is not None:
             is_choice = name.endswith("_TOKEN_IDS") and value in _CHOICES
-            is_secret = not is_choice and any(map(_is_secret, name.upper().split("_")))
-            yield name, "**********" if is_secret else value, source
+            if not is_choice and any(map(_is_secret, name.upper().split("_"))):
+                value = "**********"
+            yield name, value, source
 
 
 def _is_secret(word: str) -> bool:
@@ -123,9 +122,12 @@ def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
         folder = None
     if folder is not None and lazy.hub.has_weights(folder):
         return "yes", human_bytes(lazy.hub.stored_bytes(folder))
-    if isinstance(spec.source, HubSource) and (fetched := lazy.hub.fetched_bytes(spec, hub)):
-        return "in part", human_bytes(fetched)
-    return "no", ""
+    fetched = 0
+    if isinstance(spec.source, HubSource):
+        fetched = lazy.hub.fetched_bytes(spec, hub)
+    if not fetched:
+        return "no", ""
+    return "in part", human_bytes(fetched)
 
 
 def pull(

@@ -30,7 +30,7 @@ def main() -> None:
     specs = read_models(settings.models, variables()).catalog.specs
     sizes = {spec.id: _size(spec, engines, settings) for spec in specs}
     limit_bytes = budget_bytes(settings, engines.memory_bytes)
-    found = {
+    facts = {
         "device": engines.device,
         "limit_bytes": limit_bytes,
         "sizes": sizes,
@@ -38,7 +38,7 @@ def main() -> None:
         "blas_hint": BLAS.hint,
         "gflops": gflops(),
     }
-    print(json.dumps(found))
+    print(json.dumps(facts))
     engines.end()
 
 

@@ -21,11 +21,11 @@ import typer
 
 from gateway import __version__, logs
 from gateway.cli import lazy
-from gateway.cli.checks import bind_problem, machine_problems
+from gateway.cli.checks import bind_problem, require_machine
 from gateway.cli.terminal import Host, ModelsFile, Port
 from gateway.errors import GatewayError, RegistryInvalid
 from gateway.registry import ChatSpec, ModelSpec, read_models
-from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables
+from gateway.settings import Settings, SettingsInvalid, load_settings, strays, variables, with_port
 
 if TYPE_CHECKING:
     import ssl
@@ -52,8 +52,7 @@ def serve(
     # A SIGHUP would end the process until there is a handler: it stays pending till then.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings({"models": models, "host": host, "port": port})
-    if problems := machine_problems(settings):
-        raise SettingsInvalid(problems)
+    require_machine(settings)
     logs.configure(settings.log_level, settings.log_format)
     faulthandler.enable()  # a crash of native code prints its traceback
     reading = read_models(settings.models, variables())
@@ -95,9 +94,10 @@ def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
 
 def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
     """Return what speaks TLS for connections, if settings name a certificate."""
+    if settings.tls_cert is None:
+        return None
     config = lazy.Config()
-    config.certfile = str(settings.tls_cert) if settings.tls_cert else None
-    config.keyfile = str(settings.tls_key) if settings.tls_key else None
+    config.certfile, config.keyfile = str(settings.tls_cert), str(settings.tls_key)
     config.alpn_protocols = ["http/1.1"]
     return config.create_ssl_context()
 
@@ -153,9 +153,8 @@ async def run(gateway: Served, settings: Settings, leader: "Leader | None" = Non
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = None
-    scheme = "https" if settings.tls_cert else "http"
     try:
-        with listen(settings.binds, scheme=scheme) as config.bind:
+        with listen(settings.binds, scheme=settings.scheme) as config.bind:
             readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
             await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
@@ -228,8 +227,7 @@ def _tcp_listener(bind: str, scheme: str) -> socket.socket:
     except OSError as error:
         raise SettingsInvalid([bind_problem(bind, error)]) from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    shown = f"[{host}]" if family == socket.AF_INET6 else host
-    log.info("serving", url=f"{scheme}://{shown}:{listener.getsockname()[1]}")
+    log.info("serving", url=f"{scheme}://{with_port(host, listener.getsockname()[1])}")
     return listener
 
 
@@ -290,37 +288,49 @@ def _place(descriptor: int) -> Place | None:
         name = listener.getsockname()
         if listener.family in (socket.AF_INET, socket.AF_INET6):
             return Place(name[0], name[1])
-    return Place(os.path.abspath(name)) if isinstance(name, str) and name else None
+    if isinstance(name, str) and name:
+        return Place(os.path.abspath(name))
+    return None
 
 
 def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
     """Return where the gateway is, and how to ask one of the loaded models."""
     if not places:
         return "mlx-gateway is ready."
-    place, scheme = places[0], "https" if settings.tls_cert else "http"
+    place, scheme = places[0], settings.scheme
     if place.port is None:
         url, where = f"{scheme}://localhost", f"unix:{place.host}"
         options = ["--unix-socket", shlex.quote(place.host)]
     else:
         host = ANYWHERE.get(place.host, place.host)
-        url = where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{place.port}"
+        url = where = f"{scheme}://{with_port(host, place.port)}"
         options = _host_header(host, settings)
     ready = f"mlx-gateway is ready on {where}"
-    chat = next((spec for spec in models if isinstance(spec, ChatSpec)), None)
-    if (spec := chat or next(iter(models), None)) is None:
+    if not models:
         return f"{ready} (Ctrl-C stops it). No model is loaded yet."
+    spec = min(models, key=lambda spec: not isinstance(spec, ChatSpec))  # a chat model, if any
     if settings.tls_cert:
         options.append("--insecure")  # few certificates are valid for this address
     if settings.api_keys:
-        first = "${GATEWAY_API_KEYS%%,*}" if len(settings.api_keys) > 1 else "$GATEWAY_API_KEYS"
-        options.append(f'-H "Authorization: Bearer {first}"')
-    path = "/v1/embeddings" if chat is None else "/v1/chat/completions"
-    body = {"model": spec.id, **(_EMBEDDING if chat is None else _CHAT)}
-    command = ["curl", *options, shlex.quote(url + path), "-d", shlex.quote(json.dumps(body))]
+        options.append(f'-H "Authorization: Bearer {key_in_shell(settings)}"')
+    path, question = "/v1/embeddings", _EMBEDDING
+    if isinstance(spec, ChatSpec):
+        path, question = "/v1/chat/completions", _CHAT
+    body = json.dumps({"model": spec.id, **question})
+    command = ["curl", *options, shlex.quote(url + path), "-d", shlex.quote(body)]
     return f"{ready} (Ctrl-C stops it). Ask it something:\n\n{' '.join(command)}"
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:
     """Return the Host header that a gateway without keys requires, if the address is none."""
     is_known = settings.api_keys or {host, "*"} & set(settings.allowed_hosts)
-    return [] if is_known or ipaddress.ip_address(host).is_loopback else ["-H 'Host: localhost'"]
+    if is_known or ipaddress.ip_address(host).is_loopback:
+        return []
+    return ["-H 'Host: localhost'"]
+
+
+def key_in_shell(settings: Settings) -> str:
+    """Return what a shell expands to the first key, where the variable of the keys is exported."""
+    if len(settings.api_keys) > 1:
+        return "${GATEWAY_API_KEYS%%,*}"
+    return "$GATEWAY_API_KEYS"

@@ -1,4 +1,4 @@
-"""What several commands share: options, help that shows no type of what takes no value, a table."""
+"""What several commands share: options, a table, an end with a message."""
 
 import sys
 from collections.abc import Iterable, Sequence

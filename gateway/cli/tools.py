@@ -63,8 +63,10 @@ class Tool:
         """
         lines = []
         for name, value in setup.variables.items():
-            is_unset = value is None
-            lines.append(f"unset {name}" if is_unset else f"export {name}={shlex.quote(value)}")
+            if value is None:
+                lines.append(f"unset {name}")
+            else:
+                lines.append(f"export {name}={shlex.quote(value)}")
         lines.append(f"export {self.key}={key}")
         if self.folder:
             lines.append(f'export {self.folder}="$(mktemp -d)"')
@@ -200,6 +202,6 @@ def _problem(offer: Offer, tool: Tool) -> str | None:
         pull = f"mlx-gateway pull {shlex.quote(offer.id)}"
         return f"{offer.name}: it is not on disk, so its context is not known. Run: {pull}"
     if offer.context < tool.least_context:
-        context, least = f"{offer.context:,}", f"{tool.least_context:,}"
-        return f"{offer.name}: its context is {context} tokens, and {tool.command} needs {least}"
+        needed = f"{tool.command} needs {tool.least_context:,}"
+        return f"{offer.name}: its context is {offer.context:,} tokens, and {needed}"
     return None

@@ -21,7 +21,7 @@ from gateway.settings.sources import (
     strays,
     variables,
 )
-from gateway.settings.values import is_local
+from gateway.settings.values import is_local, with_port
 
 __all__ = [
     "ENV_FILE",
@@ -39,4 +39,5 @@ __all__ = [
     "strays",
     "variable",
     "variables",
+    "with_port",
 ]

@@ -319,6 +319,10 @@ class Settings(BaseSettings):
         return tuple(with_port(bind, self.port) for bind in self.bind or (self.host,))
 
     @property
+    def scheme(self) -> str:
+        return "https" if self.tls_cert else "http"
+
+    @property
     def has_dashboard(self) -> bool:
         """Return True if the dashboard is served."""
         return self.dashboard and (bool(self.api_keys) or all(map(is_local, self.binds)))

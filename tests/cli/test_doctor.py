@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli import _checks as checks
+from gateway.cli import checks
 from gateway.doctor.report import Finding
 from tests.checkpoints import write_chat
 
@@ -74,7 +74,7 @@ def test_a_broken_models_file_fails_in_checks_own_words(here: Path) -> None:
     (here / "models.yaml").write_text(GOOD.replace("chat", "chta"))
     status, found = doctor(here)
     assert status == 1
-    assert found["models"].startswith("fail models.yaml:3: mine: kind 'chta' is not")
+    assert found["models"].startswith("fail models.yaml:3: mine: `kind` should be")
     assert found["device"].startswith("ok")
 
 
