@@ -75,7 +75,8 @@ class ChatEngines:
             is_fused=spec.fuse_projections,
             kv_bits=spec.kv_bits,
         )
-        if (share := self._share(spec)) is None:
+        share = self._share(spec)
+        if share is None:
             return digest
         return f"{digest}-{share.parallel}-{share.group.size()}"
 
@@ -109,8 +110,8 @@ class ChatEngines:
         """Read a chat model's tokenizer, off the lane; return the steps that load the rest. If
         other ranks have parts of it, the engine leads theirs.
         """
-        own = settings_of(spec, self.settings)
-        kept_bytes, rows = own.prefix_cache_bytes, own.speculate_rows
+        settings = settings_of(spec, self.settings)
+        kept_bytes, rows = settings.prefix_cache_bytes, settings.speculate_rows
         steps = await self.follow(spec, files, draft, kept_bytes, rows)
         if spec.parallel is None:
             return steps

@@ -141,9 +141,11 @@ class MlxEngines:
         """Find or download a model's files, and its draft's. Raises ModelUnavailable if the hub
         does not answer.
         """
-        if (draft := self._draft_of(spec)) is not None:
+        draft = self._draft_of(spec)
+        if draft is not None:
             await self.files(draft)
-        if (files := await run_in_daemon_thread(on_disk, spec, self._hub)) is not None:
+        files = await run_in_daemon_thread(on_disk, spec, self._hub)
+        if files is not None:
             return files
         try:
             async with asyncio.timeout(self._hub.timeout_s):
@@ -197,9 +199,11 @@ class MlxEngines:
 
     def _find_draft(self, spec: ChatSpec) -> tuple[ChatSpec, Path] | None:
         """Return a chat model's draft and its files, which are on disk by now."""
-        if (draft := self._draft_of(spec)) is None:
+        draft = self._draft_of(spec)
+        if draft is None:
             return None
-        if (files := on_disk(draft, self._hub)) is None:
+        files = on_disk(draft, self._hub)
+        if files is None:
             reason = f"its files, which {spec.id} drafts with, are not on this disk."
             raise ModelUnavailable(draft.id, reason)
         return draft, files

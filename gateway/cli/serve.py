@@ -40,7 +40,7 @@ LAST_WORDS_S = 0.5  # for clients to read what was written before the drain's en
 SHUTDOWN_S = 10  # to close the models, after the drain
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-_EMBEDDING = {"input": "Hello"}
+_EMBEDDING: dict[str, Any] = {"input": "Hello"}
 
 
 def serve(
