@@ -176,14 +176,14 @@ def test_a_variable_that_the_file_asks_for_goes_where_it_is_asked(file: Path) ->
 
 
 def test_a_name_that_is_set_is_taken_from_the_model_that_has_it(file: Path) -> None:
-    """Whether that has it as it is written or by default, and it is told."""
+    """And it is told."""
     reading = read(file, {"GATEWAY_MY_EMBEDDER_ALIASES": "usual"})
     assert reading.problems == ()
     assert reading.catalog.resolve("usual").spec.id == "my-embedder"
     assert [alias.name for alias in reading.catalog.specs[1].aliases] == ["quiet"]
     (note,) = reading.notes
     assert note == (
-        f"{file}:11: My.Chat-0.6b: its alias 'usual' gives way to my-embedder on line 3 "
+        f"{file}:11: My.Chat-0.6b: the alias 'usual' is my-embedder's now "
         "(set by GATEWAY_MY_EMBEDDER_ALIASES)"
     )
 
