@@ -10,8 +10,14 @@ import aiohttp
 import orjson
 
 from gateway.bench.figures import Answer, Figures, Window, measure
-from gateway.bench.requests import Ask, Workload, WrongAnswer
-from gateway.bench.streams import EventReader, Transcript, name_error
+from gateway.bench.requests import (
+    Ask,
+    EventReader,
+    Transcript,
+    Workload,
+    WrongAnswer,
+    name_error,
+)
 
 now = time.perf_counter
 PAUSE_S = 0.1  # after an error, so that a client refused at once does not spin

@@ -2,12 +2,11 @@
 
 serve      the gateway itself, until it is stopped
 models     check, config, models, pull and schema: models.yaml, and the files of its models
-doctor     checks the machine or, with --engine, the models
-checks     doctor's checks, one function each
+doctor     checks the machine, by a function each, or with --engine the models
 probe      a process for doctor's facts that need mlx
 bench      measures a server
 launch     runs a tool, Claude Code for instance, on a gateway; connect prints how
-tools      the tools of launch and connect, and what each needs
+tools      the tools of both, and what each needs
 gateways   finds the gateway for them, or starts one
 terminal   options that several commands have, and tables
 lazy       modules that are imported at their first use, mlx among them

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.cli import lazy
-from gateway.cli.checks import require_machine
+from gateway.cli.doctor import require_machine
 from gateway.cli.terminal import Host, ModelsFile, Port, fail, show
 from gateway.errors import GatewayError, RegistryInvalid
 from gateway.logs import human_bytes

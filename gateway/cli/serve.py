@@ -21,7 +21,7 @@ import typer
 
 from gateway import __version__, logs
 from gateway.cli import lazy
-from gateway.cli.checks import bind_problem, require_machine
+from gateway.cli.doctor import bind_problem, require_machine
 from gateway.cli.terminal import Host, ModelsFile, Port
 from gateway.errors import GatewayError, RegistryInvalid
 from gateway.registry import ChatSpec, ModelSpec, read_models

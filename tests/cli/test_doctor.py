@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli import checks
+from gateway.cli import doctor as checks
 from gateway.doctor.report import Finding
 from tests.checkpoints import write_chat
 
