@@ -164,16 +164,6 @@ def test_pins_for_cuda_hold_one_build_of_the_version_of_mlx_itself(file: str, bu
     assert "://" not in text
 
 
-def test_a_model_beyond_memory_is_named() -> None:
-    """The largest."""
-    sizes = {"small": 1 * GB, "large": 5 * GB}
-    assert checks.check_memory(5 * GB, sizes).state == "ok"
-    assert checks.check_memory(4 * GB, sizes).message.startswith(
-        "large would hold 4.7 GiB, and models may"
-    )
-    assert checks.check_memory(4 * GB, {}).state == "ok"
-
-
 def test_binds_of_every_kind_are_tried(tmp_path: Path) -> None:
     """A folder that is not there, an address of another machine, a name of none."""
     assert checks.check_port(f"unix:{tmp_path}/gw.sock").state == "ok"

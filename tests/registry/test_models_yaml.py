@@ -34,13 +34,6 @@ def one(file: Path, body: str, variables: Mapping[str, str] | None = None) -> Mo
     return reading.catalog.resolve("m").spec
 
 
-def test_a_minimal_entry_is_enough(file: Path) -> None:
-    """Kind and source; all else has a default."""
-    spec = one(file, "kind: chat\nsource: hub:a/b")
-    assert isinstance(spec, ChatSpec)
-    assert (spec.id, spec.dtype, spec.aliases, spec.preload) == ("m", "auto", (), False)
-
-
 def test_aliases_may_be_texts_lists_and_mappings(file: Path) -> None:
     """Commas separate several, so that one variable can hold a list."""
     spec = one(
@@ -202,13 +195,6 @@ DRAFTED = """\
       middle: {kind: chat, source: "hub:a/middle", draft: small}
       encoder: {kind: embedding, source: "hub:a/encoder"}
     """
-
-
-def test_a_draft_is_another_chat_model_of_the_file(file: Path) -> None:
-    large = read(file, DRAFTED % "small").catalog.resolve("large").spec
-    assert isinstance(large, ChatSpec)
-    assert large.draft_spec is not None
-    assert large.draft_spec.source == HubSource("a/small")
 
 
 @pytest.mark.parametrize(
