@@ -60,10 +60,10 @@ def check(models: ModelsFile = None) -> None:
     print(f"{settings.models}: {len(reading.catalog)} models by {names} names, no problems")
 
 
+# Words of a variable's name that hide its value, in the plural too but for TOKENS, a number.
 _SECRET = frozenset({"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASS", "CREDENTIAL"})
-"""Words of a variable's name that hide its value, in the plural too but for TOKENS, a number."""
+# What a model's key `token_ids` may be, which is no secret.
 _CHOICES = frozenset({"accept", "reject"})
-"""What a model's key `token_ids` may be, which is no secret."""
 
 
 def config(

@@ -9,6 +9,7 @@ from gateway.errors import ModelNotFound
 from gateway.registry.names import nearest
 from gateway.registry.specs import Alias, ChatSpec, ModelSpec
 
+# Keys that no load depends on, as pydantic excludes them: a loaded model adopts their values.
 ADOPTABLE: Final[Mapping[str, Any]] = {
     **dict.fromkeys(
         ("aliases", "preload", "pinned", "ttl_s", "queue_limit", "queue_max_tokens"), True
@@ -21,7 +22,6 @@ ADOPTABLE: Final[Mapping[str, Any]] = {
         *("min_batch_size", "batch_deadline_ms", "cache_size", "prefill_chunk_tokens"),
     },
 }
-"""Keys that no load depends on, as pydantic excludes them: a loaded model adopts their values."""
 
 
 @dataclass(frozen=True, slots=True)

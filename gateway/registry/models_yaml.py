@@ -31,10 +31,9 @@ class Reading:
     catalog: Catalog
     problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    # All that can change the result: those that the file expands as ${…} and those of the models'
+    # keys, set or not; of free keys, those that are set.
     variables: frozenset[str] = frozenset()
-    """All that can change the result: those that the file expands as ${…} and those of the models'
-    keys, set or not; of free keys, those that are set.
-    """
 
 
 class File(Section):
@@ -93,8 +92,8 @@ class Claim:
 
     model: str
     where: Where
+    # Of an alias, whether the file has it or the model's own variable sets it.
     rank: Literal["written", "set", "id"]
-    """Of an alias, whether the file has it or the model's own variable sets it."""
 
 
 class _Reader:
@@ -108,8 +107,8 @@ class _Reader:
             for name, text in variables.items()
             if text and name.startswith(PREFIX) and name not in taken
         }
+        # The variable of each value that an override has set.
         self._set: dict[Where, str] = {}
-        """The variable of each value that an override has set."""
         self.overrides: set[str] = set()
         self.problems: list[tuple[int, str]] = []
         self.notes: list[tuple[int, str]] = []
@@ -288,13 +287,13 @@ class _Reader:
         return next((f" (set by {self._set[place]})" for place in places if place in self._set), "")
 
 
+# Where pydantic's words are Python's.
 MESSAGES = {
     "model_type": "should be a mapping",
     "dict_type": "should be a mapping",
     "tuple_type": "should be a list",
     "list_type": "should be a list",
 }
-"""Where pydantic's words are Python's."""
 
 
 def _hint(name: str, valid: Iterable[str]) -> str:

@@ -21,8 +21,8 @@ from gateway.registry.specs import SPECS, read_batching
 from gateway.registry.yaml_lines import read_plain_value
 from gateway.settings import PREFIX, VARIABLES
 
+# The keys that lead to a value of a model's entry.
 Path = tuple[str, ...]
-"""The keys that lead to a value of a model's entry."""
 
 
 class ModelVariables:
@@ -36,8 +36,8 @@ class ModelVariables:
         # If the kind is wrong, the keys are those of all kinds.
         specs = [SPECS[kind]] if kind in SPECS else SPECS.values()
         self._types = {path: kind for spec in specs for path, kind in _types(spec)}
+        # The path that each variable sets, without variables of free keys.
         self.paths = {self._stem + _in_capitals("_".join(path)): path for path in self._types}
-        """The path that each variable sets, without variables of free keys."""
 
     def path(self, variable: str) -> Path | None:
         """Return the path that a variable sets; None if it is not one of this model's.

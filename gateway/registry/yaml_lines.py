@@ -17,8 +17,8 @@ from gateway.registry.names import did_you_mean, nearest
 
 MAX_VALUES = 100_000  # with 480 bytes of anchors of anchors there are hundreds of millions
 
+# The keys and indices that lead to a value.
 Where = tuple[str | int, ...]
-"""The keys and indices that lead to a value."""
 
 _SCALARS = frozenset(
     f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null")
@@ -43,8 +43,8 @@ class Document:
     value: Any = None
     lines: dict[Where, int] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
+    # Values that are missing because of a reported problem.
     broken: set[Where] = field(default_factory=set)
-    """Values that are missing because of a reported problem."""
     variables: set[str] = field(default_factory=set)
 
     def line(self, where: Where) -> int:
@@ -92,8 +92,8 @@ def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
     return _PART.sub(value, text), names
 
 
+# What stands for a value whose variable is empty: it counts as if its key were not there.
 _ABSENT = object()
-"""What stands for a value whose variable is empty: it counts as if its key were not there."""
 
 
 def read_yaml(text: str, variables: Mapping[str, str]) -> Document:

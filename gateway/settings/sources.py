@@ -118,8 +118,8 @@ def origin(name: str, env_file: Path | None = ENV_FILE) -> tuple[str | None, Ori
     return None, "default"
 
 
+# The user and password of a URL.
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-"""The user and password of a URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,11 @@ def explain(
     ]
 
 
+# The variable of every setting.
 VARIABLES = frozenset(
     {variable(name) for name in Settings.model_fields}
     | {"GATEWAY_BENCH_API_KEY"}  # read by `bench` alone
 )
-"""The variable of every setting."""
 
 
 def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> list[str]:
