@@ -78,6 +78,7 @@ class ChatEngines:
         share = self._share(spec)
         if share is None:
             return digest
+        # A share's numbers are other ones than the whole model's.
         return f"{digest}-{share.parallel}-{share.group.size()}"
 
     def size(self, spec: ChatSpec, files: Path, draft: DraftFiles | None) -> Size:
@@ -107,9 +108,7 @@ class ChatEngines:
     async def generation(
         self, spec: ChatSpec, files: Path, draft: DraftFiles | None
     ) -> Generator[GenerationEngine | None, None, None]:
-        """Read a chat model's tokenizer, off the lane; return the steps that load the rest. If
-        other ranks have parts of it, the engine leads theirs.
-        """
+        """Read a chat model's tokenizer, off the lane; return the steps that load the rest."""
         settings = settings_of(spec, self.settings)
         kept_bytes, rows = settings.prefix_cache_bytes, settings.speculate_rows
         steps = await self.follow(spec, files, draft, kept_bytes, rows)
@@ -119,6 +118,7 @@ class ChatEngines:
             log.warning("parallel_alone", model=spec.id, hint="start all ranks by mlx.launch")
             return steps
         digest = await run_in_daemon_thread(self.digest, spec, files)
+        # Other ranks have parts of the model: this engine leads theirs.
         setup = Setup(describe(spec), digest, kept_bytes, rows)
         return lead_in_steps(self.ranks.leader, spec.id, setup, steps)
 
@@ -182,6 +182,7 @@ class ChatEngines:
     ) -> DraftSetup:
         draft_spec, draft_files = draft
         target, _ = self._size(spec, files)
+        # The draft has the memory that its target leaves.
         _, is_packed = self._size(draft_spec, draft_files, beside=target.weights + target.kv)
         draft_setup = read_draft_setup(
             draft_files,

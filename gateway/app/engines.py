@@ -72,6 +72,7 @@ class MlxEngines:
         self._bounds = read_bounds(self._device, device.device_info(self._device))
         self._budget_bytes = budget_bytes(settings, self.memory_bytes)
         self._hub = hub_of(settings, may_download=settings.auto_pull)
+        # Of the models that are being downloaded, by id.
         self._sizes: dict[str, int] = {}
 
     @property
@@ -115,9 +116,9 @@ class MlxEngines:
         device.configure(self._device, *limits)
 
     def end(self) -> None:
-        """Close the sandboxes and the thread's streams; else half of all exits abort on CPU."""
+        """Close the sandboxes and the thread's streams."""
         self.close_sandboxes()
-        device.leave()
+        device.leave()  # else half of all exits abort on CPU
 
     def close_sandboxes(self) -> None:
         """End the sandboxes' processes; after `begin` they may start again."""
@@ -138,11 +139,9 @@ class MlxEngines:
                 _ = self._chat
 
     async def files(self, spec: ModelSpec) -> Path:
-        """Find or download a model's files, and its draft's. Raises ModelUnavailable if the hub
-        does not answer.
-        """
+        """Find or download a model's files; raises ModelUnavailable if the hub does not answer."""
         draft = self._draft_of(spec)
-        if draft is not None:
+        if draft is not None:  # it is loaded with the model
             await self.files(draft)
         files = await run_in_daemon_thread(on_disk, spec, self._hub)
         if files is not None:

@@ -52,12 +52,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a router of several gateways chooses by: the models loaded or loading, the tokens that
-    wait or run, and its own names of the prefixes that each chat model keeps.
-    """
+    """What a router of several gateways chooses by."""
 
+    # The models loaded or loading.
     models: Sequence[str]
+    # The tokens that wait or run.
     tokens: int
+    # The gateway's own names of the prefixes that each chat model keeps.
     prefixes: Mapping[str, Sequence[bytes]]
 
 
@@ -119,8 +120,7 @@ class Gateway:
     async def reload(self) -> Changes:
         """Read models.yaml again and return what changed.
 
-        Requests under way finish with the models they have; later ones get the changed models,
-        loaded again. Raises ModelsFileInvalid, and then nothing has changed.
+        Raises ModelsFileInvalid, and then nothing has changed.
         """
         async with self._reloading:  # one at a time, so that the last one reads the newest file
             if self.in_flight.is_draining:
@@ -136,6 +136,7 @@ class Gateway:
             except RegistryInvalid as error:
                 raise _invalid(error.problems) from None
             changes, self._catalog = catalog.changes_since(self._catalog), catalog
+        # Requests under way finish with the models they have.
         self._models.reconsider()
         self._has_reloaded.set()
         log.info("reloaded", **changes.by_kind())
@@ -243,6 +244,7 @@ class Gateway:
                 tickets[model] += batcher.tickets
                 if isinstance(batcher, GenerationBatcher):
                     rows[model] += batcher.rows
+        # What is below is of the gateway as a whole.
         yield metrics.READY.read(self._status() == "ready")
         yield metrics.HEARTBEAT_AGE.read(self._watch.beat_age_s)
         yield metrics.LOG_LINES_LOST.read(logs.lost_lines)
@@ -259,9 +261,8 @@ class Gateway:
         yield metrics.DEVICE_CACHED.read(self._engines.cached_bytes)
 
     async def _tidy(self) -> None:
-        """Return freed memory to the system every `give_back_s`, so the process does not stay at
-        its peak.
-        """
+        """Return freed memory to the system every `give_back_s`."""
+        # Else the process stays at its peak.
         while True:
             await asyncio.sleep(self._settings.give_back_s)
             self._responses.expire()
@@ -270,9 +271,7 @@ class Gateway:
                     await run(self._engines.tidy)
 
     async def _preload(self) -> None:
-        """Load the models that models.yaml preloads, now and after each reload; those that failed
-        are tried again every RETRY_S.
-        """
+        """Load the models that models.yaml preloads, now and after each reload."""
         specs = self._preloaded()
         while True:
             self._has_reloaded.clear()
@@ -292,6 +291,7 @@ class Gateway:
                 log.info("ready", models=self._models.states())
             elif failed:
                 log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
+            # Those that failed are tried again after a while.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if failed else None):
                     await self._has_reloaded.wait()
@@ -352,6 +352,7 @@ class Gateway:
     def _fingerprint(self, spec: ModelSpec) -> str:
         """Return the `system_fingerprint`: the gateway's version, the revision and the device."""
         source = spec.source
+        # A folder or a package has no revision that says what is in it.
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
 

@@ -26,6 +26,7 @@ def settings_of(spec: ModelSpec, settings: Settings) -> Settings:
 def embedding_limits(settings: Settings, spec: EmbeddingSpec | RerankSpec) -> EmbeddingLimits:
     """Return the limits of an embedding or rerank model's batches and queue."""
     settings = settings_of(spec, settings)
+    # Settings are in milliseconds, serving's limits in seconds.
     windows = Windows(
         low_s=settings.embedding_window_low_ms / 1000,
         medium_s=settings.embedding_window_medium_ms / 1000,

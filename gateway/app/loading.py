@@ -65,12 +65,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The bytes a model will hold: `weights` as they will be in memory, `kv` for the tokens it
-    should always have room for, and `kv_token` for each token.
-    """
+    """The bytes a model will hold."""
 
+    # As they will be in memory, which may be wider than on disk.
     weights: int
+    # For the tokens that the model should always have room for.
     kv: int = 0
+    # For each token.
     kv_token: int = 0
 
 
@@ -259,7 +260,7 @@ class ModelLoader:
                 kv=kv,
                 is_on=settings.self_test,
             )
-            await test.begin()
+            await test.begin()  # for two seconds; the rest is done when the model is idle
             batcher = GenerationBatcher(
                 spec.id, engine, self.lane, self.pool, limits, grammars, memory
             )
@@ -310,8 +311,8 @@ class ModelLoader:
 
 
 def _next(steps: Generator[T | None, None, None]) -> T | None:
-    """Run one step. After the last, close the generator to free all but the engine."""
+    """Run one step of a load; the last one returns the engine."""
     engine = next(steps)
     if engine is not None:
-        steps.close()
+        steps.close()  # which frees all but the engine
     return engine

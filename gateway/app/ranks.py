@@ -58,7 +58,7 @@ def leading(group: Group) -> Iterator[Ranks]:
     host = first_host()
     if not host:
         problem = "this backend of mlx.launch does not say where rank 0 is: use ring, jaccl or nccl"
-        share_bytes(group, b"")
+        share_bytes(group, b"")  # the others would wait for an invitation
         raise SettingsInvalid([problem])
     with inviting(host) as (invitation, listener):
         share_bytes(group, invitation.encode())
@@ -118,11 +118,11 @@ async def _load(
 
 
 def _stop(link: Follower) -> Any:
-    """Return a handler: the first signal asks rank 0 to end the group, the second ends this."""
+    """Return a handler of signals: the first asks rank 0 to end the group."""
     signals: list[int] = []
 
     def handle(number: int, _: object) -> None:
-        if signals:
+        if signals:  # whoever asks twice does not want to wait
             os._exit(1)
         signals.append(number)
         link.ask_to_stop()

@@ -120,16 +120,13 @@ def name_connection_error(error: Exception) -> str:
 async def run_closed_loop(
     peer: Peer, loads: Sequence[Load], *, warmup_s: float, duration_s: float
 ) -> list[Figures]:
-    """Run several loads at once and return the figures of each, after the warm-up.
-
-    At the end no client asks again. Answers under way are awaited and checked, but their share
-    after the end is not counted.
-    """
+    """Run several loads at once and return the figures of each, after the warm-up."""
     start = now() + warmup_s
     window = Window(start, start + duration_s)
 
     async def client(workload: Workload) -> list[Answer]:
         answers = []
+        # Answers under way at the end are awaited and checked: their share inside counts.
         while now() < window.end:
             answers.append(await peer.ask(workload.next()))
             if answers[-1].error is not None:

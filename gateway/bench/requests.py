@@ -168,7 +168,8 @@ class Transcript:
         return has_text
 
     def _add_chunk(self, chunk: Any) -> None:
-        if error := chunk.get("error"):
+        error = chunk.get("error")
+        if error:  # after it has begun, a stream has no other way to say so
             raise WrongAnswer(f"error event {name_error(error)}")
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices") or ():
@@ -178,15 +179,14 @@ class Transcript:
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
 
     def answer(self) -> dict[str, Any]:
-        """Return the stream as an unstreamed answer; raises WrongAnswer if it was cut short.
-
-        Without `usage`, which some servers don't stream, each piece counts as a token.
-        """
+        """Return the stream as an unstreamed answer; raises WrongAnswer if it was cut short."""
         if not self._is_done:
             raise WrongAnswer("stream without [DONE]")
         message = {"content": self._content, "reasoning": self._reasoning}
         choice = {"message": message, "finish_reason": self._finish_reason}
-        return {"choices": [choice], "usage": self._usage or {"completion_tokens": self._pieces}}
+        # Some servers don't stream `usage`: then each piece counts as a token.
+        usage = self._usage or {"completion_tokens": self._pieces}
+        return {"choices": [choice], "usage": usage}
 
 
 def name_error(error: Any) -> str:

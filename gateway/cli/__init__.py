@@ -55,10 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _share_blas() -> None:
-    """Copy GATEWAY_BLAS from .env to the environment, for it is needed before settings are read.
-
-    Processes that commands start inherit it.
-    """
+    """Copy GATEWAY_BLAS from .env to the environment."""
+    # It is needed before settings are read, and by the processes that commands start.
     name = variable("blas")
     with contextlib.suppress(UnicodeDecodeError):  # reported when the settings are read
         text, _ = origin(name)

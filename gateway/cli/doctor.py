@@ -103,10 +103,9 @@ def _check_engine(settings: Settings, names: Sequence[str]) -> Report:
 
 
 def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> list[ModelSpec]:
-    """Choose a model of each kind: one on board, else one that is on disk, else the first. An
-    adapter is none by itself.
-    """
+    """Choose a model of each kind: one on board, else one that is on disk, else the first."""
     first: dict[str, ModelSpec] = {}
+    # An adapter is no model by itself.
     whole = [spec for spec in specs if not isinstance(spec, ChatSpec) or spec.base is None]
     for spec in sorted(
         whole, key=lambda spec: (not isinstance(spec.source, PackageSource), not is_here(spec))
@@ -194,9 +193,7 @@ class MlxBroken(Exception):
 
 
 def machine_problems(settings: Settings) -> list[str]:
-    """Return what is wrong with settings on this machine: TLS files that cannot be used, a GPU that
-    is not there.
-    """
+    """Return what is wrong with settings on this machine."""
     problems = []
     if settings.tls_cert is not None and settings.tls_key is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -224,18 +221,17 @@ def require_machine(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a process with mlx found.
-
-    `limit_bytes` is what models may hold; `sizes` has each model's bytes, or its problem. `gflops`
-    is the speed of the device, `blas` the library that multiplies on a CPU, and `blas_hint` what to
-    do if that is slow.
-    """
+    """What a process with mlx found."""
 
     device: str
+    # That models may hold.
     limit_bytes: int
+    # Each model's bytes, or its problem; None if it is not on disk.
     sizes: Mapping[str, int | str | None]
+    # The library that multiplies on a CPU, and what to do if it is a slow one.
     blas: str
     blas_hint: str | None
+    # The speed of the device.
     gflops: float
 
 
@@ -265,7 +261,8 @@ def check_blas(device: str, described: str, gflops: float, hint: str | None) -> 
 
 
 def check_compiler(device: str, found: str | None) -> Finding:
-    """Check that g++ is installed: without it mx.compile silently fuses nothing on the CPU."""
+    """Check that g++ is installed."""
+    # Without it mx.compile silently fuses nothing on the CPU.
     if device != "cpu" or found:
         return Finding("compiler", "ok", found or f"not needed on {device}.")
     message = "there is no g++, so mlx runs unfused and slower. Install it: `apt-get install g++`."
@@ -273,10 +270,10 @@ def check_compiler(device: str, found: str | None) -> Finding:
 
 
 def check_packages(installed: Iterable[str]) -> Finding:
-    """Check that one build of MLX is installed: those for CPU and CUDA overwrite each other."""
+    """Check that one build of MLX is installed."""
     builds = sorted(name for name in installed if name.startswith(("mlx-cpu", "mlx-cuda")))
     if len(builds) > 1:
-        # The files have the same names: the first that is uninstalled takes the others' along.
+        # They overwrite each other's files: the first that is uninstalled takes the others' along.
         message = (
             f"{' and '.join(builds)} are both installed. Uninstall all of them, then install one: "
             f"`pip uninstall {' '.join(builds)}`; `make setup-cuda` does both."
@@ -347,12 +344,13 @@ def bind_problem(bind: str, error: OSError) -> str:
 
 
 def check_temporary(folder: Path, device: str) -> Finding:
-    """Check the temporary folder, where mlx keeps compiled code: no other user may write to it."""
+    """Check the temporary folder, where mlx keeps compiled code."""
     if not os.access(folder, os.W_OK):
         return Finding("tmpdir", "fail", f"{folder} cannot be written to. Set TMPDIR.")
     if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
         message = f"nothing in {folder} may run, and mlx compiles there. Set TMPDIR elsewhere."
         return Finding("tmpdir", "warn", message)
+    # What lies there is run; a GPU compiles elsewhere.
     if device == "cpu" and folder.stat().st_mode & 0o002:
         message = (
             f"others may write to {folder}, where mlx compiles. Set TMPDIR to a folder of yours."
@@ -362,8 +360,8 @@ def check_temporary(folder: Path, device: str) -> Finding:
 
 
 def check_files(limit: int) -> Finding:
-    """Check the limit of open files: each connection is one."""
-    if limit < 1024:
+    """Check the limit of open files."""
+    if limit < 1024:  # each connection is one
         message = f"{limit} files may be open, so fewer clients. Raise it: `ulimit -n 4096`."
         return Finding("files", "warn", message)
     return Finding("files", "ok", f"{limit} may be open.")

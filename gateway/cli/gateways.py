@@ -64,11 +64,7 @@ def find(settings: Settings) -> str | None:
 
 
 def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
-    """Return what a gateway that runs offers, as it says; raises NoGateway.
-
-    Of models that are not loaded it says no context: then it is that of the catalog's model of this
-    id.
-    """
+    """Return what a gateway that runs offers, as it says; raises NoGateway."""
     status, answer = _ask(url, "/v1/models", first_key(settings))
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise NoGateway(f"{url} refuses us ({status}). Set GATEWAY_API_KEYS to one of its keys.")
@@ -76,6 +72,7 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
         raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
     offers = []
     for model in answer["data"]:
+        # Of models that are not loaded it says no context.
         context = model.get("max_context") or _context(catalog.by_id(model["root"]), settings)
         offers.append(Offer(model["id"], model["root"], model["kind"], context))
     return offers
@@ -171,16 +168,14 @@ def started(
     settings: Settings,
     deferred: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[Started]:
-    """Start a gateway on a free port of this machine, for as long as the context lasts.
-
-    In `deferred`, no signal is to raise: neither process nor folder is left behind then.
-    """
+    """Start a gateway on a free port of this machine, for as long as the context lasts."""
     if settings.tls_cert:
         raise NoGateway(
             f"No gateway answers at {address(settings)}, and clients would not trust a new one "
             "with this certificate. Run `mlx-gateway serve` at the address that it is for."
         )
     with contextlib.ExitStack() as stack:
+        # No signal raises in here, or the process or the folder would be left behind.
         with deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
             gateway = Started(settings, Path(folder))

@@ -197,10 +197,7 @@ def _is_in_foreground() -> bool:
 
 @contextlib.contextmanager
 def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterator[str]:
-    """Yield the URL of a gateway that is ready: the one that was found, or else a new one.
-
-    If the new one ends before its time, say so at the end.
-    """
+    """Yield the URL of a gateway that is ready: the one that was found, or else a new one."""
     if found is not None:
         wait_ready(found)
         yield found
@@ -208,7 +205,7 @@ def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterato
     print("Starting a gateway…", file=sys.stderr)
     with started(settings, signals.deferred) as gateway:
         yield gateway.url
-        try:
+        try:  # it may have ended before the tool
             gateway.require_alive()
         except NoGateway as error:
             print(error, file=sys.stderr)

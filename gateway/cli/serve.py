@@ -190,9 +190,8 @@ async def _reload_at(hangup: asyncio.Event, gateway: Served) -> None:
 
 
 def _stop(stop: asyncio.Event, signals: list[None]) -> None:
-    """Start the drain at the first signal; exit at once at the second. Another rank may have asked
-    for the drain before, as when Ctrl-C goes to all.
-    """
+    """Start the drain at the first signal; exit at once at the second."""
+    # Another rank may have asked for the drain before, as when Ctrl-C goes to all.
     if signals:
         os._exit(1)
     signals.append(None)
@@ -233,13 +232,10 @@ def _tcp_listener(bind: str, scheme: str) -> socket.socket:
 
 @contextlib.contextmanager
 def _unix_listener(path: Path) -> Iterator[socket.socket]:
-    """Listen on a path, and remove its file at exit unless another process has replaced it.
-
-    A socket that a process left behind is replaced; one that a process listens on is an error.
-    """
+    """Listen on a path, and remove its file at exit unless another process has replaced it."""
     listener = socket.socket(socket.AF_UNIX)
     try:
-        if path.is_socket() and not _is_answered(path):
+        if path.is_socket() and not _is_answered(path):  # a process left it behind
             path.unlink()
         listener.bind(str(path))
         listener.listen(BACKLOG)
